@@ -4,7 +4,7 @@ from functools import partial
 
 from rlhf_lightning.app.start import start
 
-main = partial(start, "study", "study.run")
+main = partial(start, "study", "study.study")
 
 if __name__ == "__main__":
     main()

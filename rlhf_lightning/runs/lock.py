@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import lock_descriptor, unlock_descriptor
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"  # in a run folder
 _SIGNATURE = "process {} on {}"
-_OURS = re.compile(rb"(process \d+ on \S*)?")  # it is empty between its making and its signature
+_OURS = re.compile(rb"(process \d+(, \d+)* on \S*)?")  # empty between its making and its signature
 _EVERY_SECONDS = 30.0
-_taken: dict[Path, FileLock] = {}  # run folders, with their locks
+_POLL_SECONDS = 0.2
+_taken: dict[Path, int] = {}  # run folders, with the descriptors of their locks
 
 
 @contextmanager
@@ -41,18 +42,21 @@ def artifact_lock(
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder.parent / f".{folder.name}.lock")
-    started = time.monotonic()
-    patience = 0.0
-    while not _acquired(lock, patience):
-        waited = time.monotonic() - started
-        report(f"waiting for {_holder(lock)}, which is making {folder} ({waited:.0f} s so far)")
-        patience = _EVERY_SECONDS
+    path = folder.parent / f".{folder.name}.lock"
+    lock = _open(path)
+    started = due = time.monotonic()
     try:
-        _sign(lock)
+        while not lock_descriptor(lock, blocking=False):
+            if (now := time.monotonic()) >= due:
+                waited, due = now - started, now + _EVERY_SECONDS
+                report(
+                    f"waiting for {_holder(path)}, which is making {folder} ({waited:.0f} s so far)"
+                )
+            time.sleep(_POLL_SECONDS)
+        sign(path)
         yield
     finally:
-        lock.release()
+        _release(lock)
 
 
 class FolderTakenError(FileExistsError, RuntimeError):
@@ -60,10 +64,11 @@ class FolderTakenError(FileExistsError, RuntimeError):
 
 
 @contextmanager
-def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> Iterator[int]:
     """Mark a run folder as being written by this process, until the block or the process ends.
 
-    What `take_run` has taken is taken over.
+    What `take_run` has taken is taken over. Yields the descriptor of the lock: a process that
+    inherits it holds the folder, too, also if this one is killed.
 
     Args:
         folder: made if it is missing.
@@ -75,9 +80,9 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
     """
     lock = _taken.pop(Path(folder).resolve(), None) or _claim(Path(folder), check)
     try:
-        yield
+        yield lock
     finally:
-        lock.release()
+        _release(lock)
 
 
 def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> None:
@@ -96,13 +101,12 @@ def is_claimed(folder: Path | str) -> bool:
     if Path(folder).resolve() in _taken or not path.exists():
         return False
     try:
-        lock = _lock(path)
-        if not _acquired(lock):
-            return True
+        lock = _open(path)
     except OSError:  # a folder that cannot be written to
         return False
-    lock.release()
-    return False
+    free = lock_descriptor(lock, blocking=False)
+    _release(lock)
+    return not free
 
 
 def is_signed(folder: Path | str) -> bool:
@@ -112,44 +116,43 @@ def is_signed(folder: Path | str) -> bool:
     return content != b"" and _OURS.fullmatch(content) is not None
 
 
-def _claim(folder: Path, check: Callable[[], None]) -> FileLock:
+def sign(path: Path, *others: int) -> None:
+    """Write into a lock's file which processes hold it: this one and those that inherited it."""
+    processes = ", ".join(map(str, (os.getpid(), *others)))
+    path.write_text(_SIGNATURE.format(processes, socket.gethostname()))
+
+
+def _claim(folder: Path, check: Callable[[], None]) -> int:
     check()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder / LOCK)
-    if not _acquired(lock):
-        raise FolderTakenError(
-            f"the run folder {folder} is in use by {_holder(lock)}: wait for it to end, "
-            "end it, or choose another folder with hydra.run.dir="
-        )
+    path = folder / LOCK
+    lock = _open(path)
     try:
+        if not lock_descriptor(lock, blocking=False):
+            raise FolderTakenError(
+                f"the run folder {folder} is in use by {_holder(path)}: wait for it to end, "
+                "end it, or choose another folder with hydra.run.dir="
+            )
         check()  # another run may have begun and ended in between
-        _sign(lock)
+        sign(path)
     except BaseException:
-        lock.release()
+        _release(lock)
         raise
     return lock
 
 
-def _lock(path: Path) -> FileLock:
+def _open(path: Path) -> int:
     if path.exists() and not (path.is_file() and _OURS.fullmatch(path.read_bytes())):
         raise FolderTakenError(
             f"{path} is there already, and is no lock of ours: move it away, or use another folder"
         )
-    # Never the soft lock, which outlives a process that was killed.
-    return FileLock(path, thread_local=False, poll_interval=0.2, fallback_to_soft=False)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
 
 
-def _acquired(lock: FileLock, patience: float = 0.0) -> bool:
-    try:
-        lock.acquire(timeout=patience)
-    except Timeout:
-        return False
-    return True
+def _release(lock: int) -> None:
+    unlock_descriptor(lock)  # also for processes that have inherited it, such as loaders of data
+    os.close(lock)
 
 
-def _sign(lock: FileLock) -> None:
-    Path(lock.lock_file).write_text(_SIGNATURE.format(os.getpid(), socket.gethostname()))
-
-
-def _holder(lock: FileLock) -> str:
-    return Path(lock.lock_file).read_text().strip() or "another process"
+def _holder(path: Path) -> str:
+    return path.read_text().strip() or "another process"

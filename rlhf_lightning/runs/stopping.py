@@ -181,10 +181,11 @@ def stopping_on_signals() -> Iterator[None]:
     """Raise `RunStoppedError` at once when a signal asks to stop.
 
     For what comes before and after training; in between, a `SignalWatch` waits for the end of an
-    iteration.
+    iteration. Further signals, as a launcher and a shell send them, do not interrupt the ending.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
+        _taken_over(lambda *_: None)
         raise RunStoppedError(
             f"{signal.Signals(number).name} outside of training: there is nothing new to save"
         )

@@ -13,8 +13,8 @@ import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import working_folder
-from rlhf_lightning.app.pipeline.state import read_state
 from rlhf_lightning.app.report import run as report
+from rlhf_lightning.app.study.steps import plan
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.resume import checkpoint_problem
@@ -146,11 +146,13 @@ def test_odd_checksums_of_a_checkpoint_are_a_problem_of_it(folder, tmp_path, con
     assert checkpoint_problem(shards) is not None
 
 
-def test_the_state_of_a_pipeline_is_read_as_data(tmp_path: Path) -> None:
-    for content in (DEEP, LESS_DEEP, "[1]", '[{"step": "a"}]'):
-        (tmp_path / "pipeline.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"pipeline\.json"):
-            read_state(tmp_path)
+def test_the_record_of_a_pipeline_is_read_as_data(tmp_path: Path) -> None:
+    settings = settings_of("evaluate=false", "experiments.ppo=null", entry="pipeline")
+    step, *_ = plan(settings, tmp_path)
+    for content in (DEEP, LESS_DEEP, "[1]", '{"config_hash": 1}', '{"read": {"a": []}}', b"\xff"):
+        put(step.record, content, tmp_path)
+        assert step.attempts() == []
+        assert not step.is_done()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from rlhf_lightning.app.collect import run as collect
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.evaluate import run as evaluate
-from rlhf_lightning.app.pipeline.steps import plan, quoted, settings_file
+from rlhf_lightning.app.study.steps import plan
+from rlhf_lightning.app.study.words import quoted
 from rlhf_lightning.app.train import run as train
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
@@ -191,10 +192,10 @@ def test_a_collection_of_a_pipeline_names_what_its_training_step_will_read(tmp_p
     words += [f"train:dataset.path={quoted(str(data))}", "collect=true", "collect:annotator=page"]
     steps = plan(composed(*words), tmp_path)
     step = next(step for step in steps if step.stage == "collect")
-    file = settings_file(tmp_path, step.lead)
+    file = step.lead.settings_file
     file.parent.mkdir()
-    write_settings(file, settings_of(*step.lead.overrides))
-    given = [word for word in step.command(tmp_path)[3:] if not word.startswith("hydra.")]
+    write_settings(file, settings_of(*step.lead.words))
+    given = [word for word in step.command_line()[3:] if not word.startswith("hydra.")]
     assert settings_of(*given, entry="collect").dataset.source.get("path") == str(data)
     with pytest.raises(ConfigError, match=r"dataset\.path="):
-        settings_of(*step.overrides, entry="collect")
+        settings_of(*step.words, entry="collect")

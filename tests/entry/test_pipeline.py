@@ -15,26 +15,12 @@ from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.pipeline.run import run
-from rlhf_lightning.app.pipeline.state import (
-    DONE,
-    FAILED_GATE,
-    RUNNING,
-    Outcome,
-    read_state,
-    set_aside,
-    write_state,
-)
-from rlhf_lightning.app.pipeline.steps import (
-    Step,
-    as_overrides,
-    check_pipeline,
-    given,
-    plan,
-    settings_file,
-)
+from rlhf_lightning.app.study.pipeline import run
+from rlhf_lightning.app.study.steps import Step, check_pipeline, plan
+from rlhf_lightning.app.study.words import as_overrides, given
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
+from rlhf_lightning.runs.lock import FolderTakenError, claim_run
+from rlhf_lightning.runs.summary import GateResult, Status, new_summary, write_summary
 from tests.builders.command_lines import settings_of
 from tests.entry.test_train import SMALL
 
@@ -47,14 +33,14 @@ def composed(*overrides: str) -> PipelineSettings:
     return load_settings(PipelineSettings, "pipeline", as_overrides(overrides))
 
 
-def settings_of_step(step: Step, folder: Path) -> CommandSettings:
+def settings_of_step(step: Step) -> CommandSettings:
     """Return the settings of a step, where the one that it follows has left its own."""
     if step.lead is not None:
-        lead = load_settings(TrainSettings, "train", list(step.lead.overrides))
-        for file in (settings_file(folder, step.lead), RunFolder(folder / step.lead.name).config):
+        lead = load_settings(TrainSettings, "train", list(step.lead.words))
+        for file in (step.lead.settings_file, RunFolder(step.lead.place).config):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_settings(file, lead)
-    return settings_of(*step.overrides, entry=step.module.rpartition(".")[2])
+    return settings_of(*step.words, entry=step.command)
 
 
 def pipeline(folder: Path, *overrides: str, code: int = 0) -> str:
@@ -84,15 +70,15 @@ def test_the_stages_run_in_order_and_share_one_folder_of_models(tmp_path: Path) 
     steps = plan(composed("collect=true", "ppo:module.ppo.kl_coef=0.1"), tmp_path)
     assert [step.stage for step in steps] == ["base", "sft", "collect", "reward", "ppo", "evaluate"]
     artifacts = given("paths.artifacts", tmp_path / "round_1/artifacts")
-    assert all(artifacts in step.overrides for step in steps)
+    assert all(artifacts in step.words for step in steps)
     by_stage = {step.stage: step for step in steps}
-    assert by_stage["ppo"].overrides[-1] == "module.ppo.kl_coef=0.1"
-    assert by_stage["reward"].overrides[0] == "+experiment=reward"
-    assert given("data.path", tmp_path / "round_1/collect/data") in by_stage["reward"].overrides
-    assert by_stage["evaluate"].module == "rlhf_lightning.evaluate"
-    assert given("run", tmp_path / "round_1/ppo") in by_stage["evaluate"].overrides
-    assert given("run", tmp_path / "round_1/ppo.yaml") in by_stage["collect"].overrides
-    command = by_stage["sft"].command(tmp_path)
+    assert by_stage["ppo"].words[-1] == "module.ppo.kl_coef=0.1"
+    assert by_stage["reward"].words[0] == "+experiment=reward"
+    assert given("data.path", tmp_path / "round_1/collect/data") in by_stage["reward"].words
+    assert by_stage["evaluate"].command == "evaluate"
+    assert given("run", tmp_path / "round_1/ppo") in by_stage["evaluate"].words
+    assert given("run", tmp_path / "round_1/ppo.yaml") in by_stage["collect"].words
+    command = by_stage["sft"].command_line()
     assert given("hydra.run.dir", tmp_path / "round_1/sft") in command
     assert not [word for word in command if word.startswith("ckpt_path")]
 
@@ -101,15 +87,15 @@ def test_words_for_a_stage_reach_it_as_they_are(tmp_path: Path) -> None:
     words = ["sft:a='it\\'s'", "sft:+gates.x={metric: val/loss, at_most: 1}", "train:logger=none"]
     cfg = composed(*words, "seed=3")
     steps = {step.stage: step for step in plan(cfg, tmp_path)}
-    assert steps["sft"].overrides[-3:] == ("logger=none", *(w.partition(":")[2] for w in words[:2]))
-    assert steps["ppo"].overrides[-1] == "logger=none"
-    assert "seed=3" in steps["evaluate"].overrides
+    assert steps["sft"].words[-3:] == ("logger=none", *(w.partition(":")[2] for w in words[:2]))
+    assert steps["ppo"].words[-1] == "logger=none"
+    assert "seed=3" in steps["evaluate"].words
 
 
 def test_stages_that_are_left_out_are_not_run(tmp_path: Path) -> None:
     steps = plan(composed("experiments.base=null", "evaluate=false"), tmp_path)
     assert [step.stage for step in steps] == ["sft", "reward", "ppo"]
-    assert not [w for step in steps for w in step.overrides if w.startswith("data.path")]
+    assert not [w for step in steps for w in step.words if w.startswith("data.path")]
 
 
 @pytest.mark.parametrize("name", ["it's, [a] = {b} \\ c", "a\\", "b\\'c", "a b#,:%=$1"])
@@ -119,28 +105,31 @@ def test_a_path_of_any_characters_reaches_the_stage_as_it_is(name: str) -> None:
     assert settings.paths.artifacts == str(folder)
 
 
-def test_what_became_of_the_steps_is_remembered(tmp_path: Path) -> None:
-    outcomes = {
-        "round_1/base": Outcome("round_1/base", ("a=1",), DONE),
-        "round_1/sft": Outcome("round_1/sft", ("b=2", "c=3"), RUNNING),
-    }
-    write_state(tmp_path, outcomes)
-    assert read_state(tmp_path) == outcomes
-    (tmp_path / "pipeline.json").write_text("[{]")
-    with pytest.raises(ConfigError, match="is damaged"):
-        read_state(tmp_path)
-
-
 def test_what_stands_in_the_way_is_kept_under_another_name(tmp_path: Path) -> None:
+    (step,) = plan(composed(*ALONE), tmp_path)
     for number in (1, 2):
-        (tmp_path / "reward").mkdir()
-        (tmp_path / "reward" / f"run_{number}").touch()
-        set_aside(tmp_path / "reward")
-    set_aside(tmp_path / "reward")  # nothing is there
+        ended(step)
+        (step.place / f"run_{number}").touch()
+        step.make_room()
+    step.make_room()  # nothing is there
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("run_*")) == [
-        "reward_before_1/run_1",
-        "reward_before_2/run_2",
+        "round_1/base_before_1/run_1",
+        "round_1/base_before_2/run_2",
     ]
+
+
+def test_only_an_unfinished_run_of_the_same_settings_is_gone_on_with(tmp_path: Path) -> None:
+    first, second = (
+        plan(composed(*ALONE, f"base:data.num_epochs={epochs}"), tmp_path)[0] for epochs in (1, 2)
+    )
+    ended(first, status="failed")
+    first.make_room()
+    assert first.place.is_dir()
+    second.make_room()
+    assert [path.name for path in first.place.parent.iterdir()] == ["base_before_1"]
+    ended(second, status="running")
+    with claim_run(second.place), pytest.raises(FolderTakenError, match="another process writes"):
+        first.make_room()
 
 
 @pytest.mark.parametrize(
@@ -187,17 +176,22 @@ def test_a_pipeline_of_another_objective_than_ppo_is_evaluated_too() -> None:
 ALONE = (
     *(f"experiments.{stage}=null" for stage in ("sft", "reward", "ppo")),
     "evaluate=false",
+    "train:paths.publish=false",
 )
 
 
-def ended_base(cfg: PipelineSettings, place: Path, status: str, *gates: GateResult) -> RunFolder:
+def ended(step: Step, *gates: GateResult, status: Status = "completed", **metrics: float) -> None:
+    """Write the summary of a step that has ended."""
+    made = new_summary("sft", seed=1, config_hash=step.settings.config_hash)
+    made = replace(made, status=status, metrics=metrics, gates=gates)
+    write_summary(RunFolder(step.place).create(), made)
+
+
+def ended_base(cfg: PipelineSettings, place: Path, *gates: GateResult) -> RunFolder:
     """Write a pipeline whose only stage has ended, and return its folder."""
     folder = RunFolder(place / "outputs/pipeline/2026-11-02_09-30-00")
     (step,) = plan(cfg, folder.path)
-    base = RunFolder(folder.path / step.name).create()
-    made = new_summary("sft", seed=1, config_hash="x")
-    write_summary(base, replace(made, status="completed", metrics={"val/loss": 4.0}, gates=gates))
-    write_state(folder.path, {step.name: Outcome(step.name, step.overrides, status)})
+    ended(step, *gates, **{"val/loss": 4.0})
     begun = new_summary("pipeline", seed=cfg.seed, config_hash=cfg.config_hash)
     write_summary(folder, replace(begun, status="stopped"))
     return folder
@@ -208,7 +202,7 @@ def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
 ) -> None:
     cfg = composed(*ALONE)
     gate = GateResult("loss", 4.0, 1.0, False, "val/loss is 4.000, wanted at most 1")
-    folder = ended_base(cfg, working_folder, FAILED_GATE, gate)
+    folder = ended_base(cfg, working_folder, gate)
     for _ in range(2):
         found = run(cfg, folder)
         assert found.status == "stopped"
@@ -230,7 +224,7 @@ def test_a_pipeline_without_gates_does_not_say_that_they_passed(
 ) -> None:
     cfg = composed(*ALONE)
     gate = GateResult("loss", 4.0, 5.0, True, "val/loss is 4.000, wanted at most 5")
-    folder = ended_base(cfg, working_folder, DONE, *[gate] * gated)
+    folder = ended_base(cfg, working_folder, *[gate] * gated)
     assert run(cfg, folder).status == "completed"
     told = capsys.readouterr().out
     assert ("all gates passed" in told) is gated
@@ -257,8 +251,7 @@ def test_a_pipeline_does_not_say_that_gates_passed_which_were_not_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cfg = composed(*ALONE, "accept=[base]")
-    status = DONE if MISSED not in gates else FAILED_GATE
-    folder = ended_base(cfg, working_folder, status, *gates)
+    folder = ended_base(cfg, working_folder, *gates)
     assert run(cfg, folder).status == "completed"
     assert f"\n{outcome} (" in capsys.readouterr().out
 

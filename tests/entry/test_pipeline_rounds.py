@@ -12,21 +12,23 @@ from safetensors.torch import load_file
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_run
-from rlhf_lightning.app.pipeline.run import StageEndedError, _run_step, run
-from rlhf_lightning.app.pipeline.state import (
-    DONE,
-    FAILED_GATE,
-    Outcome,
-    find_begun_pipeline,
-    write_state,
-)
-from rlhf_lightning.app.pipeline.steps import Step, check_pipeline, given, plan
+from rlhf_lightning.app.study.pipeline import run, where_to_run
+from rlhf_lightning.app.study.steps import check_pipeline, plan
+from rlhf_lightning.app.study.words import given
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
 from tests.builders.runs import make_start
 from tests.entry.test_collect import DECIDED
-from tests.entry.test_pipeline import TINY, composed, only, pipeline, settings_of_step, summary
+from tests.entry.test_pipeline import (
+    TINY,
+    composed,
+    ended,
+    only,
+    pipeline,
+    settings_of_step,
+    summary,
+)
 
 pytestmark = pytest.mark.timeout(900)
 FEW = [
@@ -44,30 +46,30 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     one, two, three = (tmp_path / f"round_{k}" for k in (1, 2, 3))
     # The SFT policy of round 1 is the start of reward models, the reference and the baseline.
     artifacts = given("paths.artifacts", one / "artifacts")
-    assert all(artifacts in step.overrides for step in steps.values())
+    assert all(artifacts in step.words for step in steps.values())
     trained = [s for s in steps.values() if s.stage in ("reward", "ppo")]
-    starts = {settings_of_step(step, tmp_path).artifacts.sft for step in trained}
+    starts = {settings_of_step(step).artifacts.sft for step in trained}
     assert starts == {str(one / "artifacts/demo_seed1/sft")}
-    collect = steps["round_3/collect"].overrides
+    collect = steps["round_3/collect"].words
     assert given("+candidates.policies.policy", two / "ppo/export") in collect
     assert "candidates.policies.sft=null" in collect
     adversarial = steps["round_3/adversarial"]
-    assert adversarial.module == "rlhf_lightning.collect"
-    assert given("adversarial.run", three / "collect") in adversarial.overrides
-    assert given("artifacts.reward", two / "reward/export") in adversarial.overrides
-    (also,) = [w for w in steps["round_3/reward"].overrides if w.startswith("data.also=")]
+    assert adversarial.command == "collect"
+    assert given("adversarial.run", three / "collect") in adversarial.words
+    assert given("artifacts.reward", two / "reward/export") in adversarial.words
+    (also,) = [w for w in steps["round_3/reward"].words if w.startswith("data.also=")]
     places = [r / name / "data" for r in (two, three) for name in ("collect", "adversarial")]
     assert also == "data.also=[" + ",".join(f"'{place}'" for place in places) + "]"
-    ppo = steps["round_3/ppo"].overrides
+    ppo = steps["round_3/ppo"].words
     assert given("artifacts.ppo", two / "ppo/export") in ppo
     assert given("artifacts.reward", three / "artifacts/reward") in ppo
     assert given("artifacts.publish", three / "artifacts/ppo") in ppo
-    assert given("run", three / "ppo") in steps["round_3/evaluate"].overrides
+    assert given("run", three / "ppo") in steps["round_3/evaluate"].words
 
 
 def test_more_rounds_change_no_word_of_those_that_have_ended(tmp_path: Path) -> None:
     one, two = (plan(composed(f"rounds={count}"), tmp_path) for count in (1, 2))
-    assert [(s.name, s.overrides) for s in two[: len(one)]] == [(s.name, s.overrides) for s in one]
+    assert [(s.name, s.words) for s in two[: len(one)]] == [(s.name, s.words) for s in one]
 
 
 @pytest.mark.slow
@@ -76,7 +78,7 @@ def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Pat
         (tmp_path / "round_2" / name / "data").mkdir(parents=True)
     cfg = composed("rounds=2", "collect=true", "train:logger=none")
     (tmp_path / "round_1/collect/data").mkdir(parents=True)
-    made = {step.name: settings_of_step(step, tmp_path) for step in plan(cfg, tmp_path)}
+    made = {step.name: settings_of_step(step) for step in plan(cfg, tmp_path)}
     for settings in made.values():
         if isinstance(settings, TrainSettings):
             check_run(settings)
@@ -106,7 +108,7 @@ def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> Non
     ]
     cfg = composed("rounds=2", "adversarial=false", "collect:lab.num_pairs=7", *words)
     check_pipeline(cfg)
-    steps = {step.name: step.overrides for step in plan(cfg, tmp_path)}
+    steps = {step.name: step.words for step in plan(cfg, tmp_path)}
     assert steps["round_1/ppo"][-1] == "module.ppo.kl_coef=0.2"
     last = ("module.ppo.kl_coef=0.2", "logger=none", "module.ppo.kl_coef=0.1")
     assert steps["round_2/ppo"][-3:] == last
@@ -117,7 +119,7 @@ def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> Non
 
 def test_adversarial_pairs_are_labelled_as_the_collection_is(tmp_path: Path) -> None:
     words = ["collect:annotator=page", "adversarial:adversarial.num_pairs=7"]
-    steps = {s.name: s.overrides for s in plan(composed("rounds=2", *words), tmp_path)}
+    steps = {s.name: s.words for s in plan(composed("rounds=2", *words), tmp_path)}
     assert steps["round_2/adversarial"][-2:] == ("annotator=page", "adversarial.num_pairs=7")
     assert "adversarial.num_pairs=7" not in steps["round_2/collect"]
 
@@ -140,25 +142,22 @@ def test_rounds_that_cannot_work_are_refused(overrides: list[str], message: str)
 @pytest.mark.slow  # of the first round: tests/entry/test_pipeline.py
 def test_a_failed_gate_of_a_later_round_is_accepted_there(working_folder: Path) -> None:
     words = ["rounds=2", "experiments.base=null", "experiments.sft=null", "adversarial=false"]
+    words += ["train:paths.publish=false"]
     folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
     figures = {
         "reward": {"val/accuracy": 0.9},
         "ppo": {"val/gold_win_rate": 0.8, "val/score_win_rate": 0.9, "val/kl_per_token": 0.2},
     }
-    outcomes = {}
     for step in plan(composed(*words), folder.path):
         gates: tuple[GateResult, ...] = ()
         metrics = dict(figures.get(step.stage, {}))
         if step.name == "round_2/ppo":
             metrics |= {"val/gold_win_rate": 0.4}
             gates = (GateResult("gold_win_rate", 0.4, 0.75, False, "wins 0.4 of comparisons"),)
-        made = new_summary("ppo", seed=1, config_hash="x")
-        run_folder = RunFolder(folder.path / step.name).create()
-        write_summary(run_folder, replace(made, status="completed", metrics=metrics, gates=gates))
-        status = FAILED_GATE if gates else DONE
-        outcomes[step.name] = Outcome(step.name, step.overrides, status)
-    write_state(folder.path, outcomes)
-    begun = new_summary("pipeline", seed=1, config_hash="x")
+        settings_of_step(step)
+        ended(step, *gates, **metrics)
+        (step.place / "data").mkdir()
+    begun = new_summary("pipeline", seed=1, config_hash=composed(*words).config_hash)
     write_summary(folder, replace(begun, status="failed"))
     found = run(composed(*words), folder)
     assert found.status == "stopped"
@@ -171,29 +170,32 @@ def test_a_failed_gate_of_a_later_round_is_accepted_there(working_folder: Path) 
     assert found.metrics["round_2/ppo/gold_win_rate"] == 0.4
     assert "<h2>Rounds</h2>" in folder.report.read_text()
     # It is complete now: the same call begins a new pipeline, one for more rounds goes on.
-    root, digest = folder.path.parent, found.config_hash
-    assert find_begun_pipeline(root, digest, 2) is None
-    assert find_begun_pipeline(root, digest, 3).path == folder.path
-    assert find_begun_pipeline(root, "another", 3) is None
+    new = RunFolder(folder.path.with_name("2026-11-03_09-30-00"))
+    assert where_to_run(composed(*words), new) == new
+    more = [*words, "rounds=3"]
+    assert where_to_run(composed(*more), new).path.samefile(folder.path)
+    assert where_to_run(composed(*more, "experiments.ppo=kto"), new) == new
+    assert where_to_run(composed(*more, "resume=never"), new) == new
 
 
-def test_the_newest_pipeline_decides_what_is_gone_on_with(tmp_path: Path) -> None:
-    made = new_summary("pipeline", seed=1, config_hash="x")
-    steps = {"round_1/ppo": Outcome("round_1/ppo", (), DONE)}
+def test_the_newest_pipeline_decides_what_is_gone_on_with(working_folder: Path) -> None:
+    root, digest = working_folder / "outputs/pipeline", composed().config_hash
+    new = RunFolder(root / "2026-11-09_09-00-00")
+    made = new_summary("pipeline", seed=1, config_hash=digest)
+    made = replace(made, about={"stages": "round_1/sft, round_1/ppo"})
     days = {"2026-11-02": "failed", "2026-11-03": "completed", "2026-11-04": "failed"}
     for day, status in days.items():
-        folder = RunFolder(tmp_path / f"{day}_09-00-00").create()
-        digest = "another" if day == "2026-11-04" else "x"
-        write_summary(folder, replace(made, status=status, config_hash=digest))
-        write_state(folder.path, steps)
+        folder = RunFolder(root / f"{day}_09-00-00").create()
+        known = "another" if day == "2026-11-04" else digest
+        write_summary(folder, replace(made, status=status, config_hash=known))
     # Monday's failure was given up for Tuesday's success; Wednesday's is of other experiments.
-    assert find_begun_pipeline(tmp_path, "x", 1) is None
-    assert find_begun_pipeline(tmp_path, "x", 3).path.name == "2026-11-03_09-00-00"
-    thursday = RunFolder(tmp_path / "2026-11-05_09-00-00").create()
+    assert where_to_run(composed(), new) == new
+    assert where_to_run(composed("rounds=3"), new).path.name == "2026-11-03_09-00-00"
+    thursday = RunFolder(root / "2026-11-05_09-00-00").create()
     write_summary(thursday, replace(made, status="stopped"))
-    assert find_begun_pipeline(tmp_path, "x", 3).path == thursday.path
-    with claim_run(thursday.path):
-        assert find_begun_pipeline(tmp_path, "x", 3) is None
+    assert where_to_run(composed("rounds=3"), new).path.name == thursday.path.name
+    with claim_run(thursday.path), pytest.raises(FolderTakenError, match="in use by process"):
+        run(composed("rounds=3"), new)
 
 
 def check_second_round(made: Path, start: Path) -> None:
@@ -262,16 +264,3 @@ def test_a_second_round_goes_on_from_the_first_and_its_changed_step_runs_anew_al
 
 def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_a_step_whose_end_the_pipeline_did_not_note_is_not_run_again(tmp_path):
-    """Killed between the two; the step itself would refuse the folder of a finished run."""
-    step = Step("collect", 1, "rlhf_lightning.collect", ("no_such_key=1",))
-    folder = RunFolder(tmp_path / "pipeline")
-    where = RunFolder(folder.path / step.name).create()
-    begun = new_summary("collect", seed=1, config_hash="x")
-    write_summary(where, begun)
-    with pytest.raises(StageEndedError):
-        _run_step(step, folder)
-    write_summary(where, replace(begun, status="completed"))
-    _run_step(step, folder)

@@ -14,7 +14,7 @@ import yaml
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.local_files import digests_of
 from rlhf_lightning.app.config.save import write_settings
-from rlhf_lightning.app.pipeline.steps import check_pipeline, plan
+from rlhf_lightning.app.study.steps import check_pipeline, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import settings_of
@@ -58,7 +58,7 @@ def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
     steps = {step.stage: step for step in plan(pipeline_of, folder)}
     assert not [w for s in steps.values() for w in s.command(folder) if "<pipeline>" in w]
     ppo, evaluation, collection = (
-        settings_of_step(steps[name], folder) for name in ("ppo", "evaluate", "collect")
+        settings_of_step(steps[name]) for name in ("ppo", "evaluate", "collect")
     )
     assert ppo.dataset.name != "demo_seed1"
     assert evaluation.dataset == collection.dataset == ppo.dataset
@@ -97,14 +97,14 @@ def test_a_mistake_in_a_stage_s_words_is_answered_before_anything_runs(tmp_path:
 def test_the_user_s_words_for_the_evaluation_win(tmp_path: Path) -> None:
     words = ["evaluate:dataset=questions", "evaluate:dataset.path=F", "evaluate:gates=none"]
     *_, step = plan(composed(*SENTIMENT, *words, "evaluate:prompts.max_length=99"), tmp_path)
-    settings = settings_of_step(step, tmp_path)
+    settings = settings_of_step(step)
     assert settings.dataset.source.get("path") == "F"
     assert "positive" not in settings.resolved["dataset"]
     assert settings.prompts.max_length == 99
     assert not settings.gates
     assert settings.baseline == str(tmp_path / "round_1/artifacts/smollm2_sentiment/sft")
     *_, step = plan(composed("evaluation_gates=sft"), tmp_path)
-    assert "gates=sft" in step.overrides
+    assert "gates=sft" in step.words
 
 
 def run_of(folder: Path, *overrides: str) -> RunFolder:

@@ -17,8 +17,9 @@ import yaml
 from rlhf_lightning.app.config.commands import StudySettings
 from rlhf_lightning.app.config.compose import choices, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.study.plan import plan
-from rlhf_lightning.app.study.run import _results, main, startable
+from rlhf_lightning.app.study.engine import startable
+from rlhf_lightning.app.study.rows import plan
+from rlhf_lightning.app.study.study import _results, main
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import percent
 from rlhf_lightning.runs.summary import new_summary, write_summary
@@ -87,7 +88,10 @@ def test_a_study_that_was_stopped_goes_on_names_what_failed_and_shows_what_was_m
 
     page, table = (place / "study.html").read_text(), (place / "study.md").read_text()
     assert "bad seed 1" in page
-    assert "nowhere.py" in page.partition("</section>")[0]
+    assert (
+        "nowhere.py"
+        in page.partition("<h2>Runs that did not end</h2>")[2].partition("</section>")[0]
+    )
     gains = []
     for seed in (1, 2):
         (file,) = place.glob(f"runs/good/seed_{seed}/*/*/summary.json")

@@ -136,7 +136,7 @@ FILES = st.sampled_from(
         "runs/1/events",
         "data/a",
         "summary.json",
-        "pipeline.json",
+        "attempts.jsonl",
         "checkpoints/iteration=000001.ckpt",
         "multirun.yaml",
     ]

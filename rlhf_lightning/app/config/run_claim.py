@@ -18,7 +18,6 @@ from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, describe_interpolation
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
-from rlhf_lightning.app.pipeline.state import has_more_to_do
 from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import agree_on, global_rank, started_by_others
@@ -136,8 +135,9 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
         return False
     if summary.config_hash != settings.config_hash:
         return False
-    if isinstance(settings, PipelineSettings):
-        return has_more_to_do(folder, settings.rounds)
+    if isinstance(settings, PipelineSettings):  # a complete one may get more rounds
+        rounds = map(int, re.findall(r"round_(\d+)/", summary.about.get("stages", "")))
+        return summary.status != "completed" or max(rounds, default=0) < settings.rounds
     return summary.status != "completed"
 
 

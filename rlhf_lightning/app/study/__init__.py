@@ -1,1 +1,1 @@
-"""A matrix of runs and one page of what was measured on them."""
+"""Runs that start from each other: a study is a matrix of them, a pipeline a chain with gates."""

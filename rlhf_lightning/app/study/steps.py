@@ -2,53 +2,55 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.config.commands import COMMANDS, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, choices, composed, primary
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, OF_TRAINING, explain
-from rlhf_lightning.app.config.inherit import named_again, read_again, take_over
+from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.inherit import (
+    command_settings,
+    named_again,
+    read_again,
+    take_over,
+)
+from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.config.validate import load_settings, read_settings
+from rlhf_lightning.app.study.engine import ATTEMPTS, Run
+from rlhf_lightning.app.study.words import STAGES, given, key_of
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.resume import checkpoint_problem
+from rlhf_lightning.runs.lock import FolderTakenError, is_claimed
+from rlhf_lightning.runs.resume import newest_complete_checkpoint
+from rlhf_lightning.runs.taken import summary_or_none
 
 TRAINED = ("base", "sft", "reward", "ppo")
-STAGES = ("base", "sft", "collect", "adversarial", "reward", "ppo", "evaluate")
 LATER = STAGES[2:]  # what the rounds after the first run
 FIRST = ("base", "sft", "collect", "reward", "ppo", "evaluate")  # nothing has misled a policy yet
 NEEDED = ("reward", "ppo")  # by each of several rounds
-ADDRESSED = ("train", *STAGES)  # by words of the command line
-ANEW = ("evaluate",)  # begin anew where they were stopped
 COLLECTIONS = {"adversarial": "collect"}  # by the same people and judges, with the same words
 LEADS = ("ppo", "reward", "sft", "base")  # of a collection
 DEMO = "rlhf_lightning.data.demo.source.DemoSource"
 HERE = Path("<pipeline>")  # stands for its folder, where nothing is run yet
-_ROUND = re.compile(r"round_[1-9]\d*")
 
 
-@dataclass(frozen=True)
-class Step:
-    """One stage of one round.
+@dataclass(frozen=True, kw_only=True)
+class Step(Run):
+    """One stage of one round; `place` is its folder.
 
     Args:
         round: from 1.
         stage: one of `STAGES`.
-        module: of the entry point.
-        overrides: its command line, without where it writes.
         lead: the training step whose settings it takes over; None for a training step.
     """
 
     round: int
     stage: str
-    module: str
-    overrides: tuple[str, ...]
     lead: Step | None = None
 
     @property
@@ -57,57 +59,64 @@ class Step:
         return f"round_{self.round}/{self.stage}"
 
     @property
-    def continues(self) -> bool:
-        """True if it goes on in its folder where it was stopped; an evaluation begins anew."""
-        return self.stage not in ANEW
+    def record(self) -> Path:
+        """The file of the attempts of all steps."""
+        return self.place.parent.parent / ATTEMPTS
 
-    def command(self, folder: Path) -> list[str]:
-        """Return the command that runs the step into its folder, or goes on with what is there.
+    @property
+    def settings_file(self) -> Path:
+        """The settings of a training step, for the steps before it."""
+        return self.place.with_suffix(".yaml")
 
-        Args:
-            folder: of the pipeline.
+    @cached_property
+    def settings(self) -> Any:
+        """The settings, as the command reads them: they may be those of the step that leads."""
+        if self.lead is not None:
+            self.place.parent.mkdir(parents=True, exist_ok=True)
+            write_settings(self.lead.settings_file, _settings_of(self.lead))
+        words = self._placed_words()
+        return command_settings(self.command, composed(self.command, words), words)
+
+    def command_line(self) -> list[str]:
+        """Return the command that runs the step into its folder, or goes on with what is there."""
+        line = [*super().command_line(), *self._placed_words()[len(self.words) :]]
+        folder = RunFolder(self.place)
+        if self.command != "train" or not folder.checkpoints.is_dir():
+            return line
+        checkpoint = newest_complete_checkpoint(folder, self.settings.config_hash)
+        return line if checkpoint is None else [*line, given("ckpt_path", checkpoint)]
+
+    def make_room(self) -> None:
+        """Give a run that cannot be continued another name: `reward` becomes `reward_before_1`.
+
+        Raises:
+            FolderTakenError: if a living process writes there.
         """
-        where = RunFolder(folder / self.name)
-        placed = [
-            given("paths.outputs", where.path.parent),
-            given("hydra.run.dir", where.path),
-        ]
-        unfinished = self.stage in TRAINED and where.last_checkpoint.exists()
-        if unfinished and checkpoint_problem(where.last_checkpoint) is None:
-            placed.append(given("ckpt_path", where.last_checkpoint))
-        return [sys.executable, "-m", self.module, *self._of_lead(), *self.overrides, *placed]
+        folder = RunFolder(self.place)
+        self.place.parent.mkdir(parents=True, exist_ok=True)
+        if is_claimed(self.place):
+            raise FolderTakenError(f"another process writes {self.place}: wait for it, or end it")
+        known = summary_or_none(folder)
+        same = known is not None and known.config_hash == self.settings.config_hash
+        ended = known is not None and known.status == "completed"
+        continues = same and not ended and self.command != "evaluate" and self.is_given_the_same()
+        if folder.summary.exists() and not continues:
+            others = (self.place.with_name(f"{self.stage}_before_{n}") for n in count(1))
+            self.place.rename(next(other for other in others if not other.exists()))
 
-    def _of_lead(self) -> list[str]:
-        """Return what a collection reads before its lead has: nothing has recorded it yet."""
-        if self.lead is None or self.stage in ANEW:
-            return []
-        trained = _settings_of(self.lead)
-        chosen = {word.lstrip("+").partition("=")[0] for word in self.overrides}
-        found = {}
-        for named, keys in read_again("collect", trained):
+    def _placed_words(self) -> list[str]:
+        """Return its words with those that say where it writes.
+
+        And with what a collection reads before its lead has: nothing has recorded it yet.
+        """
+        placed = [given("paths.outputs", self.place.parent), given("hydra.run.dir", self.place)]
+        if self.command != "collect" or self.lead is None:
+            return [*self.words, *placed]
+        chosen = {key_of(word) for word in self.words}
+        for named, keys in read_again("collect", _settings_of(self.lead)):
             if named.place.partition(".")[0] not in chosen:
-                found[keys[-1]] = _written(named.value)
-        return [f"++{key}={value}" for key, value in found.items()]
-
-
-def as_overrides(words: Sequence[str]) -> list[str]:
-    """Return the command line with its words for one stage as Hydra reads them.
-
-    `ppo:module.ppo.kl_coef=0.1` becomes `overrides.ppo=['module.ppo.kl_coef=0.1']`; `train:` is for
-    every training stage, `round_2/ppo:` for one round alone. `logger=` and `debug=` are
-    for training. Other words stay as they are.
-    """
-    own: dict[str, list[str]] = {}
-    others = []
-    for word in words:
-        place, colon, rest = f"{'train:' * word.startswith(OF_TRAINING)}{word}".partition(":")
-        at, _, stage = place.rpartition("/")
-        if colon and stage in ADDRESSED and (not at or _ROUND.fullmatch(at)):
-            key = f"+overrides.{at}.{stage}" if at else f"overrides.{stage}"
-            own.setdefault(key, []).append(quoted(rest))
-        else:
-            others.append(word)
-    return others + [f"{key}=[{','.join(found)}]" for key, found in own.items()]
+                placed.append(given(f"++{keys[-1]}", named.value))
+        return [*self.words, *placed]
 
 
 def check_pipeline(settings: PipelineSettings) -> None:
@@ -152,9 +161,9 @@ def _check_follower(step: Step, lead: Step) -> None:
         ConfigError: if it does not compose, or if nothing can label that data set.
     """
     trained = _settings_of(lead)
-    entry = step.module.rpartition(".")[2]
-    words = [word for word in step.overrides if not word.startswith("run=")]
-    chosen = {word.lstrip("+").partition("=")[0] for word in words}
+    entry = step.command
+    words = [word for word in step.words if not word.startswith("run=")]
+    chosen = set(map(key_of, words))
     dataset = trained.dataset.source.path
     if entry == "collect" and dataset != DEMO and not {"dataset", "annotator"} & chosen:
         raise ConfigError(
@@ -187,7 +196,7 @@ def _settings_of(step: Step) -> TrainSettings:
         ConfigError: with the name of the step.
     """
     try:
-        return load_settings(TrainSettings, "train", list(step.overrides))
+        return load_settings(TrainSettings, "train", list(step.words))
     except ConfigError as error:
         raise ConfigError(f"{step.name}: {error}") from error
 
@@ -233,28 +242,16 @@ def plan(settings: PipelineSettings, folder: Path) -> list[Step]:
     Raises:
         ConfigError: if what is trained does not compose, or cannot be evaluated or labelled.
     """
-    steps = _first_round(settings, folder)
+    of_first = {**settings.experiments, "collect": settings.collect, "evaluate": settings.evaluate}
+    rounds = [(1, stage) for stage in FIRST if of_first.get(stage)]
     for number in range(2, settings.rounds + 1):
-        steps += _later_round(settings, folder, number)
+        left_out = {name for name in ("adversarial", "evaluate") if not getattr(settings, name)}
+        rounds += [(number, stage) for stage in LATER if stage not in left_out]
+    steps: list[Step] = []
+    for number, stage in rounds:
+        step = _step(settings, folder, number, stage)
+        steps.append(replace(step, needs=tuple(steps[-1:])))  # a gate stands between the two
     return steps
-
-
-def _first_round(settings: PipelineSettings, folder: Path) -> list[Step]:
-    steps = []
-    for stage in FIRST:
-        if stage in TRAINED:
-            if settings.experiments.get(stage) is None:
-                continue
-        elif not getattr(settings, stage):
-            continue
-        steps.append(_step(settings, folder, 1, stage))
-    return steps
-
-
-def _later_round(settings: PipelineSettings, folder: Path, number: int) -> list[Step]:
-    left_out = {name for name in ("adversarial", "evaluate") if not getattr(settings, name)}
-    kept = [stage for stage in LATER if stage not in left_out]
-    return [_step(settings, folder, number, stage) for stage in kept]
 
 
 def _own_words(
@@ -272,7 +269,7 @@ def _own_words(
     here, before = folder / f"round_{number}", folder / f"round_{number - 1}"
     rounds = [folder / f"round_{k}" for k in range(2, number + 1)]
     collections = ("collect", "adversarial") if settings.adversarial else ("collect",)
-    records = [str(r / name / "data") for r in rounds for name in collections]
+    records = [r / name / "data" for r in rounds for name in collections]
     policy, judge = before / "ppo" / "export", before / "reward" / "export"
     reward, ppo = here / "artifacts" / "reward", here / "artifacts" / "ppo"
     # The pairs of round 1 have margins where they were collected: then the later ones do too.
@@ -293,7 +290,7 @@ def _own_words(
         ),
         "reward": (
             *first_pairs,
-            f"data.also=[{','.join(map(quoted, records))}]",
+            given("data.also", records),
             given("artifacts.publish", reward),
         ),
         "ppo": (
@@ -310,52 +307,36 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
     words: Mapping[str, Any] = settings.overrides
     here: Mapping[str, Sequence[str]] = words.get(f"round_{number}", {})
     own = _own_words(settings, folder, number, stage)
+    make = partial(Step, round=number, stage=stage, place=folder / f"round_{number}" / stage)
     ours = (f"seed={settings.seed}", given("paths.artifacts", folder / "round_1" / "artifacts"))
     if stage in TRAINED:
         # The next round loads export/, and may be asked for when this one has ended.
         whole = ("export.dtype=fp32",) if stage in LATER else ()
-        head = (
-            f"+experiment={settings.experiments.get(stage)}",
-            *ours,
-            *whole,
-            *own,
-            *words["train"],
-        )
+        experiment = f"+experiment={settings.experiments.get(stage)}"
+        head = (experiment, *ours, *whole, *own, *words["train"])
         theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
-        return Step(number, stage, "rlhf_lightning.train", (*head, *theirs))
+        return make(command="train", words=(*head, *theirs))
     theirs = (*words[stage], *here.get(stage, ()))
-    module = COLLECTIONS.get(stage, stage)
+    command = COLLECTIONS.get(stage, stage)
     if stage in COLLECTIONS:
-        theirs = (*words[module], *here.get(module, ()), *theirs)
-    lead = _lead(settings, folder, number, *(("ppo", "sft") if module == "evaluate" else LEADS))
+        theirs = (*words[command], *here.get(command, ()), *theirs)
+    lead = _lead(settings, folder, number, *(("ppo", "sft") if command == "evaluate" else LEADS))
     if lead is None:
         raise ConfigError(f"{stage} has nothing to go by: name an experiment, such as ppo")
     trained = _settings_of(lead)
-    carried = [f"++{k}={_written(v)}" for k, v in named_again(module, trained).items()]
-    if module == "evaluate":
+    carried = [given(f"++{key}", one) for key, one in named_again(command, trained).items()]
+    if command == "evaluate":
         gates = settings.evaluation_gates or (None if trained.spec.starts_from == "sft" else "ppo")
-        carried += [given("run", folder / lead.name)]
+        carried += [given("run", lead.place)]
         carried += [] if gates is None else [f"gates={gates}"]
     else:
         # The training step runs later: its settings are written before.
-        carried += [given("run", settings_file(folder, lead))]
+        carried += [given("run", lead.settings_file)]
         start = _lead(settings, folder, 1, "sft") if number == 1 else None
         if start is not None:
             base = _settings_of(start).artifacts.base
             carried += [] if base is None else [given("artifacts.base", Path(base))]
-    overrides = (*ours, *carried, *own, *theirs)
-    return Step(number, stage, f"rlhf_lightning.{module}", overrides, lead)
-
-
-def _written(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    return quoted(value) if isinstance(value, str) else str(value).lower()
-
-
-def settings_file(folder: Path, lead: Step) -> Path:
-    """Return the file with the settings of a training step, for the steps before it."""
-    return folder / f"{lead.name}.yaml"
+    return make(command=command, words=(*ours, *carried, *own, *theirs), lead=lead)
 
 
 def _lead(settings: PipelineSettings, folder: Path, number: int, *stages: str) -> Step | None:
@@ -364,16 +345,3 @@ def _lead(settings: PipelineSettings, folder: Path, number: int, *stages: str) -
         if settings.experiments.get(stage) is not None:
             return _step(settings, folder, number, stage)
     return None
-
-
-def quoted(text: str) -> str:
-    """Return a text as Hydra reads it on a command line, whatever characters are in it."""
-    # Hydra reads a backslash as itself, but before a quote as what escapes it.
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f"'{escaped}'"
-
-
-def given(key: str, path: Path) -> str:
-    """Return `key=path` as Hydra reads it, whatever characters are in the path."""
-    return f"{key}={quoted(str(path))}"

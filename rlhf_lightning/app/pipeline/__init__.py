@@ -1,1 +1,0 @@
-"""All stages in a row, each judged by its gates."""
