@@ -17,8 +17,8 @@ PACKAGE = ROOT / "rlhf_lightning"
 # Where such a word is the name of something else than a stage.
 OTHER_NAMES = {
     "app/memory_plan/models.py": "the parts of a run whose memory is counted",
-    "app/study/steps.py",
-    "app/study/words.py": "the steps of a pipeline, which are experiments",
+    "app/study/steps.py": "the steps of a pipeline, which are experiments",
+    "app/study/words.py": "the steps that words of a command line are for",
     "evaluation/compare.py": "an argument",
     "hparams.py": "values of kl_in",
     "models/factory.py": "values of value_head",
