@@ -202,7 +202,13 @@ def quieten() -> None:
     lightning = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
     for name in (*lightning, "httpx", "httpx2", "openai"):  # a line for each request
         logging.getLogger(name).setLevel(logging.WARNING)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers.utils.logging import disable_progress_bar
+    quieten_transformers()
 
-    disable_progress_bar()  # of loading and saving a few megabytes
+
+def quieten_transformers() -> None:
+    """Show only errors of transformers, here and in child processes, unless the user asks."""
+    from transformers.utils import logging as transformers_logging  # the annotation page needs none
+
+    transformers_logging.disable_progress_bar()  # of loading and saving a few megabytes
+    if os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error") == "error":
+        transformers_logging.set_verbosity_error()  # it read the variable when it was imported

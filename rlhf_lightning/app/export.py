@@ -5,11 +5,10 @@ Must not import torch: a mistake is answered at once.
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
-from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.command_line import quieten_transformers, run_command, say
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
@@ -105,7 +104,7 @@ def find_target(settings: ExportSettings, folder: RunFolder) -> Path:
 
 
 def _export(settings: ExportSettings) -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quieten_transformers()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     for place in run(settings):
         say(place)

@@ -6,11 +6,10 @@ It trains nothing and needs no network, no weights and no earlier stage.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, replace
 
-from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.command_line import quieten_transformers, run_command, say
 from rlhf_lightning.app.config.settings import PlanSettings
 from rlhf_lightning.app.memory_plan.report import Report, make_report
 from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
@@ -33,7 +32,7 @@ def run(settings: PlanSettings) -> Report:
 
 
 def _show(settings: PlanSettings) -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quieten_transformers()
     report = run(settings)
     if settings.plan.format == "json":
         say(json.dumps(asdict(report), indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -151,3 +152,22 @@ def test_a_key_with_control_characters_reaches_no_terminal(tmp_path):
     )
     assert b"\x1b" not in done.stdout + done.stderr
     assert rb"key\x1b]0;t\x07" in done.stdout + done.stderr
+
+
+def test_commands_silence_the_warnings_of_transformers_after_it_was_imported() -> None:
+    script = (
+        "from rlhf_lightning.app.train import main\n"
+        "from rlhf_lightning.app.command_line import quieten\n"
+        "from transformers.utils.logging import get_verbosity\n"
+        "quieten()\nprint(get_verbosity())"
+    )
+    unset = {k: v for k, v in os.environ.items() if k != "TRANSFORMERS_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=unset,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert int(done.stdout) == logging.ERROR
