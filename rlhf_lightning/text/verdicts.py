@@ -88,7 +88,8 @@ _VERB = _any(
 )
 _FILLER = (
     rf"(?!{_any('not no never than but while whereas though although could would might may')}\b"
-    rf"|{_any('hardly scarcely nicht kein niet allerminst inte ikke pas não не')}\b"
+    rf"|{_any('hardly scarcely rarely seldom far_from nicht kein keineswegs kaum niet')}\b"
+    rf"|{_any('allerminst inte ikke pas não не')}\b"
     rf"|{_any('should can if however first second former latter other')}\b|[ABC]\b)"
     r"\(?[\w'-]+\)?\s+"
 )
@@ -141,7 +142,7 @@ _EXPLICIT = re.compile(
     rf"|(?P<neither>{_NEITHER})"
     rf"|(?P<loser>{_LABEL})\s+(?:loses(?:\s+to\b|(?=[.!]|\s*$))|(?:is|was)\s+"
     rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b|{_IS_BAD})"
-    rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}"
+    rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}(?!\s+(?:is|was)\s+(?:{_FILLER})?(?:{_WORSE}|worst)\b)"
     rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
     rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
     rf"|\b(?:(?i:ranking)\s*[:=-]\s*(?:1[.)]\s*)?|1st\W{{1,3}})(?P<ranked>{_LABEL})"
@@ -175,6 +176,8 @@ _UNSAID = re.compile(
         "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
     )
     + r"\b[^,:]{0,40}:?\s*[\"'(]*$"
+    r"|\b(?:I (?:\w+ )?doubt|(?i:nobody|no one) (?:would|could|can)|(?:false|untrue) that"
+    r"|impossible to say|imposible decir)\b[^,:]{0,40}$"
     r"|\b(?:than|over)\s+$|\b(?:answer|state|argue|conclude|respond|suggest|recommend)s:[^,]{0,40}$)"
 )
 # "Grammar: A is better." is said of a part.
@@ -204,6 +207,7 @@ _RATED = re.compile(
 _SCORE = r"(\d{1,3}(?:\.\d+)?)(?:\s?/\s?\d+)?"
 _TWO_NUMBERS = re.compile(rf"(?i:scores?)?\W*{_SCORE}[\s,;]+(?:vs\.?\s+)?{_SCORE}\W*")
 _RATING_FIRST = re.compile(rf"(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s+(?:for|to)\s+({_LABEL})")
+_RANKED = re.compile(r"(?i:\branks?\b|\b1\s*(?:is|=)\s*(?:the\s+)?best|lower\s+is\s+better)")
 _TOTAL = re.compile(r"(?i:overall|total|final|总)")
 
 _THOUGHTS = _any(
@@ -474,6 +478,8 @@ def _leading(text: str) -> str | None:
 
 def _by_ratings(lines: list[str]) -> str | None:
     """Return the answer that is rated higher, of both; of several ratings each, those overall."""
+    if any(map(_RANKED.search, lines)):
+        return None  # 1 is the best, or nobody says which end is
     if lines and (two := _TWO_NUMBERS.fullmatch(lines[0])):
         rated = {"A": {float(two.group(1))}, "B": {float(two.group(2))}}
     else:
