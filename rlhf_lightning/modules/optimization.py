@@ -88,11 +88,13 @@ def accumulate_gradients(
                 # Gradients are averaged over ranks, so the sum needs the world size back.
                 module.manual_backward(loss * (weight * world_size()))
             for _, measures in found:
-                for name, value in measures.items():
-                    measured[name] = measured.get(name, 0.0) + value.detach() * weight
+                measured |= {
+                    name: measured.get(name, 0.0) + value.detach() * weight
+                    for name, value in measures.items()
+                }
             # They hold thousands of small objects, between which the C library could not join what
             # is free: the next micro-batch would find no room for its tensors.
-            del loss, losses, found, measures, value
+            del loss, losses, found, measures
     average_gradients(module.parameters(), module.trainer.strategy)
     return {name: global_sum(value) for name, value in measured.items()}
 
