@@ -432,7 +432,8 @@ def failing_in_one_line(kind: str) -> Iterator[None]:
     try:
         yield
     except FolderTakenError as error:
-        fail(f"{error}, or begin another with resume=never or name=")
+        never = "resume=never or " if kind == "pipeline" else ""  # a study has no such key
+        fail(f"{error}, or begin another with {never}name=")
     except ConfigError as error:
         fail(str(error))
     except FailedRunError as error:
