@@ -181,8 +181,11 @@ def test_threads_are_as_many_as_asked_for_and_afterwards_as_before(asked, inside
 
 def test_every_command_that_computes_prepares_its_process_before_torch_is_loaded():
     code = (
-        "import sys, os; os.environ.pop('PYTORCH_ALLOC_CONF', None)\n"
-        "import rlhf_lightning.app.{command}\n"
+        "import sys, os, types; os.environ.pop('PYTORCH_ALLOC_CONF', None)\n"
+        "import rlhf_lightning.app.start as start\n"
+        "entry = types.SimpleNamespace(main=lambda: None)\n"
+        "start.importlib = types.SimpleNamespace(import_module=lambda name: entry)\n"
+        "start.start('{command}')\n"
         "assert 'torch' not in sys.modules\n"
         "assert 'expandable' in os.environ['PYTORCH_ALLOC_CONF'] or sys.platform != 'linux'\n"
     )

@@ -71,11 +71,6 @@ def _arguments() -> list[str]:
     home folder, which a shell does not see behind `=`.
     """
     outlast_terminal()
-    if sys.flags.optimize > 1:
-        fail(
-            "python -OO (PYTHONOPTIMIZE=2) takes away the docstrings that transformers reads: "
-            "start it without, or with -O"
-        )
     home = str(Path.home())
     sys.argv[1:] = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
     return sys.argv[1:]

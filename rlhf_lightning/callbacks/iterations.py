@@ -31,11 +31,10 @@ class Validations(Callback):
             return
         data: Any = getattr(trainer, "datamodule", None)
         limit = trainer.limit_train_batches
-        planned = [limit] if type(limit) is int else []
-        planned += [data.num_iterations] if hasattr(data, "num_iterations") else []
         if not self.count:
             trainer.limit_val_batches = 0
-        elif planned:
+        elif hasattr(data, "num_iterations"):  # of other data Lightning alone knows the length
+            planned = [data.num_iterations, *([limit] if type(limit) is int else [])]
             trainer.val_check_interval = max(min(planned) // self.count, 1)
 
 

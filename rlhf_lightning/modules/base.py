@@ -141,7 +141,7 @@ class RLHFModule(L.LightningModule):
     tokenizer: PreTrainedTokenizerBase | None
     sampling = SamplingHparams()
     generator: Generator | None = None
-    sums: Any  # torchmetrics of a validation, by name
+    sums: Any  # torchmetrics of a validation, by name; not of on-policy modules
     validation_started = batch_started = 0.0
 
     def __init__(
@@ -301,7 +301,7 @@ class RLHFModule(L.LightningModule):
         """Start the clock; place the base of an adapter, where no training came before."""
         self.validation_started = time.perf_counter()
         move_models(self, self.roots)
-        for metric in self.sums.values():
+        for metric in getattr(self, "sums", {}).values():
             metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
 
     def log_validation_time(self) -> None:

@@ -43,7 +43,7 @@ def artifact_lock(
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
-    lock = _open(path)
+    lock, owner = _open(path), os.getpid()
     started = due = time.monotonic()
     try:
         while not lock_descriptor(lock, blocking=False):
@@ -56,7 +56,7 @@ def artifact_lock(
         sign(path)
         yield
     finally:
-        _release(lock)
+        _release(lock, owner)
 
 
 class FolderTakenError(FileExistsError, RuntimeError):
@@ -79,10 +79,11 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
         FolderTakenError: if a living process writes into the folder.
     """
     lock = _taken.pop(Path(folder).resolve(), None) or _claim(Path(folder), check)
+    owner = os.getpid()
     try:
         yield lock
     finally:
-        _release(lock)
+        _release(lock, owner)
 
 
 def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> None:
@@ -149,8 +150,10 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
 
 
-def _release(lock: int) -> None:
-    unlock_descriptor(lock)  # also for processes that have inherited it, such as loaders of data
+def _release(lock: int, owner: int | None = None) -> None:
+    """Close a lock; a forked process that ends leaves it with the `owner`."""
+    if owner in (None, os.getpid()):
+        unlock_descriptor(lock)  # also for processes that inherited it, such as loaders of data
     os.close(lock)
 
 

@@ -56,7 +56,7 @@ def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
     pipeline_of = composed(*words, "collect=true", "collect:annotator=page")
     check_pipeline(pipeline_of)
     steps = {step.stage: step for step in plan(pipeline_of, folder)}
-    assert not [w for s in steps.values() for w in s.command(folder) if "<pipeline>" in w]
+    assert not [w for s in steps.values() for w in s.command_line() if "<pipeline>" in w]
     ppo, evaluation, collection = (
         settings_of_step(steps[name]) for name in ("ppo", "evaluate", "collect")
     )
