@@ -29,7 +29,7 @@ MODES = ("auto", "online", "offline", "disabled")
 def choose_mode(mode: Mode) -> str:
     """Return the mode to use, without a network and without a prompt."""
     wanted = os.environ.get("WANDB_MODE", "online") if mode == "auto" else mode
-    if wanted not in ("online", "shared") or is_logged_in():
+    if wanted not in ("online", "shared", "run") or is_logged_in():
         return wanted
     if mode == "online":
         logger.warning(
@@ -41,11 +41,11 @@ def choose_mode(mode: Mode) -> str:
 
 def is_logged_in() -> bool:
     """Return whether wandb finds a key for its host; it asks neither the user nor the host."""
-    wandb.setup(wandb.Settings(silent=True))  # otherwise it asks the host for the user's name
     try:
+        wandb.setup(wandb.Settings(silent=True))  # otherwise it asks the host for the user's name
         return wandb.login(prompt=False, verify=False)
-    except wandb.errors.AuthenticationError as error:
-        logger.warning("%s", error)
+    except Exception as error:  # of a key or a variable WANDB_*: it must not end a run
+        logger.warning("Weights & Biases: %s", redacted(str(error)))
         return False
 
 

@@ -45,14 +45,12 @@ _TIE = (
     + r"|平局|平手|和局|不分上下|一样好|同样好|都不)(?![-\w])"
 )
 # Behind a letter that is named. "A good answer" names none, nor does a list "A, B or C".
-_JOINS = (
-    "because since as for with by due over and but although though while which is was wins than"
-)
+_JOIN = "because since as for with by due over and but although though while which is was wins than"
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
     rf"(?!\s*[><=≈≻≺≫≪]+\s*{_LABEL})"
     r"(?!\+|\s*[:=(|\u2013\u2014-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
-    rf"(?! +(?!{_any(_JOINS + ' on in')}\b)[a-z])"
+    rf"(?! +(?!{_any(_JOIN + ' on in')}\b)[a-z])"
 )
 _KEYWORD = (
     r"(?:\b"
@@ -72,8 +70,7 @@ _KEYWORD = (
 _SEPARATOR = (
     rf"(?:\s*(?:[:=|→>-]++|\s{_any('is was are goes_to would_be must_be es_la est(?:_la)? ist')}\b"
     r"(?:\s+(?:the\s+one|that)\s+(?:by|of|from)\b)?"
-    r"|为|是)"
-    r"|\s*\n|(?<=\])|(?<=结论))+\s*"
+    r"|为|是)|\s*\n|(?<=\])|(?<=结论))+\s*"
 )
 _CHOOSES = (
     rf"(?:\b{_any('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
@@ -186,9 +183,7 @@ _OF_PART = re.compile(
     rf"[A-Z][\w ]{{1,30}}:\s(?P<better>{_LABEL}){_IS_GOOD}"
 )
 _LOST = re.compile(rf"{_any('worse worst weaker weakest inferior losing')}\s+$")
-_ALONE = re.compile(
-    rf"({_LABEL}|[12]|(?:{_NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?"  # "C (neither)"
-)
+_ALONE = re.compile(rf"({_LABEL}|[12]|(?:{_NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?")
 _COMPARED = re.compile(rf"({_LABEL}){_COMPARISON}({_LABEL})")
 _ENDING = re.compile(
     r"(?:(?<!\d)[.!?\n]\s*|[a-z]{3},\s(?:but\s)?|\b(?i:think|believe|say|so|thus|hence|therefore)\s|^\w+ly\s)"
@@ -209,7 +204,6 @@ _TWO_NUMBERS = re.compile(rf"(?i:scores?)?\W*{_SCORE}[\s,;]+(?:vs\.?\s+)?{_SCORE
 _RATING_FIRST = re.compile(rf"(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s+(?:for|to)\s+({_LABEL})")
 _RANKED = re.compile(r"(?i:\branks?\b|\b1\s*(?:is|=)\s*(?:the\s+)?best|lower\s+is\s+better)")
 _TOTAL = re.compile(r"(?i:overall|total|final|总)")
-
 _THOUGHTS = _any(
     "think thinking thoughts? reason reasoning analysis reflection scratchpad rationale "
     "explanation critique justification"

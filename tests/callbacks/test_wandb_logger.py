@@ -121,6 +121,12 @@ def test_a_key_that_is_none_is_no_login_and_a_warning(forgetful, monkeypatch, ca
     assert "WANDB_API_KEY invalid" in caplog.text
 
 
+def test_a_variable_that_wandb_refuses_does_not_end_a_run(forgetful, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_BASE_URL", "no address")
+    assert choose_mode("auto") == "offline"
+    assert "no address" in caplog.text
+
+
 def test_an_unknown_mode_is_named(tmp_path):
     with pytest.raises(ValueError, match="'onlin'"):
         wandb_logger(RunFolder(tmp_path), mode="onlin")  # type: ignore[arg-type]
