@@ -129,10 +129,12 @@ def _saving(
     if stops_after is None:
         return [IterationCheckpoint(run.checkpoints, **saving)]
     stopping = {"patience": stops_after} if isinstance(stops_after, int) else stops_after
+    watched = stopping.get("monitor", STOPS_BY)
     if saving.get("monitor") is None:
-        saving |= {"monitor": STOPS_BY, "mode": stopping.get("mode", "min")}
+        saving |= {"monitor": watched, "mode": stopping.get("mode", "min")}
     # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
-    stops = PatientStopping(STOPS_BY, **{"check_on_train_epoch_end": False, **stopping})
+    usual = {"monitor": watched, "check_on_train_epoch_end": False}
+    stops = PatientStopping(**{**usual, **stopping})
     return [IterationCheckpoint(run.checkpoints, **saving), stops, BestWeights()]
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Timer
 from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.runs.atomic import remove, take_along
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
@@ -395,3 +396,11 @@ def test_a_checkpoint_that_cannot_be_pickled_leaves_the_old_one(tmp_path):
         AtomicCheckpointIO().save_checkpoint({"n": 2, "bad": lambda: None}, path)
     assert torch.load(path) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_early_stopping_watches_another_metric_where_one_is_named(tmp_path):
+    stopping = {"monitor": "val/accuracy", "mode": "max", "patience": 3}
+    callbacks = trainer_arguments(tmp_path, early_stopping=stopping)["callbacks"]
+    keeper = next(one for one in callbacks if isinstance(one, IterationCheckpoint))
+    stops = next(one for one in callbacks if isinstance(one, PatientStopping))
+    assert (keeper.monitor, keeper.mode) == (stops.monitor, stops.mode) == ("val/accuracy", "max")
