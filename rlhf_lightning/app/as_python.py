@@ -111,13 +111,12 @@ class Calls:
     def import_lines(self) -> str:
         """Return the imports, in the order of isort."""
         plain = [f"import {module}" for module, names in self.imports.items() if "" in names]
-        lines = [
-            _bracketed(f"from {module} import (", sorted(names), ")").replace("(", "", 1)[:-1]
-            if len(f"from {module} import {', '.join(sorted(names))}") <= WIDTH
-            else _bracketed(f"from {module} import (", sorted(names), ")")
-            for module, named in sorted(self.imports.items())
-            if (names := named - {""})
-        ]
+        lines = []
+        for module, named in sorted(self.imports.items()):
+            if names := sorted(named - {""}):
+                line = f"from {module} import {', '.join(names)}"
+                long = _bracketed(f"from {module} import (", names, ")")
+                lines.append(line if len(line) <= WIDTH else long)
         return "\n".join([*sorted(plain), *lines])
 
 
