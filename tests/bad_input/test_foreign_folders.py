@@ -182,13 +182,13 @@ def test_a_file_that_is_no_plain_configuration_is_refused_at_once(tmp_path: Path
         assert _config(folder) == {}  # as a report reads it
 
 
-def test_what_a_run_read_from_the_environment_is_saved_as_its_value(tmp_path, monkeypatch):
+def test_what_a_run_read_from_the_environment_is_saved_as_its_value(working_folder, monkeypatch):
     from rlhf_lightning.app.config.save import write_settings
 
     monkeypatch.setenv("MODELS", "my_models")
     words = ["+experiment=ppo", "artifacts.sft=${oc.env:MODELS}/sft"]
     trained = settings_of(*words)
-    folder = folder_of(tmp_path, "")
+    folder = folder_of(working_folder, "")
     write_settings(folder.config, trained)
     monkeypatch.delenv("MODELS")
     assert settings_of(f"run={folder.path}", entry="evaluate").baseline == "my_models/sft"

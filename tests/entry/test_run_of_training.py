@@ -232,14 +232,14 @@ def test_a_folder_without_settings_that_can_be_trusted_is_refused(
     ],
 )
 def test_evaluation_and_collection_compute_in_the_precision_that_the_run_computed_in(
-    tmp_path: Path, given: list[str], precision: str
+    working_folder: Path, given: list[str], precision: str
 ) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunFolder(working_folder)  # models that `make ppo` left in the checkout are elsewhere
     folder.config.parent.mkdir(parents=True)
     trained = settings_of("+experiment=sft", *given)
     write_settings(folder.config, trained)
     for entry in ("evaluate", "collect"):
-        settings = settings_of(f"run={tmp_path}", entry=entry)
+        settings = settings_of(f"run={working_folder}", entry=entry)
         assert settings.trainer.precision == precision, entry
         assert settings.trainer.matmul_precision == "high", entry
     assert trained.compute_precision == precision
