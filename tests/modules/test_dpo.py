@@ -369,9 +369,6 @@ def same_tables(file: Path, whole: bytes) -> bool:
 DAMAGES = {
     "a flipped bit": flipped,
     "cut short": lambda content: content[:-8],
-    "empty": lambda content: b"",
-    "another key": lambda content: content.replace(b'"key":"', b'"key":"0', 1)[:-1],
-    "no safetensors": lambda content: b"0" * len(content),
 }
 
 
@@ -472,14 +469,13 @@ def test_lightnings_sanity_check_finds_the_references_that_training_then_uses(ma
     assert not module.references.tables["validation"].isnan().any()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_validation_before_any_training_earns_no_reward_to_the_bit(material, tmp_path, precision):
+def test_a_validation_before_any_training_earns_no_reward_to_the_bit(material, tmp_path):
     hparams = DPOHparams(micro_batch_size=3)
     module = DPOModule.from_pretrained(material["policy"], dpo=hparams)
     pairs = PreferenceFolder(material["pairs"], validation_fraction=0.5)
     data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8)
     trainer = L.Trainer(
-        accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False,
+        accelerator="cpu", precision="bf16-mixed", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, default_root_dir=tmp_path,
     )  # fmt: skip
     (metrics,) = trainer.validate(module, datamodule=data, verbose=False)

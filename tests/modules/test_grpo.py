@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -90,8 +91,9 @@ def adjusted_scores(rollout: RolloutBatch) -> Tensor:
     return rollout.scores.clamp(-5, 5) - 1.0 * (rollout.finish_reason == 1)
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    ("name", "kl_in"), zip(OBJECTIVES, cycle(("reward", "loss")), strict=False)
+)
 def test_advantages_are_those_of_the_formula_from_scores_and_kl(name, kl_in):
     module = other_reference(kl_in=kl_in, kl_coef=0.5, **OBJECTIVES[name])
     rollout = rollout_of(module, group_prompts())
@@ -103,7 +105,7 @@ def test_advantages_are_those_of_the_formula_from_scores_and_kl(name, kl_in):
     torch.testing.assert_close(rollout.advantages, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("hparams", [*OBJECTIVES.values()][:3], ids=[*OBJECTIVES][:3])
+@pytest.mark.parametrize("hparams", [{}, OBJECTIVES["rloo"]], ids=["grpo", "rloo"])
 def test_a_group_of_equal_scores_gets_a_gradient_of_exactly_0(hparams):
     equal = {0, 1, 2, 3, 8, 9, 10, 11}
     calls = iter(range(ROWS))
@@ -208,7 +210,7 @@ def test_loss_and_gradient_are_the_formula_whatever_the_micro_batches(surrogate,
     wanted = flat_gradients(module.policy)
     assert wanted.abs().max() > 1e-2
     measured = {}
-    for size in (None, 1, 3):
+    for size in (None, 3):
         loss, gradient, measured[size] = policy_loss_and_gradient(
             module, rollout, micro_batch_size=size
         )
@@ -227,12 +229,11 @@ def test_loss_and_gradient_are_the_formula_whatever_the_micro_batches(surrogate,
     assert differs > 0.02 if reduction == "token" else differs < 1e-5
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_measures_under_a_constant_divisor_are_means_over_tokens(surrogate):
-    module = other_reference(**hparams_of(surrogate, "token"))
+def test_measures_under_a_constant_divisor_are_means_over_tokens():
+    module = other_reference(**hparams_of("ppo", "token"))
     rollout = moved_rollout(module)
     _, _, by_token = policy_loss_and_gradient(module, rollout)
-    constant = other_reference(**hparams_of(surrogate, "constant"))
+    constant = other_reference(**hparams_of("ppo", "constant"))
     _, _, measured = policy_loss_and_gradient(constant, rollout)
     for name in ("clipfrac", "approx_kl"):
         assert by_token[f"grpo/{name}"] > 1e-3
@@ -240,8 +241,7 @@ def test_measures_under_a_constant_divisor_are_means_over_tokens(surrogate):
     assert measured["grpo/policy_loss"] != pytest.approx(by_token["grpo/policy_loss"], rel=0.01)
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("surrogate", "reduction"), zip(SURROGATES, REDUCTIONS, strict=True))
 def test_the_ratio_starts_at_1_and_the_kl_at_0(surrogate, reduction):
     hparams = grpo_hparams(
         **hparams_of(surrogate, reduction), num_minibatches=2, num_epochs=2, micro_batch_size=3
@@ -313,9 +313,8 @@ def fitted(hparams: PPOHparams, batch: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_ppo_takes_groups_another_surrogate_and_the_kl_in_its_loss(surrogate):
-    changes = hparams_of(surrogate, "sequence", kl_in="loss")
+def test_ppo_takes_groups_another_surrogate_and_the_kl_in_its_loss():
+    changes = hparams_of("cispo", "sequence", kl_in="loss")
     module = fitted(ppo_hparams(num_minibatches=4, **changes), group_prompts())
     (rollout,) = module.rollouts
     assert len(rollout.group_ids.unique()) == ROWS // GROUP
@@ -326,11 +325,8 @@ def test_ppo_takes_groups_another_surrogate_and_the_kl_in_its_loss(surrogate):
     assert module.steps[0]["ppo/value_loss"] > 0
 
 
-@pytest.mark.parametrize("scale", ["group_std", "none"])
-def test_the_weight_of_a_domain_scales_its_advantages(scale: str):
-    module = built(
-        tiny_grpo(grpo=grpo_hparams(scale=scale, score_clip=None, missing_eos_penalty=0.0))
-    )
+def test_the_weight_of_a_domain_scales_its_advantages():
+    module = built(tiny_grpo(grpo=grpo_hparams(score_clip=None, missing_eos_penalty=0.0)))
     batch = replace(group_prompts(), domains=("maths",) * GROUP + ("",) * (ROWS - GROUP))
     plain = rollout_of(module, batch).advantages
     module.controls.domain_weights = {"maths": 2.0}

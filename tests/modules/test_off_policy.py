@@ -75,8 +75,8 @@ def numbers(module: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(volatile)} for row in module.logged]
 
 
-@pytest.mark.parametrize("stage", ["ppo", "grpo"])
-def test_without_a_correction_the_samplers_log_probabilities_change_no_bit(stage):
+def test_without_a_correction_the_samplers_log_probabilities_change_no_bit():
+    stage = "grpo"
     with_them, far_off = trained(stage), trained(stage, generator=OtherSampler(STOPS, PAD))
     without = trained(stage, generator=Silent(STOPS, PAD))
     assert with_them.rollouts[0].sampler_logprobs is not None
@@ -88,8 +88,7 @@ def test_without_a_correction_the_samplers_log_probabilities_change_no_bit(stage
     assert not [name for name in without.logged[0] if name.startswith("rollout/sampler")]
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("stage", ["ppo", "grpo"])
+@pytest.mark.parametrize(("stage", "correction"), zip(("ppo", "grpo"), CORRECTIONS, strict=True))
 def test_where_the_sampler_is_the_trainer_a_correction_changes_no_bit(stage, correction):
     def gradient(**hparams: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
         module = built(module_of(stage, **hparams))
@@ -104,9 +103,8 @@ def test_where_the_sampler_is_the_trainer_a_correction_changes_no_bit(stage, cor
     assert plain[2] == corrected[2]
 
 
-@pytest.mark.parametrize("surrogate", ["ppo", "cispo"])
+@pytest.mark.parametrize(("stage", "surrogate"), [("ppo", "ppo"), ("grpo", "cispo")])
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("stage", ["ppo", "grpo"])
 def test_the_gradient_is_that_of_each_token_times_its_weight(stage, correction, surrogate):
     hparams = CORRECTIONS[correction]
     module = built(module_of(stage, surrogate=surrogate, kl_coef=0.0, **hparams))

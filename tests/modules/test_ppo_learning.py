@@ -91,10 +91,9 @@ def assert_learnt(history: list[dict[str, float]]) -> None:
     assert final(history, "rollout/eos_fraction") >= 0.93
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_policy_learns_the_task(seed):
     assert_learnt(train(seed))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,17 @@ def whole(tmp_path_factory) -> Any:
     return run(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.fixture
-def killed(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
     with pytest.raises(KilledError):
-        run(tmp_path, die_at=3)
-    return tmp_path
+        run(folder, die_at=3)
+    return folder
+
+
+@pytest.fixture
+def killed(killed_once, tmp_path) -> Path:
+    return shutil.copytree(killed_once, tmp_path / "killed", symlinks=True)
 
 
 def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(whole, killed):

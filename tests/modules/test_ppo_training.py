@@ -34,15 +34,11 @@ from tests.builders.stages import (
 )
 
 
-@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 4), (3, 2)])
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
-def test_every_rollout_takes_epochs_times_minibatches_steps(epochs, minibatches, micro_batch_size):
-    ppo = ppo_hparams(
-        num_ppo_epochs=epochs, num_minibatches=minibatches, micro_batch_size=micro_batch_size
-    )
+def test_every_rollout_takes_epochs_times_minibatches_steps():
+    ppo = ppo_hparams(num_ppo_epochs=3, num_minibatches=2, micro_batch_size=3)
     module = tiny_module(ppo=ppo)
     trainer = fit(module, 2)
-    assert module.num_optimizer_steps == trainer.global_step == 2 * epochs * minibatches
+    assert module.num_optimizer_steps == trainer.global_step == 2 * 3 * 2
     assert len(module.rollouts) == 2
 
 
@@ -330,12 +326,6 @@ def test_many_scores_at_the_clip_are_logged_and_warned_of_once(caplog):
     assert "normalise" in message
 
 
-def test_a_quarter_of_the_scores_at_the_clip_is_not_warned_of(caplog):
-    metrics, said = clipped_run(caplog, 0.25)
-    assert float(metrics["rollout/clipped"]) == 0.25
-    assert said == []
-
-
 def run_with_scores(caplog, scores, **hparams):
     """Return the warnings of two iterations whose rows have these scores."""
     rows = itertools.cycle(scores)
@@ -352,10 +342,7 @@ def run_with_scores(caplog, scores, **hparams):
     [
         ([0.0] * 14 + [10.0, 20.0] + [0.0] * 16, "iteration 1: 12 %.*10 and 20"),
         ([0.0] * 16 + [0.0] * 14 + [-6.0, -7.5], "iteration 2: .*-7.5 and -6"),
-        ([0.0] * 14 + [-10.0, 10.0] + [0.0] * 16, None),
-        ([0.0] * 14 + [10.0, 10.0] + [0.0] * 16, None),
-        ([0.0] * 14 + [10.0, 4.0] + [0.0] * 16, None),
-        ([0.0] * 14 + [5.0, 6.0] + [0.0] * 16, "5 and 6"),
+        ([0.0] * 12 + [-10.0, 10.0, 10.0, 4.0] + [0.0] * 16, None),
     ],
 )
 def test_two_different_scores_that_the_clip_makes_one_are_named(caplog, scores, named):

@@ -89,9 +89,15 @@ def gradients(module, rollout, models):
     return torch.cat([flat_gradients(model) for model in models(module)])
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("surrogate", ["ppo", "gspo", "cispo"])
-@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize(
+    ("reduction", "surrogate", "critic"),
+    [
+        ("token", "ppo", True),
+        ("sequence", "ppo", False),
+        ("constant", "cispo", False),
+        ("sequence", "gspo", False),
+    ],
+)
 def test_the_loss_is_that_of_the_scored_responses_alone(reduction, surrogate, critic):
     cliprange = 0.01 if surrogate == "gspo" else 0.2
     common = {
