@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -147,6 +148,8 @@ _OTHER_NAMES = {  # of columns that are read only where they are mapped
     "completion": ("answer", "response", "output", "solution", "assistant", "gpt", "target"),
 }
 KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered", *ROW_KEYS)
+_FIRST_OF_TWO = re.compile(r"(.*(?:response|answer|output|completion).*?)([aA01])")
+_SECOND = {"a": "b", "A": "B", "0": "1", "1": "2"}
 _PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
 _EMPTY = ("None", "", "[]", "{}", "nan")
 _QUIET = ("domain", "margin", "rendered")
@@ -273,7 +276,13 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
 
 
 def _hint(row: Mapping[str, Any]) -> str | None:
-    """Return what to do with rows of a public set that are no records alone."""
+    """Return what to do with rows of a public set, or of two responses, that are no records."""
+    for first in filter(None, map(_FIRST_OF_TWO.fullmatch, map(str, row))):
+        second = first[1] + _SECOND[first[2]]
+        if second in row:
+            return (
+                f"write the preferred one of {first[0]} and {second} as chosen, the other rejected"
+            )
     return next((fix for own, fix in HINTS if all(name in row for name in own)), None)
 
 

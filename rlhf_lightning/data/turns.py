@@ -8,6 +8,7 @@
 | `tool_calls`                                 | a list of functions with arguments as an object  |
 | `weight: 0`, `train: false`                  | `weight`: the message is not learnt              |
 | `function_call`                              | refused                                          |
+| a turn from `function_call`                  | `tool_calls` of the assistant, read from its text |
 | any other                                    | given to the chat template as it is              |
 
 Nulls, with which columnar files fill keys, are none.
@@ -24,12 +25,13 @@ from rlhf_lightning.data.records import ROLES
 from rlhf_lightning.text.forms import THOUGHT, THOUGHTS, WEIGHT
 
 CALLS = "tool_calls"
+CALL_TURNS = ("function_call", "tool_call")  # who says the calls in ShareGPT's format
 _OTHER_ROLES = {
     "human": "user",
     "prompter": "user",
-    "observation": "tool",
-    "function_response": "tool",
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "ai", "model", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "chatbot", "bing", "ai", "model", "bot"), "assistant"),
+    **dict.fromkeys(CALL_TURNS, "assistant"),
 }
 _TEXT_PARTS = ("text", "input_text", "output_text", None)
 _PART_KEYS = {"type", "text", "cache_control"}
@@ -49,6 +51,10 @@ def parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
         found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
         raise BadRecordError(where, found, 'write {"role": "user", "content": "..."}')
     role = message["role"]
+    if isinstance(role, str) and role.lower() in CALL_TURNS and not given.get(CALLS):
+        said = from_json(given.get("content"))
+        given = {**given, CALLS: [said] if isinstance(said, Mapping) else said}
+        message = {**message, "content": None}
     if isinstance(role, str) and role not in ROLES:  # of ShareGPT, Gemini, ...
         role = _OTHER_ROLES.get(role.lower(), role.lower())
     if role not in ROLES:

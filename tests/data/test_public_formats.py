@@ -239,6 +239,21 @@ def test_keys_of_the_users_own_set_are_not_taken_for_those_of_a_public_one():
     assert pair.prompt == (user("Q"),)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("output_1", "output_2"),
+        ("response_a", "response_b"),
+        ("orig_response_A", "orig_response_B"),
+        ("answer0", "answer1"),
+    ],
+)
+def test_two_responses_with_a_label_are_told_how_to_be_a_pair(first, second):
+    row = {"instruction": "2 + 2?", first: "4", second: "5", "preference": 1}
+    with pytest.raises(BadRecordError, match=f"{first} and {second} as chosen"):
+        GivenRows([row], validation_fraction=0.0).records("preferences", "train")
+
+
 def test_a_hint_names_no_column_that_is_merely_spelled_alike():
     with pytest.raises(BadRecordError) as error:
         source({"context": Q, "reply": GOOD}).records("demonstrations", "train")

@@ -103,6 +103,28 @@ def test_a_function_call_is_refused_and_the_new_key_named():
         parse(conversation({**assistant("x"), "function_call": legacy}, user("and?")))
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"name": "f", "arguments": {"town": "Ulm"}}',
+        '[{"name": "f", "arguments": "{\\"town\\": \\"Ulm\\"}"}]',
+    ],
+)
+def test_turns_that_say_calls_are_calls(said):
+    turns = [("human", "weather?"), ("function_call", said), ("observation", "12"), ("gpt", "warm")]
+    row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"town": "Ulm"}}}
+    assert read([row], "demonstrations")[0].prompt[1] == {**assistant(""), "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("said", ["f(Ulm)", '"f"', "[]", '{"town": "Ulm"}', ""])
+def test_turns_that_should_say_calls_and_do_not_are_refused(said):
+    turns = [("human", "weather?"), ("function_call", said), ("observation", "12"), ("gpt", "warm")]
+    row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    with pytest.raises(BadRecordError, match=r"messages\[1\]"):
+        read([row], "demonstrations")
+
+
 @pytest.mark.parametrize("said", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
 def test_an_answer_that_is_not_to_be_learnt_is_no_demonstration(said):
     with pytest.raises(BadRecordError, match="weight 0"):
