@@ -41,11 +41,11 @@ LISTED = ("trainer", "evaluation", "callbacks", "paths", "logger", "strategy", "
 LISTED += ("scorer", "judge", "doctor", "budget", "safety")
 # Where the keys of the others are explained.
 ELSEWHERE = {
-    "annotator": "What labels pairs: [The preference lab](preferences.md#annotators).",
+    "annotator": "Annotators label pairs: [The preference lab](preferences.md#annotators).",
     "doctor": "Thresholds of the detectors (`doctor.thresholds.*`): [The doctor](doctor.md).",
     "gates": "How a threshold is written: [Evaluation](evaluation.md). Experiments take "
     "those of their dataset, in `conf/gates/by_dataset`.",
-    "dataset": "Keys of a dataset stand in its file in `conf/dataset`: "
+    "dataset": "Each dataset has its keys in its file in `conf/dataset`: "
     "[Your model and data](your_model_and_data.md#the-data).",
 }
 NOT_SHOWN = ("experiment", "model", "module")
@@ -53,23 +53,23 @@ SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 INTRODUCTION = """\
 # Configuration
 
-Made by `python docs/build_configuration.py` from `rlhf_lightning/hparams.py` and `conf/`; a test
-holds the page against them. `python -m rlhf_lightning.train +experiment=ppo --cfg job --resolve`
-prints what a run would use, with your own settings on the same line.
+`python docs/build_configuration.py` writes this page from `rlhf_lightning/hparams.py` and `conf/`; a
+test checks that they agree. `python -m rlhf_lightning.train +experiment=ppo --cfg job --resolve`
+prints the values of a run; add your settings to the same line.
 
 *default* is that of the dataclass, which `from_pretrained` uses, or of the group's file.
-Experiments set several of them; `--cfg job --resolve` prints the values of a run.
+Experiments override several of them.
 
 - `GROUP=CHOICE` replaces a group: `logger=none`, `scorer=text_reward_model`, `debug=fast`.
-- `KEY=VALUE` sets one value: `module.ppo.kl_coef=0.1`. `null` is none, `???` has to
-  be given; write `1.0e-5`, as `1e-5` is text to YAML.
+- `KEY=VALUE` sets one value: `module.ppo.kl_coef=0.1`. `null` is none, `???` must be
+  given. Write `1.0e-5`: `1e-5` is text in YAML.
 - `+experiment=`, `+preset=` and `+sweeps=` take a plus: they are not in the defaults.
-- An unknown key is an error that names the nearest one. A value outside the usual range warns, an
-  impossible one is an error.
-- Settings of other commands that are in no group below stand with their meanings in
+- An unknown key is an error that names the nearest one. A value outside the usual range is a
+  warning, an impossible one an error.
+- Other commands have further settings, with their meanings, in
   `conf/plan.yaml`, `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`,
   `conf/pipeline.yaml`, `conf/study.yaml`, `conf/dashboard.yaml`, `conf/export.yaml` and
-  `conf/report.yaml`. Of `rlhf-export` and `rlhf-report` a bare path is `run=PATH`.
+  `conf/report.yaml`. For `rlhf-export` and `rlhf-report` a bare path is `run=PATH`.
 """
 
 

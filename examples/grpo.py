@@ -14,7 +14,7 @@ def reward(prompts: list[str], completions: list[str], **columns: list) -> list[
 
 
 def main() -> None:
-    """Sample eight responses to each prompt and learn from how they compare; no value model."""
+    """Sample eight responses to each prompt and compare them with each other; no value model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("policy", help="folder or hub name")
     parser.add_argument("prompts", help="file with the column prompt")

@@ -15,7 +15,7 @@ from rlhf_lightning import (
 
 
 def main() -> None:
-    """Train, then say how often the policy beats the one that it started from."""
+    """Train, then print how often the policy beats the one that it started from."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("policy", help="folder or hub name")
     parser.add_argument("reward", help="folder or hub name of a reward model")

@@ -9,7 +9,7 @@ from rlhf_lightning import PPOModule, PromptDataModule, export_model, trainer_ar
 
 
 def ends_soon(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list:
-    """Return one number an answer: shorter is better. `columns` are the file's other ones."""
+    """Return one number per response: shorter is better. `columns` are the file's other columns."""
     return [1.0 / (1 + len(text.split())) for text in completions]
 
 

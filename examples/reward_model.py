@@ -14,7 +14,7 @@ from rlhf_lightning import (
 
 
 def main() -> None:
-    """Learn which of two answers is preferred; `val/accuracy` in summary.json says how well."""
+    """Learn which of two responses is preferred; `val/accuracy` in summary.json says how well."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder or hub name")
     parser.add_argument("pairs", help="file with the columns prompt, chosen and rejected")

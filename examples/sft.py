@@ -14,7 +14,7 @@ from rlhf_lightning import (
 
 
 def main() -> None:
-    """Train on answers to prompts, and write the result as a Hugging Face folder."""
+    """Train on responses to prompts, and write the result as a Hugging Face folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder or hub name")
     parser.add_argument("demonstrations", help="file with the columns prompt and completion")
