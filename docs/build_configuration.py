@@ -53,8 +53,8 @@ SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 INTRODUCTION = """\
 # Configuration
 
-`python docs/build_configuration.py` writes this page from `rlhf_lightning/hparams.py` and `conf/`; a
-test checks that they agree. `python -m rlhf_lightning.train +experiment=ppo --cfg job --resolve`
+`python docs/build_configuration.py` writes this page from `rlhf_lightning/hparams.py` and `conf/`;
+a test checks that they agree. `python -m rlhf_lightning.train +experiment=ppo --cfg job --resolve`
 prints the values of a run; add your settings to the same line.
 
 *default* is that of the dataclass, which `from_pretrained` uses, or of the group's file.
