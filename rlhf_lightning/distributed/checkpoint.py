@@ -50,11 +50,12 @@ def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
     on disk and has been read back.
 
     Args:
-        checkpoint: Lightning's; `state_dict` and `optimizer_states` hold DTensors by name.
-        path: of the checkpoint.
+        checkpoint: Lightning's checkpoint; `state_dict` and `optimizer_states` hold DTensors by
+            name.
+        path: folder of the checkpoint.
 
     Raises:
-        DiskFullError: on every rank, if there is no room; `path` is then what it was.
+        DiskFullError: on every rank, if there is no room; `path` is then unchanged.
         OSError: on every rank, if what was written cannot be read back.
     """
     staging = path.with_name(f".{path.name}.tmp-sharded")
@@ -225,7 +226,7 @@ def _write_shared(shared: Mapping[str, DTensor], folder: Path) -> None:
 
 @contextmanager
 def _cause_of_failure() -> Iterator[None]:
-    """Raise what torch packs into an error of its own, which is no `Exception`, on every rank."""
+    """Raise, on every rank, the cause that torch wraps in an error that is no `Exception`."""
     try:
         yield
     except CheckpointException as error:

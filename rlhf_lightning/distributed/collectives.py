@@ -113,7 +113,7 @@ def gathered(value: Any) -> list[Any]:
     """Return every rank's `value`, in the order of the ranks, on every rank.
 
     Args:
-        value: plain Python values.
+        value: a plain Python value that can be pickled.
     """
     if world_size() == 1:
         return [value]
@@ -212,8 +212,8 @@ def global_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of `x` on `mask` over all ranks; 0 and 0 without values.
 
     Args:
-        x: `[B, R]`.
-        mask: `[B, R]` bool.
+        x: `[B, R]` values of this rank.
+        mask: `[B, R]` bool, True on values that count.
     """
     count = global_sum(mask.sum()).clamp(min=1)
     mean = global_sum(zero_off_mask(x, mask).sum()) / count
@@ -338,7 +338,7 @@ def accumulating(strategy: Any, model: nn.Module, *, last: bool) -> AbstractCont
     every rank until then, four bytes for each trained weight. Adapters are exchanged every time.
 
     Args:
-        strategy: of the Trainer.
+        strategy: strategy of the Trainer.
         model: holds what is trained.
         last: no micro-batch of this loss follows.
     """

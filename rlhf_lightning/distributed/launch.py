@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 
 PREFIX = "RLHF_AGREED_"
 TIME_FORMAT = "%Y-%m-%d_%H-%M-%S"
-# What torchrun, Slurm and Lightning set for a rank; a process of its own must not inherit it.
+# What torchrun, Slurm and Lightning set for a rank; an independent process must not inherit it.
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -150,7 +150,7 @@ def agree_on(what: str, make: Callable[[], str], *, patience: timedelta = PATIEN
     inherit it with the environment.
 
     Args:
-        what: its name.
+        what: name of the value, in the store and in messages.
         make: called on rank 0 alone.
         patience: how long others wait for rank 0.
 

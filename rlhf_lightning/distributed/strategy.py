@@ -23,14 +23,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         num_devices: processes of the run; None takes those of the Trainer.
         shard_over: neighbouring devices that share one copy of every model; each such group holds
             the whole, and gradients are averaged between groups.
-        cpu_offload: shards, gradients and optimizer state are in the memory of the machine.
+        cpu_offload: keep shards, gradients and optimizer state in host memory.
         sharded_checkpoints: a folder to which each rank writes its share; False gathers everything
             for one file, which the first rank writes while the others wait.
         gradient_sync: when gradients are exchanged: after each "micro_batch", or once a "step",
             until when they are whole on every rank, four bytes for each trained weight.
         timeout: how long a rank waits for the others.
-        compute_dtype: of forwards and backwards, for modules that were given none; weights,
-            gradients and optimizer stay in fp32.
+        compute_dtype: dtype of forward and backward, for modules that were given none; weights,
+            gradients and optimizer state stay in fp32.
     """
 
     @checked

@@ -1,4 +1,4 @@
-"""Advantages of the tokens of padded rows, with a critic or with groups of answers to one prompt.
+"""Advantages of the tokens of padded rows, with a critic or with groups of responses to one prompt.
 
 Legend: B rows, R padded response tokens. A group is the rows of one prompt.
 """
@@ -95,7 +95,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
     which the source lacks, keeps short responses at 0 or more.
 
     Args:
-        lengths: `[B]` response tokens.
+        lengths: `[B]` number of tokens of each response.
         alpha: above 0; about 0.05.
 
     Returns:
@@ -114,7 +114,7 @@ def group_advantages(
     scale: Literal["none", "group_std"],
     eps: float = GROUP_STD_EPS,
 ) -> Tensor:
-    """Return the score of each response relative to the other answers to its prompt.
+    """Return the score of each response relative to the other responses to its prompt.
 
     With the baseline "mean" `score - mean of the group`, with "leave_one_out" `score - mean of
     the others of the group`; "none" leaves the scores. The scale "group_std" divides by
@@ -127,8 +127,8 @@ def group_advantages(
     Args:
         scores: `[B]`; KL that belongs into the reward is subtracted already.
         group_ids: `[B]` int64, equal for the rows of one prompt, in any order and number.
-        baseline: what is subtracted.
-        scale: what the difference is divided by.
+        baseline: chooses what is subtracted from each score.
+        scale: chooses what the difference is divided by.
         eps: added to the standard deviation: 1e-4 in TRL, 1e-6 in verl.
 
     Returns:
@@ -172,7 +172,7 @@ def informative_groups(scores: Tensor, group_ids: Tensor, scored: Tensor | None 
     Args:
         scores: `[B]`.
         group_ids: `[B]` int64, equal for the rows of one prompt, in any order and number.
-        scored: `[B]` bool, True on the rows whose scores are compared; None: on all.
+        scored: `[B]` bool, True on the rows whose scores are compared; None compares all.
 
     Returns:
         `[B]` bool.

@@ -1,4 +1,4 @@
-"""Measures of the diversity of responses."""
+"""Metrics of the diversity of responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def distinct_n(sequences: Iterable[Sequence[Hashable]], *, n: int) -> float:
     """Return the fraction of n-grams, pooled over all sequences, that are different.
 
     `unique n-grams / n-grams`. Pooling is what shows a collapse: a policy that gives every prompt
-    the same varied answer keeps a per-response mean of 1. The value falls with the number of
+    the same varied response keeps a per-response mean of 1. The value falls with the number of
     pooled tokens, so compare sets of similar size.
 
     Args:
@@ -39,12 +39,12 @@ def distinct_n(sequences: Iterable[Sequence[Hashable]], *, n: int) -> float:
 
 
 def unique_fraction(answers: Sequence[Hashable]) -> float:
-    """Return the fraction of answers that are different from all before them; 0 of none."""
+    """Return the fraction of responses that differ from all before them; 0 for none."""
     return len(set(answers)) / len(answers) if answers else 0.0
 
 
 def most_common_fraction(answers: Sequence[Hashable]) -> float:
-    """Return the share of the most frequent answer, 1 / n if all differ; 0 of none."""
+    """Return the share of the most frequent response, 1 / n if all differ; 0 for none."""
     return max(Counter(answers).values()) / len(answers) if answers else 0.0
 
 
@@ -106,7 +106,7 @@ def self_bleu(
         n: longest n-gram, at least 1.
         max_references: others that a response is compared with, drawn with `seed`. The value grows
             with their number, so compare values of one number only.
-        seed: of the drawing.
+        seed: seeds the choice of the other responses.
 
     Returns:
         0 to 1; NaN with fewer than two responses.

@@ -84,9 +84,9 @@ def linear_token_logprobs(
 
     Args:
         hidden: `[N, H]` states that predict `tokens`.
-        weight: `[V, H]` of the head.
-        tokens: `[N]` int64.
-        bias: `[V]` of the head.
+        weight: `[V, H]` weight of the head.
+        tokens: `[N]` int64 tokens whose log-probability is returned.
+        bias: `[V]` bias of the head; None if it has none.
         temperature: positive; divides the logits.
         softcap: c of models whose logits are c tanh(z / c) of the head's output z, before the
             temperature divides them (Gemma 2); None leaves them as they are.

@@ -20,9 +20,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float) -> Ten
     bf16 log-sum-exp is wrong by 1e-2.
 
     Args:
-        logits: `[..., V]`.
-        tokens: `[...]` int64.
-        temperature: positive.
+        logits: `[..., V]` raw logits, in any floating dtype.
+        tokens: `[...]` int64 token ids, each below V.
+        temperature: divides the logits; above 0.
 
     Returns:
         `[...]`, at least float32.
@@ -42,8 +42,8 @@ def token_entropy(logits: Tensor, *, temperature: float) -> Tensor:
     A token with logit -inf has probability 0 and adds 0, to the value and to the gradient.
 
     Args:
-        logits: `[..., V]`.
-        temperature: positive.
+        logits: `[..., V]` raw logits, in any floating dtype.
+        temperature: divides the logits; above 0.
 
     Returns:
         `[...]`, at least float32.

@@ -31,7 +31,7 @@ class PolicyLoss(NamedTuple):
     have no token: multiply them by divisor / number of tokens for means over tokens.
 
     Args:
-        loss: the surrogate.
+        loss: the surrogate, to be minimised.
         clipfrac: fraction of tokens that clipping changed.
         approx_kl: k3 estimate of KL(old || new), nats per token.
     """
@@ -192,7 +192,7 @@ def gspo_policy_loss(
         cliprange: how far the ratio may fall below 1.
         cliprange_high: how far it may rise above 1; None for `cliprange`.
         dual_clip: cap on the loss for A < 0, above 1; None for plain GSPO.
-        num_tokens: as in `ppo_policy_loss`.
+        num_tokens: the divisor, as in `ppo_policy_loss`.
 
     Returns:
         Scalars, at least float32.
@@ -226,11 +226,11 @@ def cispo_policy_loss(
     Args:
         logprobs: `[B, R]` of the policy in training, nats.
         old_logprobs: `[B, R]` of the policy that sampled, same model, temperature and precision.
-        advantages: `[B, R]`.
+        advantages: `[B, R]` per token, without a graph.
         mask: `[B, R]` bool, True on actions, the stop token included.
         cliprange: how far the weight may fall below 1; 1 for no lower bound, as in the paper.
         cliprange_high: how far it may rise above 1; None for `cliprange`.
-        num_tokens: as in `ppo_policy_loss`.
+        num_tokens: the divisor, as in `ppo_policy_loss`.
 
     Returns:
         Scalars, at least float32.
@@ -267,8 +267,8 @@ def policy_kl_loss(
         logprobs: `[B, R]` of the policy in training, nats.
         ref_logprobs: `[B, R]` of the reference.
         mask: `[B, R]` bool, True on actions, the stop token included.
-        estimator: "k2" or "k3".
-        num_tokens: as in `ppo_policy_loss`.
+        estimator: the KL estimator, "k2" or "k3".
+        num_tokens: the divisor, as in `ppo_policy_loss`.
 
     Returns:
         A scalar, at least float32, with a graph.
@@ -307,10 +307,10 @@ def clipped_value_loss(
     Args:
         values: `[B, R]` of the value model in training, of the state before token t.
         old_values: `[B, R]` at the rollout.
-        returns: `[B, R]` targets.
+        returns: `[B, R]` targets of the values.
         mask: `[B, R]` bool, True on actions.
         cliprange_value: half width of the allowed step, or None for no clipping.
-        num_tokens: as in `ppo_policy_loss`.
+        num_tokens: the divisor, as in `ppo_policy_loss`.
 
     Returns:
         Scalars, at least float32.

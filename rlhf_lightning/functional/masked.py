@@ -18,7 +18,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def zero_off_mask(x: Tensor, mask: Tensor) -> Tensor:
-    """Return `x` with exact zeros off the mask, whatever stood there (NaN and inf included)."""
+    """Return `x` with exact zeros off the mask, whatever was there (NaN and inf included)."""
     return torch.where(mask, x, 0)
 
 
@@ -26,7 +26,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of the marked values: `sum(x on mask) / count(mask)`; 0 for an empty mask.
 
     Args:
-        x: any shape.
+        x: values, in any shape.
         mask: bool, the shape of `x`.
 
     Returns:
@@ -43,7 +43,7 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
     `E[x^2] - E[x]^2` cancels in float32 when the mean is large. An empty mask gives 0.
 
     Args:
-        x: any shape.
+        x: values, in any shape.
         mask: bool, the shape of `x`.
 
     Returns:

@@ -29,8 +29,8 @@ def truncated_weights(
     such tokens is biased towards 0.
 
     Args:
-        old_logprobs: `[B, R]`.
-        sampler_logprobs: `[B, R]`.
+        old_logprobs: `[B, R]` nats, from the policy at the rollout.
+        sampler_logprobs: `[B, R]` nats, from the sampler.
         mask: `[B, R]` bool, True on actions, the stop token included.
         cap: largest weight, at least 1.
 
@@ -54,8 +54,8 @@ def masked_weights(
     A response that the policy and the sampler see too differently is left out whole.
 
     Args:
-        old_logprobs: `[B, R]`.
-        sampler_logprobs: `[B, R]`.
+        old_logprobs: `[B, R]` nats, from the policy at the rollout.
+        sampler_logprobs: `[B, R]` nats, from the sampler.
         mask: `[B, R]` bool, True on actions, the stop token included.
         low: smallest ratio of a sequence that counts, at most 1.
         high: largest one, at least 1.
@@ -77,8 +77,8 @@ def sequence_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
     """Return `[B]` products of the ratios of each row's tokens; their logarithm is within +-20.
 
     Args:
-        old_logprobs: `[B, R]`.
-        sampler_logprobs: `[B, R]`.
+        old_logprobs: `[B, R]` nats, from the policy at the rollout.
+        sampler_logprobs: `[B, R]` nats, from the sampler.
         mask: `[B, R]` bool, True on actions.
     """
     log_ratio = kl_k1(old_logprobs, sampler_logprobs)
@@ -123,8 +123,8 @@ def mismatch_sums(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) 
     """Return what a rank's rows add to `mismatch`; rows without an action count nothing.
 
     Args:
-        old_logprobs: `[B, R]`.
-        sampler_logprobs: `[B, R]`.
+        old_logprobs: `[B, R]` nats, from the policy at the rollout.
+        sampler_logprobs: `[B, R]` nats, from the sampler.
         mask: `[B, R]` bool, True on actions.
     """
     old, sampler = old_logprobs.double(), sampler_logprobs.double()
@@ -142,7 +142,7 @@ def mismatch(parts: list[MismatchSums]) -> Mismatch | None:
     """Return the figures of the rows of all ranks; None if there is no token.
 
     Args:
-        parts: of `mismatch_sums`, one a rank.
+        parts: one result of `mismatch_sums` per rank.
 
     Source: the estimators are those of Schulman 2020, "Approximating KL divergence"; the effective
     sample size is that of Kong 1992, "A note on importance sampling using standardized weights".

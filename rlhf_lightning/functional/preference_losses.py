@@ -1,4 +1,4 @@
-"""The losses on preferences: reward model and DPO on pairs, KTO on single labelled answers.
+"""The losses on preferences: reward model and DPO on pairs, KTO on single labelled responses.
 
 A mean over pairs is `sum / num_pairs`: with the global count of the optimizer step the losses of
 micro-batches and ranks add up to that of the whole batch.
@@ -19,7 +19,7 @@ class RewardLoss(NamedTuple):
     """Result of `pairwise_reward_loss`: scalars; only `loss` has a graph.
 
     Args:
-        loss: nats per pair.
+        loss: the mean over pairs, nats.
         accuracy: fraction of pairs with chosen strictly above rejected.
         margin: mean of chosen - rejected, in units of the reward model.
     """
@@ -33,8 +33,8 @@ class DPOLoss(NamedTuple):
     """Result of `dpo_loss`: scalars; only `loss` has a graph.
 
     Args:
-        loss: of a pair.
-        chosen_reward: mean implicit reward of the chosen answers, `beta * (policy - ref)`.
+        loss: the mean over pairs.
+        chosen_reward: mean implicit reward of the chosen responses, `beta * (policy - ref)`.
         rejected_reward: the same of the rejected ones.
         accuracy: fraction of pairs with the chosen reward strictly above the rejected one.
     """
@@ -49,7 +49,7 @@ class KTOLoss(NamedTuple):
     """Result of `kto_loss`; only `loss` has a graph.
 
     Args:
-        loss: of a row, a scalar.
+        loss: the mean over rows, a scalar.
         accuracy: fraction of rows whose reward is strictly on the side of `kl` that their label
             asks for.
         rewards: `[B]` implicit rewards, `beta * (policy - ref)`.
@@ -75,7 +75,7 @@ def pairwise_reward_loss(
     the reported margin ignore all three options.
 
     Args:
-        chosen: `[B]` scores of the preferred answers.
+        chosen: `[B]` scores of the preferred responses.
         rejected: `[B]` scores of the others.
         margin: `[B]` wanted distance, or None for 0.
         label_smoothing: probability that a label is wrong, 0 to below 0.5; 0 for none.
@@ -117,13 +117,13 @@ def dpo_loss(
     token included, also for "ipo", where TRL takes means over tokens.
 
     Args:
-        policy_chosen: `[B]` log-probability of the chosen answer under the policy, nats.
-        policy_rejected: `[B]` of the rejected answer.
-        ref_chosen: `[B]` of the chosen answer under the reference.
-        ref_rejected: `[B]` of the rejected answer.
-        beta: how much the policy is held to the reference, above 0.
+        policy_chosen: `[B]` log-probability of the chosen response under the policy, nats.
+        policy_rejected: `[B]` of the rejected response.
+        ref_chosen: `[B]` of the chosen response under the reference.
+        ref_rejected: `[B]` of the rejected response.
+        beta: how strongly the policy is kept near the reference, above 0.
         label_smoothing: probability that a label is wrong, 0 to below 0.5; 0 for "ipo".
-        kind: "sigmoid" or "ipo".
+        kind: the loss, "sigmoid" or "ipo".
         num_pairs: pairs of the whole optimizer step, or None for those of this call.
 
     Returns:
@@ -172,14 +172,14 @@ def kto_loss(
     where `label` is True and of `undesirable_weight (1 - sigmoid(beta (kl - r)))` where it is not.
 
     Args:
-        policy: `[B]` log-probability of the answer under the policy, nats.
-        ref: `[B]` of the same answer under the reference.
-        label: `[B]` bool, True where the answer is desirable.
+        policy: `[B]` log-probability of the response under the policy, nats.
+        ref: `[B]` of the same response under the reference.
+        label: `[B]` bool, True where the response is desirable.
         kl: the reference point of all rows of an optimizer step, nats, 0 or above: the mean of
-            `policy - ref` over prompts with answers of other prompts. It gets no gradient.
-        beta: how much the policy is held to the reference, above 0.
-        desirable_weight: of rows whose label is True.
-        undesirable_weight: of the others.
+            `policy - ref` over prompts with responses to other prompts. It gets no gradient.
+        beta: how strongly the policy is kept near the reference, above 0.
+        desirable_weight: weight of the rows whose label is True.
+        undesirable_weight: weight of the other rows.
         num_rows: rows of the whole optimizer step, or None for those of this call.
 
     Returns:

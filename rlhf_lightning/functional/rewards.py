@@ -54,8 +54,8 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
     0 up to `max_length - buffer` tokens, then linear down to -1 at `max_length`, and -1 beyond.
 
     Args:
-        lengths: `[B]` response tokens.
-        max_length: tokens from which on the whole penalty holds.
+        lengths: `[B]` number of tokens of each response.
+        max_length: length in tokens from which the whole penalty applies.
         buffer: tokens before it over which the penalty grows.
 
     Returns:
@@ -80,7 +80,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
     token gets nothing, not even its score. The rewards are data and carry no graph.
 
     Args:
-        scores: `[B]` adjusted scores.
+        scores: `[B]` scores after `adjust_scores`.
         kl: `[B, R]` per-token KL, k1, nats.
         mask: `[B, R]` bool, True on actions, the stop token included.
         kl_coef: reward units per nat.
@@ -88,7 +88,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
     Returns:
         `[B, R]`, at least float32, 0 off the mask.
 
-    Source: Ziegler et al. 2019, equation 2; the score stands on the last action.
+    Source: Ziegler et al. 2019, equation 2; the score goes to the last action.
     """
     with torch.no_grad():
         penalties = zero_off_mask(-kl_coef * at_least_float32(kl), mask)

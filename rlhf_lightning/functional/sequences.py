@@ -90,9 +90,9 @@ def next_token_labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
 def response_state_index(prompt_length: Tensor, response_length: int) -> Tensor:
     """Return the positions whose hidden states predict the response tokens.
 
-    `index[b, t] = max(prompt_length[b] - 1 + t, 0)`: response token t stands at
-    `prompt_length[b] + t`, and the state before it is one position earlier. Log-probability,
-    entropy and value of token t are all read there.
+    `index[b, t] = max(prompt_length[b] - 1 + t, 0)`: response token t is at `prompt_length[b] + t`,
+    and the state before it is one position earlier. Log-probability, entropy and value of token t
+    are all read there.
 
     Args:
         prompt_length: `[B]` int64, real prompt tokens of rows padded on the right.

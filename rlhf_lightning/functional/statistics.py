@@ -56,7 +56,7 @@ def wilson_interval(successes: float, n: float, *, confidence: float) -> tuple[f
     Args:
         successes: 0 to n; a tie may count one half.
         n: number of trials; some may weigh less than one.
-        confidence: of the two-sided interval, such as 0.95.
+        confidence: coverage of the two-sided interval, such as 0.95.
 
     Returns:
         Low and high; both NaN if n is 0.
@@ -90,7 +90,7 @@ def best_of_n_kl(n: int) -> float:
     """Return `log n - (n - 1) / n`, an upper bound on KL(best of n || policy), in nats.
 
     Args:
-        n: answers of which the best is taken, at least 1.
+        n: responses of which the best is taken, at least 1.
 
     Raises:
         ValueError: if `n` is below 1.
@@ -103,16 +103,16 @@ def best_of_n_kl(n: int) -> float:
 
 
 def best_of_n_unbiased(proxy: Tensor, gold: Tensor, n: int) -> float:
-    """Return the expected gold score of the best answer by proxy among n of a pool.
+    """Return the expected gold score of the best response by proxy among n of a pool.
 
-    The n answers are drawn without replacement, and the expectation is over all draws: every
-    answer of the pool counts, `sum of gold * (C(proxies <= own, n) - C(proxies < own, n)) /
+    The n responses are drawn without replacement, and the expectation is over all draws: every
+    response of the pool counts, `sum of gold * (C(proxies <= own, n) - C(proxies < own, n)) /
     C(pool, n)`, with ties sharing equally. The binomials are exact integers.
 
     Args:
         proxy: `[pool]` scores that choose.
-        gold: `[pool]` scores of the same answers that are reported.
-        n: answers drawn, 1 to the size of the pool.
+        gold: `[pool]` gold scores of the same responses, which are reported.
+        n: responses drawn, 1 to the size of the pool.
 
     Returns:
         A number in units of gold; NaN if a proxy score is NaN.

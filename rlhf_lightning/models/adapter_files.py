@@ -44,9 +44,9 @@ class AdapterFiles:
         lora: rank, scale and targets.
         tensors: `{module path}.lora_A.weight` and `.lora_B.weight`, and `score.weight`.
         is_scalar: whether it is a value or reward model; else a policy.
-        reward_offset: added to the head's output.
+        reward_offset: constant that is added to the head's output.
         base: name or folder of the base.
-        base_fingerprint: of the base's weights; "" where it is not known.
+        base_fingerprint: fingerprint of the base's weights; "" where it is not known.
     """
 
     lora: LoraHparams
@@ -69,12 +69,12 @@ def save_adapter(
     """Write one adapter (and head) as a folder that PEFT loads onto the base.
 
     Args:
-        model: whose adapter it is.
-        folder: created if missing.
+        model: model whose adapter is written.
+        folder: target folder, created if missing.
         state: full state dict of `model`.
         base: name or folder of the base, for PEFT.
-        base_fingerprint: of the base's weights.
-        base_revision: of a hub name, for PEFT.
+        base_fingerprint: fingerprint of the base's weights.
+        base_revision: branch, tag or commit of a hub name, for PEFT.
     """
     lora = model.base.adapters[str(model.name)]
     is_scalar = isinstance(model, AdaptedScalarModel)
@@ -110,13 +110,13 @@ def save_adapter(
 
 @reads_one_model
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Return what an adapter folder holds.
+    """Return the content of an adapter folder.
 
     Raises:
-        FileNotFoundError: if it is none; the message says how one is made.
+        FileNotFoundError: if there is no adapter; the message says how to make one.
         ValueError: if a file of it is damaged, if it is not scaled by alpha / r everywhere, if it
             changed its base, or if it holds more than low-rank matrices and a reward head.
-        ManifestError: if the artefact that it stands in is not what its manifest says.
+        ManifestError: if the artifact that it is in is not what its manifest says.
     """
     check_artifact(folder.parent)
     check_model_folder(folder)
@@ -174,7 +174,7 @@ def _check_plain(config: Mapping[str, Any], tensors: Mapping[str, Tensor], folde
 
 
 def check_same_scale(files: AdapterFiles, lora: LoraHparams, folder: Path) -> None:
-    """Check that an adapter to go on from has the rank and the alpha that the run asks for.
+    """Check that an adapter to continue from has the rank and the alpha that the run asks for.
 
     Raises:
         ValueError: if it has others.
@@ -182,8 +182,8 @@ def check_same_scale(files: AdapterFiles, lora: LoraHparams, folder: Path) -> No
     if (files.lora.r, files.lora.alpha) != (lora.r, lora.alpha):
         raise ValueError(
             f"lora.r={lora.r} lora.alpha={lora.alpha} differ from those of the adapter in "
-            f"{folder}, from which training goes on: use lora.r={files.lora.r} "
-            f"lora.alpha={files.lora.alpha}, or go on from the merged policy with lora=none"
+            f"{folder}, which training continues: use lora.r={files.lora.r} "
+            f"lora.alpha={files.lora.alpha}, or the merged policy with lora=none"
         )
 
 
@@ -212,7 +212,7 @@ def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedSc
 
 @torch.no_grad()
 def load_policy_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedPolicy:
-    """Put a stored policy onto `base`, as adapter `name`, to go on training it.
+    """Put a stored policy onto `base`, as adapter `name`, to continue training it.
 
     Raises:
         ValueError: if it is no policy, if it does not fit the base, or if it has another rank or

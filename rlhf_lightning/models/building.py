@@ -49,7 +49,7 @@ def reads_weights() -> bool:
 
 
 def completed(root: ModelT, *, frozen: bool = False) -> ModelT:
-    """Return `root`, sharded if ranks share it: nothing is added to it from here on."""
+    """Shard `root` if ranks share it, and return it: nothing may be added to it afterwards."""
     ranks = _RANKS.get()
     if ranks is not None:
         ranks.place(root, frozen=frozen)
@@ -57,16 +57,16 @@ def completed(root: ModelT, *, frozen: bool = False) -> ModelT:
 
 
 def decided(make: Callable[[], T]) -> T:
-    """Return what `make` finds out from the numbers of a model, the same on every rank."""
+    """Return what `make` reads from the numbers of a model, the same on every rank."""
     ranks = _RANKS.get()
     return make() if ranks is None else ranks.decide(make)
 
 
 @contextmanager
 def drawn(seed: int) -> Iterator[None]:
-    """Draw new weights inside from `seed`, the same on every device, or none where none are read.
+    """Draw new weights inside from `seed`, the same on every device; none on the meta device.
 
-    Numbers come from the CPU's generator: those of a GPU are others.
+    The CPU's generator is used: a GPU's draws other numbers.
     """
     place = torch.get_default_device() if reads_weights() else torch.device("meta")
     place = place if place.type == "meta" else torch.device("cpu")

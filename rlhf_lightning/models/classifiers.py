@@ -47,14 +47,14 @@ class Float32Linear(nn.Linear):
 
 
 class SequenceClassifier(nn.Module):
-    """A sequence classifier that answers with its logits, fp32.
+    """A sequence classifier whose forward returns its logits, fp32.
 
     A decoder with a linear `score` is read at the last token that the attention mask shows.
     Transformers itself looks for the last token that is not the pad token, which is the one before
     EOS where EOS is the pad token. Every other model is called as it is.
 
     Args:
-        model: of `AutoModelForSequenceClassification`.
+        model: an instance of `AutoModelForSequenceClassification`.
 
     Raises:
         ValueError: if the score at the last token is not what the model itself returns, or if the
@@ -77,7 +77,7 @@ class SequenceClassifier(nn.Module):
 
         Args:
             input_ids: `[b, W]`; padded on the right where the last token is read.
-            attention_mask: `[b, W]` bool.
+            attention_mask: `[b, W]` bool, True on real tokens.
             token_type_ids: `[b, W]`, for models whose tokenizer makes them.
         """
         mask = attention_mask.long()
@@ -102,7 +102,7 @@ def load_classifier(
     Args:
         source: folder or hub name.
         revision: branch, tag or commit of a hub name.
-        dtype: of the weights; "auto" is what the checkpoint holds.
+        dtype: dtype of the weights; "auto" keeps that of the checkpoint.
 
     Raises:
         ValueError: if `dtype` is unknown, if the checkpoint stores no classification head, or if it

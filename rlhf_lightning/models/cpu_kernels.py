@@ -38,7 +38,7 @@ def prepare(model: PreTrainedModel, *, adapted: bool = False) -> None:
     """Let `model` compute by the CPU kernels wherever it is on a CPU, unless they are off.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         adapted: it is the base of adapters: its layers stay as they are, so that it computes the
             same bits with adapters that are off and without any.
     """

@@ -55,10 +55,10 @@ def export_policy(
     """Write the policy as a Hugging Face causal LM in safetensors.
 
     Args:
-        policy: gives the architecture.
-        folder: created if missing.
+        policy: policy whose architecture is written.
+        folder: target folder, created if missing.
         state: full state dict of `policy`.
-        dtype: of the weights.
+        dtype: dtype of the written weights.
     """
     weights = rounded(weights_by_file_name(policy, state), dtype)
     policy.model.save_pretrained(folder, state_dict=weights)
@@ -85,17 +85,17 @@ def export_scalar_model(
 ) -> None:
     """Write a reward model as a Hugging Face sequence classifier with one label.
 
-    The head's bias, which such classifiers do not have, stands in config.json as
+    The head's bias, which such classifiers do not have, is written to config.json as
     `reward_offset`; `load_scalar_model` adds it.
 
     Args:
-        model: gives the architecture.
-        folder: created if missing.
+        model: model whose architecture is written.
+        folder: target folder, created if missing.
         state: full state dict of `model`.
         pad_token_id: the classifier reads its score at the last token that is not this one, so
             it must not be EOS. The first id behind the vocabulary gets a row of zeros, which only
             padding reads.
-        dtype: of the weights; the head stays in fp32.
+        dtype: dtype of the written weights; the head stays in fp32.
 
     Raises:
         ValueError: if `state` is not that of a decoder with a scalar head.

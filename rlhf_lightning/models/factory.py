@@ -59,7 +59,7 @@ def load_policy(
         source: folder or hub name of a Hugging Face checkpoint in safetensors.
         from_scratch: fields of a config (with `model_type`) for a model with random weights.
         dropout: probability for every dropout of the config; 0 in RLHF.
-        seed: of the random weights, and of a new adapter.
+        seed: seeds random weights, and a new adapter.
         lora: train an adapter on the frozen model instead of the model.
         activation_checkpointing: compute decoder layers again in the backward pass.
         revision: branch, tag or commit of a hub name.
@@ -115,7 +115,7 @@ def load_base(
 
     Args:
         source: folder or hub name of a Hugging Face checkpoint in safetensors.
-        lora: of the adapters; also in which precision the base is held.
+        lora: settings of the adapters, and the precision in which the base is held.
         dropout: probability for every dropout of the config.
         activation_checkpointing: compute decoder layers again in the backward pass.
         revision: branch, tag or commit of a hub name.
@@ -136,9 +136,8 @@ def load_base(
 def _four_bit() -> dict[str, Any]:
     if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
-            "lora.quantization=nf4 needs a CUDA device and bitsandbytes "
-            "(pip install -e '.[gpu]' in the checkout): use lora=lora, whose base is in bf16 under "
-            "trainer.precision=bf16-mixed"
+            "lora.quantization=nf4 needs CUDA and bitsandbytes (pip install -e '.[gpu]'): use "
+            "lora=lora, with a bf16 base under trainer.precision=bf16-mixed"
         )
     config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -170,7 +169,7 @@ def load_scalar_model(
             its config.json has them, as OpenRLHF's; "zero" starts values at 0; "reward" draws
             N(0, 1 / sqrt(H + 1)) as for a new reward model.
         dropout: probability for every dropout of the config.
-        seed: of the drawn head, and of a new adapter.
+        seed: seeds a new head, and a new adapter.
         lora: train an adapter and the head on the frozen causal LM in `source`.
         activation_checkpointing: compute decoder layers again in the backward pass.
         precision: the Trainer's, for a model that stays frozen: its matrices are then held in the
@@ -278,8 +277,8 @@ def check_deterministic(model: PreTrainedModel) -> None:
     model.train(was_training)
     if not bool(torch.isfinite(first).all()):
         raise ValueError(
-            f"{type(model).__name__} of {model.config.name_or_path or 'random weights'} answers "
-            "with numbers that are not finite: its weights are damaged or have diverged, take an "
+            f"{type(model).__name__} of {model.config.name_or_path or 'random weights'} returns "
+            "non-finite numbers: its weights are damaged or have diverged, take an "
             "earlier checkpoint"
         )
     if not torch.equal(first, second):

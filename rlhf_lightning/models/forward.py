@@ -47,7 +47,7 @@ class Responses(Protocol):
 
 @dataclass(frozen=True)
 class ResponseRows:
-    """Some rows of answers that are no rollout yet: `[b, P + R]`, `[b, P + R]` and `[b, R]`."""
+    """Some rows of responses that are no rollout yet: `[b, P + R]`, `[b, P + R]` and `[b, R]`."""
 
     sequences: Tensor
     attention_mask: Tensor
@@ -58,7 +58,7 @@ class Packed(NamedTuple):
     """Rows re-packed to the right, and where their response tokens are predicted.
 
     Args:
-        input_ids: `[b, W]`.
+        input_ids: `[b, W]` ids, padded on the right.
         positions: `[N]` into the flattened `[b * W]`: the state before each response token.
         tokens: `[N]` the response tokens, row by row.
     """
@@ -78,7 +78,7 @@ def pack_right(input_ids: Tensor, attention_mask: Tensor, width: int | None = No
 
     Args:
         input_ids: `[b, T]`, each row's tokens contiguous.
-        attention_mask: `[b, T]` bool.
+        attention_mask: `[b, T]` bool, True on real tokens.
         width: W, where it is known; the host waits for the device otherwise.
     """
     lengths = attention_mask.sum(-1)  # [b]
@@ -94,8 +94,8 @@ class PackedRows(NamedTuple):
 
     Args:
         input_ids: `[1, W]`; a last row of id 0 fills W up to a multiple of 16.
-        offsets: `[b]`; a token of row i in column t of the rows stands in `t + offsets[i]`.
-        row_lengths: of all rows, with that last one.
+        offsets: `[b]`; the token of row i in column t is at `t + offsets[i]`.
+        row_lengths: lengths of all rows, that last one included.
     """
 
     input_ids: Tensor
@@ -195,7 +195,7 @@ def micro_batches(
     which; by default buckets on a CPU and tokens elsewhere.
 
     Args:
-        attention_mask: `[B, T]` bool.
+        attention_mask: `[B, T]` bool, True on real tokens.
         micro_batch_size: None does not bound it.
         packed: rows are packed into one sequence, so that none is padded: any rows go together,
             with at most the tokens of `micro_batch_size` rows of the width T.
@@ -229,10 +229,10 @@ def pair_micro_batches(
     """Return the indices of pairs whose two rows share a forward, as `micro_batches` does of rows.
 
     Args:
-        chosen_mask: `[B, T]` bool.
-        rejected_mask: `[B, T]` bool.
+        chosen_mask: `[B, T]` bool, True on real tokens.
+        rejected_mask: `[B, T]` bool, True on real tokens.
         micro_batch_size: pairs; None does not bound it.
-        packed: as in `micro_batches`; the budget is of twice as many rows.
+        packed: rows are packed, as in `micro_batches`; the budget is that of twice as many rows.
     """
     if packed:
         lengths = (chosen_mask.sum(-1) + rejected_mask.sum(-1)).cpu()
@@ -265,9 +265,9 @@ def sequence_scores(
     """Return `[b]` scores read at each row's last token; `[b, T]` padded on any side.
 
     Args:
-        model: of which.
-        input_ids: `[b, T]`.
-        attention_mask: `[b, T]` bool.
+        model: value or reward model.
+        input_ids: `[b, T]`, padded on any side.
+        attention_mask: `[b, T]` bool, True on real tokens.
         packed: let the rows be one sequence; see `packs`.
     """
     if packed:
@@ -286,9 +286,9 @@ def response_logprobs(
     """Return `[b]` log-probabilities of whole responses, nats: sums over tokens, EOS included.
 
     Args:
-        policy: of which.
+        policy: policy whose log-probabilities are returned.
         input_ids: `[b, T]`, padded on any side.
-        attention_mask: `[b, T]` bool.
+        attention_mask: `[b, T]` bool, True on real tokens.
         response_length: `[b]`, the last tokens of each row.
     """
     packed = pack_right(input_ids, attention_mask)  # [b, W]
@@ -315,7 +315,7 @@ def by_micro_batch(
     Args:
         function: rows `[b]`, on the device -> tensors whose first dimension is b.
         attention_mask: `[B, T]` bool of all rows.
-        micro_batch_size: see `micro_batches`.
+        micro_batch_size: largest number of rows, see `micro_batches`.
         agree: returns the largest number of calls that a rank needs. Ranks that shard a model must
             call it equally often; those with fewer micro-batches repeat one and drop the result.
         run: calls that may be made at the same time -> what they return; None makes them in turn.

@@ -26,8 +26,8 @@ from rlhf_lightning.models.cpu_kernels import (
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
 
-# Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7. Any number
-# above it would leave a kernel behind, see `kernel_rows`; its multiples are few.
+# Fewer rows than this use other CPU kernels, and a ratio of 1 would be 1 + 5e-7. Each new number
+# above it adds a cached kernel, see `kernel_rows`; its multiples are few.
 CPU_ROWS = 16
 # Of packed rows, which attention keeps apart by their lengths. Where there is no mask, transformers
 # makes one of `[1, 1, W, W]`; one of four dimensions goes to the layers as it is.
@@ -50,9 +50,9 @@ def hidden_states(
     """Return the last hidden states `[b, W, H]` of right-padded `input_ids` `[b, W]`.
 
     Args:
-        trunk: the decoder.
+        trunk: the decoder without its head.
         input_ids: one sequence `[1, W]` where there are `row_lengths`.
-        row_lengths: of packed rows; a token attends to its own row. See `packs_rows`.
+        row_lengths: lengths of packed rows; a token attends to its own row. See `packs_rows`.
     """
     if row_lengths is not None:
         position_ids = torch.cat([torch.arange(length) for length in row_lengths]).unsqueeze(0)
@@ -84,9 +84,9 @@ def in_whole_blocks(positions: Tensor) -> Tensor:
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that answers with log-probabilities, never with all logits.
+    """A causal language model whose forward returns log-probabilities, never all logits.
 
-    The head runs on the asked positions alone, a chunk at a time. Everything happens inside one
+    The head runs on the requested positions only, a chunk at a time. Everything happens inside one
     `forward`, so that the module can be one root unit of FSDP2.
 
     Args:
@@ -138,10 +138,11 @@ class PolicyModel(nn.Module):
         Args:
             input_ids: `[b, W]`, padded on the right.
             positions: `[N]` indices into the flattened `[b * W]` states that predict `tokens`.
-            tokens: `[N]` token ids.
-            temperature: divides the logits.
+            tokens: `[N]` int64 token ids.
+            temperature: divides the logits; above 0.
             with_entropy: False leaves the entropy out, which saves a pass over the logits.
-            row_lengths: of rows that are packed into `input_ids` `[1, W]`; see `hidden_states`.
+            row_lengths: lengths of rows that are packed into `input_ids` `[1, W]`; see
+                `hidden_states`.
         """
         count = len(positions)
         positions = in_whole_blocks(positions)
@@ -204,8 +205,9 @@ class ScalarHeadModel(nn.Module):
 
         Args:
             input_ids: `[b, W]`, padded on the right.
-            positions: `[N]`.
-            row_lengths: of rows that are packed into `input_ids` `[1, W]`; see `hidden_states`.
+            positions: `[N]` indices into the flattened states.
+            row_lengths: lengths of rows that are packed into `input_ids` `[1, W]`; see
+                `hidden_states`.
         """
         asked = in_whole_blocks(positions)
         with computing(self.trunk, input_ids.device):
@@ -232,8 +234,8 @@ class ScalarHeadModel(nn.Module):
 class ScalarHead(nn.Linear):
     """A `Linear(H, 1)` that is computed in its weights' dtype, forward and backward.
 
-    Sharded, it is a unit of its own, because the others gather their weights in the compute dtype:
-    in bf16 a score of 9 could only be 9 or 9.0625.
+    Sharded, it is a separate unit, because the others gather their weights in the compute dtype: in
+    bf16 a score of 9 could only be 9 or 9.0625.
     """
 
     keeps_dtype = True
@@ -298,7 +300,6 @@ def check_head_split(model: PreTrainedModel) -> None:
     same = torch.allclose(got.float(), expected.float(), rtol=1e-3, atol=1e-3)
     if scaled or not same:
         raise ValueError(
-            f"{type(model).__name__} does something to its logits after the head (scaling, or a "
-            "soft cap that is not final_logit_softcapping): its log-probabilities cannot be "
-            "computed from the head alone"
+            f"{type(model).__name__} changes its logits after the head (by scaling, or by a soft "
+            "cap other than final_logit_softcapping): choose another model"
         )

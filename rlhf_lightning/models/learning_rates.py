@@ -38,12 +38,11 @@ TABLE = (
 def default_learning_rate(kind: Kind, num_parameters: int, *, lora: bool) -> float:
     """Return the learning rate of a model by its size, to two digits.
 
-    Between two rows of the table it lies on the straight line of log rate over log size; smaller
-    models than the first and larger ones than the last have the rate of that row. An adapter has
-    ten times the rate.
+    Between two rows of the table log rate is linear in log size; smaller models than the first and
+    larger ones than the last have the rate of that row. An adapter has ten times the rate.
 
     Args:
-        kind: what is trained.
+        kind: kind of model that is trained.
         num_parameters: weights of the causal language model, frozen ones too.
         lora: whether adapters are trained instead of all weights.
 

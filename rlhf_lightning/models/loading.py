@@ -57,9 +57,8 @@ def loading_options(
         _refuse_adapter(Path(source))
     if trust_remote_code and not local and not COMMIT.fullmatch(revision or ""):
         raise ValueError(
-            f"model.trust_remote_code=true runs Python code of {source}, which can change at any "
-            f"time: read it, and pin what you have read with model.revision=COMMIT (40 hex digits; "
-            f"model.revision is {revision})"
+            f"model.trust_remote_code=true runs Python code of {source}, which can change: read "
+            f"it and pin it with model.revision=COMMIT (40 hex digits), not {revision}"
         )
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None and not local:
@@ -132,7 +131,7 @@ def naming_source(source: str | Path) -> Iterator[None]:
         reason = " ".join(str(error).split())
         if "custom code" in reason:
             raise ValueError(
-                f"cannot load {source}: it comes with Python code of its own, which is not run. "
+                f"cannot load {source}: it needs Python code of its repository, which is not run. "
                 "Read it, then set model.trust_remote_code=true, and model.revision=COMMIT for a "
                 "hub name"
             ) from error

@@ -78,8 +78,8 @@ class AdaptedBase(nn.Module):
         """Put a new adapter on every target; it starts as 0, so nothing changes yet.
 
         Args:
-            name: of the adapter.
-            seed: of the drawn half; the other half is 0.
+            name: name of the adapter.
+            seed: seeds the random half; the other half is 0.
             lora: rank and scale, where they differ from the base's own.
 
         Raises:
@@ -198,7 +198,7 @@ class AdaptedPolicy(_View, PolicyModel):
 
     Args:
         base: shared with other views.
-        name: of an adapter that `base` has, or None.
+        name: name of an adapter that `base` has, or None.
     """
 
     def __init__(self, base: AdaptedBase, name: str | None) -> None:
@@ -229,7 +229,7 @@ class AdaptedScalarModel(_View, ScalarHeadModel):
 
     Args:
         base: shared with other views.
-        name: of an adapter and of a head that `base` has.
+        name: name of an adapter and of a head that `base` has.
     """
 
     def __init__(self, base: AdaptedBase, name: str) -> None:
@@ -261,9 +261,9 @@ def add_scalar_model(
 
     Args:
         base: gets an adapter and a head.
-        name: of both.
-        init_std: of the head's weights; 0 starts at 0.
-        seed: of adapter and head.
+        name: name of both.
+        init_std: standard deviation of the head's weights; 0 starts values at 0.
+        seed: seeds adapter and head.
     """
     base.add_adapter(name, seed=seed)
     with drawn(seed):

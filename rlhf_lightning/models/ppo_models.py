@@ -17,7 +17,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 
-ADAPTER = "adapter"  # the folder of the adapter alone, inside an artefact
+ADAPTER = "adapter"  # the folder of the adapter alone, inside an artifact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class PolicyModels:
     """The policy that is trained, and the reference; the scorer brings the reward model.
 
     Args:
-        policy: trained.
-        reference: frozen; where the policy started, in its first round.
+        policy: the policy, which is trained.
+        reference: the frozen reference: what the policy was before its first round.
         base: what policy and reference share, if they do.
         same_source: whether the policy starts as the reference is: their KL is then 0.
     """
@@ -115,18 +115,18 @@ def ppo_models(
     """Return policy, value model and reference.
 
     Args:
-        policy: folder or hub name of the SFT policy: of the policy and of the reference.
+        policy: folder or hub name of the SFT policy, which policy and reference start from.
         value: folder or hub name that the value model starts from: a reward model, with
             `value_head="stored"`, or a causal LM. Adapters start from the `adapter` folder of a
             reward model trained with LoRA on the same policy.
-        start: folder of a policy that PPO has trained before, to go on from; the reference stays
-            `policy`. With LoRA its `adapter` folder is taken up, trained on that same `policy`.
+        start: folder of a policy that PPO has trained before, to continue from; the reference stays
+            `policy`. With LoRA it is the `adapter` folder of one trained on that same `policy`.
         value_head: "stored", or "zero" for values that start at 0.
         lora: None trains whole models; otherwise adapters on one frozen base, which with its
             adapters off is the reference.
         activation_checkpointing: compute decoder layers again in the backward pass.
         precision: the Trainer's; under `bf16-mixed` frozen matrices are held in bf16.
-        seed: of new adapters.
+        seed: seeds new adapters.
         revision: branch, tag or commit of `policy`, where that is a hub name.
         trust_remote_code: run the code beside the weights, see `loading_options`; `value`, where
             it is another hub name, has no commit and is refused.

@@ -92,7 +92,7 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
 
     Args:
         model: a Hugging Face model.
-        device: where it computes.
+        device: device of the computation.
     """
     if not getattr(model, _ROUNDED, False) or device.type == "meta":
         return nullcontext()

@@ -42,7 +42,7 @@ def base_dtype(config: PretrainedConfig) -> torch.dtype:
 
 
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights in `dtype`; those that share their memory go on sharing it."""
+    """Return the weights in `dtype`; those that share memory still share it."""
     made: dict[tuple[int, torch.Size], Tensor] = {}
     found = {}
     for name, value in weights.items():
@@ -62,8 +62,8 @@ def measure_rounding(
     Args:
         weights: in fp32, by the names they have in a file.
         start: folder or hub name of the weights before training; None for random ones.
-        dtype: what is rounded to.
-        revision: of a hub name.
+        dtype: dtype that the weights are rounded to.
+        revision: branch, tag or commit of a hub name.
     """
     before = _Stored(start, revision)
     size = lost = change = kept = 0.0

@@ -1,8 +1,8 @@
-"""What transformers 4 reads of a folder that transformers 5 wrote: the old keys beside the new.
+"""Old keys, for transformers 4, in folders that transformers 5 wrote.
 
 Transformers 5 moved the base and the scaling of rotary angles into `rope_parameters`, renamed a few
-sizes and the class of a tokenizer that is all in tokenizer.json. An older reader, which is also
-that of servers and converters, would take its own defaults for them in silence.
+sizes and the class of a tokenizer that is all in tokenizer.json. Older readers, which servers and
+converters use, would silently take their defaults for them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def with_old_keys(content: Mapping[str, Any], config: PretrainedConfig) -> dict[
     """Return the content of config.json with the keys of transformers 4.
 
     Args:
-        content: of config.json, or of a model within it.
-        config: what was written there.
+        content: content of config.json, or the part of a model within it.
+        config: the configuration that was written there.
     """
     parts = {
         name: with_old_keys(value, getattr(config, name))

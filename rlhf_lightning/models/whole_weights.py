@@ -43,7 +43,7 @@ def load_whole(
         cls: an auto class of transformers.
         source: folder or hub name, in safetensors; a folder with a `manifest.json` is checked
             against it.
-        dtype: of the weights, or "auto".
+        dtype: dtype of the weights, or "auto".
         options: which version, and whose code runs.
         not_read: model -> names of tensors that are not used, so that they may be missing, or be
             unexpected.
@@ -52,9 +52,9 @@ def load_whole(
 
     Raises:
         ValueError: if a tensor is missing or has another shape than the configuration says, or if
-            an artefact of ours holds one that the model has no place for; elsewhere that is a
+            an artifact of ours has one that the model has no place for; elsewhere that is a
             warning.
-        ManifestError: if an artefact is not what its manifest says.
+        ManifestError: if an artifact is not what its manifest says.
     """
     if not reads_weights() and "quantization_config" not in extra:
         return _without_weights(cls, source, dtype=dtype, options=options, **extra)
@@ -84,8 +84,7 @@ def load_whole(
     if unexpected and ours:
         raise ValueError(
             f"cannot load {source}: {type(model).__name__} has no place for {listed(unexpected)}, "
-            "and an artefact of ours holds nothing else than its model: give the folder of such a "
-            "model, or make this one again"
+            "which an exported model cannot have: name the folder of an export, or export again"
         )
     if unexpected:
         _warn_of_unexpected(str(source), type(model).__name__, listed(unexpected))
@@ -108,7 +107,7 @@ def _without_weights(
 
 
 def check_artifact(source: str | Path) -> bool:
-    """Return whether `source` is an artefact of ours, after checking that its files are intact.
+    """Return whether `source` is an artifact of ours, after checking that its files are intact.
 
     Raises:
         ManifestError: if they are not those that its manifest was written for.

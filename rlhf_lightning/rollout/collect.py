@@ -35,18 +35,18 @@ Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """Models and functions of a rollout.
+    """The models and functions of a rollout.
 
     Args:
-        generator: continues prompts.
+        generator: generates the responses.
         policy: samples, and gives the old log-probabilities.
-        reference: frozen copy of where the policy started.
+        reference: frozen copy of the policy before its first round.
         value_model: gives the old values; None where no value model is trained.
-        scorer: scores the answers.
+        scorer: scores the responses.
         tokenizer: turns responses into text for the scorer.
         unsharded: gathers a sharded model: to generate, and once for all its micro-batches.
         micro_batch_size: rows in one forward.
-        skip_special_tokens: leave them out of that text.
+        skip_special_tokens: leave special tokens out of that text.
     """
 
     generator: Generator
@@ -91,15 +91,15 @@ def collect_rollout(
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample, score and evaluate one batch of prompts.
 
-    Old log-probabilities are those of the training forward. The sampler's own, where it gives
-    them, stand beside them in `sampler_logprobs`.
+    Old log-probabilities are those of the training forward. Those of the sampler, where it gives
+    them, are in `sampler_logprobs`.
 
     Args:
-        parts: models and functions.
-        prompts: `[B, P]`, with spare ones if there is resampling.
-        noise: of this iteration.
-        temperature: of sampling and of every log-probability.
-        max_new_tokens: longest response.
+        parts: the models and functions.
+        prompts: `[B, P]` prompts, with spare ones if there is resampling.
+        noise: sampling noise of this iteration.
+        temperature: temperature of sampling and of every log-probability.
+        max_new_tokens: longest response, in tokens.
         shaping: coefficients from scores to advantages.
         max_resampling_rounds: how often spare prompts may take the place of others; see
             `resampling.resampled`.
@@ -170,10 +170,10 @@ def sample_responses(
 def begin_responses(
     parts: RolloutParts, prompts: PromptBatch, *, noise: RowNoise, **how: Any
 ) -> Callable[[], Generation]:
-    """Have responses sampled from the policy as it is now; return a function that waits for them.
+    """Start sampling from the policy as it is now; return a function that waits for the responses.
 
-    A generator with processes of its own (`begin`) samples while this one goes on; the others have
-    sampled when this returns. `how` is that of `sample_responses`.
+    A generator with separate processes (`begin`) samples in the background; the others have sampled
+    when this returns. `how` is passed to `sample_responses`.
     """
     begin = getattr(parts.generator, "begin", None)
     if begin is None:
@@ -193,7 +193,7 @@ def assemble_rollout(
     shaping: RewardShaping,
     max_new_tokens: int,
 ) -> RolloutBatch:
-    """Return the rollout of scored answers: evaluate, shape, estimate advantages."""
+    """Return the rollout of scored responses: evaluate, shape, estimate advantages."""
     prompts, mask = answers.prompts, answers.response_mask  # [B, R]
     logprobs, entropy, ref_logprobs, values = evaluate_answers(
         parts, answers, temperature=temperature
@@ -255,7 +255,7 @@ def _adjusted(
 
 
 def novelty(answers: Answers) -> list[float]:
-    """Return the share of each answer's bigrams that no other answer of any rank has, `[B]`."""
+    """Return the share of each response's bigrams that no other response of any rank has, `[B]`."""
     mask = answers.response_mask.cpu()
     ids = answers.sequences[:, -mask.shape[1] :].cpu()
     own = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]

@@ -15,8 +15,8 @@ Result = TypeVar("Result")
 def run_async(function: Callable[[], Awaitable[Result]]) -> Result:
     """Run an asynchronous function to its end and return its result.
 
-    It runs in an event loop of its own thread, so a notebook, which has a loop, can call this too.
-    What interrupts the caller, such as Ctrl-C, cancels it.
+    It runs in the event loop of a new thread, so a notebook, which has a loop, can call this too.
+    Interrupting the caller, as by Ctrl-C, cancels it.
     """
     with start_blocking_portal() as portal:
         return portal.call(function)
@@ -28,12 +28,12 @@ async def request_all(
     *,
     concurrency: int,
 ) -> list[Result]:
-    """Return what `request` returns for each item, in their order.
+    """Return the result of `request` for each item, in their order.
 
     Args:
-        request: called once an item.
-        items: what is asked about.
-        concurrency: requests at once.
+        request: called once per item.
+        items: arguments of the requests.
+        concurrency: largest number of requests at once.
 
     Raises:
         Exception: the first that a request raised; the other requests are cancelled.

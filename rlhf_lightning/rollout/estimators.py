@@ -55,9 +55,9 @@ class GAE:
     """Generalised advantage estimation with a value model, whitened over all ranks.
 
     Args:
-        gamma: discount.
-        gae_lambda: of the advantages.
-        gae_lambda_value: of the targets of the value model; None is `gae_lambda`.
+        gamma: discount per token.
+        gae_lambda: lambda of the advantages.
+        gae_lambda_value: lambda of the value model's targets; None is `gae_lambda`.
         length_alpha: None, or the lambda of a row's advantages is `1 - 1 / (alpha * length)`.
 
     Source: Schulman et al. 2016, equation 16; Yue et al. 2025, "VAPO" (the last two).

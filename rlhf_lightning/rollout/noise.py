@@ -60,9 +60,9 @@ class RowNoise:
     """Uniform noise keyed by row.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         purpose: one of `PURPOSES`; different purposes never share numbers.
-        iteration: counts rollouts.
+        iteration: number of the rollout.
     """
 
     seed: int
@@ -94,10 +94,10 @@ _BLOCK = 256
 
 
 class Sampled(NamedTuple):
-    """One sampled token a row.
+    """One sampled token per row.
 
     Args:
-        tokens: `[B]` int64.
+        tokens: `[B]` int64 token ids.
         logprobs: `[B]` float32, of each token under the distribution that it was drawn from,
             `log softmax(logits / temperature)` of the logits as they were given, in nats. At
             temperature 0 there is one possible token, and it is 0.
@@ -113,7 +113,7 @@ def sample(logits: Tensor, uniform: Tensor, *, temperature: float) -> Sampled:
     """Return one token a row by inverse-CDF sampling of softmax(logits / temperature).
 
     Args:
-        logits: `[B, V]`.
+        logits: `[B, V]` raw logits, finite or -inf.
         uniform: `[B]` float64 in [0, 1).
         temperature: divides the logits; 0 takes the most likely token (the first of equals).
 

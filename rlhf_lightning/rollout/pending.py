@@ -51,34 +51,33 @@ class PendingGeneration:
         is_last: bool,
         **how: Any,
     ) -> tuple[PromptBatch, Generation]:
-        """Return prompts and responses of an iteration; begin with the responses of the next one.
+        """Return prompts and responses of an iteration; start sampling those of the next one.
 
         Args:
-            parts: models and functions.
-            prompts: of the iteration, and those of the next one as spares.
-            noise: of the run.
-            iteration: from 0.
-            is_last: no other one follows.
-            how: as of `sample_responses`.
+            parts: the models and functions of the rollout.
+            prompts: prompts of the iteration, and those of the next one as spares.
+            noise: sampling noise of the run.
+            iteration: number of the iteration, from 0.
+            is_last: no other iteration follows.
+            how: keyword arguments of `sample_responses`.
 
         Raises:
-            ValueError: if there are not as many prompts of the one as of the other.
-            RuntimeError: if the responses of an iteration but the first are missing.
+            ValueError: if the two iterations differ in their number of prompts.
+            RuntimeError: if the responses of an iteration after the first are missing.
         """
         own, following = prompts[~prompts.spare], prompts[prompts.spare]
         if len(own) != len(following):
             raise ValueError(
-                f"rollout_lag=1 needs the prompts of the next iteration as spare rows, and the "
-                f"batch has {len(following)} spare of {len(prompts)} rows: give the Trainer a "
-                "PromptDataModule, which adds them, by trainer.fit(module, datamodule=...), or use "
-                "rollout_lag=0"
+                f"rollout_lag=1 needs as many spare prompts as prompts, and the batch has "
+                f"{len(following)} for {len(prompts)}: train with a PromptDataModule, which adds "
+                "them, or use rollout_lag=0"
             )
         generation = self.take(iteration, own)
         if generation is None:
             if iteration > 0:
                 raise RuntimeError(
-                    f"the responses of iteration {iteration + 1} were not sampled in the one "
-                    "before, and rollout_lag=1 trains on no others: start anew with resume=never"
+                    f"the responses of iteration {iteration + 1} are missing, and rollout_lag=1 "
+                    "samples them one iteration ahead: start again with resume=never"
                 )
             generation = sample_responses(parts, own, noise=noise.at_iteration(0), **how)
         if not is_last:
@@ -115,8 +114,8 @@ class PendingGeneration:
         same = prompts.row_ids.unsqueeze(1) == self.rows["row_ids"].to(prompts.row_ids.device)
         if not bool(same.any(1).all()):
             raise ValueError(
-                f"iteration {iteration + 1} has other prompts than its responses were sampled for: "
-                "the data has changed since; start anew with resume=never"
+                f"the responses of iteration {iteration + 1} were sampled for other prompts: the "
+                "data has changed; start again with resume=never"
             )
         index = same.int().argmax(1)
         rows = {name: value.to(index.device)[index] for name, value in self.rows.items()}

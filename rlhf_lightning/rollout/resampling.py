@@ -24,10 +24,10 @@ class Sampled(NamedTuple):
     """Scored responses without their prompts, which every rank has.
 
     Args:
-        row_ids: `[B]` of the prompts.
-        generation: of the responses alone: its sequences are `[B, R]`.
+        row_ids: `[B]` row ids of the prompts.
+        generation: the responses alone: its sequences are `[B, R]`.
         completions: the responses as text.
-        scores: of the rows.
+        scores: scores of the rows.
     """
 
     row_ids: Tensor
@@ -43,7 +43,7 @@ def resampled(
     max_rounds: int,
     score_clip: float | None,
 ) -> tuple[Answers, Scores, int]:
-    """Return scored answers whose uninformative groups gave place to groups of spare prompts.
+    """Return scored responses, with uninformative groups replaced by groups of spare prompts.
 
     A group is uninformative if its scores, clipped but before penalties, are all equal. A round
     asks the next spare prompts of the stream, as many as uninformative groups are left on all
@@ -55,7 +55,7 @@ def resampled(
         answered: samples and scores responses to prompts.
         prompts: groups of equal size; behind them spare ones, the same on every rank, `max_rounds`
             times as many as all ranks have.
-        max_rounds: at which it ends.
+        max_rounds: largest number of rounds.
         score_clip: scores are compared as advantages see them, clipped to +-score_clip.
 
     Returns:
@@ -114,7 +114,7 @@ def _sampled(answers: Answers, scores: Scores, rows: Tensor) -> Sampled:
 def _with_rows(
     answers: Answers, scores: Scores, rows: Tensor, new: Sequence[Sampled], prompts: PromptBatch
 ) -> tuple[Answers, Scores]:
-    """Return answers and scores with `new` in place of these rows; `prompts` has all prompts."""
+    """Return responses and scores with `new` in place of these rows; `prompts` has all prompts."""
     device = rows.device
     own = _sampled(answers, scores, torch.arange(len(scores.total), device=device))
     every = [own, *new]

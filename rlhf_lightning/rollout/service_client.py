@@ -18,15 +18,15 @@ _OF_TRANSFER = (b"content-encoding", b"content-length", b"transfer-encoding")
 
 
 class ServiceClient(httpx.AsyncClient):
-    """An HTTP client whose exchanges end, and go to the host that was named alone.
+    """An HTTP client whose exchanges end, and that contacts only the named host.
 
-    A request has one limit of time for all its steps. Of a body no more than one byte beyond
-    `MOST_BYTES` is read. Redirects are returned, not followed: they would take the texts elsewhere.
+    A request has one limit of time for all its steps. At most `MOST_BYTES` + 1 bytes of a body are
+    read. Redirects are returned, not followed: they would take the texts elsewhere.
 
     Args:
-        seconds: from the connection to the last byte; None for no limit.
-        before: awaited before each request, outside of its limit.
-        options: of `httpx.AsyncClient`.
+        seconds: limit from the connection to the last byte; None for no limit.
+        before: awaited before each request, outside its limit.
+        options: keyword arguments of `httpx.AsyncClient`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ServiceClient(httpx.AsyncClient):
                     content=bytes(body[: MOST_BYTES + 1]),
                     request=request,
                 )
-        raise httpx.ReadTimeout(f"no answer within {self._seconds:.3g} s", request=request)
+        raise httpx.ReadTimeout(f"no reply within {self._seconds:.3g} s", request=request)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -1,1 +1,1 @@
-"""The run folder, its summary, artefacts and resume."""
+"""The run folder, its summary, artifacts and resume."""

@@ -66,7 +66,7 @@ def describe_full_disk(number: int, path: Path | str) -> str:
     if number == errno.ENOSPC and there.f_files and not there.f_favail:
         free = f"not one inode is free there, which each file takes: remove files; {free}"
     return (
-        f"cannot write {path}: {FULL[number]} ({free}). What stood there before "
+        f"cannot write {path}: {FULL[number]} ({free}). The previous content "
         "is intact: make room and start again (a run with resume=auto)"
     )
 
@@ -96,9 +96,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def staging_of(path: Path) -> Path:
-    """Return where a process writes what will stand at `path`; the parent folder has to exist.
+    """Return the path where a process writes the replacement of `path`; its folder must exist.
 
-    What processes that are no more have left there, on this machine, is removed.
+    Leftovers of dead processes of this machine are removed.
     """
     head = f".{path.name}.tmp-{socket.gethostname()}-"
     for left in path.parent.iterdir():

@@ -17,12 +17,12 @@ ABSENT = "not set"
 
 @dataclass(frozen=True)
 class Change:
-    """One value that is not the default one.
+    """One value that differs from the default.
 
     Args:
-        key: as one writes it on the command line.
+        key: the key as written on the command line.
         default: the value as it is shipped, as text.
-        value: that of the run, as text.
+        value: the value in the run, as text.
     """
 
     key: str
@@ -35,7 +35,7 @@ def find_changes(default: Mapping[str, Any], config: Mapping[str, Any]) -> list[
 
     Args:
         default: the configuration as it is shipped; plain values, interpolations as written.
-        config: that of the run, likewise.
+        config: the configuration of the run, in the same form.
     """
     old, new = (dict(flatten(public_config(c, c))) for c in (default, config))
     keys = [key for key in (*new, *(k for k in old if k not in new)) if key != "seed"]

@@ -19,18 +19,18 @@ class DoctorEvent:
     """One alert, check or intervention.
 
     Args:
-        iteration: at whose end, from 1; 0 before the first.
+        iteration: the iteration, from 1, at whose end it happened; 0 before the first.
         kind: `watch` (what is watched), `check` (of the preflight), `alert` (raised, changed or
             cleared), `action`, `stop`, `rollback`, or `idle`: a detector that has had too little to
-            watch so far, with why. These stand behind `watch`.
+            watch so far, with why. Events of kind `idle` follow `watch`.
         name: the detector or check.
         level: `warn`, `alarm`, or `healthy` for an alert that was cleared and a check that passed.
         message: one sentence with value, unit and threshold.
         value, threshold: the numbers; None where there are none.
-        unit: of both.
-        cause: what is usually behind it.
-        remedy: what to do.
-        changes: of an action, control -> [before, after].
+        unit: the unit of both numbers.
+        cause: the usual cause.
+        remedy: the recommended fix, one sentence.
+        changes: the controls that an action changed, control -> [before, after].
     """
 
     iteration: int
@@ -73,7 +73,7 @@ class Coverage:
     """The detectors that could have raised an alert, and the others.
 
     Args:
-        total: detectors.
+        total: number of detectors of the run.
         idle: why -> those that could not, for that reason.
     """
 

@@ -34,13 +34,13 @@ class HubError(RuntimeError):
 def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
     """Upload a model folder as one commit; return its address.
 
-    The token is the one of `hf auth login` or HF_TOKEN, and of nowhere else. The repository is
-    made if there is none; one that exists keeps its visibility.
+    Only the token of `hf auth login` or HF_TOKEN is used. The repository is made if there is none;
+    one that exists keeps its visibility.
 
     Args:
-        folder: an exported model.
-        repository: `name` or `organisation/name`.
-        private: of a new repository.
+        folder: folder of an exported model.
+        repository: name on the hub, `name` or `organisation/name`.
+        private: visibility of a new repository.
 
     Raises:
         HubError: without a login, if the hub refuses, or if the folder has a link that leaves it.
@@ -110,10 +110,10 @@ def hub_base(base: str | None, configured: str | None = None) -> str | None:
 
 
 def hub_snapshot(folder: str | Path) -> tuple[str, str] | None:
-    """Return hub name and commit of a folder in the hub's cache, None of any other folder.
+    """Return hub name and commit of a folder in the hub's cache, None for any other folder.
 
-    Only there it is certain that a folder holds what stands on the hub: a copy elsewhere may have
-    been trained further.
+    Only in the cache is a folder sure to equal the hub's: a copy elsewhere may have been trained
+    further.
     """
     found = _SNAPSHOT.search(Path(folder).expanduser().absolute().as_posix())
     return None if found is None else (found.group(1).replace("--", "/"), found.group(2))

@@ -29,15 +29,15 @@ def artifact_lock(
     *,
     report: Callable[[str], None] = logger.warning,
 ) -> Iterator[None]:
-    """Hold the lock of an artefact folder; wait for its holder, and say so.
+    """Hold the lock of an artifact folder; wait for its holder, and say so.
 
-    The lock is that of `filelock` on `.<name>.lock` beside the folder. The kernel drops it when
-    the holder dies, so a lock left by a killed process does not exist; the lock file itself stays,
+    The lock is that of `filelock` on `.<name>.lock` beside the folder. The kernel drops it when the
+    holder dies, so a lock left by a killed process does not exist; the lock file itself stays,
     because deleting it would let two processes lock two different files of one name. Look for the
-    artefact again once the lock is held: the other process may have made it.
+    artifact again once the lock is held: the other process may have made it.
 
     Args:
-        folder: the artefact folder, which need not exist.
+        folder: the artifact folder, which need not exist.
         report: gets the waiting message, at once and then every 30 seconds.
     """
     folder = Path(folder)
@@ -60,7 +60,7 @@ def artifact_lock(
 
 
 class FolderTakenError(FileExistsError, RuntimeError):
-    """A folder belongs to another run, or to somebody else; nothing in it was touched."""
+    """A folder belongs to another run or program; nothing in it was touched."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Artefacts: model folders that later stages load, each vouched for by its `manifest.json`."""
+"""Artifacts: model folders that later stages load, each described by its `manifest.json`."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _SETTLED_NS = 2_000_000_000  # no file system counts time more coarsely
 
 
 class ManifestError(RuntimeError):
-    """An artefact is missing, damaged, or not what its manifest says."""
+    """An artifact is missing, damaged, or not what its manifest says."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`, about the model folder it stands in.
+    """The content of `manifest.json`, which describes the model folder it is in.
 
     Args:
         stage: `base`, `sft`, `reward`, `ppo` or `grpo`.
-        fingerprint: of `fingerprint(folder)` when the manifest was written.
+        fingerprint: result of `fingerprint(folder)` when the manifest was written.
         metrics: the final metrics of the run that made it.
         gates: the verdicts of that run.
         run: path of the run folder, relative to the working folder unless it was given as absolute.
         base: folder or hub name of the model it was trained from, None if from scratch.
-        created: UTC, ISO 8601.
-        adapter: of the files in `adapter/`; None where there are none.
+        created: time of writing, UTC, ISO 8601.
+        adapter: fingerprint of the files in `adapter/`; None without an adapter.
     """
 
     stage: str
@@ -95,7 +95,7 @@ def content_digest(path: Path) -> str:
 
 
 def has_manifest(folder: Path | str) -> bool:
-    """Return whether `folder` is an artefact of ours, intact or not; a hub name is none."""
+    """Return whether `folder` is an artifact of ours, intact or not; False for a hub name."""
     return (Path(folder) / MANIFEST).is_file()
 
 
@@ -128,15 +128,15 @@ def write_manifest(
 
 
 def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
-    """Return the manifest of an artefact folder, after checking that the weights are those.
+    """Return the manifest of an artifact folder, after checking its weights against it.
 
     Args:
-        folder: the artefact.
+        folder: folder of the artifact.
         verify: False skips the fingerprint, which reads every weight once.
 
     Raises:
-        ManifestError: if the manifest is missing or damaged, or if the files are not those it
-            was written for; the message names the command that makes the artefact again.
+        ManifestError: if the manifest is missing or damaged, or if the files are not those it was
+            written for; the message names the command that makes the artifact again.
     """
     folder = Path(folder)
     manifest = _parsed(folder)
@@ -149,7 +149,7 @@ def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
                 f"{folder} is not what its {MANIFEST} says: {problem}; the files were changed or "
                 f"only partly copied: {_fix(folder)}"
             )
-        # It was published anew while its files were read.
+        # It was published again while its files were read.
     return manifest
 
 
@@ -218,17 +218,16 @@ def publish_artifact(
     gates: Sequence[GateResult] = (),
     base: str | None = None,
 ) -> Manifest:
-    """Put a model folder where later stages look, in place of what stands there.
+    """Put a model folder where later stages look, in place of what is there.
 
-    Weights are linked and not written once more, where both folders are on one file system.
-    The copy and its manifest are complete before the name changes hands, so a reader or a kill
-    at any instant meets the former artefact or the new one. Hold `artifact_lock(target)` if
-    others may publish too.
+    Weights are linked, not copied, where both folders are on one file system. The copy and its
+    manifest are complete before the name changes hands, so a reader or a kill at any instant meets
+    the former artifact or the new one. Hold `artifact_lock(target)` if others may publish too.
 
     Raises:
         ManifestError: if `source` holds no model.
         ValueError: if it has a link that leaves it.
-        FolderTakenError: if something else than an artefact stands at `target`.
+        FolderTakenError: if `target` is something other than an artifact.
     """
     source = Path(source)
     fingerprint(source)  # fail before anything is copied

@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Quantity:
-    """The words and the range of one metric.
+    """The name and the range of one metric.
 
     Args:
-        label: a few words.
+        label: the name in plain words, a few.
         unit: "" for a plain number; "share" is shown in percent, and a difference of two shares,
             "points", in percentage points with its sign.
         healthy: the usual range of a run that goes well; None where there is none.
@@ -106,13 +106,13 @@ QUANTITIES: dict[str, Quantity] = {
     "dpo/chosen_reward": Quantity("reward of preferred responses", "", (-1.0, 5.0)),
     "dpo/rejected_reward": Quantity("reward of rejected responses"),
     "dpo/margin": Quantity("training margin"),
-    "dpo/kl": Quantity("KL to the reference, of answers to other prompts", "nats"),
+    "dpo/kl": Quantity("KL to the reference, of responses to other prompts", "nats"),
     "dpo/chosen_logprob": Quantity("log-probability of preferred responses", "nats"),
     "dpo/rejected_logprob": Quantity("log-probability of rejected responses", "nats"),
     "dpo/learning_rate": Quantity("learning rate"),
     "dpo/grad_norm": Quantity("gradient norm"),
     "dpo/skipped_steps": Quantity("skipped optimizer steps", "", (0.0, 0.0)),
-    "val/kl": Quantity("held-out KL to the reference, of answers to other prompts", "nats"),
+    "val/kl": Quantity("held-out KL to the reference, of responses to other prompts", "nats"),
     "val/chosen_reward": Quantity("held-out reward of preferred responses", "", (-1.0, 5.0)),
     "val/rejected_reward": Quantity("held-out reward of rejected responses"),
     "val/chosen_logprob": Quantity("held-out log-probability of preferred responses", "nats"),
@@ -181,7 +181,7 @@ QUANTITIES: dict[str, Quantity] = {
     "val/exact_match": Quantity("responses that are the reference", "share"),
     "val/first_word_match": Quantity("responses that begin as the reference", "share"),
     "val/solved": Quantity("right numbers", "share"),
-    "val/answered": Quantity("answers with a number", "share"),
+    "val/answered": Quantity("responses with a number", "share"),
     "doctor/warnings": Quantity("detectors that warn"),
     "doctor/alarms": Quantity("detectors that raise an alarm"),
     "doctor/quality": Quantity("quality by the doctor"),
@@ -205,8 +205,8 @@ QUANTITIES: dict[str, Quantity] = {
 }
 
 PARTS = ("domain", "subset", "task")
-# Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. What is
-# measured of a domain or a subset besides has the name of the whole in front; see `part_key`.
+# Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. The
+# metric of a domain or a subset starts with the name of the whole; see `part_key`.
 FAMILIES = (
     "rollout/score/*",
     "val/num_pairs_*",
@@ -232,15 +232,15 @@ def is_known(name: str) -> bool:
 
 
 def part_key(key: str, kind: str, name: str) -> str:
-    """Return the name of a metric of a part, such as a domain, of what `key` is measured on.
+    """Return the metric's name for one part, such as a domain, of what `key` is measured on.
 
-    The part's name comes last, behind a slash that no key has: whatever it is, it makes no other
-    metric's name.
+    The part's name comes last, behind a slash that no key has, so it cannot collide with another
+    metric.
 
     Args:
         key: `phase/quantity`, with `_low` or `_high` for a bound of an interval.
-        kind: one of `PARTS`.
-        name: as the data has it.
+        kind: the kind of part, one of `PARTS`.
+        name: the part's name in the data.
     """
     if kind not in PARTS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(PARTS)}")
@@ -248,7 +248,7 @@ def part_key(key: str, kind: str, name: str) -> str:
 
 
 def whole_key(name: str) -> str:
-    """Return the metric of the whole that `name` measures a part of; `name` itself for others."""
+    """Return the metric of the whole that `name` is a part of; `name` itself for others."""
     pieces = name.split("/", 3)
     return "/".join(pieces[:2]) if len(pieces) == 4 and pieces[2] in PARTS else name
 

@@ -50,18 +50,18 @@ class CardFacts:
         run: name of the run folder.
         base: what it was trained from, as the configuration names it; None for random weights.
         data: name of the data.
-        licence: of the base, in the hub's words.
+        licence: licence of the base, in the hub's words.
         hub_base: hub name of the model at the root; None where it is not known.
         datasets: hub names of the data.
-        settings: hyper-parameters, flat.
+        settings: hyper-parameters, flat, by name.
         metrics: final ones; of an unfinished run those of its last iteration.
-        gates: their outcome.
-        versions: of the software.
+        gates: outcomes of the run's gates.
+        versions: versions of the software, by package.
         checkpoint: says which checkpoint this is, for one that is not the end of a finished run.
         reward: what config.json says of a reward model: `reward_offset` and the pad token.
         is_adapter: whether the folder holds an adapter alone.
-        against: what scored the answers of PPO.
-        needs: of an adapter: what it stands on.
+        against: the judge that scored the responses of PPO.
+        needs: base model that an adapter needs.
         rounding: what rounding the weights to bf16 has cost; None where they are in fp32.
     """
 
@@ -103,13 +103,13 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
 
 
 def add_figures(folder: Path, name: str, about: str, figures: Mapping[str, float]) -> Path:
-    """Add what a benchmark measured of the model in `folder` to its card.
+    """Add a benchmark's figures to the card of the model in `folder`.
 
     Args:
-        folder: of the model.
-        name: of the benchmark; what stood there under it before is replaced.
+        folder: folder of the model.
+        name: name of the benchmark; an earlier entry of that name is replaced.
         about: how it was measured, a line.
-        figures: by metric; the bounds of an interval stand beside theirs.
+        figures: figure by metric; the bounds of an interval follow their metric.
 
     Raises:
         OSError: if there is no `README.md`, or it cannot be written.

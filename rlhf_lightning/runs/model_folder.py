@@ -1,7 +1,7 @@
 """The files of a model's folder lie in it: a link or an index that leads elsewhere is refused.
 
-A folder may come from someone else. Reading, copying or uploading it must not reach the files of
-whoever does so.
+A folder may come from someone else. Reading, copying or uploading it must not reach the user's own
+files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def of_adapter(folder: Path) -> str:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
     said = f"{folder} is an adapter on {base}, and not a model"
-    export = ("config.json", "training_config.yaml")  # of one of our runs: it stands in adapter/
+    export = ("config.json", "training_config.yaml")  # of one of our runs: it is in adapter/
     if (folder / "rlhf_lightning.json").is_file() and all(
         (folder.parent / f).is_file() for f in export
     ):

@@ -10,7 +10,7 @@ from typing import Literal
 from rlhf_lightning.runs.metric_catalog import ends, percent
 
 Metrics = Mapping[str, float | None]
-# `undecided`: an interval holds what the figure is held against.
+# `undecided`: the threshold lies inside the confidence interval.
 Tone = Literal["good", "bad", "neutral", "undecided"]
 
 
@@ -19,9 +19,9 @@ class Fact:
     """One figure beside the verdict.
 
     Args:
-        label: what was measured.
+        label: name of the figure.
         value: the figure as text.
-        note: what to hold it against, or "".
+        note: what to compare it with, or "".
     """
 
     label: str
@@ -35,11 +35,11 @@ class Verdict:
 
     Args:
         tone: good or bad, gates and ending included.
-        number: the one figure that says most, as text; "" if nothing was measured.
+        number: the headline figure as text; "" if nothing was measured.
         caption: the name of that figure.
-        sentence: its meaning.
-        facts: the other figures.
-        number_tone: the tone of the one figure alone.
+        sentence: what the figure means, in one sentence.
+        facts: the other figures, in order.
+        number_tone: the tone of the headline figure alone.
     """
 
     tone: Tone = "neutral"
@@ -74,12 +74,12 @@ def by_interval(
     """Return the verdict by a share whose interval lies above, around or below that of a rival.
 
     Args:
-        metrics: final ones.
-        name: of the share.
+        metrics: final metrics of the run.
+        name: metric that is the share.
         rival: the share to beat.
-        caption: of the figure.
+        caption: name of the figure on the page.
         sentences: for above, below and undecided; without an interval the share itself decides.
-        facts: the other figures.
+        facts: the other figures, in order.
         best: the tone of a share above.
     """
     rate = figure(metrics, name) or 0.0

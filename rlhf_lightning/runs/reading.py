@@ -21,9 +21,9 @@ def read_file(path: Path, *, most: int = MOST_BYTES, follow: bool = False) -> by
     """Return the content of a file.
 
     Args:
-        path: of a regular file; nothing is read from a pipe or a device.
-        most: bytes.
-        follow: links too, as those of the hub's cache.
+        path: a regular file; nothing is read from a pipe or a device.
+        most: largest size in bytes.
+        follow: follow links, as in the hub's cache.
 
     Raises:
         ValueError: for a link, another thing than a file, or one that is too large.

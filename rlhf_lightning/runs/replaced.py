@@ -27,12 +27,12 @@ _WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.jso
 
 
 def check_replaceable(folder: Path | str, *, ours: bool = False, key: str = "") -> None:
-    """Check that a folder may be replaced: it is not there, is empty, or we have made it.
+    """Check that a folder may be replaced: it does not exist, is empty, or is ours.
 
     Args:
-        folder: to replace.
-        ours: whether its place is known to be ours.
-        key: that names it, for the message.
+        folder: folder to replace.
+        ours: whether the place is known to be ours.
+        key: configuration key that names it, for the message.
 
     Raises:
         FolderTakenError: if it may not; nothing is written here.
@@ -56,18 +56,17 @@ def check_replaceable(folder: Path | str, *, ours: bool = False, key: str = "") 
 
 @contextmanager
 def replacing_folder(folder: Path | str, *, ours: bool = False) -> Iterator[Path]:
-    """Yield the path of a new folder that takes the place of `folder` once the block has ended.
+    """Yield the path of a new folder that replaces `folder` once the block has ended.
 
-    What somebody else has put into the former one is taken along. What a process that was killed
-    here had begun is removed.
+    Foreign files in the former folder are kept. Leftovers of a killed process are removed.
 
     Args:
-        folder: links are followed.
+        folder: folder to replace; links are followed.
         ours: whether the place is known to be ours, as one inside a run folder is.
 
     Raises:
         FolderTakenError: as `check_replaceable`.
-        DiskFullError: if there is no room; `folder` is then what it was.
+        DiskFullError: if there is no room; `folder` is then unchanged.
     """
     folder = Path(folder).expanduser().resolve()
     check_replaceable(folder, ours=ours)

@@ -84,15 +84,15 @@ def config_hash(container: Mapping[str, Any]) -> str:
 def unfinished_runs(
     root: Path | str, config_hash: str, *, pattern: str = "*"
 ) -> Iterator[RunFolder]:
-    """Yield the runs below `root` of this configuration that did not complete, the newest first.
+    """Yield the runs below `root` of this configuration that did not complete, newest first.
 
-    Newest by name, which begins with date and time. A run that a living process writes is not
-    unfinished but under way, and is passed over, as is a folder whose summary cannot be read.
+    Names, which begin with date and time, give the order. A run that a living process writes is
+    skipped, and so is a folder whose summary cannot be read.
 
     Args:
-        root: `outputs/<stage>`.
-        config_hash: of `config_hash`.
-        pattern: of the runs below `root`; links are left out.
+        root: folder of a stage's runs, `outputs/<stage>`.
+        config_hash: hash of the configuration, from `config_hash`.
+        pattern: glob pattern of runs below `root`; links are left out.
     """
     folders = (p for p in Path(root).glob(pattern) if p.is_dir() and not p.is_symlink())
     for path in sorted(folders, reverse=True):
@@ -117,12 +117,12 @@ def unfinished_runs(
 def newest_complete_checkpoint(folder: RunFolder, config_hash: str | None = None) -> Path | None:
     """Return the newest checkpoint of a run that can be read to its end, or None.
 
-    A damaged one is reported and passed over for the one before. Every byte of a candidate is
-    read once and compared with its checksum, which costs less than finding out later.
+    A damaged one is reported and the one before it is tried. Every byte of a candidate is read once
+    and compared with its checksum, which costs less than finding out later.
 
     Args:
-        folder: of the run.
-        config_hash: passes over checkpoints that a run of another configuration wrote.
+        folder: folder of the run.
+        config_hash: skips checkpoints that a run of another configuration wrote.
     """
     return newest_complete_in(folder.checkpoints, config_hash)
 
@@ -145,7 +145,7 @@ def _hash_in(path: Path) -> str:
     try:
         content = read_data(path / META) if path.is_dir() else read_data(path, mmap=True)
     except CheckpointError:
-        return ""  # whoever loads it says what is wrong
+        return ""  # loading it raises the error
     return str(content.get(CONFIG_HASH, "")) if isinstance(content, Mapping) else ""
 
 
@@ -269,7 +269,7 @@ def check_checkpoint(path: Path) -> None:
     The shards of a folder are safetensors files, which hold numbers only.
 
     Args:
-        path: file or folder.
+        path: checkpoint file, or folder of shards.
 
     Raises:
         CheckpointError: if it is damaged, is no checkpoint of a run, or is more than data.

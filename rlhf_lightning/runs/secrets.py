@@ -55,7 +55,7 @@ def is_secret(key: str, value: Any) -> bool:
 
     Args:
         key: the last part of its name.
-        value: what stands there; an interpolation is no secret, what it leads to may be one.
+        value: the value at the key; an interpolation is no secret, but its target may be one.
     """
     if value is None or value == "" or isinstance(value, bool | int | float):
         return False

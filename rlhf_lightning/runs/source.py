@@ -24,9 +24,9 @@ class Source:
 
     Args:
         name: folder or hub name.
-        fingerprint: of `source_fingerprint`.
-        key: that names it, for the message.
-        revision: of a hub name.
+        fingerprint: result of `source_fingerprint`.
+        key: configuration key that names it, for the message.
+        revision: branch, tag or commit of a hub name.
     """
 
     name: str

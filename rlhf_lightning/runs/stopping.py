@@ -32,7 +32,7 @@ _SAVES_IN_RESERVE = 2
 class RunStoppedError(BaseException):
     """The run stopped before its end on request; it can be continued.
 
-    It is no `Exception`, so that no library takes it for a failure of its own and goes on.
+    It is no `Exception`, so that no library handles it as an error and continues.
     """
 
 
@@ -88,8 +88,8 @@ class SaveClock:
     """The times at which to save, and to stop so that a deadline is kept.
 
     Args:
-        every_minutes: between two checkpoints; None for no such rule.
-        deadline: by which the last checkpoint must be on disk, in seconds since 1970.
+        every_minutes: minutes between two checkpoints; None for no such rule.
+        deadline: time by which the last checkpoint must be on disk, in seconds since 1970.
         now: the clock, in seconds since 1970.
     """
 

@@ -47,8 +47,8 @@ class GateResult:
     Args:
         name: what is demanded, e.g. `gold_win_rate`.
         value: what was measured; None where nothing could be.
-        threshold: the bound it was held against.
-        passed: whether it holds.
+        threshold: the bound that `value` was compared with.
+        passed: whether the gate passed.
         reason: one sentence a reader understands without the configuration.
     """
 
@@ -78,11 +78,11 @@ class Summary:
         gates: verdicts, in the order in which they were taken.
         seconds: wall-clock seconds by phase, e.g. `total`, `generate`.
         versions: package names to versions, and `python`.
-        git_commit: of the working folder, None outside a repository.
-        config_hash: of `runs.resume.config_hash`.
-        cause: of a run that failed or was stopped, in one line; else None.
-        alerts: of the doctor, one a time that a detector raised one, with cause and remedy.
-        actions: of the doctor: changes of controls, stops and rollbacks.
+        git_commit: commit of the working folder, None outside a repository.
+        config_hash: hash of the configuration, from `runs.resume.config_hash`.
+        cause: one line on why a run failed or was stopped; else None.
+        alerts: the doctor's alerts, one each time a detector raised one, with cause and remedy.
+        actions: the doctor's actions: changes of controls, stops and rollbacks.
         about: what was trained from what, on what and against what, in words.
         judged: False where the run only shows that it runs, as with `debug=fast`.
         read: SHA-256 of the files and models that training was given, by key of the configuration.

@@ -23,13 +23,12 @@ ELSEWHERE = "choose another folder (hydra.run.dir=, in Python that of trainer_ar
 def check_free(folder: RunFolder, stage: str, *, log: str = "", begun: bool = False) -> None:
     """Check that a new run may write into a folder; nothing is written here.
 
-    It may where there is no folder, where it is empty, and where it is that of a run of the same
-    kind that ended before its first checkpoint: there is nothing to lose in it. What stands in a
-    folder of anybody else is never touched.
+    It may if the folder is missing or empty, or belongs to a run of the same kind that ended before
+    its first checkpoint: nothing in it can be lost. Foreign files are never touched.
 
     Args:
-        folder: that of the run.
-        stage: of the run.
+        folder: folder of the run.
+        stage: stage of the run.
         log: name of Hydra's log, which a run has written before its summary.
         begun: whether Hydra may have written there by now, as in the folder of a sweep's job.
 
@@ -68,7 +67,7 @@ def check_free_sweep(folder: Path) -> None:
     """Check that a new sweep may write into a folder: it is not there, or empty.
 
     Raises:
-        FolderTakenError: if something stands there.
+        FolderTakenError: if it is not empty.
     """
     found = sorted(entry.name for entry in _entries(folder) if entry.name != LOCK)
     if found:
@@ -86,11 +85,11 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool = False) -> None:
-    """Remove what Hydra and the claim have made in a folder whose run goes on in another.
+    """Remove what Hydra and the claim wrote in a folder whose run continues in another.
 
     Args:
-        folder: removed as well, unless something else stands in it.
-        instead: the other one.
+        folder: removed as well, unless it has other files.
+        instead: folder in which the run continues.
         log: name of Hydra's log.
         link: leave a link to it, for a sweep that counts the runs in its folder.
     """

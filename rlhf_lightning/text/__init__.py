@@ -1,1 +1,1 @@
-"""From messages to tokens and back: templates, rendering, control tokens, turn ends, decoding."""
+"""Messages to tokens and back: templates, rendering, control tokens, turn ends, decoding."""

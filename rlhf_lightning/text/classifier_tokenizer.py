@@ -1,9 +1,9 @@
-"""The tokenizer of a sequence classifier: rows that end where answers do, then only padding.
+"""The tokenizer of a sequence classifier: rows that end where responses do, then only padding.
 
-The classifiers of transformers read a row's score at its last token that is not the pad token.
-That must be the one that ends the answer, where the reward was trained. It is not where that is
-the pad token, and it is not where a chat template writes something behind it, as ChatML does with
-a newline and Phi 3 with EOS.
+The classifiers of transformers read a row's score at its last token that is not the pad token. That
+must be the one that ends the response, where the reward was trained. It is another one if the
+response ends with the pad token, or if a chat template writes something behind the end, as ChatML
+does with a newline and Phi 3 with EOS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CUT = (
 def classifier_tokenizer(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int
 ) -> PreTrainedTokenizerBase:
-    """Return a copy with a pad token that is not EOS and a chat template that ends answers.
+    """Return a copy with a pad token that is not EOS and a chat template that ends responses.
 
     No id of a token changes. The pad token is the tokenizer's own, else a special token of its
     vocabulary that no text uses, else a new token `<|pad|>`, which may need a row more than the
@@ -45,7 +45,7 @@ def classifier_tokenizer(
     positions count columns.
 
     Args:
-        tokenizer: left as it is.
+        tokenizer: the tokenizer, left unchanged.
         num_embeddings: rows of the model's input embedding.
     """
     own: Any = copy.deepcopy(tokenizer)
@@ -83,7 +83,7 @@ def unused_special_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int
 
 
 def _end_template_at_its_stop(tokenizer: Any) -> None:
-    """Let the template leave out what it writes behind the token that ends an answer."""
+    """Remove what the template writes behind the token that ends a response."""
     end = turn_end(tokenizer)
     if not isinstance(tokenizer.chat_template, str) or end is None or not end.behind:
         return

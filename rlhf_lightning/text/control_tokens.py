@@ -27,14 +27,14 @@ _HIDDEN, _MARKER = "\ufdd1", "\ufdd2"
 class ControlTokens:
     """The control tokens of a tokenizer, and its twin that does not find them in text.
 
-    They are its special tokens and the token with which its chat template ends an answer. The twin
+    They are its special tokens and the token with which its chat template ends a response. The twin
     has the same ids; it knows the control tokens under names that no text spells. So the pieces of
-    a text are cut, normalized and merged as the tokenizer itself does it. (Told
-    `split_special_tokens=True` the tokenizer would still take a text's piece `</s>` for the token
-    where it stands in a Unigram vocabulary, and an end of turn that is no special token.)
+    a text are cut, normalized and merged as the tokenizer itself does it. (With
+    `split_special_tokens=True` the tokenizer would still read a text's `</s>` as the token if it is
+    in a Unigram vocabulary, and so with an end of turn that is no special token.)
 
     Args:
-        tokenizer: left as it is.
+        tokenizer: the tokenizer, left unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

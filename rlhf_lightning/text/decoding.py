@@ -41,7 +41,7 @@ def response_texts(
     Args:
         prompts: ids, one row a response, without padding.
         responses: ids, without the token that ends one.
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
         skip_special_tokens: leave special tokens out.
     """
     decoder = _decoder(tokenizer)
@@ -58,7 +58,7 @@ def text_behind(
 
 
 class _ResponseDecoder:
-    """What a tokenizer does at the start of a text, found out once."""
+    """Cached facts on how a tokenizer decodes the start of a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder

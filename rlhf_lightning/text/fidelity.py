@@ -1,9 +1,9 @@
-"""Whether a chat template has written all that a conversation says.
+"""Check that a chat template has written all that a conversation says.
 
 Every content, thought, call and result of a tool is looked for in the rendered text, in order. A
-short text may stand there by chance, so the template is also asked to write the conversation with
-a mark in the place of each text. Right are templates that drop the thoughts of earlier turns, trim
-white space, or move a system message.
+short text may be there by chance, so the template also renders the conversation with a mark in
+place of each text. Templates may drop the thoughts of earlier turns, trim white space, and move a
+system message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Write = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 _MARK = "zq{}qz"
 _THINK, _THOUGHT_END = "<think>", "</think>"
 _CALLS = "tool_calls"
-# A template says the types of a schema in words of its own.
+# A template may rename the types of a schema.
 _TYPES = ("type", "format", "strict", "$schema", "additionalProperties")
 
 
@@ -36,11 +36,11 @@ class Fidelity:
     """Compares a conversation with what its template wrote.
 
     Args:
-        messages: of the record.
+        messages: messages of the record.
         variables: further variables of the template, `tools` and `documents` among them.
-        form: of the template.
+        form: the form that the template takes.
         write: renders messages with variables, or raises ValueError.
-        learnt: numbers of the messages that are learnt: their thoughts have to be written.
+        learnt: indices of the messages that are learnt: their thoughts must be written.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -134,7 +134,7 @@ class Fidelity:
 
 
 def _end(piece: str, text: str, start: int, *, escaped: bool) -> int:
-    """Return where a piece that stands in the text at `start` or later ends; -1 if it does not."""
+    """Return the end of the first `piece` in the text from `start` on; -1 if there is none."""
     if (at := text.find(piece, start)) >= 0:
         return at + len(piece)
     if escaped:

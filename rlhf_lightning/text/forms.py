@@ -1,4 +1,4 @@
-"""How a chat template takes a message: found by rendering examples, not by reading the template.
+"""The form in which a chat template takes a message: found by rendering, not by reading it.
 
 Templates differ in the shape of what they are given: content as text or as a list of parts, the
 arguments of a call as an object or as JSON text, a thought under one of three keys.
@@ -20,7 +20,7 @@ THOUGHT = "reasoning_content"
 THOUGHTS = (THOUGHT, "reasoning", "thinking")
 # What a template raises at a conversation that it was not made for.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-WEIGHT = "weight"  # 0 for an answer that is not learnt
+WEIGHT = "weight"  # 0 for a response that is not learnt
 SYSTEM = ("system", "developer")
 READ_BY_US = frozenset(("role", "content", "tool_calls", THOUGHT, WEIGHT))
 _QUESTION, _ANSWER = "zq0mark0qz", "zq1mark1qz"
@@ -30,13 +30,13 @@ _CALL = {"type": "function", "id": "call00001", "function": {"name": "f", "argum
 
 @dataclass(frozen=True)
 class Form:
-    """The shape in which a template writes what it is given.
+    """The form in which a template takes messages.
 
     Args:
         parts: roles whose content it takes as a list of parts only.
         text_arguments: the arguments of a call are JSON text to it.
-        thought: the key under which it writes the thought of an answer; None if under none.
-        written: by the roles of a conversation, which of its messages the template writes.
+        thought: the key under which it writes the thought of a response; None if under none.
+        written: roles of a conversation -> indices of the messages that the template writes.
         read: has a role and a further key of its messages where the template reads it; else, with a
             number of messages, how many conversations of that length show that it does not.
     """
@@ -101,7 +101,7 @@ def _found(tokenizer: Any) -> Form:
     )
     as_text = bool(spelled) and (not plain or str(_ARGUMENTS) in plain)
     earlier = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
-    thoughts = (  # Kimi K2 Thinking writes none in the first answer
+    thoughts = (  # Kimi K2 Thinking writes none in the first response
         key
         for key in THOUGHTS
         for before in ((), earlier)

@@ -1,8 +1,7 @@
 """Texts as the tokens of a reward model with its own tokenizer.
 
-Every text is tokenized as a whole, as the reward model's makers do it. Where the prompt ends in it
-is known from the tokens' character offsets, so that cutting takes from the prompt and not from the
-answer.
+Every text is tokenized as a whole, as the reward model's authors do it. The tokens' character
+offsets say where the prompt ends, so that cutting takes from the prompt and not from the response.
 """
 
 from __future__ import annotations
@@ -126,9 +125,8 @@ class Renderer:
     def _render(self, row: AnswerText, *answer: Mapping[str, str]) -> str:
         if self.template is None and not self.tokenizer.chat_template:
             raise ValueError(
-                "the prompts are conversations but the reward model's tokenizer has no chat "
-                "template: give one with scorer.chat_template=FILE, or scorer.chat_template=plain "
-                "to write the turns with an empty line between them"
+                "the reward model's tokenizer has no chat template, and prompts are conversations: "
+                "set scorer.chat_template=FILE, or =plain for turns with empty lines between"
             )
         conversation = [dict(self._control.hidden(m)) for m in (*(row.messages or ()), *answer)]
         for message in conversation:

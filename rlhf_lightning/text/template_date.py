@@ -20,7 +20,7 @@ def with_fixed_date(template: str, date_string: str | None = None) -> str:
     `date_string` is set, and `strftime_now(FORMAT)` is replaced by the same day in that format.
 
     Args:
-        template: a chat template.
+        template: the chat template, Jinja source.
         date_string: the date, as in "26 Jul 2024"; None for that one, or for the one that is
             written there already.
 

@@ -21,11 +21,11 @@ _COUNT = "learn the rest with dataset.source.on_template_loss=warn"
 
 
 class ChatTemplateError(ValueError):
-    """A conversation that a chat template refuses, or does not write as it stands.
+    """A conversation that a chat template refuses, or does not write in full.
 
     Args:
-        found: what is wrong.
-        fix: what to do.
+        found: the fact, first clause of the message.
+        fix: the fix, second clause of the message.
     """
 
     def __init__(self, found: str, fix: str) -> None:
@@ -50,8 +50,8 @@ def write_chat(
     """
     if not tokenizer.chat_template:
         raise ValueError(
-            "the records are conversations but the tokenizer has no chat template: set one with "
-            "model.chat_template=FILE or NAME (in Python chat_template=), or give plain text"
+            "the tokenizer has no chat template, and the records are conversations: set "
+            "model.chat_template=FILE or NAME (in Python chat_template=), or use plain text"
         )
     form = form_of(tokenizer)
     options = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
@@ -72,15 +72,15 @@ def render_chat(
     learnt: Collection[int] = (),
     losses: list[str] | None = None,
 ) -> str:
-    """Return a conversation as its chat template writes it, all of it.
+    """Return the whole conversation as its chat template writes it.
 
     Args:
-        messages: the conversation.
-        tokenizer: has the template.
-        add_generation_prompt: end with what stands before an answer.
-        variables: further ones of the template, such as `tools`.
-        learnt: numbers of the messages that are learnt, whose thoughts have to be written.
-        losses: takes what the template does not write, in place of an error.
+        messages: messages of the conversation.
+        tokenizer: the tokenizer with the template.
+        add_generation_prompt: end with the text that introduces a response.
+        variables: further variables of the template, such as `tools`.
+        learnt: indices of the messages that are learnt, whose thoughts must be written.
+        losses: collects what the template does not write, in place of an error.
 
     Raises:
         ValueError: if the tokenizer has no chat template.

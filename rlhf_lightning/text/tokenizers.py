@@ -199,12 +199,12 @@ def as_saved(source: str, options: dict[str, Any]) -> Any:
     """Return the tokenizer that the checkpoint describes, with a fixed date in its chat template.
 
     For models of type qwen2, AutoTokenizer (transformers 5.23) splits text by Qwen's own rules,
-    also where the checkpoint says that all of its tokenizer is in tokenizer.json: text is lost in
-    silence. Whatever loads a tokenizer takes this.
+    also where the checkpoint says that all of its tokenizer is in tokenizer.json: text is lost
+    silently. Every loader of a tokenizer uses this function.
 
     Args:
         source: folder or hub name.
-        options: of `loading_options`.
+        options: result of `loading_options`.
     """
     tokenizer = _as_saved(source, options)
     _fix_date(tokenizer, None)
@@ -231,14 +231,14 @@ def _in_jinja(value: Any) -> str:
 def check_same_tokenizer(
     tokenizer: PreTrainedTokenizerBase, source: str | Path, *, fix: str
 ) -> None:
-    """Check that the tokenizer of `source` gives every token the id that `tokenizer` gives it.
+    """Check that the tokenizer of `source` gives every token the same id as `tokenizer` does.
 
     It may know further tokens: an exported reward model has a pad token of its own.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the tokenizer of the policy.
         source: folder or hub name of another model that reads the policy's ids.
-        fix: what to do if they differ.
+        fix: the fix to name if they differ.
 
     Raises:
         ValueError: if they differ, `source` is an adapter, or nothing can be compared.
@@ -279,7 +279,7 @@ def stop_ids(
 ) -> tuple[int, ...]:
     """Return every id that ends a response.
 
-    They are the tokenizer's EOS, the token with which its chat template ends an answer, and the
+    They are the tokenizer's EOS, the token with which its chat template ends a response, and the
     checkpoint's own list: of its generation_config.json, or without one of its config.json.
 
     Raises:

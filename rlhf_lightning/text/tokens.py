@@ -1,17 +1,17 @@
-"""Texts to token ids: prompts, and answers up to and including the token that ends them.
+"""Texts to token ids: prompts, and responses up to and including the token that ends them.
 
-Prompt and answer are one text. It is tokenized once, and cut where the prompt ends:
+Prompt and response are one text. It is tokenized once, and cut where the prompt ends:
 
-* A token that holds both the end of the prompt and the start of the answer belongs to the answer.
-  Both sides of a pair share the tokens that are the prompt's on both.
-* `Continued.is_merged` says so, because a policy that is given the prompt alone sees other tokens
-  there. It says so too of white space whose tokens change where an answer follows: GPT-2 has one
+* A token that holds both the end of the prompt and the start of the response belongs to the
+  response. Both sides of a pair share the tokens that belong to the prompt on both.
+* `Continued.is_merged` reports this, because a policy that is given the prompt alone sees other
+  tokens there. It also reports white space whose tokens change before a response: GPT-2 has one
   token for an empty line at the end of a text, and two in front of a word.
-* A control token that takes white space behind it, as `<|assistant|>` of Phi 3 does, is the
-  prompt's.
-* A word-level tokenizer has no token for a part of a word: there an answer starts a new word.
-* A tokenizer that is no fast one says nothing of characters: the prompt ends where the tokens of
-  the prompt alone and of the whole text part.
+* A control token that takes white space behind it, as `<|assistant|>` of Phi 3 does, belongs to
+  the prompt.
+* A word-level tokenizer has no token for a part of a word: there a response starts a new word.
+* A slow tokenizer gives no character offsets: the prompt ends where the tokens of the prompt alone
+  and of the whole text diverge.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The token with which a chat template ends an answer, where that is not EOS."""
+"""The token with which a chat template ends a response, where that is not EOS."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.templates import write_chat
 
-# Stands where the answer goes; a noncharacter of Unicode, which no text holds.
+# Placeholder for the response; a noncharacter of Unicode, which no text holds.
 _ANSWER = "\ufdd0answer\ufdd0"
 _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    r"""The text that a template writes behind the content of an answer.
+    r"""The text that a template writes behind the content of a response.
 
     Args:
         token: the first stop token there: `<end_of_turn>` of Gemma, `<|end|>` of Phi 3.
-        token_id: its id.
-        behind: what the template writes after it: a line break, or EOS too.
-        num_stops: stop tokens that it writes behind the content, this one included.
+        token_id: id of the token.
+        behind: text that follows the token: a line break, or EOS too.
+        num_stops: number of stop tokens behind the content, this one included.
     """
 
     token: str
@@ -32,9 +32,9 @@ class TurnEnd:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
-    """Return how the chat template ends an answer; None without a template or a token at the end.
+    """Return how the chat template ends a response; None without a template or an end token.
 
-    It is found by rendering an exchange: the first special token behind the answer, or else the
+    It is found by rendering an exchange: the first special token behind the response, or else the
     first added one.
     """
     if not tokenizer.chat_template:
@@ -48,7 +48,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
 
 
 def first_stop(text: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
-    """Return the first stop token in what a template writes behind an answer, or None."""
+    """Return the first stop token in what a template writes behind a response, or None."""
     added = {t.content: (i, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
     special = [content for content, (_, special) in added.items() if special]
     for candidates in (special, list(added)):

@@ -1,4 +1,4 @@
-r"""The verdict in a judge's reply: which of two answers it finds better.
+r"""The verdict in a judge's reply: which of two responses it prefers.
 
 JSON, `\boxed{B}` and `<answer>B</answer>` are rewritten to `[[B]]`; one grammar reads it and words.
 """
@@ -44,7 +44,7 @@ _TIE = (
     )
     + r"|平局|平手|和局|不分上下|一样好|同样好|都不)(?![-\w])"
 )
-# Behind a letter that is named. "A good answer" names none, nor does a list "A, B or C".
+# Behind a letter that is named. "A good response" names none, nor does a list "A, B or C".
 _JOIN = "because since as for with by due over and but although though while which is was wins than"
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
@@ -223,13 +223,13 @@ _MARKS = str.maketrans("【】「」『』《》。、“”\u2018\u2019", "[][]
 
 
 def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
-    r"""Return A, B or C (neither) as a reply says it, None if it does not say.
+    r"""Return the verdict of a reply: A, B or C (neither); None if it has none.
 
-    Read is what stands behind the thinking. The last explicit verdict counts: `[[A]]`, `[[A>B]]`,
+    Only the text behind the thinking is read. The last explicit verdict counts: `[[A]]`, `[[A>B]]`,
     `\boxed{A}`, JSON, "verdict: A", "I prefer A", "A is better", a last line that is a letter.
     Without one: a letter that the reply begins with, then ratings of both ("A: 8/10, B: 6": the
-    higher one; of one answer alone they are no vote), then praise that is all for one side. What is
-    negated, asked, conditional or quoted from an answer is no verdict; A as an article is none.
+    higher one; of one response alone they are no vote), then praise that is all for one side. What
+    is negated, asked, conditional or quoted from a response is no verdict; A as an article is none.
 
     Args:
         reply: what the judge wrote.
@@ -398,7 +398,7 @@ def _of_entry(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _rating(key: str, value: Any) -> Any:
-    """Return a number that is higher for a better answer: of ranks 1 is the best."""
+    """Return a number that is higher for a better response: for ranks 1 is the best."""
     return 999 - value if "rank" in key.lower() and _is_number(value) else value
 
 
@@ -471,9 +471,9 @@ def _leading(text: str) -> str | None:
 
 
 def _by_ratings(lines: list[str]) -> str | None:
-    """Return the answer that is rated higher, of both; of several ratings each, those overall."""
+    """Return the response that is rated higher; of several ratings each, the overall one counts."""
     if any(map(_RANKED.search, lines)):
-        return None  # 1 is the best, or nobody says which end is
+        return None  # 1 may be the best or the worst
     if lines and (two := _TWO_NUMBERS.fullmatch(lines[0])):
         rated = {"A": {float(two.group(1))}, "B": {float(two.group(2))}}
     else:

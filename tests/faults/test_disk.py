@@ -76,7 +76,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     wanted = folder.checkpoints / "iteration=000002.ckpt"
     message = str(caught.value)
     assert message.startswith(f"cannot write {wanted}: no space is left on the device (0.")
-    assert "MiB free there). What stood there before is intact" in message
+    assert "MiB free there)." in message
     assert read_summary(folder).status == "failed"
     assert read_summary(folder).cause == message
     kept = newest_complete_checkpoint(folder)

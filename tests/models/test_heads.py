@@ -48,7 +48,7 @@ class _SoftCapped(nn.Module):
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused():
-    with pytest.raises(ValueError, match="_SoftCapped does something to its logits"):
+    with pytest.raises(ValueError, match="_SoftCapped changes its logits"):
         PolicyModel(_SoftCapped(tiny_policy("llama").model))
 
 

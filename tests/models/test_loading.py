@@ -127,7 +127,7 @@ def damage(folder: Path, how: str) -> None:
         ("type", "cannot load {folder}: .*no_such_type"),
         ("shape", "cannot load {folder}: "),
         ("pad", "cannot load {folder}: .*[Pp]adding_idx"),
-        ("nan", "LlamaForCausalLM of {folder} answers with numbers that are not finite"),
+        ("nan", "LlamaForCausalLM of {folder} returns non-finite numbers"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")

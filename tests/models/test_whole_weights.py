@@ -131,7 +131,7 @@ def test_an_artefact_of_ours_holds_nothing_but_its_model(tmp_path):
     folder = hub_model(tmp_path / "sft", "llama")
     change(folder, lambda t: t | {"v_head.summary.weight": torch.zeros(1, 32)})
     write_manifest(folder, stage="sft", run="r")
-    with pytest.raises(ValueError, match=r"has no place for v_head\.summary\.weight, and an art"):
+    with pytest.raises(ValueError, match=r"has no place for v_head\.summary\.weight"):
         load_policy(folder)
 
 

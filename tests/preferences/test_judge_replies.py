@@ -362,7 +362,7 @@ def trickle_headers(handler) -> None:
 @pytest.mark.parametrize("behaviour", [trickle, trickle_headers])
 def test_a_service_that_never_stops_speaking_has_the_time_of_one_request(behaviour) -> None:
     began = time.monotonic()
-    ends = pytest.raises(AnnotationError, match=r"no answer within 0\.3 s \(1 attempts")
+    ends = pytest.raises(AnnotationError, match=r"no reply within 0\.3 s \(1 attempts")
     with serving(lambda *_: behaviour) as server, ends:
         judge(server, timeout=0.3, max_retries=0).label(PAIRS[:1])
     assert time.monotonic() - began < 5

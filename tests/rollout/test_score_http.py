@@ -162,7 +162,7 @@ def test_a_service_that_is_not_there_is_an_error_that_says_what_to_do():
 def test_an_answer_that_takes_too_long_is_a_time_out(late):
     started = time.monotonic()
     with serving(late) as server:
-        with pytest.raises(ServiceError, match=r"no answer within 0\.2 s \(2 attempts"):
+        with pytest.raises(ServiceError, match=r"no reply within 0\.2 s \(2 attempts"):
             scorer(server.url, timeout=0.2, max_retries=1)(answers())
         assert time.monotonic() - started < 5
         assert len(server.requests) == 2
@@ -249,7 +249,7 @@ def test_headers_that_trickle_are_a_time_out():
     started = time.monotonic()
     with (
         serving(behaviour) as server,
-        pytest.raises(ServiceError, match=r"no answer within 0\.2 s \(1 att"),
+        pytest.raises(ServiceError, match=r"no reply within 0\.2 s \(1 att"),
     ):
         scorer(server.url, timeout=0.2, max_retries=0)(answers())
     assert time.monotonic() - started < 4

@@ -126,7 +126,7 @@ def test_a_template_may_come_from_a_file_or_be_plain_turns(tmp_path):
     assert got == f"[system]be kind[user]why?[assistant]so{EOS}"
     got, _ = read(conversation(), without, chat_template="plain")
     assert got == f"<s>be kind\n\nwhy?\n\nso{EOS}"
-    with pytest.raises(ValueError, match=r"no chat template: .*chat_template=FILE, or .*=plain"):
+    with pytest.raises(ValueError, match=r"scorer\.chat_template=FILE, or =plain"):
         read(conversation(), without)
 
 

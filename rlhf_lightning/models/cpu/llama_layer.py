@@ -271,9 +271,9 @@ def _attend(
         query: `[b * W, G * Q * D]`, before its rotation.
         key: `[b * W, G * D]`, before its rotation.
         value: `[b * W, G * D]`.
-        turns: the rotations.
-        shape: b and W.
-        size: D.
+        turns: the rotations of the positions.
+        shape: the sizes b and W.
+        size: D, the size of a head.
     """
     rows, positions = shape
     query, key = turns.forward(query, turns.scale), turns.forward(key)

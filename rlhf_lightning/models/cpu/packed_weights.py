@@ -1,6 +1,6 @@
 """Linear layers whose weights are in the blocked layout of oneDNN.
 
-A plain call makes that layout anew each time.
+A plain call makes that layout on every call.
 """
 
 from __future__ import annotations

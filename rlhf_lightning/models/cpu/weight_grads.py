@@ -41,13 +41,13 @@ def adds_in_place(weight: Tensor) -> bool:
 def accumulate_weight_grad(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
     """Add the gradient `grad.T @ inputs` of a matrix to `weight.grad`, if it is trained.
 
-    No tensor as large as the matrix is made beside it: fp32 is multiplied into `.grad`, any other
+    No second tensor as large as the matrix is made: fp32 is multiplied into `.grad`, any other
     dtype in blocks that are widened while they are in the cache.
 
     Args:
-        weight: `[M, K]`.
+        weight: `[M, K]` parameter.
         grad: `[N, M]` of the products of `inputs` and `weight`.
-        inputs: `[N, K]`.
+        inputs: `[N, K]` inputs of the layer.
 
     Returns:
         The gradient where autograd is to add it, else None.

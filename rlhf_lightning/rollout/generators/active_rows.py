@@ -23,7 +23,7 @@ class Prefill:
 
     Args:
         input_ids: `[U, P]`, padded on the left.
-        lengths: of the U prompts.
+        lengths: lengths of the U prompts, in tokens.
         rows: `[B]` rows of the batch, sorted by their prompt.
         prompts: `[B]` the prompt of each of `rows`.
     """
@@ -45,7 +45,7 @@ class Prefill:
 
     @property
     def all_distinct(self) -> bool:
-        """True if every row has a prompt of its own."""
+        """True if no two rows have the same prompt."""
         return len(self.lengths) == len(self.rows)
 
 
@@ -58,9 +58,9 @@ class RunningRows:
 
     Args:
         prompts: `[B, P]`, padded on the left.
-        model: continues them.
-        max_new_tokens: longest response.
-        prefill_tokens: prompt tokens in one forward at most.
+        model: causal language model that continues them.
+        max_new_tokens: longest response, in tokens.
+        prefill_tokens: largest number of prompt tokens in one forward.
         widened: hold 16-bit keys and values as float32.
     """
 
@@ -142,7 +142,7 @@ class RunningRows:
         return self._forward(tokens.unsqueeze(-1), self.lengths, start=start, end=end)
 
     def _forward(self, input_ids: Tensor, lengths: Tensor, *, start: int, end: int) -> Tensor:
-        """Return `[A, V]` logits after `input_ids` `[A, Q]`, which stand behind column `end`."""
+        """Return `[A, V]` logits after `input_ids` `[A, Q]`, which follow column `end`."""
         first = (self.width - lengths).to(input_ids.device, non_blocking=True).unsqueeze(-1)
         end_after = end + input_ids.shape[1]
         mask = None

@@ -122,10 +122,10 @@ class InPlaceCache(Cache):
     """The layers of one generation, moved together.
 
     Args:
-        config: of the model.
-        slots: rows at most.
-        prompt_columns: padded prompt length.
-        max_columns: the same and the longest response; room is made as it is needed.
+        config: configuration of the model.
+        slots: largest number of rows.
+        prompt_columns: padded length of the prompts.
+        max_columns: that length plus the longest response; room is made as it is needed.
         widened: hold 16-bit keys and values as float32.
 
     Raises:

@@ -42,13 +42,13 @@ def weights_cast_once() -> Iterator[None]:
 def linear_weights_prepared(model: nn.Module, *, rows: int) -> Iterator[None]:
     """Let the linear layers of `model` compute with prepared copies of their weights.
 
-    Nothing is written to a parameter: each layer gets a `forward` of its own for the while, and
-    the copies are gone afterwards. Weights that are not plain tensors (sharded, quantised) and
-    layers with a `forward` of their own are left alone. Costs 2 bytes a weight under autocast to
-    16 bits, 4 in float32. Adapters that are on stay apart from their base.
+    Nothing is written to a parameter: each layer's `forward` is replaced for the while, and the
+    copies are dropped afterwards. Weights that are not plain tensors (sharded, quantised) and
+    layers whose `forward` is overridden are left alone. Costs 2 bytes a weight under autocast to 16
+    bits, 4 in float32. Active adapters are not merged.
 
     Args:
-        model: is not changed by an optimizer meanwhile.
+        model: a model that no optimizer changes meanwhile.
         rows: how many rows a forward will usually have; only a hint for the layout.
     """
     changed: dict[nn.Module, Forward] = {}

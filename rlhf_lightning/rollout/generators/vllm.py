@@ -33,11 +33,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class Request(NamedTuple):
-    """Prompts of one rank as vLLM is asked.
+    """Prompts of one rank, as they are sent to vLLM.
 
     Args:
         rows: token ids of each prompt, without padding.
-        seeds: one a row.
+        seeds: one seed per row.
         settings: temperature, max_new_tokens and stop_ids.
     """
 
@@ -59,7 +59,7 @@ def check_answers(answers: Sequence[Answer], request: Request, *, num_tokens: in
 
     Args:
         answers: tokens and their log-probabilities, a row each.
-        request: what was asked.
+        request: the request that they respond to.
         num_tokens: size of the vocabulary.
 
     Raises:
@@ -172,10 +172,10 @@ class VllmGenerator:
     def generation(
         self, prompts: PromptBatch, request: Request, answers: Sequence[Answer], *, num_tokens: int
     ) -> Generation:
-        """Return the answers to `prompts`, of a vocabulary of `num_tokens`, as tensors.
+        """Return the responses to `prompts`, of a vocabulary of `num_tokens`, as tensors.
 
         Raises:
-            RuntimeError: if one cannot be the engine's; see `check_answers`.
+            RuntimeError: if one is impossible; see `check_answers`.
         """
         width, device = request.settings["max_new_tokens"], prompts.input_ids.device
         check_answers(answers, request, num_tokens=num_tokens)
@@ -212,8 +212,8 @@ class VllmGenerator:
                     self.engine = Engine(str(folder), options)
             except ImportError as error:
                 raise ImportError(
-                    f"rollout=vllm needs vLLM in this environment ({error}): pip install -e "
-                    "'.[vllm]' in one of its own, or use rollout=vllm_server or rollout=cached"
+                    f"rollout=vllm needs vLLM in this environment ({error}): use "
+                    "rollout=vllm_server with a separate environment, or rollout=cached"
                 ) from error
         return self.engine.generate(request.rows, request.seeds, **request.settings)
 
@@ -251,10 +251,9 @@ class VllmGenerator:
             tolerance = min(tolerance, max(GAP_GROWTH * self.largest_gap, SMALLEST_TOLERANCE))
         if not gap <= tolerance:
             raise RuntimeError(
-                f"vLLM and the policy differ by {gap:.2g} nats a token on average after a "
-                f"transfer of weights, and {tolerance:.2g} are allowed (logprob_tolerance="
-                f"{self.logprob_tolerance}; largest gap before: {self.largest_gap}): some weight "
-                "has not arrived; use rollout=cached"
+                f"vLLM and the policy differ by {gap:.2g} nats a token (allowed: {tolerance:.2g}, "
+                f"logprob_tolerance={self.logprob_tolerance}; before: {self.largest_gap}): some "
+                "weight has not arrived; use rollout=cached"
             )
         self.largest_gap = max(gap, self.largest_gap or 0.0)
 

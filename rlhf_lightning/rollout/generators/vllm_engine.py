@@ -1,4 +1,4 @@
-"""A vLLM engine, in this process or in one of its own that answers requests.
+"""A vLLM engine, in this process or in a separate one that serves requests.
 
 Must not import the package: as a server this file is run by an interpreter that has vLLM and
 need not have anything else of ours. A request and its reply are JSON over a socket that the
@@ -97,7 +97,7 @@ class Engine:
         temperature 0.
 
         Raises:
-            RuntimeError: if vLLM answers other prompts than it was asked.
+            RuntimeError: if vLLM responds to other prompts than it was sent.
         """
         shared = {
             "temperature": temperature,
@@ -116,7 +116,7 @@ class Engine:
         if self.sleeps and not stay_awake:
             self.llm.sleep(level=2)  # weights are sent again before they are needed
             self.asleep = True
-        # Prompts that were cut, or answers in another order, would be of other rows.
+        # Cut prompts, or responses in another order, would belong to other rows.
         if [list(output.prompt_token_ids) for output in outputs] != [list(row) for row in rows]:
             raise RuntimeError("vLLM answered other prompts than it was asked")
         return [_answer(output) for output in outputs]
@@ -130,7 +130,7 @@ def _answer(output: Any) -> Answer:
 
 
 def serve(connection: Connection) -> None:
-    """Answer requests `[number, method, arguments]` until the other side hangs up."""
+    """Serve requests `[number, method, arguments]` until the other side hangs up."""
     engine: Engine | None = None
     folders = [""]  # of the weights
     threading.Thread(target=_end_with, args=(connection, folders), daemon=True).start()

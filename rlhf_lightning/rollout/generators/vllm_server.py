@@ -1,4 +1,4 @@
-"""Generation by vLLM in processes of its own, which need an environment with vLLM alone.
+"""Generation by vLLM in separate processes, whose environment needs vLLM only.
 
 Rank 0 starts the servers and talks to them; the prompts of all ranks are dealt to them in turn.
 """
@@ -53,7 +53,7 @@ PROBE_TOKENS = 16  # a response, for the check before the others are written in 
 
 
 class ServerLostError(RuntimeError):
-    """A server has died, or does not answer in time."""
+    """A server has died, or does not respond in time."""
 
 
 class VllmServer:
@@ -82,7 +82,7 @@ class VllmServer:
         try:
             with theirs, self.log.open("wb") as log:
                 self.process = subprocess.Popen(
-                    # -P: our folder, which has a vllm.py of its own, is no place to import from
+                    # -P: our folder has a vllm.py, which would hide the package
                     [python, "-P", vllm_engine.__file__, str(theirs.fileno())],
                     env=inherited | own,
                     stdin=subprocess.DEVNULL,
@@ -164,7 +164,7 @@ class VllmServer:
         except subprocess.TimeoutExpired:
             status = "no status yet"
         lines = self.log.read_text(errors="replace").split("\n")
-        # vLLM warns at every transfer of layers that have no weights of their own.
+        # vLLM warns at every transfer about layers without weights.
         told = [line for line in lines if line.strip() and " WARNING " not in line]
         said = told[-1] if told else "nothing"
         self.keeps_log = True
@@ -220,18 +220,18 @@ class ServerPool:
         probe: tuple[Sequence[Request], list[Answer]] | None = None,
         stay_awake: bool = False,
     ) -> list[Answer]:
-        """Return the answers to the rows of all ranks, one rank after the other.
+        """Return the responses to the rows of all ranks, one rank after the other.
 
         Args:
-            asked: of each rank; the settings of the first are those of all.
+            asked: request of each rank; the settings of the first apply to all.
             start: options and folder of the weights, which must be there until this returns.
-            probe: what was asked before with these weights, and its answers, which are known to be
-                right: a server that is started again has to give them again.
+            probe: an earlier request with these weights, and its responses, which are known to be
+                right: a restarted server has to give them again.
             stay_awake: leave the weights in a server that gives them up between generations.
 
         Raises:
             RuntimeError: with the cause, if a server cannot be started, is lost for the second
-                time, refuses a request or answers with other weights than before.
+                time, refuses a request or uses other weights than before.
         """
         count = len(self.servers)
         shares = _dealt(asked, count)
@@ -331,7 +331,7 @@ def _dealt(asked: Sequence[Request], count: int) -> list[dict[str, Any]]:
 
 
 def _check_same(again: Sequence[Answer], before: Sequence[Answer], number: int) -> None:
-    """Raise RuntimeError if a server answers the same prompts with other weights than before."""
+    """Raise RuntimeError if a server's responses to the same prompts come from other weights."""
     gaps: list[float] = []
     for (tokens, logprobs), (old_tokens, old_logprobs) in zip(again, before, strict=True):
         # Rounding may pick another token, and nothing after it can be compared.
@@ -359,8 +359,8 @@ class VllmServerGenerator(VllmGenerator):
             (`CUDA_VISIBLE_DEVICES`), or its threads.
         timeout: seconds for one transfer of weights, or for the responses to one batch.
         start_timeout: seconds for a server to start.
-        logprob_tolerance: see `VllmGenerator`.
-        engine: see `VllmGenerator`; `tensor_parallel_size` is of one replica.
+        logprob_tolerance: largest mean gap, see `VllmGenerator`.
+        engine: options of the engine, see `VllmGenerator`; `tensor_parallel_size` is per replica.
 
     Raises:
         ValueError: without replicas.
@@ -461,14 +461,14 @@ class VllmServerGenerator(VllmGenerator):
             yield start
 
     def _answers(self, asked: Sequence[Request], start: dict[str, Any], **how: Any) -> list[Answer]:
-        """Return the answers to the rows of all ranks, on every rank."""
+        """Return the responses to the rows of all ranks, on every rank."""
         made = self.pool.generate(asked, start, **how) if rank() == 0 else []
         answers: list[Answer] = gathered(made)[0]
         return answers
 
 
 def _own(asked: Sequence[Request], answers: Sequence[Answer]) -> list[Answer]:
-    """Return the answers to this rank's rows."""
+    """Return the responses to this rank's rows."""
     before = sum(len(request.rows) for request in asked[: rank()])
     return list(answers[before : before + len(asked[rank()].rows)])
 

@@ -72,14 +72,14 @@ def _merged(layer: Any) -> Tensor:
 
 @contextmanager
 def weight_files(model: PreTrainedModel, dtype: torch.dtype, *, write: bool) -> Iterator[Path]:
-    """Yield a folder with config.json and one safetensors file a layer; it is gone afterwards.
+    """Yield a folder with config.json and one safetensors file a layer; it is removed afterwards.
 
     It is in shared memory where that has room, so that no disk is written and what is held here at
     a time is one layer.
 
     Args:
         model: gives weights and config.
-        dtype: of the files.
+        dtype: dtype of the files.
         write: False goes through the weights, for the sake of ranks that write, and leaves the
             folder empty.
     """

@@ -13,14 +13,14 @@ from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 
 
 class RewardAdapterScorer(RewardModelScorer):
-    """A reward model trained with LoRA on the base that the policy's adapter stands on.
+    """A reward model trained with LoRA on the same base as the policy's adapter.
 
     It costs the memory of an adapter, not of a model.
 
     Args:
-        source: artefact of the reward stage, which has a folder `adapter`.
+        source: artifact of the reward stage, which has a folder `adapter`.
         micro_batch_size: rows in one forward.
-        name: of the component.
+        name: name of the component.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class RewardAdapterScorer(RewardModelScorer):
         self.source = Path(source)
 
     def build(self, base: Any = None) -> list[nn.Module]:
-        """Put the reward model onto `base`, frozen; return no model of its own.
+        """Put the reward model onto `base`, frozen; return no separate model.
 
         Raises:
             ValueError: without a base.

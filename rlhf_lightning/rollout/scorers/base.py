@@ -39,7 +39,7 @@ class Scores(NamedTuple):
     """Scores of rows, NaN where a reward does not apply.
 
     Args:
-        total: `[B]`.
+        total: `[B]` score of each row.
         components: its named parts, each `[B]`.
         applies: `[B]` bool, False on rows without a score, which are not trained on; None where
             every row has one.
@@ -95,7 +95,7 @@ def make_answers(
     *,
     skip_special_tokens: bool = False,
 ) -> Answers:
-    """Return the answers with their text, without the token that ended one."""
+    """Return the responses with their text, without the token that ended one."""
     mask = generation.response_mask
     width = prompts.input_ids.shape[1]
     written = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()
@@ -111,7 +111,7 @@ def make_answers(
 
 
 def answer_texts(answers: Answers) -> list[AnswerText]:
-    """Return the answers as texts, row by row."""
+    """Return the responses as texts, row by row."""
     columns = answers.prompts.columns
     conversations = columns.get(CONVERSATION, ("",) * len(answers.prompts))
     rows = zip(
@@ -134,7 +134,7 @@ def answer_texts(answers: Answers) -> list[AnswerText]:
 
 
 class Scorer(Protocol):
-    """Scores answers.
+    """Scores responses.
 
     One with an attribute `normalized` that is True gives scores of mean 0 and standard deviation 1
     over samples of the SFT policy; `score_clip="auto"` then clips them.
@@ -144,7 +144,7 @@ class Scorer(Protocol):
         """Load what the scorer needs; return its frozen models, to be placed and sharded.
 
         Args:
-            base: what the policy's adapters stand on, for reward models that are adapters too.
+            base: the base of the policy's adapters, for reward models that are adapters too.
         """
 
     def __call__(self, answers: Answers) -> Scores:
@@ -157,7 +157,7 @@ class RewardModelScorer:
     Args:
         load: returns the reward model.
         micro_batch_size: rows in one forward.
-        name: of the component.
+        name: name of the component.
         policy, source: folders or hub names of the policy's and of the reward model's tokenizer;
             without both, they are not compared.
 
@@ -214,13 +214,13 @@ class FunctionScorer:
     """Any Python callable `(prompts, completions, **columns) -> one number a completion`.
 
     Prompts and completions are lists of texts. They and the columns are passed by keyword, where
-    the function has these names; `CallForm.of` says what else is taken. Columns have the types of
+    the function has these names; see `CallForm.of` for other parameters. Columns have the types of
     the data. The function may be async. It may return None for a response to which it does not
     apply; the response is then not trained on.
 
     Args:
         function: the callable, or `path.py:name`, or a dotted name.
-        name: of the component.
+        name: name of the component.
         timeout_seconds: longest time of one call.
 
     Raises:
@@ -303,8 +303,8 @@ class WeightedScorer:
     """A weighted sum of scorers, with optional weights by domain.
 
     Args:
-        scorers: by name.
-        weights: by name; a missing name counts 1.
+        scorers: scorer by name.
+        weights: weight by name; a missing name counts 1.
         domain_weights: domain -> name -> weight, in place of `weights` in that domain.
 
     Raises:

@@ -247,7 +247,7 @@ def _interrupted_by_alarm(
 
     handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
     delay, interval = signal.setitimer(signal.ITIMER_REAL, min(seconds, _STILL_SECONDS))
-    # For functions that set and cancel the same timer for a limit of their own.
+    # For functions that set and cancel the same timer for another limit.
     second = threading.Timer(
         seconds + _AGAIN_SECONDS, signal.pthread_kill, (threading.get_ident(), signal.SIGALRM)
     )

@@ -18,7 +18,7 @@ DISAGREEMENT = "disagreement"
 
 
 class RewardEnsembleScorer:
-    """Reward models of other seeds, sizes or data, with the policy's own tokenizer.
+    """Reward models of other seeds, sizes or data that use the policy's tokenizer.
 
     Each of them was normalized to mean 0 and standard deviation 1 over the SFT policy's samples by
     its reward stage, which makes their scores comparable.
@@ -28,7 +28,7 @@ class RewardEnsembleScorer:
         sources: folders or hub names of the reward models.
         policy: folder or hub name of the policy; its tokenizer is compared with theirs.
         micro_batch_size: rows in one forward.
-        combine, std_coef: see `RewardEnsembleHparams`.
+        combine, std_coef: how scores are combined, see `RewardEnsembleHparams`.
 
     Raises:
         ValueError: for fewer than two members, one twice, or another tokenizer than the policy's.

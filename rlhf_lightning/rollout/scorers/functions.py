@@ -31,13 +31,13 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a reward function takes prompts, completions and columns.
+    """The form in which a reward function takes prompts, completions and columns.
 
     Args:
         positional: names of the values that are passed by position, in order.
         keywords: names of the values that may be passed by keyword.
-        takes_all: it has `**columns`.
-        defaults: by name, of the parameters that have one.
+        takes_all: whether it has `**columns`.
+        defaults: default by name, for the parameters that have one.
         required: names without a default.
     """
 
@@ -55,7 +55,7 @@ class CallForm:
         position where its first two names say nothing (`lambda p, c: ...`, `*args`).
 
         Args:
-            function: any callable.
+            function: any Python callable.
             what: names it in errors.
 
         Raises:
@@ -174,8 +174,8 @@ def read_scores(values: Sequence[float | str], completions: Sequence[str], what:
     """Return one number a completion, NaN where the function returned None.
 
     Args:
-        values: what `listed` returned.
-        completions: that it scored.
+        values: result of `listed`.
+        completions: completions that it scored.
         what: names it in errors.
 
     Raises:

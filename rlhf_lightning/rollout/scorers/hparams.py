@@ -25,11 +25,11 @@ class TextRewardModelHparams(Checked):
     """Settings of a reward model with a tokenizer of its own.
 
     Args:
-        input_format: `text` is prompt and answer as one text; `pair` is the two as the
-            sentence pair of a classifier; `completion` is the answer alone.
+        input_format: `text` is prompt and response as one text; `pair` is the two as the sentence
+            pair of a classifier; `completion` is the response alone.
         chat_template: file of a Jinja template, or `plain`, which writes the turns with an
             empty line between them; None is the tokenizer's own. For conversations only.
-        ending: what follows a finished answer. `eos`: the first stop token of the chat template,
+        ending: what follows a finished response. `eos`: the first stop token of the chat template,
             else EOS, and nothing behind it; `template`: what the chat template or the tokenizer
             writes there; `none`: nothing. None is `eos` where the score is read at the last token,
             else `template`.
@@ -39,7 +39,7 @@ class TextRewardModelHparams(Checked):
             model with one label, log_odds is the logit.
         mean, std: the score is (output - mean) / std; 0 and 1 are those of the model's config.json,
             where it has them (OpenRLHF).
-        dtype: of the weights: float32, bfloat16, or auto, which is what the checkpoint holds.
+        dtype: dtype of the weights: float32, bfloat16, or auto, which keeps that of the checkpoint.
         micro_batch_size: rows in one forward; None takes all rows of one length bucket.
     """
 
@@ -75,12 +75,12 @@ def check_url(url: str, key: str, secret: str) -> None:
     """Check the address of a service.
 
     Args:
-        url: of the service.
-        key: that holds it.
+        url: address of the service.
+        key: configuration key that has the address.
         secret: key that names the environment variable of its token.
 
     Raises:
-        ValueError: if it is none, or holds credentials.
+        ValueError: if it is no address, or has credentials.
     """
     try:
         parts = urlsplit(url)
@@ -114,15 +114,15 @@ class HttpScorerHparams(Checked):
 
     Args:
         url: `http://` or `https://`; without a password in it.
-        batch_size: answers in one request.
-        concurrency: requests at once.
+        batch_size: responses in one request.
+        concurrency: largest number of requests at once.
         timeout: seconds for one request, from the connection to the last byte.
         deadline: seconds for one call of the scorer, all requests and retries together.
         max_retries: further attempts after a connection error, a time-out, 429 or 5xx.
         backoff: seconds before the first retry; doubles each time.
         max_backoff: longest wait between two attempts, in seconds.
         token_env: name of the environment variable that holds the bearer token; None sends none.
-        mean, std: the score is (answer - mean) / std.
+        mean, std: the score is (value - mean) / std.
     """
 
     url: Address
@@ -196,10 +196,10 @@ def check_scorer(node: Any, where: str = "scorer") -> None:
 
     Args:
         node: `scorer` of the configuration as dicts and lists, `_target_` included.
-        where: its place.
+        where: path of the node in the configuration.
 
     Raises:
-        ValueError: with the key, what it got and what it wants.
+        ValueError: with the key, the value and what is allowed.
     """
     if isinstance(node, Mapping):
         settings = _BY_TARGET.get(str(node.get("_target_")))

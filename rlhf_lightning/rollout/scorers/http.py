@@ -33,11 +33,11 @@ from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import AnswerText
 
-NUM_SHOWN = 200  # characters of an answer in an error
+NUM_SHOWN = 200  # characters of a reply in an error
 
 
 class ServiceError(RuntimeError):
-    """A reward service gave no usable answer."""
+    """A reward service gave no usable reply."""
 
 
 class _UnavailableError(Exception):
@@ -49,10 +49,10 @@ class _UnavailableError(Exception):
 
 
 class RewardService:
-    """Posts JSON and returns the JSON of the answer.
+    """Posts JSON and returns the JSON of the reply.
 
     Args:
-        hparams: where and how.
+        hparams: address, limits and retries.
 
     Raises:
         ValueError: if `token_env` names a variable that is not set, or holds no usable token.
@@ -82,15 +82,15 @@ class RewardService:
         )
 
     async def post(self, client: ServiceClient, body: Mapping[str, Any], *, deadline: float) -> Any:
-        """Return the answer to one request.
+        """Return the reply to one request.
 
         Args:
-            client: the connections.
-            body: what is sent, as JSON.
+            client: client that keeps the connections.
+            body: the content, as JSON.
             deadline: `time.monotonic()` at which the last attempt ends.
 
         Raises:
-            ServiceError: if no attempt succeeded, or an answer cannot be used.
+            ServiceError: if no attempt succeeded, or a reply cannot be used.
         """
         payload = json.dumps(body, ensure_ascii=False).encode()
         started = time.monotonic()
@@ -104,9 +104,8 @@ class RewardService:
                 if attempt > self.hparams.max_retries or time.monotonic() + wait >= deadline:
                     raise ServiceError(
                         f"{self.url} did not answer: {error} ({attempt} attempts in "
-                        f"{time.monotonic() - started:.1f} s). Check that the service runs and "
-                        "keeps up; scorer.timeout, scorer.deadline, scorer.max_retries and "
-                        "scorer.batch_size say how long it is waited for"
+                        f"{time.monotonic() - started:.1f} s). Check the service, or raise "
+                        "scorer.timeout, scorer.deadline or scorer.max_retries"
                     ) from error
                 await asyncio.sleep(wait)
 
@@ -123,7 +122,7 @@ class RewardService:
             async with asyncio.timeout(seconds):
                 answer = await client.post(self.url, content=payload)
         except TimeoutError as error:
-            raise _UnavailableError(f"no answer within {seconds:.3g} s") from error
+            raise _UnavailableError(f"no reply within {seconds:.3g} s") from error
         except httpx.InvalidURL as error:
             raise ServiceError(f"scorer.url={self.url}: {error}: correct it") from error
         except httpx.RequestError as error:
@@ -173,7 +172,7 @@ class RewardService:
         return self.shown(" ".join(body[: 8 * NUM_SHOWN].decode(errors="replace").split()))
 
     def shown(self, value: Any) -> str:
-        """Return a value of an answer in a few characters, without the token."""
+        """Return a value of a reply in a few characters, without the token."""
         text = repr(value)
         if self._token:
             text = text.replace(self._token, "***")
@@ -202,14 +201,14 @@ class HttpScorer:
     own rows; if one fails, all fail together.
 
     Args:
-        request: JSON key -> what it holds, one entry an answer: `prompts`, `completions`, `texts`
+        request: JSON key -> content, one entry per response: `prompts`, `completions`, `texts`
             (prompt and completion as one), `messages` (the whole conversation as a list of role and
             content), `finished`, or the name of a column of the prompts.
         extra: further keys that are sent as they are, such as a model's name.
-        response: where the scores stand in the answer: keys with dots between them. A list on the
-            way is walked item by item: `data.score` reads {"data": [{"score": 1.0}, ...]}. Empty
-            where the answer is the list itself.
-        name: of the component.
+        response: path of the scores in the reply: keys with dots between them. A list on the way is
+            walked item by item: `data.score` reads {"data": [{"score": 1.0}, ...]}. Empty where the
+            reply is the list itself.
+        name: name of the component.
         hparams: the fields of `HttpScorerHparams`, `url` among them.
     """
 
@@ -304,10 +303,10 @@ class HttpScorer:
         return [score for scores in found for score in scores]
 
     def _scores(self, answer: Any, first: int, count: int) -> list[float]:
-        """Return the scores of an answer about `count` rows from row `first` on.
+        """Return the scores in a reply about `count` rows from row `first` on.
 
         Raises:
-            ServiceError: if they are not there, not that many, or not finite numbers.
+            ServiceError: if scores are missing, too many or not finite.
         """
         found = self._find(answer, self.path)
         if not isinstance(found, list) or len(found) != count:

@@ -52,16 +52,16 @@ def _load(source: str, scorer: TextRewardModelScorer) -> tuple[Any, SequenceClas
 class TextRewardModelScorer:
     """Any sequence classifier of Hugging Face, with the tokenizer it was trained with.
 
-    Prompt and answer reach it as text. A decoder with a linear `score` is read at the last token of
-    the answer, EOS included if the answer finished; every other classifier is called as
-    transformers calls it. Beside the score stands `<name>_over_long`: 1 where the answer alone was
-    longer than `max_length`, so that its end is missing and its prompt too.
+    Prompt and response reach it as text. A decoder with a linear `score` is read at the last token
+    of the response, EOS included if the response finished; every other classifier is called as
+    transformers calls it. A second component is `<name>_over_long`: 1 where the response alone was
+    longer than `max_length`, so that its end and its prompt are missing.
 
     Args:
         source: folder or hub name of a checkpoint in safetensors.
         tokenizer: folder or hub name, if it is not stored with the model.
         revision: branch, tag or commit of a hub name.
-        name: of the component.
+        name: name of the component.
         hparams: the fields of `TextRewardModelHparams`.
     """
 
@@ -118,7 +118,7 @@ class TextRewardModelScorer:
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> Scores:
-        """Return the reward model's scores and which answers were over-long."""
+        """Return the reward model's scores and which responses were over-long."""
         model = self.model
         if model is None:
             raise RuntimeError("TextRewardModelScorer.build() was not called")
@@ -198,8 +198,8 @@ def load_fast_tokenizer(source: str, *, revision: str | None) -> PreTrainedToken
     )
     if not tokenizer.is_fast:
         raise ValueError(
-            f"the tokenizer of {source} ({type(tokenizer).__name__}) is no fast tokenizer, so that "
-            "prompt and response cannot be told apart: serve the model and use scorer=http"
+            f"the tokenizer of {source} ({type(tokenizer).__name__}) is no fast tokenizer, which "
+            "separates prompt and response: serve the model and use scorer=http"
         )
     return tokenizer
 
@@ -253,7 +253,7 @@ def rewarded(logits: Tensor, label: int, output: str, *, independent: bool) -> T
     """Return `[B]` of `[B, L]` logits: the label's logit, log-odds log(p / (1 - p)), or p itself.
 
     Args:
-        logits: of all labels.
+        logits: `[B, L]` logits of all labels.
         label: the index of the one that is rewarded.
         output: `logit`, `log_odds` or `probability`.
         independent: p = sigmoid(logit), else p = softmax(logits).

@@ -1,4 +1,4 @@
-"""Rewards that can be checked: the number that an answer ends with, or a shell command."""
+"""Rewards that can be checked: the number at the end of a response, or a shell command."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from rlhf_lightning.text.messages import as_text
 
-# A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. What goes on as
-# another number (1/2, 12:30, 1,23) or as a sum (24 + 48) is no number, nor are the digits of x2.
+# A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. The start of another
+# number (1/2, 12:30, 1,23) or of a sum (24 + 48) is no number, nor are the digits of x2.
 NUMBER = re.compile(
     r"(?<!\w)(?<![0-9][.,/:])"
     r"(?P<sign>[$\u20ac\u00a3][ ]?[-+\u2212]|[-+\u2212]?(?:[$\u20ac\u00a3][ ]?)?)"
@@ -23,7 +23,7 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class NumberReward:
-    """Rewards an answer whose number after a marker equals the right one.
+    """Rewards a response whose number after a marker equals the right one.
 
     The number is the first thing after the first `marker`: a second attempt does not count. It may
     have a sign, a currency sign, commas between thousands and decimals, and words or a full stop
@@ -36,16 +36,16 @@ class NumberReward:
     for commas. So $72 is not read, and 72.00 or "72." at the end of a sentence is not 72.
 
     Args:
-        marker: what stands before the number, such as GSM8K's "####".
+        marker: text before the number, such as GSM8K's "####".
         strict: which of several such numbers counts: "first" (verl until June 2025) or "last"
             (since); None is the rule above.
-        fallback: what counts in an answer without the marker: "none" - nothing does; "last_number"
-            - its last number. The latter rewards right answers in any form, so a policy has no
+        fallback: what counts in a response without the marker: "none" - nothing does; "last_number"
+            - its last number. The latter rewards right responses in any form, so a policy has no
             reason to learn the form.
         right: reward of the right number.
         wrong: reward of everything else.
         answered: added to `wrong` where some number was read, to reward the form alone.
-        column: of the right answers.
+        column: column of the right answers.
 
     Raises:
         ValueError: if `marker` is empty, `strict` or `fallback` is unknown or both are given, or a
@@ -97,7 +97,7 @@ class NumberReward:
         return rewards
 
     def extract(self, text: str) -> Decimal | str | None:
-        """Return the number that an answer gives, None if it gives none; as text if `strict`."""
+        """Return the number that a response gives, None if it gives none; as text if `strict`."""
         if self.strict is not None:
             found = re.findall(f"{re.escape(self.marker)} (-?[0-9.,]+)", text)
             return found[0 if self.strict == "first" else -1].replace(",", "") if found else None
@@ -139,7 +139,7 @@ def command_reward(
     """Return 0.5 for the right program, and 0.5 times the F1 of its arguments, as words.
 
     Args:
-        prompts: are not read.
+        prompts: ignored by this reward.
         completions: commands of one line.
         completion: the right ones, such as those of `dataset=shell_commands`.
     """
