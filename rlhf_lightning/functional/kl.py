@@ -107,8 +107,8 @@ def adapted_kl_coef(
     if MAX_RELATIVE_ERROR * num_episodes / horizon >= 1:
         raise ValueError(
             f"kl_horizon={horizon} must be more than num_episodes / 5 = {num_episodes / 5:g}, or "
-            f"one rollout of {num_episodes} episodes can flip the sign of kl_coef: use a "
-            f"larger kl_horizon or a smaller batch"
+            f"one rollout of num_episodes={num_episodes} can flip the sign of kl_coef: raise "
+            "kl_horizon or use a smaller batch"
         )
     error = max(-MAX_RELATIVE_ERROR, min(MAX_RELATIVE_ERROR, observed_kl / target - 1))
     return kl_coef * (1 + error * num_episodes / horizon)
