@@ -1,10 +1,10 @@
-"""The rows of a batch held against the rows that there are."""
+"""Check of a batch size against the number of rows."""
 
 from __future__ import annotations
 
 
 class BatchSizeError(ValueError):
-    """A batch asks for more rows than there are, so that some would stand in it several times."""
+    """A batch has more rows than the data, so that some rows would be repeated in it."""
 
     def __init__(self, batch_size: int, num_rows: int, kind: str) -> None:
         super().__init__(

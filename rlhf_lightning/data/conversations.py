@@ -1,4 +1,4 @@
-r"""Checks of plain and conversational texts, transcripts, and the prompt that two answers imply.
+r"""Checks of plain and conversational texts, transcripts, and the prompt that two responses imply.
 
 A transcript is a whole dialogue in one text, as Anthropic/hh-rlhf writes it:
 `\n\nHuman: ...\n\nAssistant: ...\n\nHuman: ...\n\nAssistant: ...`
@@ -55,7 +55,7 @@ def parse_messages(value: Any, key: str, where: Location) -> Messages:
 
 
 def check_prompt(prompt: Text, where: Location) -> None:
-    """Check that a conversation asks for an answer.
+    """Check that a conversation asks for a response.
 
     Raises:
         BadRecordError: if its last message is the assistant's.
@@ -73,7 +73,7 @@ def placed(record: Record, origin: Origin, system_into_user: bool) -> Record:
 
 
 def with_system_in_user(prompt: Text) -> Text:
-    """Return a prompt whose system messages stand in front of the user's next one."""
+    """Return a prompt whose system messages are moved to the front of the user's next one."""
     if isinstance(prompt, str):
         return prompt
     messages: list[Mapping[str, Any]] = []
@@ -87,11 +87,11 @@ def with_system_in_user(prompt: Text) -> Text:
 
 
 def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
-    """Check that an answer fits its prompt.
+    """Check that a response fits its prompt.
 
     Raises:
-        BadRecordError: if one is plain and the other conversational, if the answer is empty, or if
-            it is not one message of the assistant: results of tools and the template's marks
+        BadRecordError: if one is plain and the other conversational, if the response is empty, or
+            if it is not one message of the assistant: results of tools and the template's marks
             between two turns are not what a policy writes.
     """
     if isinstance(prompt, str) != isinstance(answer, str):
@@ -139,15 +139,15 @@ def _empty(key: str, where: Location) -> BadRecordError:
 def implied_prompt(
     prompt: Text | None, chosen: Text, rejected: Text, where: Location
 ) -> tuple[Text, Text, Text]:
-    """Return prompt, chosen and rejected, with the prompt taken out of the answers if implied.
+    """Return prompt, chosen and rejected; an implied prompt is taken out of the responses.
 
     Conversations share their first messages. Plain texts share their longest common prefix, cut
     back to a word's end, so that no word is split and the prompt does not end in white space;
-    without a shared word the prompt is "". A plain prompt beside conversations that contain it
-    (as in some published sets) is taken from them too.
+    without a shared word the prompt is "". A plain prompt is also removed from conversations that
+    contain it (as in some published sets).
 
     Raises:
-        BadRecordError: if one answer is plain and the other conversational.
+        BadRecordError: if one response is plain and the other conversational.
     """
     if isinstance(chosen, str) != isinstance(rejected, str):
         found = "'chosen' and 'rejected' are not both plain or both conversational"
@@ -190,7 +190,7 @@ def _shared_words(first: str, second: str) -> int:
     """
     cut = _num_shared(first, second)
     if is_transcript(first) and is_transcript(second):
-        # Never inside an answer: two answers may begin alike.
+        # Never inside a response: two responses may begin alike.
         turn = first[:cut].rfind(ANSWER_MARK)
         return turn + len(ANSWER_MARK) if turn >= 0 else 0
     ends = all(cut == len(text) or text[cut].isspace() for text in (first, second))
@@ -209,7 +209,7 @@ def parse_transcript(text: object, key: str, where: Location) -> list[dict[str, 
     r"""Return the messages of a transcript, white space around each removed.
 
     Args:
-        text: `\n\nHuman: ...\n\nAssistant: ...`.
+        text: transcript, `\n\nHuman: ...\n\nAssistant: ...`.
         key: the name of its column, for errors.
         where: the row, for errors.
 

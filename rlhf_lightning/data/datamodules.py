@@ -60,17 +60,17 @@ class PreferenceDataModule(RecordDataModule):
     records, such as `rlhf_lightning.collect` makes, that takes the place of the source and is split
     as that is; the records of the folders and files `also` are added, as later rounds add theirs.
 
-    With `group_by_prompt` pairs of a prompt come one after the other, so that a batch of many holds
-    few answers. A `RewardModule` without `micro_batch_size` reads each of them once (with one, once
-    in each micro-batch): where all answers to a prompt were compared with each other this saves
-    nearly all of the work. DPO gains nothing. It takes the place of `group_by_length`.
+    With `group_by_prompt` pairs of a prompt come one after the other, so that a batch of many has
+    few responses. A `RewardModule` without `micro_batch_size` reads each of them once (with one,
+    once in each micro-batch): where all responses to a prompt were compared with each other this
+    saves nearly all of the work. DPO gains nothing. It takes the place of `group_by_length`.
 
-    With `balance_length` training pairs whose preferred answer is the shorter one (or the longer
-    one, if these are fewer) are repeated until both are equally many: length alone then says
+    With `balance_length` training pairs whose preferred response is the shorter one (or the longer
+    one, if these are fewer) are repeated until both are equally many: length alone then predicts
     nothing.
 
-    With `kind="unpaired"` a row is one answer with a label, for `DPOHparams(kind="kto")`; a pair
-    gives two. Beside it is an answer to another prompt, by which the KL is estimated.
+    With `kind="unpaired"` a row is one response with a label, for `DPOHparams(kind="kto")`; a pair
+    gives two. A response to another prompt comes with it, to estimate the KL.
     """
 
     kinds = ("preferences", "unpaired")
@@ -164,10 +164,10 @@ class PreferenceDataModule(RecordDataModule):
 
 
 def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[EncodedPreference]:
-    """Return the pairs, with repeats that make as many prefer the shorter as the longer answer.
+    """Return the pairs, with repeats that make as many prefer the shorter as the longer response.
 
     Every pair of the rarer kind is repeated equally often, and a random part of them once more.
-    Pairs of equal lengths stand once. Where one kind is missing there is nothing to repeat.
+    Pairs of equal lengths are not repeated. Where one kind is missing there is nothing to repeat.
     """
     longer = [len(row.chosen_input_ids) - len(row.rejected_input_ids) for row in rows]
     kinds = [[r for r, n in zip(rows, longer, strict=True) if n * sign > 0] for sign in (1, -1)]
@@ -186,9 +186,9 @@ class PromptDataModule(RecordDataModule):
     A prompt's number is `iteration * batch_size + position in the global batch`, and its rows are
     numbered on from `number * num_generations`, so that sampling noise does not depend on ranks.
     Held-out prompts keep the order of the source (a part of them if `max_validation_rows` is
-    given), are asked once and numbered from 0, the same in every validation. Behind the prompts of
-    an iteration stand, as spares, those of as many following ones as the module that is trained
-    asks for by `max_resampling_rounds` or `rollout_lag`.
+    given), get one response and are numbered from 0, the same in every validation. The prompts of
+    the following iterations come behind those of an iteration, as spares: as many as
+    `max_resampling_rounds` or `rollout_lag` of the module need.
 
     Args:
         source: where the prompts come from; any record with a prompt will do.
@@ -196,13 +196,13 @@ class PromptDataModule(RecordDataModule):
         batch_size: prompts of an iteration, over all ranks.
         num_iterations: iterations of the stage.
         max_prompt_length: most tokens of a prompt.
-        seed: of the order of the prompts.
+        seed: seeds the order of the prompts.
         over_long: `"drop"` longer prompts, or `"truncate_left"`: keep their end.
         show_examples: how many decoded prompts to show before training.
         max_validation_rows: a random part of the held-out prompts; None for all.
         validation_batch_size: prompts of a rank's validation batch; None for twice its share of
             `batch_size`.
-        num_workers: processes that collate.
+        num_workers: number of processes that collate.
         num_generations: responses to each prompt of an iteration, which then has
             `batch_size * num_generations` rows; those of a prompt stay on one rank.
     """
@@ -251,12 +251,12 @@ class PromptDataModule(RecordDataModule):
 
     @property
     def num_spare_batches(self) -> int:  # type: ignore[override]
-        """Batches of the stream that an iteration is given besides its own."""
+        """Number of further batches of the stream that an iteration is given as spares."""
         return getattr(self._algorithm, "num_spare_batches", 0)
 
     @property
     def whole_spares(self) -> bool:  # type: ignore[override]
-        """Whether each rank is given these batches whole, to ask any of their prompts."""
+        """Whether each rank is given these batches whole, to use any of their prompts."""
         return bool(getattr(self._algorithm, "max_resampling_rounds", 0))
 
     @property

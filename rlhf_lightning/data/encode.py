@@ -1,23 +1,23 @@
-r"""Records to token ids: the one place where prompts, answers and EOS meet.
+r"""Records to token ids: the one place where prompts, responses and EOS meet.
 
-* Prompt and answer are one text, tokenized together and cut where the answer starts; a token that
-  holds a part of both is the answer's (`text/tokens.py`), and such records are counted. PPO's
-  prompts are tokenized alone: no answer follows yet.
+* Prompt and response are one text, tokenized together and cut where the response starts; a token
+  that has a part of both belongs to the response (`text/tokens.py`), and such records are counted.
+  PPO's prompts are tokenized alone: no response follows yet.
 * Plain text: special tokens at the front of the prompt only (BOS once, never an EOS).
   Conversations: the chat template is applied once and brings its own special tokens.
-* An answer ends with its first stop token behind the content, because generation stops there:
+* A response ends with its first stop token behind the content, because generation stops there:
   nothing after it is learnt or scored. That is EOS, appended by its id, also where pad == eos; in a
-  conversation it is what the chat template writes: `<|im_end|>` of ChatML (and not its line
-  break), `<end_of_turn>` of Gemma, `<|end|>` of Phi 3 (and not the EOS behind it).
-* The loss counts on the answer and the token that ends it; for `text` records on every token but
-  the first, which has nothing before it. With `loss_on="all"` each turn of the assistant is such
-  an answer, behind the prompt that a policy is given there. Turns whose tokens are the start of a
+  conversation it is what the chat template writes: `<|im_end|>` of ChatML (and not its line break),
+  `<end_of_turn>` of Gemma, `<|end|>` of Phi 3 (and not the EOS behind it).
+* The loss counts on the response and the token that ends it; for `text` records on every token but
+  the first, which has nothing before it. With `loss_on="all"` each turn of the assistant is such a
+  response, behind the prompt that a policy is given there. Turns whose tokens are the start of a
   later row are learnt in it. A turn that the template writes in another way later (many drop its
   thoughts) is a row of its own.
-* What a text spells is text: `<|im_end|>` in a message ends no turn. A template's own markers are
-  tokens, and so is what a record spells that says `rendered`.
-* Over-long records are dropped, or their prompt is cut from the left. An answer is never cut: a
-  cut text must not pass for a finished one.
+* Special tokens that a text spells are text: `<|im_end|>` in a message ends no turn. A template's
+  own markers are tokens, and so is what a record spells that says `rendered`.
+* Over-long records are dropped, or their prompt is cut from the left. A response is never cut: a
+cut text must not pass for a finished one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class EncodedPreference:
     """Two sequences `[T]` that share their first `prompt_length` tokens and end with EOS.
 
     `row_id` is the index among the rows of a split of a `PreferenceDataModule`. With a `label` it
-    is an unpaired row: its answer is on the chosen side, an answer of another row on the other.
+    is an unpaired row: its response is on the chosen side, a response of another row on the other.
     """
 
     chosen_input_ids: NDArray[np.int32]
@@ -106,7 +106,7 @@ class EncodedPreference:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt `[P]` to answer, with its columns; `columns["prompt"]` is its text."""
+    """A prompt `[P]` to respond to, with its columns; `columns["prompt"]` is its text."""
 
     input_ids: NDArray[np.int32]
     columns: Mapping[str, Any]
@@ -152,10 +152,10 @@ def encode_all(
     """Return the encoded records in their order, without the dropped ones, and the report.
 
     Args:
-        records: of one kind.
+        records: records of one kind.
         tokenizer: makes ids of them.
         max_length: most tokens of a row.
-        over_long: what becomes of longer ones.
+        over_long: what to do with longer ones.
         loss_on: `"last"` response of a demonstration, or `"all"` turns of the assistant.
 
     Raises:
@@ -209,7 +209,7 @@ def give_same_columns(*splits: list[Any]) -> None:
 
 
 def _texts(record: Record) -> tuple[Text, ...]:
-    """Return the prompt of a record, or its text, and the answers to it."""
+    """Return the prompt of a record, or its text, and the responses to it."""
     if isinstance(record, PreferenceRecord):
         return record.prompt, record.chosen, record.rejected
     if isinstance(record, DemonstrationRecord):
@@ -363,7 +363,7 @@ def encode_preference(
     over_long: OverLong = "drop",
     report: EncodingReport | None = None,
 ) -> EncodedPreference | None:
-    """Return both answers behind the same (perhaps cut) prompt, EOS included; None if dropped.
+    """Return both responses behind the same (perhaps cut) prompt, EOS included; None if dropped.
 
     Raises:
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a record: a file or data set, and the number of its line, row or record."""
+    """The place of a record: a file or dataset, and the number of its line, row or record."""
 
     source: str
     number: int | None = None
@@ -34,7 +34,7 @@ class BadRecordError(ValueError):
     """A record, or a whole file, that cannot be used.
 
     Args:
-        where: file and line.
+        where: the place, file and line.
         found: what is wrong there, with the key and the value that was found.
         fix: how to mend it.
     """

@@ -1,7 +1,8 @@
 """Rows out of JSONL, JSON, CSV, TSV, Parquet and Arrow files, each with its place in the file.
 
 The text formats may be compressed: `pairs.jsonl.gz` is read as `pairs.jsonl` is. Compression,
-encoding and separator, and whether JSON has a line a row, are told by the content, not by the name.
+encoding and separator, and whether JSON has a line a row, are detected from the content, not from
+the name.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ _FOREIGN: dict[bytes, tuple[str, str]] = {
     b"PAR1": ("a Parquet file", "let its name end with .parquet"),
     b"ARROW1": ("an Arrow file", "let its name end with .arrow"),
     b"version https://git-lfs": ("a pointer of Git LFS and no data", "fetch it by git lfs pull"),
-    b"<!DOCTYPE": ("a web page", "download the data set's file itself"),
-    b"<html": ("a web page", "download the data set's file itself"),
+    b"<!DOCTYPE": ("a web page", "download the dataset's file itself"),
+    b"<html": ("a web page", "download the dataset's file itself"),
 }
 
 
@@ -202,14 +203,14 @@ _SHARD = re.compile(r"([-_]part)?[-_]([0-9]+)(-of-([0-9]+)(-[0-9a-f]{16})?)?$")
 
 
 def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the train and the validation files of a folder, told by the start of their names.
+    """Return the train and the validation files of a folder, by the start of their names.
 
     A file is `train.<ext>`, or a shard such as `train-00000-of-00002.parquet`, in the folder or in
     its `data/`. The validation files are those of the first of `validation`, `valid`, `val`, `dev`
     and `test` that exists, and may be none.
 
     Raises:
-        BadRecordError: if there is no train file, or several that are no shards of one set.
+        BadRecordError: if there is no train file, or several that are not shards of one set.
     """
     places = [folder, folder / "data"]
     files = sorted(p for place in places for p in place.glob("*") if extension(p) in _READERS)

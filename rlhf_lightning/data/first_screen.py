@@ -1,4 +1,4 @@
-"""What is said once, before models answer: plain prompts, and a length that cuts responses off."""
+"""Warnings before training about prompts in the wrong form and a length that cuts responses."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def warn_of_cut_responses(
     *,
     key: str,
 ) -> None:
-    """Warn where more than a tenth of the data's own responses are longer than sampled ones may be.
+    """Warn if more than a tenth of the data's own responses are longer than sampled ones may be.
 
     Looks at the first 500 demonstrations, or preferred responses; a set of prompts has none.
 
     Args:
-        source: of the prompts.
-        split: of the records.
-        tokenizer: of the policy.
+        source: source of the prompts.
+        split: split of the records.
+        tokenizer: tokenizer of the policy.
         max_new_tokens: most tokens of a sampled response.
-        key: how the user sets it.
+        key: configuration key that sets it.
     """
     lengths = sorted(_response_lengths(source, split, tokenizer))
     cut = sum(length > max_new_tokens for length in lengths)

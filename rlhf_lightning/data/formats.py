@@ -10,11 +10,11 @@
 | preference, prompt implied | `chosen rejected`             | preferences    |
 
 Each is plain (strings) or conversational (lists of `{"role", "content"}`), save `text` (plain) and
-`messages` (conversational). Optional keys: `domain`, `margin`, `label` (true where the answer is
+`messages` (conversational). Optional keys: `domain`, `margin`, `label` (true where the response is
 good, see `data.labels`), and `rendered` (true where the texts spell special tokens that are meant
-as tokens). All rows of a set have one format. Sides that are
-transcripts, as in Anthropic/hh-rlhf, are read as conversations unless they are `rendered`.
-Source: https://huggingface.co/docs/trl/dataset_formats.
+as tokens). All rows of a set have one format. Sides that are transcripts, as in Anthropic/hh-rlhf,
+are read as conversations unless they are `rendered`. Source:
+https://huggingface.co/docs/trl/dataset_formats.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ _SECOND = {"a": "b", "A": "B", "0": "1", "1": "2"}
 _PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
 _EMPTY = ("None", "", "[]", "{}", "nan")
 _QUIET = ("domain", "margin", "rendered")
-_VERDICTS = ("label", "score")  # of one answer: labels.py looks at them
+_VERDICTS = ("label", "score")  # of one response: labels.py looks at them
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def parse_rows(
     """Return the records of one set.
 
     Args:
-        rows: rows with their locations, or the errors that stand in their places.
+        rows: rows with their locations, or errors in place of rows.
         parse: makes a record of a row, such as a `RowParser`.
         skipped: raises at a bad record or notes it.
 
@@ -245,7 +245,7 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
     """Return the row as a record of the wanted kind.
 
     A prompt may be taken from any record that has one (the row's other columns go with it), a
-    demonstration from a preference (its chosen answer).
+    demonstration from a preference (its chosen response).
 
     Raises:
         BadRecordError: if the record cannot be turned into that kind, naming both.
@@ -328,7 +328,7 @@ class RowParser:
 
     Args:
         columns: our name -> their name; null hides a column of ours that means something else.
-        rendered: of rows that do not say it themselves.
+        rendered: default of rows without that key.
 
     Raises:
         ValueError: if `columns` maps a name that is not one of ours.
@@ -426,7 +426,7 @@ class RowParser:
             if missing and (not own or set(FORMATS[name or ""]) < set(expected)):
                 raise _missing(missing[0], row, where)
             found = f"this record reads as {name!r}, the set began as {self._began[0]!r}"
-            fix = "give each format a set of its own"
+            fix = "put each format into a separate set"
             raise BadRecordError(where, f"mixed formats: {found}", fix)
         if name is None:
             # "context" is no misspelled "text".

@@ -1,4 +1,4 @@
-"""Digests of the data in a checkpoint, so that a resumed run goes on with the same."""
+"""Digests of the data in a checkpoint, so that a resumed run continues with the same data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
     it is made from its seed.
 
     Args:
-        source: which may be made of others.
-        kind: of the records that are asked for.
+        source: source, perhaps made of others.
+        kind: kind of the records.
     """
     found: dict[str, str] = {}
     for one in _all_of(source):
@@ -66,8 +66,8 @@ def _all_of(source: RecordSource) -> Iterator[RecordSource]:
 def rows_digest(rows: Iterable[Encoded]) -> str:
     """Return a SHA-256 of the tokens, margins and columns of encoded rows, in their order.
 
-    It tells what no file does: the weights of a mix, columns, lengths, the seed of a split, and
-    what a source of one's own gives to a reward function.
+    It covers what no file shows: the weights of a mix, columns, lengths, the seed of a split, and
+    the columns that a custom source gives to a reward function.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -83,13 +83,13 @@ def rows_digest(rows: Iterable[Encoded]) -> str:
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that a run goes on with the data that its checkpoint was made with.
+    """Check that a run continues with the data that its checkpoint was made with.
 
-    Files may stand elsewhere than they did; what an older checkpoint does not hold is not compared.
+    Files may have moved; values that an older checkpoint lacks are not compared.
 
     Args:
-        saved: in the checkpoint.
-        now: of this run: `files`, and numbers by their names.
+        saved: digests and numbers in the checkpoint.
+        now: those of this run: `files`, and numbers by name.
 
     Raises:
         ValueError: if something differs, with its name.
@@ -100,14 +100,14 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         gone = [name for name, digest in before.items() if digest not in files.values()]
         what = ", ".join(changed or gone or files)
         raise ValueError(
-            f"the checkpoint was made with other data: {what} has changed since, or is another "
-            "file. Restore what it was made with, or start anew with resume=never"
+            f"the checkpoint was made with other data: {what} has changed, or is another file. "
+            "Restore the data, or start again with resume=never"
         )
     for name, value in now.items():
         if name != FILES and saved.get(name, value) != value:
             raise ValueError(
                 f"the checkpoint was made with data {name}={saved[name]}, this run has {value}: "
-                "the remaining batches would be others. Resume with the same data, or start anew"
+                "the remaining batches would differ. Resume with the same data, or start again"
             )
 
 

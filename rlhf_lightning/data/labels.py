@@ -1,4 +1,4 @@
-"""What the other columns of rows say of their answers: good or bad, a rating, or nothing.
+"""Columns that rate the responses of rows: as good or bad, or by a number.
 
 A column is known by its name and by the values of the whole set, so that a topic stays a topic.
 """
@@ -35,7 +35,7 @@ _BAD = (
     "dispreferred 👎"
 )
 _VERDICTS = dict.fromkeys(_GOOD.split(), True) | dict.fromkeys(_BAD.split(), False)
-# Words of a column's name that rate the answer, or may do so.
+# Words of a column's name that rate the response, or may do so.
 _RATING_NAMES = (
     "score scores rating ratings reward rewards grade stars vote votes upvotes quality helpfulness "
     "correctness feedback thumb thumbs verdict"
@@ -53,9 +53,9 @@ _MOST_WORDS, _LONGEST_WORD = 12, 20  # of a column of grades, and not of remarks
 
 
 class Label(NamedTuple):
-    """A column that says which answers are good; `is_rating`: by a number.
+    """A column that says which responses are good; `is_rating`: by a number.
 
-    With `says_bad` its true is bad, as in `thumbs_down`.
+    With `says_bad` true means bad, as in `thumbs_down`.
     """
 
     column: str
@@ -63,7 +63,7 @@ class Label(NamedTuple):
     says_bad: bool = False
 
     def verdict(self, row: ParsedRow) -> bool | None:
-        """Return whether the answer of a row is good, None where the column does not say."""
+        """Return whether the response of a row is good, None where the column does not say."""
         found = verdict(row.columns.get(self.column))
         return found if found is None else found != self.says_bad
 
@@ -89,13 +89,13 @@ def _word(value: Any) -> str:
 
 
 def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label | None:
-    """Return the column that says which answers of a set are good, if one does.
+    """Return the column that says which responses of a set are good, if one does.
 
-    A column that may say so is named in a warning, and so is one that rates the only answer to each
-    prompt, which may have been chosen by it.
+    A column that may say so is named in a warning, and so is one that rates the only response to
+    each prompt, which may have been chosen by it.
 
     Args:
-        rows: the whole set.
+        rows: rows of the whole set.
         columns: ours -> theirs; `label` names the column, or with None says that there is none.
     """
     label = _find(rows, columns)
@@ -177,7 +177,7 @@ def check_demonstration(row: ParsedRow, label: Label | None) -> None:
     """Check that a row may be imitated.
 
     Raises:
-        BadRecordError: if its label says that its answer is bad, or the set has ratings.
+        BadRecordError: if its label says that its response is bad, or the set has ratings.
     """
     if label is None or not isinstance(row.record, DemonstrationRecord):
         return
@@ -224,9 +224,9 @@ def unpaired(row: ParsedRow, label: Label | None) -> list[Record]:
 
 
 def warn_of_odd_texts(rows: Sequence[ParsedRow], name: str) -> None:
-    """Warn of what all rows have in common by mistake, and of pairs that their scores contradict.
+    """Warn of mistakes that all rows share, and of pairs that their scores contradict.
 
-    All answers begin with their prompt, all prompts are texts in JSON, or no pair has a prompt.
+    All responses begin with their prompt, all prompts are texts in JSON, or no pair has a prompt.
     """
     if rows and all(map(_quotes_prompt, rows)):
         logger.warning(

@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 def told(
     items: Iterable[Item], what: str, total: int | None = None, unit: str = "rows"
 ) -> Iterator[Item]:
-    """Yield the items; log how many it were after 5 seconds, after 10, 20, and so on.
+    """Yield the items; log their number after 5 seconds, after 10, 20, and so on.
 
     Args:
-        items: that take their time.
-        what: is done, such as `reading data.jsonl`.
+        items: items that take long to make.
+        what: activity to log, such as `reading data.jsonl`.
         total: their number, where it is known.
-        unit: what an item is.
+        unit: name of one item, plural.
     """
     begun, wait = time.monotonic(), FIRST_AFTER
     first = (os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0") == "0"

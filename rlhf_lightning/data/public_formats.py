@@ -1,4 +1,4 @@
-r"""Rows of public sets that have keys of their own, as rows with ours: one function a set.
+r"""Rows of public sets that have other keys, as rows with ours: one function a set.
 
 | set                              | is known by                                                  |
 |----------------------------------|--------------------------------------------------------------|
@@ -24,7 +24,7 @@ r"""Rows of public sets that have keys of their own, as rows with ours: one func
 | Alpaca; Dolly                    | `instruction output`; `instruction response`                 |
 | HelpSteer and HelpSteer2         | `prompt response helpfulness`                                |
 
-A tie is a bad record. Of the answers to a prompt the best and the worst make the pair.
+A tie is a bad record. The best and the worst response to a prompt make the pair.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlhf_lightning.data.files import Row
 
 PROMPTS = ("prompt", "instruction", "question", "input", "query")
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
-_NO_INPUT = ("", "<noinput>")  # the latter stands in the first Alpaca-like sets
+_NO_INPUT = ("", "<noinput>")  # the latter is in the first Alpaca-like sets
 Reader = Callable[[Row, Location], dict[str, Any] | None]
 # Keys of sets that no row of which is a record alone -> what to do.
 HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -102,7 +102,7 @@ def with_roles(messages: Any) -> Any:
 
 
 def _pair(prompt: Any, first: Any, second: Any, gap: float, where: Location) -> dict[str, Any]:
-    """Return the pair; `gap` is positive where the first answer is the better one.
+    """Return the pair; `gap` is positive if the first response is better.
 
     Raises:
         BadRecordError: if it is 0, or no number.
@@ -201,7 +201,7 @@ def _pair_of_conversations(
 def _nectar(row: Row, where: Location) -> dict[str, Any]:
     prompt = row["prompt"]
     if is_transcript(prompt):
-        # The prompt ends where the answer begins.
+        # The prompt ends where the response begins.
         whole = prompt.rstrip() + " ?"
         prompt = parse_transcript(whole, "prompt", where)[:-1]
     return _best_and_worst(prompt, row["answers"], "answer", lambda x: -float(x["rank"]), where)

@@ -70,25 +70,25 @@ class RecordDataModule(LightningDataModule):
     """Encodes the records of a source once and deals them out in batches; the stages' base.
 
     Args:
-        source: where the records come from: a file, the hub name of a data set, rows (a list of
+        source: where the records come from: a file, the hub name of a dataset, rows (a list of
             mappings or a `datasets.Dataset`), or a source.
         tokenizer: makes ids of them; its pad id (or else its EOS id) fills the padding.
         batch_size: rows of a global batch; the number of ranks must divide it.
-        kind: of the records, one of `kinds`; None takes the first.
+        kind: kind of the records, one of `kinds`; None takes the first.
         num_iterations: batches of the stage.
         num_epochs: passes over the training rows, may be fractional; without both the stage has
             as many batches as the Trainer's `limit_train_batches`, `max_iterations` of
             `trainer_arguments`.
         max_length: most tokens of a row, EOS included.
         over_long: `"drop"` longer rows, or `"truncate_left"`: cut their prompt from the left.
-        seed: of the order of the rows; None takes that of the module that is trained.
+        seed: seeds the order of the rows; None takes that of the module that is trained.
         group_by_length: put rows of like length into a batch.
         show_examples: how many decoded examples to show before training.
         max_validation_rows: a random part of the held-out rows; None for all.
         validation_batch_size: rows of a rank's validation batch; None for twice its share of
             `batch_size`.
         num_workers: processes that collate; 0 is right unless rows are very long.
-        loss_on: what is learnt of a demonstration: the `"last"` response, or `"all"` turns of the
+        loss_on: learnt part of a demonstration: the `"last"` response, or `"all"` turns of the
             assistant but those with `weight: 0`.
 
     Raises:
@@ -183,12 +183,12 @@ class RecordDataModule(LightningDataModule):
 
     @property
     def consumed(self) -> int:
-        """Batches that are trained on already: what Lightning counts, and a resume goes on from."""
+        """Number of batches trained on: Lightning's count, from which a resumed run continues."""
         trainer = self.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return self._restored.get("consumed", 0)
         # `processed` counts a batch as soon as its training step is done, in whichever hook the
-        # checkpoint is written; it is also the count from which a resumed Lightning goes on.
+        # checkpoint is written; a resumed Lightning continues from the same count.
         progress = cast(Any, trainer.fit_loop.epoch_loop.batch_progress.current)
         return int(progress.processed)
 
@@ -375,7 +375,7 @@ class RecordDataModule(LightningDataModule):
         return {"consumed": self.consumed, **self._identity(len(self.rows("train")))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind the batches that the checkpoint was trained on."""
+        """Continue behind the batches that the checkpoint was trained on."""
         self._restored = dict(state_dict)
         if self._sampler is not None:  # FSDP2 asks for the loader before it reads the checkpoint
             self._check_restored(self._sampler.num_rows)
@@ -408,7 +408,7 @@ class RecordDataModule(LightningDataModule):
             batch_sampler=sampler,
             collate_fn=self.collator(training=training),
             num_workers=self.num_workers,
-            # Without a generator of its own each iterator draws from the global one.
+            # Without this generator each iterator draws from the global one.
             generator=stream_generator(self.seed, "loader", 0),
             pin_memory=torch.cuda.is_available(),
         )

@@ -25,7 +25,7 @@ ROLES = (*SYSTEM, "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a record was read, and what is done where a chat template does not write it.
+    """The place of a record, and what to do where a chat template does not write it in full.
 
     Args:
         where: file and line; None where it was read from neither.
@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What records of any kind have: their origin, and further variables of the chat template."""
+    """Fields that records of any kind share: origin and further variables of the chat template."""
 
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
@@ -59,10 +59,10 @@ class TextRecord(_Row):
 
 @dataclass(frozen=True)
 class PromptRecord(_Row):
-    """A prompt to answer.
+    """A prompt to respond to.
 
     Args:
-        prompt: plain or conversational.
+        prompt: a text, or a list of messages.
         domain: a name that metrics are split by, "" where there is none.
         columns: further columns of the row in their own types, for reward functions.
         rendered: special tokens that the prompt spells are tokens.
@@ -76,7 +76,7 @@ class PromptRecord(_Row):
 
 @dataclass(frozen=True)
 class DemonstrationRecord(_Row):
-    """A prompt and the answer to imitate."""
+    """A prompt and the response to imitate."""
 
     prompt: Text
     completion: Text
@@ -86,19 +86,19 @@ class DemonstrationRecord(_Row):
 
 @dataclass(frozen=True)
 class UnpairedRecord(DemonstrationRecord):
-    """A prompt and an answer with a label: True where the answer is desirable (TRL: `label`)."""
+    """A prompt and a response with a label: True where the response is desirable (TRL: `label`)."""
 
     label: bool = True
 
 
 @dataclass(frozen=True)
 class PreferenceRecord(_Row):
-    """A prompt with a preferred and a rejected answer.
+    """A prompt with a preferred and a rejected response.
 
     Args:
-        prompt: plain or conversational.
-        chosen: the preferred answer.
-        rejected: the other one.
+        prompt: a text, or a list of messages.
+        chosen: the preferred response, in the form of the prompt.
+        rejected: the other response, in the same form.
         domain: a name that metrics are split by, "" where there is none.
         margin: how much better `chosen` is, in units of the reward; None where not known.
         subsets: names of the subsets of held-out pairs that it belongs to; the final accuracy is
@@ -119,7 +119,7 @@ Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord
 
 
 def both_answers(pair: PreferenceRecord) -> list[UnpairedRecord]:
-    """Return a pair as two unpaired rows: the chosen answer is desirable, the other one is not."""
+    """Return a pair as two unpaired rows: the chosen response is desirable, the other is not."""
     return [
         UnpairedRecord(pair.prompt, answer, pair.domain, pair.rendered, label)
         for answer, label in ((pair.chosen, True), (pair.rejected, False))

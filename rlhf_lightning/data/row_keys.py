@@ -1,4 +1,4 @@
-"""Columns of a row that belong to its conversation, beside the texts.
+"""Columns of a row that belong to its conversation, in addition to the texts.
 
 | column                 | what is made of it                                                   |
 |------------------------|----------------------------------------------------------------------|

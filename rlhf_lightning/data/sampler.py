@@ -25,20 +25,20 @@ class StreamBatchSampler(Sampler[list[Any]]):
 
     With `lengths` rows of like length are put together. A pass owns the batches whose first
     position lies in it, so its last batch is filled up from the start of the next pass, which then
-    goes on behind it: still every row comes once a pass, none is dropped or doubled. Inside a pass
-    the (permuted) batches are taken 16 at a time, their rows sorted by length and cut again, and
-    the order of all batches of the pass is shuffled.
+    continues behind it: every row still comes once a pass, none is dropped or repeated. Inside a
+    pass the (permuted) batches are taken 16 at a time, their rows sorted by length and cut again,
+    and the order of all batches of the pass is shuffled.
 
-    With `groups` the rows of a group follow each other in a pass, in an order drawn anew each pass,
-    as does the order of the groups.
+    With `groups` the rows of a group follow each other in a pass, in a new random order each pass,
+    and so do the groups.
 
     Args:
         num_rows: rows of the data.
         batch_size: rows of a global batch.
         num_iterations: batches of the whole stage; `len` is this number, also after a resume.
-        seed: of the permutations.
+        seed: seeds the permutations.
         lengths: tokens of each row, to group by; None for no grouping.
-        groups: of each row, which group it belongs to; not with `lengths`.
+        groups: group of each row; not with `lengths`.
         rank: takes the contiguous share `rank` of each global batch.
         world_size: number of shares; must divide `batch_size`.
         with_row_ids: yield (row, row id) pairs, where the row id is the position in the stream,
@@ -193,8 +193,8 @@ class SequentialBatchSampler(Sampler[list[int]]):
         num_rows: rows of the data.
         batch_size: most rows of a rank's batch (one more where rows cannot be dealt otherwise).
         lengths: tokens of each row, to go from the shortest to the longest; None to keep the order.
-        rank: of this process.
-        world_size: number of processes.
+        rank: number of this process.
+        world_size: total number of processes.
 
     Raises:
         ValueError: if there are rows, but fewer than ranks.
@@ -245,9 +245,9 @@ def validation_part(rows: list[RowT], count: int | None, seed: int) -> list[RowT
     """Return a random part of the held-out rows in their order, the same for every caller.
 
     Args:
-        rows: all that are held out and not too long.
-        count: of the part; None for all.
-        seed: of the drawing.
+        rows: all held-out rows that are not too long.
+        count: size of the part; None for all.
+        seed: seeds the choice of rows.
     """
     if count is None or len(rows) <= count:
         return rows

@@ -1,4 +1,4 @@
-"""Train and validation split by prompt, so that no prompt stands on both sides."""
+"""Train and validation split by prompt, so that no prompt is in both."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def split_by_key(
     at all.
 
     Args:
-        rows: to split.
-        keys: of the rows.
+        rows: rows to split.
+        keys: key of each row.
         validation_fraction: share of the keys held out.
-        seed: of the hash.
-        name: of the source, for messages.
+        seed: seeds the hash.
+        name: name of the source, for messages.
 
     Raises:
         ValueError: if `validation_fraction` is not in [0, 1), or there are fewer than two keys.
@@ -49,7 +49,7 @@ def split_by_key(
     if len(places) < 2:
         raise ValueError(
             f"{name}: {len(rows)} records have {len(places)} prompt(s), a split by prompt needs "
-            "two: give more prompts, a validation set of its own, or validation_fraction=0"
+            "two: give more prompts, a validation set, or validation_fraction=0"
         )
     held_out = {k for k, place in places.items() if place < validation_fraction}
     if not held_out:
@@ -67,12 +67,12 @@ def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[
     The first, so that rows that are added behind move none of the others, unless they connect two
     components: then the later one goes with the earlier one.
 
-    For pairs that leave their prompt to what both sides share: two pairs of one question imply
-    different prompts where the sides begin alike, but an answer that both have tells.
+    This is for pairs that imply their prompt: two pairs of one question imply different prompts
+    where the sides begin alike, but a response that both have shows it.
 
     Args:
-        keys: of the rows.
-        texts: of the rows; one that has none keeps its key.
+        keys: key of each row.
+        texts: texts of each row; a row without texts keeps its key.
     """
     parents = {key: key for key in keys}
     order = {key: place for place, key in enumerate(parents)}

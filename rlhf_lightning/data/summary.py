@@ -50,11 +50,11 @@ class LengthSummary:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """One split of the data.
+    """Summary of one split of the data.
 
     Args:
-        name: e.g. `train preferences`.
-        num_rows: encoded rows.
+        name: title, e.g. `train preferences`.
+        num_rows: number of encoded rows.
         domains: rows a domain; "" where a row has none.
         lengths: token lengths of `prompt`, `response`, or of `chosen` and `rejected`, EOS included.
         labels: rows of each label, where rows have one.
@@ -145,7 +145,7 @@ def summarize(
 
     Args:
         encoded: the rows of one split, all of one kind.
-        name: the title.
+        name: title of the summary.
         report: what `encode_all` said about them.
         skipped: messages about bad records that were left out.
     """
@@ -188,10 +188,10 @@ def _missing_columns(encoded: Sequence[Encoded]) -> dict[str, int]:
 
 
 def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
-    """Return what is odd in the splits of a run's data as metrics, `data/*`; nothing where it is 0.
+    """Return the anomalies in a run's data as metrics, `data/*`; a count of 0 is left out.
 
     Args:
-        summaries: one a split.
+        summaries: one summary per split.
     """
     counts = {
         "data/contradicting_pairs": sum(s.num_contradictions for s in summaries),
@@ -205,8 +205,8 @@ def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
 def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase, n: int) -> str:
     """Return the first `n` rows decoded, special tokens and all; what is learnt is in `[[...]]`.
 
-    Of a preference both sides are shown, with the scored answers in the brackets; of an unpaired
-    row its answer, with its label.
+    A preference shows both sides, with the scored responses in the brackets; an unpaired row its
+    response, with its label.
     """
     lines = []
     for number, row in enumerate(encoded[:n], start=1):
@@ -218,7 +218,7 @@ def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBa
             lines.append(f"example {number}: {decoded(row.input_ids, tokenizer)}")
         else:
             sides = {"chosen": row.chosen_input_ids, "rejected": row.rejected_input_ids}
-            if row.label is not None:  # the other side is an answer to another prompt
+            if row.label is not None:  # the other side is a response to another prompt
                 sides = {f"label {str(row.label).lower()}": row.chosen_input_ids}
             for side, ids in sides.items():
                 mask = [i >= row.prompt_length for i in range(len(ids))]
@@ -235,7 +235,7 @@ def render_table(table: Table) -> str:
 
 
 def _marked(ids: Any, mask: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decode runs of tokens with the same mask, so that the marks stand at token boundaries."""
+    """Decode runs of tokens with the same mask, so that the marks are at token boundaries."""
     text, start = "", 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or bool(mask[end]) != bool(mask[start]):

@@ -182,5 +182,5 @@ def check_characters(text: str, name: str, where: Location) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         found = f"{name} holds half of a character (U+{ord(text[error.start]):04X})"
-        fix = "write the file anew with whole characters, as UTF-8"
+        fix = "write the file again with whole characters, as UTF-8"
         raise BadRecordError(where, found, fix) from error

@@ -1,4 +1,4 @@
-"""Unpaired rows for KTO: each beside its prompt with an answer to another prompt."""
+"""Unpaired rows for KTO: each with its prompt and a response to another prompt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
 def beside_other_answers(
     rows: Sequence[EncodedSequence], others: Sequence[EncodedSequence], *, max_length: int
 ) -> list[EncodedPreference]:
-    """Return unpaired rows, each beside its prompt with an answer to another prompt.
+    """Return unpaired rows, each with its prompt and a response to another prompt.
 
-    It is the answer of the row before among `others`, without those of the same prompt; before the
-    first row comes the last one. It only estimates a KL, and is cut where it does not fit.
+    It is the response of the row before among `others`, without those of the same prompt; before
+    the first row comes the last one. It only estimates a KL, and is cut where it does not fit.
 
     Args:
-        rows: of one split, with labels.
-        others: the training rows.
-        max_length: most tokens of prompt and other answer.
+        rows: rows of one split, with labels.
+        others: rows of the training split.
+        max_length: most tokens of prompt and other response.
 
     Raises:
         ValueError: if all `others` have the prompt of a row.
@@ -39,8 +39,8 @@ def beside_other_answers(
         other = last if prompts[last] != prompt.tobytes() else before[last]
         if other is None:
             raise ValueError(
-                "all unpaired rows have one prompt: KTO estimates its KL from answers to other "
-                "prompts, give it rows of several"
+                "all unpaired rows have one prompt: KTO estimates its KL from responses to other "
+                "prompts; add rows of other prompts"
             )
         joined = np.concatenate([prompt, parts[other][1]])[:max_length]
         paired.append(

@@ -112,8 +112,8 @@ class SentimentGold:
     `win rate = 0.5 + (share of the policy - share of the baseline) / 2`: 25 points more are 0.625.
 
     Args:
-        classifier: fitted on sentences no stage sees.
-        accuracy: of the classifier on whole sentences it was not fitted on.
+        classifier: classifier fitted on sentences that no stage sees.
+        accuracy: accuracy of the classifier on whole sentences that it was not fitted on.
     """
 
     def __init__(self, classifier: BagOfWords, accuracy: float) -> None:

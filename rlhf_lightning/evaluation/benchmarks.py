@@ -24,15 +24,15 @@ from rlhf_lightning.runs.metric_catalog import part_key
 
 @dataclass(frozen=True)
 class Candidates:
-    """Answers to one prompt, the correct ones first.
+    """Responses to one prompt, the correct ones first.
 
     Args:
-        prompt: plain or conversational.
-        answers: as the prompt.
-        num_correct: of the answers.
-        subset: its name, or "".
-        group: what it belongs to within its subset, or "".
-        record: of a pair that comes from one.
+        prompt: a text, or a list of messages.
+        answers: responses in the form of the prompt.
+        num_correct: number of correct responses.
+        subset: name of the subset, or "".
+        group: name of the group within its subset, or "".
+        record: record of a pair that comes from one.
     """
 
     prompt: Text
@@ -44,7 +44,7 @@ class Candidates:
 
 
 class Scored(NamedTuple):
-    """Scores and tokens of all answers to one prompt, in their order."""
+    """Scores and tokens of all responses to one prompt, in their order."""
 
     candidates: Candidates
     scores: Sequence[float]
@@ -52,10 +52,10 @@ class Scored(NamedTuple):
 
 
 class RewardBenchmark(Protocol):
-    """A set of answers that are known to be good and bad."""
+    """A set of responses that are known to be good or bad."""
 
     def candidates(self, *, chat: bool) -> list[Candidates]:
-        """Return the answers; plain prompts as conversations if `chat`."""
+        """Return the responses; plain prompts as conversations if `chat`."""
 
     def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/...`."""
@@ -130,7 +130,7 @@ class RewardBench2:
     path: str | Path | None = None
 
     def candidates(self, *, chat: bool) -> list[Candidates]:
-        """Return the answers to each prompt.
+        """Return the responses to each prompt.
 
         Raises:
             BadRecordError: for a row without the columns of the set.
@@ -202,7 +202,7 @@ def best_of_credit(scores: Sequence[float]) -> float:
 
 
 class _Margins(NamedTuple):
-    accurate: bool  # every correct answer above every wrong one
+    accurate: bool  # every correct response above every wrong one
     among_correct: float  # best correct less worst correct
     to_wrong: float  # worst correct less best wrong
 
@@ -214,15 +214,15 @@ def _margins(one: Scored) -> _Margins:
 
 
 def ties_measures(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return the score of the ties subset and what it is made of.
+    """Return the score of the ties subset and its components.
 
-    A number has a prompt with one correct answer (`ref:`) and one with several (`tied:`). The score
-    is 0.3 of each one's accuracy, 0.2 of the share of numbers whose correct answers differ by less
-    than they are above the wrong ones, 0.2 of the same with the smaller of both prompts' margins,
-    and 0.01 of `tanh(margin / spread - 1)`.
+    A number has a prompt with one correct response (`ref:`) and one with several (`tied:`). The
+    score is 0.3 of each one's accuracy, 0.2 of the share of numbers whose correct responses differ
+    by less than they are above the wrong ones, 0.2 of the same with the smaller of both prompts'
+    margins, and 0.01 of `tanh(margin / spread - 1)`.
 
     Raises:
-        ValueError: if a number has one of the two only.
+        ValueError: if a number has only one of the two.
     """
     of = {one.candidates.group: _margins(one) for one in scored}
     ref = {group.partition(":")[2]: m for group, m in of.items() if group.startswith("ref:")}
@@ -248,6 +248,6 @@ def ties_measures(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def offsets(candidates: Sequence[Candidates]) -> list[tuple[int, int]]:
-    """Return begin and end of each one's answers in a list of all answers."""
+    """Return begin and end of each prompt's responses in a list of all responses."""
     ends = np.cumsum([0, *(len(one.answers) for one in candidates)]).tolist()
     return list(pairwise(ends))

@@ -1,7 +1,7 @@
-"""Best-of-n sampling: the answer that a scorer likes best among n of one policy.
+"""Best-of-n sampling: the response that a scorer ranks best among n of one policy.
 
-Estimated for every n from one pool of answers a prompt. Legend: N prompts, M answers of the pool
-to each, L answers of the baseline.
+Estimated for every n from one pool of responses per prompt. Legend: N prompts, M responses of the
+pool to each, L responses of the baseline.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rlhf_lightning.rollout.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class Pool:
-    """Measures of a policy's answers to each prompt, `[N, M]` float64.
+    """Scores and lengths of a policy's responses to each prompt, `[N, M]` float64.
 
     Args:
-        scores: by the scorer that chooses among them.
+        scores: scores by the scorer that chooses among them.
         lengths: response tokens, EOS included.
         gold: the true reward; None where it is not known.
     """
@@ -56,18 +56,18 @@ def sample_pool(
     seed: int,
     gold: GoldReward | None = None,
 ) -> Pool:
-    """Sample `size` answers to each prompt, score them, and return the measures of the pool.
+    """Sample `size` responses to each prompt, score them, and return their pool.
 
-    The noise of an answer depends on the seed, its place in the pool and its prompt: a smaller pool
-    is the beginning of a larger one.
+    The noise of a response depends on the seed, its place in the pool and its prompt: a smaller
+    pool is the beginning of a larger one.
 
     Args:
-        policy: answers.
+        policy: policy to sample from.
         batches: held-out prompts, each once.
-        sampling: engine and settings.
-        scorer: chooses among the answers.
-        size: of the pool.
-        seed: of the noise.
+        sampling: engine and decoding.
+        scorer: scorer that chooses among the responses.
+        size: size of the pool.
+        seed: seeds the sampling noise.
         gold: the true reward, where it is known.
     """
     noise = RowNoise(seed, "best_of")
@@ -100,23 +100,23 @@ def _table(by_place: Sequence[Sequence[float]]) -> Tensor:
 def measure_best_of(
     pool: Pool, counts: Sequence[int], *, baseline_gold: Tensor | None
 ) -> dict[str, float]:
-    """Return what the best of n answers is worth, as `best_of/<n>/...`, for each n of `counts`.
+    """Return metrics of the best of n responses, as `best_of/<n>/...`, for each n of `counts`.
 
-    Every figure is the mean over prompts of an expectation over all ways to draw n answers from the
-    pool without replacement, which is unbiased. Win rate, gold and score have a 95 % interval over
-    prompts: a prompt's expectation is one observation.
+    Every figure is the mean over prompts of an expectation over all ways to draw n responses from
+    the pool without replacement, which is unbiased. Win rate, gold and score have a 95 % interval
+    over prompts: a prompt's expectation is one observation.
 
-    * `gold_win_rate`: against the baseline's answers to the same prompt, ties one half; see
+    * `gold_win_rate`: against the baseline's responses to the same prompt, ties one half; see
       `share_over_prompts`.
-    * `gold`, `score`, `response_length`: of the answer that is chosen.
+    * `gold`, `score`, `response_length`: of the chosen response.
     * `kl_per_response`: `log n - (n - 1) / n` nats from the policy that is sampled, an upper bound
-      (near the KL where answers hardly repeat, far above it where they do); `kl_per_token` is that
-      by the mean response length.
+      (near the KL where responses hardly repeat, far above it where they do); `kl_per_token` is
+      that by the mean response length.
 
     Args:
-        pool: of the policy.
+        pool: responses of the policy.
         counts: the n, none above the size of the pool.
-        baseline_gold: `[N, L]` gold of the baseline's answers; None where it is not known.
+        baseline_gold: `[N, L]` gold of the baseline's responses; None where it is not known.
 
     Source: Nakano et al. 2021, "WebGPT", appendix I (the estimator); Beirami et al. 2024,
     "Theoretical guarantees on the best-of-n alignment policy", theorem 1 (the bound).

@@ -49,13 +49,13 @@ class Comparison:
     """The comparison of a policy with a baseline on the same held-out prompts.
 
     Args:
-        win_rate: share of prompts on which the policy's answer is better, ties one half: by the
+        win_rate: share of prompts on which the policy's response is better, ties one half: by the
             gold reward where there is one, else by the reward.
         low, high: its 95 % interval; see docs/evaluation.md.
-        num_prompts: that both were asked.
+        num_prompts: number of prompts.
         metrics: everything that was measured, as `val/*`; see docs/metrics.md.
-        samples: prompts with an answer of each side.
-        gates: what was reached of `gates`.
+        samples: prompts with a response of each side.
+        gates: results of `gates`.
     """
 
     win_rate: float
@@ -89,36 +89,36 @@ def compare(
 ) -> Comparison:
     """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward` or `gold`.
 
-    Both answer the same prompts, sampled at `temperature` with noise of their own. A reward that a
-    policy was trained on says how far training went, not how good the answers are: for that give
-    `gold`, which no stage has seen.
+    Both respond to the same prompts, sampled at `temperature` with independent noise. The reward
+    that a policy was trained on shows how far training went, not how good the responses are: for
+    that give `gold`, which no stage has seen.
 
     After `fit` by a Trainer of `trainer_arguments` the run's summary and report show it.
 
     Args:
         policy: a module with a trained policy, or the folder or hub name of one.
-        baseline: likewise.
-        prompts: a DataModule, or what one takes as its source; its held-out part is asked. The data
-            that the policy was trained on have the held-out part of that training.
+        baseline: the other side, in the same forms.
+        prompts: a DataModule, or a source of one; its held-out part is used. The data that the
+            policy was trained on have the held-out part of that training.
         reward: function, folder or hub name of a reward model, or scorer; see `PPOModule`. None for
             the one that the policy was trained on, if it was.
         gold: a function `(prompts, completions, finished, **columns) -> list of numbers`.
-        safety: which prompts are to be refused, and what tells a refusal.
-        gates: by name, such as `{"moved": {"metric": "val/kl_per_token", "at_least": 0.01}}`.
-        num_prompts: how many are asked at most; a random part of the held-out ones.
-        num_samples: that are kept; None for all.
-        answers_per_prompt: of each side.
-        max_new_tokens: of a response; None for what the policy was trained with, else 64.
+        safety: prompts that must be refused, and the detector of refusals.
+        gates: gates by name, such as `{"moved": {"metric": "val/kl_per_token", "at_least": 0.01}}`.
+        num_prompts: largest number of prompts, a random part of the held-out ones.
+        num_samples: number of samples to keep; None for all.
+        answers_per_prompt: responses of each side to each prompt.
+        max_new_tokens: longest response in tokens; None for that of the policy's training, else 64.
         max_prompt_length: longer prompts are left out; None for the DataModule's, else 512, if that
             leaves room for a response in the policy's context.
-        temperature: of sampling, 0 for the likeliest token; None for what the policy was trained
-            with, else 1.
-        batch_size: prompts that are answered together.
+        temperature: sampling temperature, 0 for the likeliest token; None for that of the policy's
+            training, else 1.
+        batch_size: prompts in one batch of generation.
         micro_batch_size: rows of a forward of the KL; None for all of a batch.
-        seed: of the drawing and the sampling.
+        seed: seeds the choice of prompts and the sampling.
 
     Raises:
-        TypeError: if nobody judges.
+        TypeError: if there is neither a reward nor a gold reward.
         ValueError: if no prompt is held out, the two tokenizers differ, or the reward scores no
             pair of responses.
     """
@@ -205,7 +205,7 @@ def _sampling(
     temperature: float | None,
     micro_batch_size: int | None,
 ) -> Sampling:
-    """Return how both sides answer: as the policy was trained, but for what is given."""
+    """Return the sampling of both sides: that of the policy's training, except for given values."""
     sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
     pad: Any = side.tokenizer.pad_token_id
     return Sampling(
@@ -221,12 +221,12 @@ def _sampling(
 def comparison_in_training(
     module: Any, data: RecordDataModule, *, num_prompts: int, **judges: Any
 ) -> HeldOutComparison | None:
-    """Return what compares a policy that is being trained with its reference, every few iterations.
+    """Return the comparison of a policy in training with its reference, for every few iterations.
 
     Args:
-        module: with policy, reference and scorer.
-        data: that it is trained on, with a held-out part.
-        num_prompts: at most so many are asked.
+        module: module with policy, reference and scorer.
+        data: data that it is trained on, with a held-out part.
+        num_prompts: largest number of prompts.
         judges: `gold` and `safety`, as in `compare`.
     """
     side = _side(module, "policy")

@@ -32,13 +32,13 @@ def win_rate_over_prompts(
 ) -> Interval:
     """Return the win rate over all pairs of responses to a prompt, its interval over prompts.
 
-    Responses to one prompt are alike, so they are no independent trials: see `share_over_prompts`.
+    Responses to one prompt are alike, so they are not independent trials: see `share_over_prompts`.
     With one response a prompt use `win_rate`, whose interval is Wilson's on the prompts.
 
     Args:
         policy_scores: `[N, K]`, K responses to each of N prompts.
-        baseline_scores: `[N, L]`.
-        confidence: of the two-sided interval.
+        baseline_scores: `[N, L]`, L responses to the same prompts.
+        confidence: coverage of the two-sided interval.
 
     Raises:
         ValueError: if the numbers of prompts differ or a score is NaN.
@@ -48,11 +48,11 @@ def win_rate_over_prompts(
 
 
 def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
-    """Return `[N, K, L]`: 1 where the policy's answer beats the baseline's, a tie one half.
+    """Return `[N, K, L]`: 1 where the policy's response beats the baseline's, a tie one half.
 
     Args:
-        policy_scores: `[N, K]`, K answers to each of N prompts.
-        baseline_scores: `[N, L]`.
+        policy_scores: `[N, K]`, K responses to each of N prompts.
+        baseline_scores: `[N, L]`, L responses to the same prompts.
 
     Raises:
         ValueError: if the numbers of prompts differ or a score is NaN.
@@ -76,12 +76,12 @@ def share_over_prompts(
 
     Wilson's interval at the number of yes-or-no prompts that would vary as much, `n p (1 - p) / v`,
     with Student's quantile for n prompts. v is the variance of the shares, to which one more prompt
-    with the variance `p (1 - p)` is added: a few prompts that agree by chance say little of the
+    with the variance `p (1 - p)` is added: a few prompts that agree by chance say little about the
     next one. Where all agree it is Wilson's on the number of prompts. A test measures its coverage.
 
     Args:
         by_prompt: `[N]`, each between 0 and 1.
-        confidence: of the two-sided interval.
+        confidence: coverage of the two-sided interval.
         seed: not read; the bootstrap that this interval replaced had one.
 
     Source: Wilson 1927; Dean and Pagano 2015 (Wilson's interval at an effective sample size).
@@ -114,17 +114,17 @@ def length_controlled_win_rate(
     policy_lengths: Sequence[int],
     baseline_lengths: Sequence[int],
 ) -> float:
-    """Return the win rate that a policy would have with answers as long as the baseline's.
+    """Return the win rate that a policy would have with responses as long as the baseline's.
 
     A logistic regression of the win (a tie counts one half) on `tanh(d / sd(d))`, d the difference
-    of the lengths, with a light ridge on its slope; the answer is its prediction at d = 0. If
+    of the lengths, with a light ridge on its slope; the result is its prediction at d = 0. If
     lengths never differ this is the plain win rate.
 
     Args:
-        policy_scores: one a prompt.
-        baseline_scores: of the same prompts, in the same order.
-        policy_lengths: tokens of the policy's answers.
-        baseline_lengths: tokens of the baseline's.
+        policy_scores: one score per prompt.
+        baseline_scores: scores of the same prompts, in the same order.
+        policy_lengths: lengths of the policy's responses, in tokens.
+        baseline_lengths: lengths of the baseline's responses, in tokens.
 
     Raises:
         ValueError: if the four do not have one number a prompt, or there is no prompt.

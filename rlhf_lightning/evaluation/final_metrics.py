@@ -25,9 +25,9 @@ class Findings:
     """The measurements at the end of a stage.
 
     Args:
-        metrics: flat, final.
-        samples: rows for samples.jsonl.
-        values: that lie behind the metrics, for distributions.jsonl.
+        metrics: final metrics, flat.
+        samples: rows of samples.jsonl.
+        values: values behind the metrics, for distributions.jsonl.
         seconds: wall-clock seconds by phase: `measure`, `export`.
     """
 
@@ -49,12 +49,12 @@ class Findings:
 
 
 def score_spread(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return `rollout/score_std_max`: how far the scores of one rollout were apart at the most.
+    """Return `rollout/score_std_max`: the largest spread of scores in one rollout.
 
-    0 where they never were, but for rounding: then there was nothing to learn.
+    0 (up to rounding) means that there was nothing to learn.
 
     Args:
-        rows: of metrics.csv.
+        rows: rows of metrics.csv.
     """
     spreads = [
         0.0 if all_equal(row["rollout/score"], std) else std
@@ -69,9 +69,9 @@ def held_out_loss(module: SFTModule, policy: PolicyModel, batches: Iterable[SFTB
     """Return the mean token loss of another policy on held-out demonstrations, nats.
 
     Args:
-        module: computes it, as in a validation.
+        module: module that computes it, as in a validation.
         policy: whole on every rank.
-        batches: of this rank.
+        batches: batches of this rank.
     """
     device = next(policy.root.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens

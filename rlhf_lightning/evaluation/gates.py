@@ -23,15 +23,15 @@ LEVER = "weight of the KL penalty (kl_coef, DPO: beta)"
 def explain_accuracy(accuracy: float, metrics: Mapping[str, float | None]) -> str:
     """Return the likely cause of a low `val/accuracy`, with its evidence and what to try.
 
-    The first that applies: overfitting, if accuracy on training pairs exceeds that on held-out
-    ones by more than 0.05; noise, if the labels allow less than 0.88 and the interval of the
-    held-out accuracy reaches what lies 0.03 below that; capacity, if a larger model is better by
-    0.02; where it is not, too little training if the labels are known to allow more, and noise if
-    that is not known; without a larger model, too little capacity or training if the labels are
-    known to allow more; else what would tell.
+    The first that applies: overfitting, if accuracy on training pairs exceeds that on held-out ones
+    by more than 0.05; noise, if the labels allow less than 0.88 and the interval of the held-out
+    accuracy reaches what lies 0.03 below that; capacity, if a larger model is better by 0.02; where
+    it is not, too little training if the labels are known to allow more, and noise if that is not
+    known; without a larger model, too little capacity or training if the labels are known to allow
+    more; else the measurement that would tell.
 
     Args:
-        accuracy: `val/accuracy`.
+        accuracy: value of `val/accuracy`.
         metrics: where measured `val/accuracy_high` (0.03 above it without),
             `val/train_accuracy`, `val/label_ceiling` and `val/larger_model_accuracy`.
     """
@@ -160,17 +160,17 @@ Metrics = Mapping[str, float | None]
 def check_gates(
     gates: Mapping[str, Gate], metrics: Metrics, *, required: Collection[str] = ()
 ) -> tuple[GateResult, ...]:
-    """Hold final metrics against thresholds; see `docs/evaluation.md`.
+    """Compare final metrics with thresholds; see `docs/evaluation.md`.
 
     Args:
         gates: name -> {metric, and one of at_least, at_most (numbers) and above (a metric)}, with
             `or_near` and `optional` where wanted. An optional one need not be measured; a metric
             that is there and not finite fails it.
-        metrics: final metrics.
-        required: metrics that are asked for, so that their gates are not optional.
+        metrics: final metrics of the run.
+        required: metrics that were requested, so that their gates are not optional.
 
     Raises:
-        ValueError: if a gate is none.
+        ValueError: if a gate is malformed.
     """
     return tuple(
         _check_gate(name, {**gate, "optional": False} if _asked(gate, required) else gate, metrics)
@@ -179,7 +179,7 @@ def check_gates(
 
 
 def gate_problem(gate: Any) -> str | None:
-    """Return what is wrong with a gate as it stands in a configuration, or None."""
+    """Return the fault of a gate in a configuration, or None."""
     if not isinstance(gate, Mapping):
         return "must be a group {metric: ..., at_least: ...}"
     unknown = [key for key in gate if key not in KEYS]

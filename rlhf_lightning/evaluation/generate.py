@@ -1,4 +1,4 @@
-"""A policy's answers to held-out prompts, and how they compare with a baseline's.
+"""A policy's responses to held-out prompts, compared with a baseline's.
 
 Legend: B rows, R response.
 """
@@ -43,18 +43,18 @@ class Sampling:
 
 @dataclass
 class PolicyAnswers:
-    """Answers to prompts, and what was measured of them; all lists are by answer.
+    """Responses to prompts, with their scores; all lists are by response.
 
     Args:
-        prompts: as text; each stands `answers_per_prompt` times in a row.
-        domains: of the prompts.
-        completions: the answers as text.
+        prompts: prompts as text; each is repeated `answers_per_prompt` times in a row.
+        domains: domains of the prompts.
+        completions: responses as text.
         finished: whether they ended by themselves.
-        token_ids: of the answers.
-        kl: of an answer, from the reference, nats.
-        scores: of the answers.
+        token_ids: token ids of the responses.
+        kl: KL of a response from the reference, nats.
+        scores: scores of the responses.
         columns: columns of the prompts.
-        answers_per_prompt: how many each prompt has.
+        answers_per_prompt: number of responses to each prompt.
     """
 
     prompts: list[str]
@@ -70,7 +70,7 @@ class PolicyAnswers:
     def extend(
         self, answers: Answers, scorer: Scorer | None, kl: Sequence[float] | None = None
     ) -> None:
-        """Add the answers of a batch; without a scorer the scores are NaN, without a KL it is 0."""
+        """Add the responses of a batch; scores are NaN without a scorer, KL is 0 without one."""
         prompts, mask = answers.prompts, answers.response_mask.cpu()
         responses = answers.sequences[:, -mask.shape[1] :].cpu()
         rows = range(len(prompts))
@@ -86,7 +86,7 @@ class PolicyAnswers:
         )
 
     def rows(self, rows: Sequence[int]) -> PolicyAnswers:
-        """Return some of the answers."""
+        """Return some of the responses."""
         chosen: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in chosen.items():
             if isinstance(value, list) and value:  # columns may be left out
@@ -94,7 +94,7 @@ class PolicyAnswers:
         return PolicyAnswers(**chosen)
 
     def append(self, other: PolicyAnswers) -> None:
-        """Add the answers of `other`."""
+        """Add the responses of `other`."""
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), list):
                 value.extend(getattr(other, one.name))
@@ -119,13 +119,13 @@ def sample_answers(
     """Sample one response a row.
 
     Args:
-        policy: answers.
-        batches: held-out prompts.
-        sampling: engine and settings.
-        noise: by row; give each policy its own.
+        policy: policy to sample from.
+        batches: batches of held-out prompts.
+        sampling: engine and decoding.
+        noise: noise by row; give each policy different noise.
         reference: for the KL, k1 summed over a response, nats; without it 0.
         scorer: for the scores; without it NaN.
-        answers_per_prompt: how often in a row each prompt stands in `batches`.
+        answers_per_prompt: how often each prompt is repeated in `batches`.
     """
     result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
     device = policy.device
@@ -153,13 +153,13 @@ def sample_answers(
 def shared_among_ranks(
     batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyAnswers]
 ) -> PolicyAnswers:
-    """Return the answers to all batches, in order, of which each rank has asked its part.
+    """Return the responses to all batches, in order; each rank samples its part.
 
-    A rank with fewer batches asks one again, as all must run a sharded model equally often.
+    A rank with fewer batches repeats one, as all must run a sharded model equally often.
 
     Args:
         batches: the same on every rank.
-        ask: batches -> their answers.
+        ask: batches -> responses to them.
     """
     ranks = world_size()
     if ranks == 1:
@@ -180,7 +180,7 @@ def _sequence_kl(
 ) -> list[float]:
     def kl_of_rows(rows: torch.Tensor) -> tuple[torch.Tensor]:
         batch = answers.rows(rows)
-        # Answers of the likeliest tokens are compared under the models as they are.
+        # Greedy responses are compared under the models as they are.
         temperature = sampling.temperature or 1.0
         new, ref = (
             response_statistics(model, batch, temperature=temperature, with_entropy=False)
@@ -197,14 +197,14 @@ def _sequence_kl(
 
 
 def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
-    """Return the gold reward of each answer."""
+    """Return the gold reward of each response."""
     # Copies, which the function may change.
     texts = list(answers.prompts), list(answers.completions), list(answers.finished)
     return gold(*texts, **asked_columns(gold, answers.columns))
 
 
 def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
-    """Return the means of what else a gold reward measures: its `details`, if it has any."""
+    """Return the means of further values of a gold reward: its `details`, if it has any."""
     measure = getattr(gold, "details", None)
     if measure is None:
         return {}
@@ -214,7 +214,7 @@ def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
 
 
 def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
-    """Return length, distinct-2 and share finished of the answers, as `<prefix>...`."""
+    """Return length, distinct-2 and share finished of the responses, as `<prefix>...`."""
     rows = len(answers.prompts)
     return {
         f"{prefix}response_length": sum(answers.lengths) / rows,
@@ -228,7 +228,7 @@ def _or_none(score: float) -> float | None:
 
 
 def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
-    """Return score and length of every answer of both sides, for distributions.jsonl."""
+    """Return score and length of every response of both sides, for distributions.jsonl."""
     return {
         "held_out": "answers",
         **{"score": policy.scores, "length": policy.lengths},
@@ -239,7 +239,7 @@ def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
 def side_by_side(
     policy: PolicyAnswers, baseline: PolicyAnswers, count: int
 ) -> list[dict[str, object]]:
-    """Return the first `count` prompts with an answer of each, for samples.jsonl and the report."""
+    """Return the first `count` prompts with a response of each, for samples.jsonl."""
     mine, theirs = policy.answers_per_prompt, baseline.answers_per_prompt
     return [
         {

@@ -1,4 +1,4 @@
-"""Judges that hold an answer against a known right one: the same text, number or command.
+"""Judges that compare a response with a known right one: the same text, number or command.
 
 Each names the prompt columns it reads in `columns`; `gold_scores` hands them over by name.
 """
@@ -12,10 +12,10 @@ from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_rewa
 
 
 class ExactMatchGold:
-    """1.0 where the answer is the reference but for white space, and ended by itself; else 0.0.
+    """1.0 where the response equals the reference up to white space and ended by itself; else 0.0.
 
     Args:
-        column: of the references.
+        column: column of the references.
     """
 
     def __init__(self, *, column: str = REFERENCE) -> None:
@@ -52,10 +52,10 @@ class ExactMatchGold:
 
 
 class NumberGold:
-    """1.0 where the answer gives the right number, else 0.0, whatever the reward pays for it.
+    """1.0 where the response gives the right number, else 0.0, whatever the reward pays for it.
 
     Args:
-        reward: reads the numbers.
+        reward: reward that reads the numbers.
     """
 
     def __init__(self, reward: NumberReward) -> None:
@@ -69,7 +69,7 @@ class NumberGold:
         finished: Sequence[bool],
         **columns: Sequence[str],
     ) -> list[float]:
-        """Return 1.0 or 0.0 a row; an answer that was cut off after its number counts."""
+        """Return 1.0 or 0.0 per row; a response that was cut off after its number counts."""
         wanted = self.reward.references(columns)
         rows = zip(completions, wanted, strict=True)
         return [float(self.reward.extract(text) == number) for text, number in rows]
@@ -92,7 +92,7 @@ class CommandGold:
     """The share of a shell command that is right, from 0 to 1: `command_reward`.
 
     Args:
-        column: of the right commands.
+        column: column of the right commands.
     """
 
     def __init__(self, *, column: str = REFERENCE) -> None:

@@ -1,4 +1,4 @@
-"""Held-out prompts that two policies answer: after a stage, during it, and in `evaluate`."""
+"""Held-out prompts that two policies respond to: after a stage, during it, and in `evaluate`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Questions:
-    """The prompts that both sides are asked.
+    """The prompts for both sides.
 
     Args:
-        batches: held-out prompts, each `answers_per_prompt` times in a row.
-        safety: prompts that a safety check reads from its own file; domains say which are harmful.
-        answers_per_prompt: of each side.
+        batches: held-out prompts, each repeated `answers_per_prompt` times in a row.
+        safety: prompts of a safety check's file; domains say which are harmful.
+        answers_per_prompt: responses of each side to each prompt.
     """
 
     batches: Sequence[PromptBatch]
@@ -64,7 +64,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class SideAnswers:
-    """Answers of one side to the held-out prompts, and to those of a safety file, if any."""
+    """Responses of one side to the held-out prompts, and to those of a safety file, if any."""
 
     main: PolicyAnswers
     safety: PolicyAnswers | None = None
@@ -72,17 +72,17 @@ class SideAnswers:
 
 @dataclass(frozen=True)
 class HeldOutComparison:
-    """Asks two policies the same and measures what they say; ranks share the prompts.
+    """Samples two policies on the same prompts and compares them; ranks share the prompts.
 
-    The two draw with different noise, each always with the same: asking the same policy again gives
-    the same answers.
+    The two use different noise, each always the same: sampling a policy again gives the same
+    responses.
 
     Args:
-        questions: the prompts.
-        sampling: engine and settings.
-        judges: who says what is better.
-        seed: of the noise and the bootstrap.
-        scorer: scores the answers of both; it is what `judges.scored` says there is.
+        questions: prompts of both sides.
+        sampling: engine and decoding.
+        judges: judges of which response is better.
+        seed: seeds the sampling and self-BLEU.
+        scorer: scores the responses of both; needed if `judges.scored`.
     """
 
     questions: Questions
@@ -92,7 +92,7 @@ class HeldOutComparison:
     scorer: Scorer | None = None
 
     def ask_policy(self, policy: PolicyModel, reference: PolicyModel | None) -> SideAnswers:
-        """Return the answers of the policy, with their KL from the reference where there is one."""
+        """Return the responses of the policy, with their KL from the reference if there is one."""
         return self._ask(policy, reference, 0)
 
     def ask_baseline(
@@ -101,12 +101,12 @@ class HeldOutComparison:
         questions: Questions | None = None,
         sampling: Sampling | None = None,
     ) -> SideAnswers:
-        """Return the answers of the baseline.
+        """Return the responses of the baseline.
 
         Args:
-            baseline: answers.
-            questions: the same ones, as its own tokenizer reads them.
-            sampling: with its own tokenizer and stop ids.
+            baseline: policy to sample from.
+            questions: the same prompts, in the tokens of its tokenizer.
+            sampling: sampling with its tokenizer and stop ids.
         """
         other = replace(
             self, questions=questions or self.questions, sampling=sampling or self.sampling
@@ -121,13 +121,13 @@ class HeldOutComparison:
         num_samples: int | None = None,
         metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> Findings:
-        """Ask both policies and return what was measured, with samples and values.
+        """Sample both policies and return metrics, samples and values.
 
         Args:
-            policy: answers, and is measured against `baseline`.
-            baseline: answers too; the KL is from it.
-            num_samples: prompts that are kept with an answer of each; None for all.
-            metrics: that are known already.
+            policy: policy that is compared with `baseline`.
+            baseline: the other policy; the KL is from it.
+            num_samples: prompts to keep with a response of each; None for all.
+            metrics: metrics that are known already.
         """
         mine, theirs = self.ask_policy(policy, baseline), self.ask_baseline(baseline)
         count = len(mine.main.prompts) if num_samples is None else num_samples
@@ -136,7 +136,7 @@ class HeldOutComparison:
         return Findings({**metrics, **self.measure(mine, theirs)}, samples, values)
 
     def measure(self, mine: SideAnswers, theirs: SideAnswers) -> dict[str, float]:
-        """Return all measures of the policy against the baseline, as `val/*`."""
+        """Return all metrics of the policy against the baseline, as `val/*`."""
         metrics = measure_sides(mine.main, theirs.main, self.judges, seed=self.seed)
         safety = self.judges.safety
         if safety is not None and mine.safety is not None and theirs.safety is not None:
@@ -204,21 +204,21 @@ def held_out_comparison(
     over_long: OverLong = "drop",
     setting: str = "max_prompt_length",
 ) -> HeldOutComparison | None:
-    """Return what compares policies on the held-out prompts of a source; None if it has none.
+    """Return the comparison on the held-out prompts of a source; None if it has none.
 
     Args:
-        source: of records with prompts.
-        sampling: how both answer; its tokenizer is that of both.
-        scorer: scores answers, or None.
-        gold: scores texts, and no stage has seen it; or None.
-        safety: which prompts are to be refused, and what refuses; or None.
-        num_prompts: at most so many are asked, a random part of those that are short enough.
-        answers_per_prompt: of each side.
-        max_prompt_length: in tokens.
+        source: source of records with prompts.
+        sampling: sampling of both sides; its tokenizer is that of both.
+        scorer: scores responses, or None.
+        gold: scores texts, unseen by any stage; or None.
+        safety: prompts that must be refused, and the detector of refusals; or None.
+        num_prompts: largest number of prompts, a random part of those that are short enough.
+        answers_per_prompt: responses of each side to each prompt.
+        max_prompt_length: longest prompt, in tokens.
         batch_size: rows of a batch.
-        seed: of the drawing, the noise and the bootstrap.
-        over_long: what becomes of longer prompts.
-        setting: the key that the length stands under.
+        seed: seeds the choice of prompts, the noise and self-BLEU.
+        over_long: what to do with longer prompts.
+        setting: configuration key of the length, for messages.
 
     Raises:
         BadRecordError: for a file of safety prompts that cannot be read.
@@ -257,23 +257,23 @@ def encode_questions(
     seed: int = 1,
     over_long: OverLong = "drop",
 ) -> tuple[list[list[PromptBatch]], list[int]]:
-    """Return the prompts as each tokenizer reads them, and which they are.
+    """Return the prompts in the tokens of each tokenizer, and their indices.
 
     A prompt that is too long for one of the tokenizers is left out for all, so that row i is one
-    prompt everywhere. Rows are numbered by prompt and answer.
+    prompt everywhere. Rows are numbered by prompt and response.
 
     Args:
-        records: the prompts.
-        tokenizers: of the sides.
+        records: records of the prompts.
+        tokenizers: tokenizers of the sides.
         max_prompt_length: in tokens of each.
         batch_size: rows of a batch.
-        answers_per_prompt: how often each prompt stands, in a row.
-        num_prompts: a random part of so many is asked; None for all.
-        seed: of the drawing.
-        over_long: what becomes of longer prompts.
+        answers_per_prompt: how often each prompt is repeated, in a row.
+        num_prompts: size of a random part; None for all.
+        seed: seeds the choice of prompts.
+        over_long: what to do with longer prompts.
 
     Returns:
-        Batches by tokenizer, and the indices of the records that are asked.
+        Batches by tokenizer, and the indices of the chosen records.
     """
     encoded = [
         [
@@ -307,16 +307,16 @@ def encode_safety_prompts(
     batch_size: int,
     setting: str,
 ) -> list[list[PromptBatch]]:
-    """Return the prompts of a safety file as each tokenizer reads them.
+    """Return the prompts of a safety file in the tokens of each tokenizer.
 
-    Those that are too long are left out, and told.
+    Those that are too long are left out, and reported.
 
     Args:
         records: the prompts; their domain says which kind each is.
-        tokenizers: of the sides.
+        tokenizers: tokenizers of the sides.
         max_prompt_length: in tokens of each.
         batch_size: rows of a batch.
-        setting: the key that the length stands under.
+        setting: configuration key of the length, for messages.
 
     Raises:
         ValueError: if none of a kind is left.
@@ -350,15 +350,15 @@ def written_answers(
     device: torch.device,
     scorer: Scorer | None,
 ) -> PolicyAnswers:
-    """Return given texts, such as references, as if a policy had said them, with their scores.
+    """Return given texts, such as references, as responses of a policy, with their scores.
 
     Args:
         records: the prompts, none of them too long.
         completions: one a prompt, as the records write them.
-        tokenizer: of the policy, whose tokens the scorer reads.
-        max_prompt_length: in tokens.
+        tokenizer: tokenizer of the policy, whose tokens the scorer reads.
+        max_prompt_length: longest prompt, in tokens.
         batch_size: rows that are scored together.
-        device: of the scorer's models.
+        device: device of the scorer's models.
         scorer: scores them; without it 0.
     """
     pad = int(tokenizer.pad_token_id)  # type: ignore[arg-type]

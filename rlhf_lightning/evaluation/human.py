@@ -1,7 +1,7 @@
 """People and language models as judges: blind pairs go out, labels come back.
 
 The pairs are what `rlhf_lightning.annotate` serves. A key, which raters do not see, says which
-answer is the policy's, and what the reward model gave both.
+response is the policy's, and the reward model's scores of both.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class KeyRow:
     """The key of one pair, which raters do not see.
 
     Args:
-        pair_id: of the pair; None where both answers are the same text, a tie that is not asked.
-        policy_side: which answer of the pair is the policy's.
-        domain: of the prompt.
-        policy_score, baseline_score: of the reward model; None without one.
-        policy_length, baseline_length: tokens, EOS included.
+        pair_id: id of the pair; None where both responses are the same text, a tie that is not
+            asked.
+        policy_side: the side of the pair that is the policy's.
+        domain: domain of the prompt.
+        policy_score, baseline_score: scores by the reward model; None without one.
+        policy_length, baseline_length: lengths in tokens, EOS included.
     """
 
     pair_id: str | None
@@ -51,12 +52,12 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class BlindPair:
-    """One answer of each side to one prompt.
+    """One response of each side to one prompt.
 
     Args:
-        row: of the policy's answer.
-        other: row of the baseline's.
-        side: which answer of the pair is the policy's.
+        row: row of the policy's response.
+        other: row of the baseline's response.
+        side: the side of the pair that is the policy's.
         pair: the two; None where they are the same text.
     """
 
@@ -69,16 +70,16 @@ class BlindPair:
 def draw_blind_pairs(
     mine: PolicyAnswers, theirs: PolicyAnswers, *, num_pairs: int | None, seed: int
 ) -> list[BlindPair]:
-    """Return the first answers of both sides to prompts, as pairs that do not tell whose is whose.
+    """Return the first responses of both sides to prompts, as pairs that hide whose is whose.
 
-    Which side is the pair's first is a hash of seed and answer, and the order is one of such
+    Which side is the pair's first is a hash of seed and response, and the order is one of such
     hashes.
 
     Args:
-        mine: the policy's answers.
-        theirs: the baseline's.
-        num_pairs: prompts that are drawn; None for all.
-        seed: of the drawing and of the sides.
+        mine: responses of the policy.
+        theirs: responses of the baseline.
+        num_pairs: number of prompts to draw; None for all.
+        seed: seeds the choice of prompts and of the sides.
     """
     rows = range(0, len(mine.prompts), mine.answers_per_prompt)
     drawn = sorted(rows, key=lambda row: split_fraction(f"{row}/{mine.prompts[row]}", seed))
@@ -101,14 +102,14 @@ def blind_pairs(
     scored: bool,
     seed: int,
 ) -> tuple[list[Pair], list[KeyRow]]:
-    """Return what raters see, and the key that they do not; see `draw_blind_pairs`.
+    """Return the pairs for raters, and the key that they do not see; see `draw_blind_pairs`.
 
     Args:
-        mine: the policy's answers.
-        theirs: the baseline's.
-        num_pairs: prompts that people are asked about, drawn; None for all.
-        scored: whether the answers carry scores.
-        seed: of the drawing and of the sides.
+        mine: responses of the policy.
+        theirs: responses of the baseline.
+        num_pairs: number of prompts to draw; None for all.
+        scored: whether the responses have scores.
+        seed: seeds the choice of prompts and of the sides.
     """
     drawn = draw_blind_pairs(mine, theirs, num_pairs=num_pairs, seed=seed)
     key = [
@@ -177,26 +178,27 @@ def labelling_command(folder: Path) -> str:
 def human_measures(
     key: Sequence[KeyRow], labels: Iterable[Label], *, score_scale: float | None = None
 ) -> dict[str, float]:
-    """Return people's win rate, how far they agree, and how a reward model stands up to them.
+    """Return people's win rate, their agreement, and a reward model's accuracy on their labels.
 
     A pair is won by the side that more of its raters chose; a tie, and `both_bad`, is half a vote
-    for each. `skip` counts nowhere. Answers that are the same text are ties, of which there are
-    as many as if the others had all been labelled: while labels are missing, each tie weighs the
-    share of the different pairs that have some.
+    for each. `skip` counts nowhere. Responses with the same text are ties, counted as if all other
+    pairs had been labelled: while labels are missing, each tie weighs the share of the different
+    pairs that have some.
 
     Args:
-        key: of the pairs.
-        labels: of people.
-        score_scale: by which the difference of two scores is a log-odds, such as the standard
-            deviation by which the reward model's head was normalized; None where it is not known.
+        key: key of the pairs.
+        labels: labels by people.
+        score_scale: factor that turns the difference of two scores into a log-odds, such as the
+            standard deviation by which the reward model's head was normalized; None where it is not
+            known.
 
     Returns:
         `val/human_win_rate` with `_low` and `_high` (Wilson 95 %), `val/human_tie_rate`,
-        `val/human_identical_rate` (the share of prompts that both answered with the same text),
+        `val/human_identical_rate` (the share of prompts with the same response from both),
         `val/human_num_pairs` (with a label), `val/human_num_labels`, `val/human_skipped` (pairs
-        that were seen and skipped alone),
-        `val/human_agreement` (of two raters of a pair, where there are two) and, with scores, the
-        measures of `reward_check`; its calibration error only with `score_scale`.
+        that were seen and skipped alone), `val/human_agreement` (of two raters of a pair, where
+        there are two) and, with scores, the metrics of `reward_check`; its calibration error only
+        with `score_scale`.
 
     Raises:
         ValueError: if no pair of the key was labelled.
@@ -233,10 +235,10 @@ def _rates(
     """Return the rates of the labelled pairs and of the ties that are not asked.
 
     Args:
-        prefix: of the names.
-        shares: of the policy's votes, of each labelled pair.
+        prefix: prefix of the names.
+        shares: share of the policy's votes, for each labelled pair.
         num_rows: prompts that were drawn.
-        num_different: of them, those with two different answers.
+        num_different: number of them with two different responses.
     """
     identical = (num_rows - num_different) * _labelled_share(len(shares), num_different)
     ties, rows = shares.count(0.5) + identical, len(shares) + identical
@@ -249,12 +251,12 @@ def _rates(
 
 
 def _labelled_share(num_labelled: int, num_different: int) -> float:
-    """Return what a tie of two equal answers weighs: the share of the others that have a label."""
+    """Return the weight of a tie of two equal responses: the share of other pairs with a label."""
     return num_labelled / num_different if num_different else 1.0
 
 
 def _different(key: Sequence[KeyRow]) -> set[str]:
-    """Return the pairs whose answers are not the same text: those that raters see."""
+    """Return the pairs whose responses are not the same text: those that raters see."""
     return {row.pair_id for row in key if row.pair_id is not None}
 
 
@@ -291,18 +293,18 @@ def judge_measures(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Return the judge's win rate, by domain and at equal length too, and what it is of.
+    """Return the judge's win rate, by domain and at equal length too, and its counts.
 
-    One answer of each side to a prompt is shown, without saying whose it is. Answers that are the
-    same text are ties that are not asked, and weigh what they weigh for people: the rate is that of
-    all prompts if the judge thinks of the pairs that it skipped as of those that it did not.
+    One response of each side to a prompt is shown, without its source. Responses with the same text
+    are ties that are not asked, with the weight that they have for people: the rate is that of all
+    prompts if the judge would rate the skipped pairs like the others.
 
     Args:
-        judge: compares; what the folder holds is not asked for again.
-        mine: the policy's answers.
-        theirs: the baseline's.
-        folder: for the judge's labels and replies.
-        seed: of the sides.
+        judge: annotator; pairs with a label in the folder are not asked again.
+        mine: responses of the policy.
+        theirs: responses of the baseline.
+        folder: folder of the judge's labels and replies.
+        seed: seeds the choice of the sides.
 
     Returns:
         `val/judge_win_rate` with `_low` and `_high` (Wilson 95 %), `_length_controlled` and
@@ -311,7 +313,7 @@ def judge_measures(
         `JudgeAnnotator`, `val/judge_spelled` (see `JudgeFigures`). No rate if it skipped all.
 
     Raises:
-        AnnotationError: if the judge fails; what it said before is in the folder.
+        AnnotationError: if the judge fails; its earlier labels are in the folder.
     """
     drawn = draw_blind_pairs(mine, theirs, num_pairs=None, seed=seed)
     asked = [one.pair for one in drawn if one.pair is not None]
@@ -330,7 +332,7 @@ def judge_measures(
     if asked and not shares:
         return found
     found |= _judge_rates(drawn, shares)
-    # Equal answers are alike, so that some of them weigh what all should.
+    # Equal responses are interchangeable, so that some of them can carry the weight of all.
     same = [one for one in drawn if one.pair is None]
     weighed = same[: round(len(same) * _labelled_share(len(shares), len(asked)))]
     kept = [*(one for one in drawn if one.row in shares), *weighed]
@@ -360,5 +362,5 @@ def _judge_rates(drawn: Sequence[BlindPair], shares: Mapping[int, float]) -> dic
 
 
 def _share_of(choice: str, side: Side) -> float:
-    """Return the share of a vote that the policy has, whose answer is on this side."""
+    """Return the policy's share of a vote, if its response is on this side."""
     return float(choice == side) if choice in ("first", "second") else 0.5

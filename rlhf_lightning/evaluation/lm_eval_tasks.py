@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answered(NamedTuple):
-    """What a metric makes of one question: the mean of its parts, and their number."""
+    """Result of a metric on one question: the mean of its parts, and their number."""
 
     mean: float
     parts: int
@@ -32,8 +32,8 @@ class LmEvalBenchmark:
     """Tasks of lm-eval, with paired intervals of the change from the baseline.
 
     Args:
-        tasks: their names.
-        include_path: folder of task files of one's own.
+        tasks: names of the tasks.
+        include_path: folder of further task files.
         num_fewshot: examples before each question; None as the task says.
         limit: questions of each task; None for all.
         batch_size: rows of a forward.
@@ -82,7 +82,7 @@ class LmEvalBenchmark:
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-        # lm-eval reads thousands of files of its own: not where the folder has all that is asked.
+        # lm-eval reads thousands of its files: skip them if the folder has all requested tasks.
         own = self.include_path and str(self.include_path)
         manager = TaskManager(include_path=own, include_defaults=not own)
         unknown = [task for task in self.tasks if not manager.match_tasks([task])]
@@ -133,12 +133,12 @@ def _compared(metric: str, pairs: Sequence[tuple[Answered, Answered]]) -> dict[s
 def _by_metric(
     task: str, samples: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]
 ) -> dict[str, dict[int, Answered]]:
-    """Return metric -> number of a question -> value; a metric of a filter has its name behind.
+    """Return metric -> number of a question -> value; the name of a filter is appended.
 
     Args:
-        task: its name.
-        samples: of lm-eval.
-        reported: its own results; a metric whose mean over the questions is another is left out.
+        task: name of the task.
+        samples: samples of lm-eval.
+        reported: results of lm-eval; a metric is left out if the mean over its questions differs.
     """
     values: dict[tuple[str, str], dict[int, Answered | None]] = {}
     for one in samples:

@@ -1,7 +1,7 @@
-"""Measures of two policies' answers to the same prompts: wins, length, KL, diversity.
+"""Metrics of two policies' responses to the same prompts: wins, length, KL, diversity.
 
-Legend: N prompts, K answers of the policy to each, L of the baseline. Answers of one prompt stand
-next to each other in `PolicyAnswers`.
+Legend: N prompts, K responses of the policy to each, L of the baseline. Responses to one prompt are
+adjacent in `PolicyAnswers`.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ BLEU_ORDER = 4
 BLEU_REFERENCES = 32  # self-BLEU grows with their number: never change it alone
 REPEATED = 4  # seq-rep-4
 MINE, THEIRS = "val/", "val/baseline_"
-# Details of this project's own gold rewards. Any other name has a level of its own, where it cannot
-# overwrite what else is measured.
+# Details of this project's gold rewards. Any other name gets a separate level, where it cannot
+# overwrite another metric.
 OWN_DETAILS = ("exact_match", "first_word_match", "solved", "answered")
 
 
 @dataclass(frozen=True)
 class Judges:
-    """The judges of which answer is better.
+    """The judges of which response is better.
 
     Args:
-        gold: the true reward, where it is known; it chooses nothing.
+        gold: the true reward, where it is known; only reported.
         scored: whether `PolicyAnswers.scores` holds the scores of a reward model or function.
-        safety: what is to be refused, or None.
+        safety: prompts that must be refused, and the detector of refusals; or None.
     """
 
     gold: GoldReward | None = None
@@ -63,13 +63,13 @@ class Judges:
 def measure_sides(
     mine: PolicyAnswers, theirs: PolicyAnswers, judges: Judges, *, seed: int
 ) -> dict[str, float]:
-    """Return everything that is measured of a policy against a baseline, as `val/*`.
+    """Return all metrics of a policy against a baseline, as `val/*`.
 
     Args:
-        mine: the policy's answers, K to a prompt, with their KL and scores.
-        theirs: the baseline's, L to a prompt.
-        judges: who judges.
-        seed: of self-BLEU's draws.
+        mine: responses of the policy, K to a prompt, with their KL and scores.
+        theirs: responses of the baseline, L to a prompt.
+        judges: judges of which response is better.
+        seed: seeds the draws of self-BLEU.
     """
     metrics = describe_answers(mine, MINE) | describe_answers(theirs, THEIRS)
     metrics |= variety(mine.token_ids, MINE, seed=seed)
@@ -118,19 +118,19 @@ def wins(
 ) -> dict[str, float]:
     """Return `val/<name>_win_rate` with its interval, ties, at equal length, and by domain.
 
-    A domain stands behind a whole key, `val/<name>_win_rate_low/domain/<domain>`, so that its name
-    can be any: `low` is not the lower end of the interval.
+    A domain comes behind a whole key, `val/<name>_win_rate_low/domain/<domain>`, so that even a
+    domain `low` cannot be read as the lower end of the interval.
 
-    Every answer of the policy meets every answer of the baseline to the same prompt. With one of
-    each the interval is Wilson's, else that of `share_over_prompts`; both at 95 %. Prompts with an
-    answer that has no score (NaN) are left out; `val/<name>_unscored` is their share.
+    Every response of the policy meets every response of the baseline to the same prompt. With one
+    of each the interval is Wilson's, else that of `share_over_prompts`; both at 95 %. Prompts with
+    a response that has no score (NaN) are left out; `val/<name>_unscored` is their share.
 
     Args:
-        name: of the judge.
-        mine: the policy's answers.
-        theirs: the baseline's.
-        my_scores: of `mine`, in their order.
-        their_scores: of `theirs`.
+        name: name of the judge.
+        mine: responses of the policy.
+        theirs: responses of the baseline.
+        my_scores: scores of `mine`, in their order.
+        their_scores: scores of `theirs`, in their order.
     """
     count = num_prompts(mine)
     key = f"val/{name}_win_rate"
@@ -176,10 +176,10 @@ def tie_rate(first: Tensor, second: Tensor) -> float:
 
 
 def variety(token_ids: Sequence[Sequence[int]], prefix: str, *, seed: int) -> dict[str, float]:
-    """Return how varied a set of answers is, as `<prefix>...`.
+    """Return how varied a set of responses is, as `<prefix>...`.
 
-    `distinct_1` to `_3` and `self_bleu` over all answers, `unique_fraction` and
-    `most_common_fraction` of whole answers, `repetition` (4-grams said before) inside an answer.
+    `distinct_1` to `_3` and `self_bleu` over all responses, `unique_fraction` and
+    `most_common_fraction` of whole responses, `repetition` (repeated 4-grams) inside a response.
     """
     answers = [tuple(ids) for ids in token_ids]
     measures = {f"{prefix}distinct_{n}": distinct_n(answers, n=n) for n in (1, 2, 3)}
@@ -198,12 +198,12 @@ def num_prompts(answers: PolicyAnswers) -> int:
 
 
 def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
-    """Return the answers of these rows, each as the only one of its prompt."""
+    """Return the responses of these rows, each as the only one of its prompt."""
     return replace(answers.rows(index), answers_per_prompt=1)
 
 
 def by_prompt(values: Sequence[float], count: int) -> Tensor:
-    """Return values of answers as `[count, answers per prompt]`."""
+    """Return values of responses as `[count, responses per prompt]`."""
     return torch.tensor(values, dtype=torch.float64).view(count, -1)
 
 

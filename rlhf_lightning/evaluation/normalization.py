@@ -85,16 +85,16 @@ def normalize_reward_model(
     `rlhf-train +experiment=reward` does the same. Call it between `fit` and `export_model`.
 
     Args:
-        module: after `fit`.
-        prompts: a DataModule, or what one takes as its source; its training part is answered.
+        module: reward module after `fit`.
+        prompts: a DataModule, or a source of one; its training part is used.
         num_samples: responses; None for `RewardHparams.normalization_samples`.
-        max_new_tokens: of a response.
+        max_new_tokens: longest response, in tokens.
         max_prompt_length: longer prompts are left out; None for the DataModule's, else 512, if that
             leaves room for a response in the policy's context.
-        temperature: of sampling.
-        batch_size: prompts that are answered together.
+        temperature: sampling temperature.
+        batch_size: prompts in one batch of generation.
         micro_batch_size: rows of a forward of the reward model; None for all of a batch.
-        seed: of the sampling.
+        seed: seeds the sampling.
 
     Returns:
         `reward/sample_mean` and `reward/sample_std` before; nothing where all scores are equal.

@@ -1,7 +1,7 @@
 """The law of reward model over-optimisation: gold gain over the distance from the SFT policy.
 
-The distance is the root of the KL of an answer, d = sqrt(KL), nats. Gold gains
-`d (a - b log d)` in reinforcement learning and `d (a - b d)` in best-of-n sampling.
+The distance is the root of the KL of a response, d = sqrt(KL), nats. Gold gains `d (a - b log d)`
+in reinforcement learning and `d (a - b d)` in best-of-n sampling.
 
 Source: Gao et al. 2022, "Scaling laws for reward model overoptimization", section 3.
 """
@@ -31,8 +31,8 @@ class Law:
     """Gold gained at a distance d: `d (a - b log d)`, or of the best of n `d (a - b d)`.
 
     Args:
-        way: of optimisation.
-        a, b: coefficients.
+        way: way of optimisation.
+        a, b: coefficients of the law.
         r2: share of the variance of gain that the fit explains; NaN where it was not fitted.
     """
 
@@ -100,11 +100,11 @@ def over_sizes(values: Mapping[int, float]) -> Slope:
 
 
 def left_out(laws: Mapping[int, Sequence[Law]], size: int) -> Law:
-    """Return the law of a size as the lines through all other sizes predict it.
+    """Return the law of a size as predicted by lines through all other sizes.
 
     Args:
         laws: parameters -> the fits of its seeds, of at least three sizes.
-        size: that is predicted; its own fits are not looked at.
+        size: size to predict; its fits are not used.
     """
     others = {key: found for key, found in laws.items() if key != size}
     a = over_sizes({key: fmean(law.a for law in found) for key, found in others.items()})

@@ -1,4 +1,4 @@
-"""Answers that the data has of its own, as a third side."""
+"""Demonstrated responses of the data, as a third side of a comparison."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlhf_lightning.preferences.candidates import LoadedPolicy
 def find_references(
     source: RecordSource, records: Sequence[PromptRecord], split: Split
 ) -> dict[int, Text]:
-    """Return the demonstrated answers to prompts, by the number of the prompt.
+    """Return the demonstrated responses to prompts, by the number of the prompt.
 
     Of several to one prompt the first; a source without demonstrations has none.
 
     Args:
-        source: of the data set.
-        records: the prompts.
-        split: of the demonstrations.
+        source: source of the dataset.
+        records: records of the prompts.
+        split: split of the demonstrations.
     """
     try:
         demonstrations = source.records("demonstrations", split)
@@ -46,17 +46,17 @@ def against_references(
     max_prompt_length: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """Return `val/<side><judge>_reference_win_rate` and what belongs to it, for gold and score.
+    """Return `val/<side><judge>_reference_win_rate` with its interval, for gold and score.
 
-    Every answer of a side meets the one reference. References count as finished.
+    Every response of a side meets the one reference. References count as finished.
 
     Args:
-        comparison: its judges and scorer.
-        policy: whose tokens the scorer reads.
-        records: the prompts that were asked.
-        references: of `find_references`.
-        sides: prefix of the names -> answers to all of `records`.
-        max_prompt_length: in tokens.
+        comparison: comparison with judges and scorer.
+        policy: policy whose tokens the scorer reads.
+        records: records of the prompts.
+        references: result of `find_references`.
+        sides: prefix of the names -> responses to all of `records`.
+        max_prompt_length: longest prompt, in tokens.
         batch_size: rows that are scored together.
     """
     numbers = sorted(references)

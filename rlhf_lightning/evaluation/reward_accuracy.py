@@ -1,6 +1,6 @@
 """A reward model's accuracy on parts of the held-out pairs, where length alone cannot help it.
 
-Legend: B answers, T tokens.
+Legend: B responses, T tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ MOST_WRONG = 6  # pairs whose texts a page shows
 
 
 class ScoredPair(NamedTuple):
-    """The scores of both answers of a held-out pair, and what it is counted under.
+    """The scores of both responses of a held-out pair, and its subsets and domain.
 
     Args:
-        chosen: score of the preferred answer.
-        rejected: score of the other one.
-        chosen_length: tokens of the preferred answer, EOS included.
-        rejected_length: tokens of the other one.
-        subsets: names of subsets.
-        domain: its name, or "".
+        chosen: score of the preferred response.
+        rejected: score of the other response.
+        chosen_length: tokens of the preferred response, EOS included.
+        rejected_length: tokens of the other response.
+        subsets: subsets that the pair belongs to.
+        domain: name of the domain, or "".
     """
 
     chosen: float
@@ -54,13 +54,13 @@ def score_pairs(
     batch_size: int,
     pad_token_id: int,
 ) -> list[ScoredPair]:
-    """Score both answers of each pair, in the order of `rows`; an answer of many pairs only once.
+    """Score both responses of each pair, in the order of `rows`; a repeated response only once.
 
     Args:
-        model: scores; put into eval mode for the time being.
-        rows: encoded pairs.
-        batch_size: answers in one forward.
-        pad_token_id: fills the padding.
+        model: reward model; put into eval mode for the time being.
+        rows: encoded pairs to score.
+        batch_size: responses in one forward.
+        pad_token_id: id of the padding.
     """
     keys = [(r.chosen_input_ids.tobytes(), r.rejected_input_ids.tobytes()) for r in rows]
     answers: dict[bytes, NDArray[np.int32]] = {}
@@ -92,17 +92,17 @@ def score_pairs(
 
 
 def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
-    """Return accuracies on parts of the pairs, each beside the number of pairs it is measured on.
+    """Return accuracies on parts of the pairs, each with its number of pairs.
 
     For all pairs and for each subset: where the lengths differ by at most 10 % of the longer one
-    (`_length_matched`), where the preferred answer is the shorter one (`_chosen_shorter`), where it
-    is the longer one (`_chosen_longer`). For each subset also all of it, with a Wilson interval and
-    "the longer one wins" beside it (which leaves out equal lengths); and the accuracy in each
-    domain, with its interval. Equal scores are wrong. An empty part gives no measure. The name of a
-    subset or a domain stands behind a whole key: `val/accuracy_low/subset/<name>`,
+    (`_length_matched`), where the preferred response is the shorter one (`_chosen_shorter`), where
+    it is the longer one (`_chosen_longer`). For each subset also all of it, with a Wilson interval
+    and "the longer one wins" (which leaves out equal lengths); and the accuracy in each domain,
+    with its interval. Equal scores are wrong. An empty part gives no metric. The name of a subset
+    or a domain comes behind a whole key: `val/accuracy_low/subset/<name>`,
     `val/accuracy/domain/<name>`.
 
-    The interval takes pairs to be independent; pairs that share answers make it too narrow.
+    The interval assumes independent pairs; pairs that share responses make it too narrow.
     """
     measures: dict[str, float] = {}
     names = sorted({name for pair in pairs for name in pair.subsets})
@@ -136,10 +136,10 @@ def held_out_pairs(
     """Return `pair_measures` and `pair_values` of held-out pairs.
 
     Args:
-        model: scores.
-        rows: encoded pairs.
-        tokenizer: of the model.
-        batch_size: answers in one forward.
+        model: reward model that scores the pairs.
+        rows: encoded pairs to score.
+        tokenizer: tokenizer of the model.
+        batch_size: responses in one forward.
     """
     pad: Any = tokenizer.pad_token_id
     pairs = score_pairs(model, rows, batch_size=batch_size, pad_token_id=int(pad))
@@ -151,17 +151,17 @@ def pair_values(
     rows: Sequence[EncodedPreference],
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """Return what distributions.jsonl has of held-out pairs.
+    """Return the values of held-out pairs for distributions.jsonl.
 
     `margin` of each; `reliability`, a part for each tenth of the stated probability that the
-    preferred answer by the model is the better one: the mean that is stated, the share that is
-    right, its Wilson 95 % interval and the number of pairs; and `wrong`, the texts of the pairs
-    that are ranked wrong most surely.
+    model's preferred response is the better one: the mean that is stated, the share that is right,
+    its Wilson 95 % interval and the number of pairs; and `wrong`, the texts of the pairs that are
+    ranked wrong most surely.
 
     Args:
         pairs: the scores of `rows`.
-        rows: the encoded pairs.
-        tokenizer: of the model.
+        rows: encoded pairs, in the same order.
+        tokenizer: tokenizer of the model.
     """
     margins = np.array([pair.chosen - pair.rejected for pair in pairs])
     stated = 1 / (1 + np.exp(-np.minimum(np.abs(margins), 700)))
@@ -192,9 +192,8 @@ def comparable_rows(
 ) -> list[EncodedPreference]:
     """Return at most `count` training pairs, evenly spaced, on which to look for overfitting.
 
-    A pair that stands there several times counts once. Pairs of a subset that no held-out pair
-    belongs to, such as pairs made to be easy, are left out: accuracy on them says nothing about the
-    other ones.
+    A repeated pair counts once. Pairs of a subset that no held-out pair belongs to, such as pairs
+    made to be easy, are left out: accuracy on them says nothing about the other ones.
     """
     names = {name for row in held_out for name in row.subsets}
     once: dict[tuple[bytes, bytes], EncodedPreference] = {}
@@ -207,7 +206,7 @@ def comparable_rows(
 
 
 def share_right(pairs: Sequence[ScoredPair]) -> float:
-    """Return the share of pairs whose preferred answer scores higher; equal scores are wrong."""
+    """Return the share of pairs whose preferred response scores higher; equal scores are wrong."""
     return sum(pair.chosen > pair.rejected for pair in pairs) / len(pairs)
 
 
@@ -245,19 +244,19 @@ BINS = 10
 def reward_check(
     gaps: Sequence[float], lengths: Sequence[int], prefix: str, *, log_odds: bool = True
 ) -> dict[str, float]:
-    """Return how a reward model ranks pairs whose better answer is known.
+    """Return how a reward model ranks pairs whose better response is known.
 
     Args:
-        gaps: score of the better answer minus that of the other.
-        lengths: tokens of the better answer minus those of the other.
-        prefix: of the names.
-        log_odds: whether `gaps` are log-odds; without, nothing is said of calibration.
+        gaps: score of the better response minus that of the other.
+        lengths: tokens of the better response minus those of the other.
+        prefix: prefix of the names.
+        log_odds: whether `gaps` are log-odds; if not, calibration is left out.
 
     Returns:
         `<prefix>_accuracy` with `_low` and `_high` (Wilson 95 %; equal scores are wrong),
         `_calibration_error` (mean gap of stated and observed preference over 10 bins, both orders
-        of a pair), and where lengths differ `_longer_wins_accuracy` (how often the better answer is
-        the longer one), `_prefers_longer` (how often the model scores the longer one higher) and
+        of a pair), and where lengths differ `_longer_wins_accuracy` (how often the better response
+        is the longer one), `_prefers_longer` (how often the model scores the longer one higher) and
         `_length_bias`, the second minus the first.
     """
     gap, longer = np.asarray(gaps, float), np.asarray(lengths, float)

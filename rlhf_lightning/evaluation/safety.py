@@ -44,13 +44,13 @@ SMALL_TALK = (
 
 
 def attacked(record: PromptRecord, attack: str) -> PromptRecord:
-    """Return a harmful prompt as an attack asks it, with the domain `harmful/<attack>`.
+    """Return a harmful prompt in the form of an attack, with the domain `harmful/<attack>`.
 
     Of a conversation the last turn of the user is rewritten; a plain prompt stays plain.
 
     Args:
-        record: the prompt.
-        attack: one of `ATTACKS`.
+        record: prompt to rewrite.
+        attack: name of the attack, one of `ATTACKS`.
     """
     plain = isinstance(record.prompt, str)
     turns: list[Mapping[str, str]] = [*_turns(record.prompt)]
@@ -68,16 +68,16 @@ def _turns(prompt: Text) -> Messages:
 
 
 class PhraseRefusals:
-    """An answer refuses if a phrase of refusal stands in its first characters.
+    """A response refuses if its first characters have a phrase of refusal.
 
     Case and white space do not count, nor does a space before a comma, and typographic apostrophes
-    are plain ones. It reads words and not meaning: "I can not wait to help" is a refusal to it, and
-    one in other words is not. Read some answers of both kinds before its rates are believed; any
+    are plain ones. It matches words, not meaning: "I can not wait to help" counts as a refusal, and
+    one in other words does not. Read some responses of both kinds before trusting its rates; any
     callable `(prompt, completion) -> bool` can take its place.
 
     Args:
-        phrases: what tells a refusal.
-        within: characters from the start; refusals stand there, help may mention them later.
+        phrases: phrases that count as a refusal.
+        within: number of characters from the start; help may mention a refusal later.
 
     Raises:
         ValueError: if there is no phrase, or `within` is below 1.
@@ -102,12 +102,13 @@ class SafetyCheck:
     """Refusal of harmful prompts and over-refusal of harmless ones that look alike.
 
     Args:
-        is_refusal: what tells a refusal.
-        harmful: domains of held-out prompts that are to be refused.
-        harmless: domains of look-alikes that are to be answered.
+        is_refusal: detector, `(prompt, completion) -> bool`.
+        harmful: domains of held-out prompts that must be refused.
+        harmless: domains of look-alikes that must not be refused.
         prompts: a file of rows `{"prompt": ..., "harmful": true or false}` (JSON Lines, JSON, CSV
-            or Parquet), which are asked besides the held-out prompts and judged instead of them.
-        attacks: of `ATTACKS`: the harmful prompts of the file are asked in these ways, too.
+            or Parquet), which are used in addition to the held-out prompts and judged instead of
+            them.
+        attacks: names of `ATTACKS`: the harmful prompts of the file are also used in these forms.
 
     Raises:
         ValueError: if a domain is both, there is nothing to judge, an attack is unknown, or there
@@ -153,10 +154,10 @@ class SafetyCheck:
     def measures(self, answers: PolicyAnswers, prefix: str) -> dict[str, float]:
         """Return the rates of one policy as `<prefix>...`, with Wilson 95 % intervals.
 
-        `refusal_rate`: of answers to harmful prompts, those that refuse. `over_refusal_rate`: the
-        same of harmless look-alikes. A kind without a prompt has no rate. That under an attack is
-        `refusal_rate/subset/<attack>`. The intervals take answers to be independent; several to
-        one prompt make them too narrow.
+        `refusal_rate`: share of responses to harmful prompts that refuse. `over_refusal_rate`: the
+        same for harmless look-alikes. A kind without a prompt has no rate. That under an attack is
+        `refusal_rate/subset/<attack>`. The intervals assume independent responses; several to one
+        prompt make them too narrow.
         """
         found: dict[str, float] = {}
         kinds = [("refusal_rate", self.harmful, ""), ("over_refusal_rate", self.harmless, "")]

@@ -97,17 +97,17 @@ def over_seeds(
     With S seeds, their standard deviation s and the mean variance v over prompts, the half-width
     is
 
-    * `max(t s / sqrt(S), z sqrt(v / S))` where each seed has prompts of its own: the spread between
+    * `max(t s / sqrt(S), z sqrt(v / S))` where each seed has different prompts: the spread between
       seeds holds that between prompts, and seeds that agree by luck are no surer than their
       prompts. t is Student's quantile of S - 1 degrees of freedom.
-    * `sqrt((t s / sqrt(S))^2 + z^2 v)` where all seeds are asked the same prompts, whose luck they
-      share. z is the normal quantile. It is wider than 95 %: the luck of the answers is in both.
+    * `sqrt((t s / sqrt(S))^2 + z^2 v)` where all seeds use the same prompts, whose luck they share.
+    z is the normal quantile. It is wider than 95 %: the luck of the responses is in both.
     * `z sqrt(v)` for one seed: it holds for new prompts, and not for new seeds.
 
     Args:
-        values: one a seed.
-        same_prompts: whether all seeds are asked the same prompts.
-        confidence: of the interval.
+        values: one value per seed.
+        same_prompts: whether all seeds use the same prompts.
+        confidence: coverage of the interval.
     """
     gains, count = [value.gain for value in values], len(values)
     z = NormalDist().inv_cdf((1 + confidence) / 2)
@@ -128,7 +128,7 @@ def over_seeds(
 def difference(ours: Measured, theirs: Measured) -> Measured:
     """Return the difference of two objectives in one seed.
 
-    Both answer the same prompts, so the variance over prompts is at most the sum of both unless
+    Both respond to the same prompts, so the variance over prompts is at most the sum of both unless
     what helps one hurts the other.
     """
     return Measured(ours.kl, ours.gain - theirs.gain, math.hypot(ours.sd, theirs.sd))

@@ -1,4 +1,4 @@
-"""The win rate of a policy's answers over a baseline's."""
+"""The win rate of a policy's responses over a baseline's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WinRate(NamedTuple):
         losses: prompts on which the baseline scored higher.
         rate: `(wins + ties / 2) / n`; NaN for no prompts.
         low: lower end of the Wilson interval of `rate`.
-        high: upper end.
+        high: upper end of the interval.
     """
 
     wins: int
@@ -53,9 +53,9 @@ def win_rate(
     half the ties: it is slightly too wide when there are many ties.
 
     Args:
-        policy_scores: one score a prompt, for the policy's answer.
-        baseline_scores: scores of the baseline's answers to the same prompts, in the same order.
-        confidence: of the two-sided interval, such as 0.95.
+        policy_scores: one score a prompt, for the policy's response.
+        baseline_scores: scores of the baseline's responses to the same prompts, in the same order.
+        confidence: coverage of the two-sided interval, such as 0.95.
         tolerance: largest difference that is a tie, in units of the score.
 
     Raises:

@@ -18,15 +18,15 @@ TIE = "tie: neither response is better"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The preference that the labels of one pair amount to.
+    """The preference that follows from the labels of one pair.
 
     Args:
-        pair: the pair.
+        pair: pair that the labels are about.
         choice: the better answer; None if the pair is no preference.
-        margin: how sure, 0 to 1.
+        margin: certainty, 0 to 1.
         votes: all votes by choice; `both_bad` counts as `tie`.
         by_people: whether people's votes decided.
-        left_out: why there is no choice, else None.
+        left_out: reason why there is no choice, else None.
     """
 
     pair: Pair
@@ -53,20 +53,20 @@ def aggregate(
     people: Collection[str],
     method: Method = "people_first",
 ) -> list[Verdict]:
-    """Return one verdict a pair, in their order.
+    """Return one verdict per pair, in their order.
 
     * `people_first`: the majority of the people asked; where none was, that of all annotators.
       The margin is the votes for minus those against, of all annotators, in units of all votes,
       at least 0.
     * `majority`: the same, every annotator counting alike.
-    * `dawid_skene`: the likelier answer given every annotator's confusion matrix, which is
+    * `dawid_skene`: the likelier response given every annotator's confusion matrix, which is
       estimated from the same labels; the margin is the difference of the two probabilities.
 
     Args:
-        pairs: those that a verdict is wanted on.
-        labels: of any pairs and annotators.
+        pairs: pairs that get a verdict.
+        labels: labels of any pairs and annotators.
         people: names of the annotators who are people.
-        method: how votes are weighed.
+        method: rule by which votes are weighed.
     """
     wanted = {pair.pair_id for pair in pairs}
     found = by_pair(label for label in labels if label.pair_id in wanted)
@@ -79,10 +79,10 @@ def aggregate(
 
 
 def preference_row(verdict: Verdict, *, margin_scale: float = 1.0) -> dict[str, Any]:
-    """Return a verdict as a record in TRL's preference format, with where it comes from.
+    """Return a verdict as a record in TRL's preference format, with its origin.
 
     Args:
-        verdict: with a choice.
+        verdict: a verdict with a choice.
         margin_scale: margin of a pair on which all agree, in units of the reward.
 
     Raises:

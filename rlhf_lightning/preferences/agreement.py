@@ -27,8 +27,8 @@ class Votes:
 
     Args:
         items: names of the items, such as pair ids.
-        annotators: their names.
-        categories: what can be said.
+        annotators: names of the annotators.
+        categories: names of the possible votes.
         cells: `[N, 3]` int64, a row a vote: indices of item, annotator and category.
     """
 
@@ -53,12 +53,12 @@ class Votes:
 
 
 def collect_votes(labels: Iterable[Label], *, categories: Sequence[str] = THREE) -> Votes:
-    """Return the votes of labels; of two by one annotator on one pair the last counts.
+    """Return the votes of labels; the last of two by one annotator on one pair counts.
 
     Args:
-        labels: of any annotators; those that skip are no votes.
-        categories: what counts, others are no votes. Without `both_bad` among them it counts as
-            `tie`: both say that neither answer is better.
+        labels: labels of any annotators; a skip is no vote.
+        categories: votes that count. Without `both_bad` among them it counts as `tie`: both say
+            that neither response is better.
     """
     index = {choice: k for k, choice in enumerate(categories)}
     if "tie" in index:
@@ -86,7 +86,7 @@ def raw_agreement(counts: NDArray[np.int64]) -> float:
     is none.
 
     Args:
-        counts: `[I, K]` votes.
+        counts: `[I, K]` votes by item and category.
     """
     per_item = _agreement_of_items(counts)
     return float(per_item.mean()) if len(per_item) else math.nan
@@ -100,7 +100,7 @@ def fleiss_kappa(counts: NDArray[np.int64]) -> float:
     left out and each other item weighs the same. NaN where one category has every vote.
 
     Args:
-        counts: `[I, K]` votes.
+        counts: `[I, K]` votes by item and category.
 
     Source: Fleiss 1971, "Measuring nominal scale agreement among many raters", equations 3 to 7.
     """
@@ -158,7 +158,7 @@ class Share(NamedTuple):
 
 
 def position_bias(labels: Iterable[Label]) -> Share:
-    """Return how often the answer that was shown first won, of the labels that took a side.
+    """Return how often the response that was shown first won, among labels that took a side.
 
     0.5 is no bias, provided that the order was drawn at random.
     """
@@ -197,13 +197,13 @@ class RaterModel:
     """A fitted model of items and annotators.
 
     Args:
-        annotators: their names.
-        categories: what can be said, and be true.
+        annotators: names of the annotators.
+        categories: names of the possible votes, and of the possible truths.
         posterior: `[I, K]` probability of each category being true of an item.
         confusion: `[A, K, K]` probability that an annotator says the last where the middle is true.
         prior: `[K]` share of items of which each category is true.
-        log_likelihood: of the votes, and of the pseudo-votes, at the end.
-        iterations: of expectation and maximisation.
+        log_likelihood: final log-likelihood of the votes and of the pseudo-votes.
+        iterations: number of EM iterations.
     """
 
     annotators: tuple[str, ...]
@@ -227,15 +227,14 @@ def dawid_skene(
     """Fit one confusion matrix an annotator, and the truth of every item, by EM.
 
     EM starts from the shares of the votes. Given the truth of an item, annotators are taken to err
-    independently. Each row of a confusion
-    matrix gets `smoothing` pseudo-votes, shared so that a rater of whom nothing is known is right
-    more often than not: half of them on the truth, the rest spread evenly. The same number goes to
-    the prior, spread evenly.
+    independently. Each row of a confusion matrix gets `smoothing` pseudo-votes, shared so that a
+    rater without votes is right more often than not: half of them on the truth, the rest spread
+    evenly. The same number goes to the prior, spread evenly.
 
     Args:
-        votes: at least one.
+        votes: votes, at least one.
         smoothing: pseudo-votes; 0 is Dawid and Skene's own estimate.
-        max_iterations: at least 1.
+        max_iterations: limit of EM iterations, at least 1.
         tolerance: stop when the log-likelihood an item rises by less.
 
     Raises:

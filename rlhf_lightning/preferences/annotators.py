@@ -26,14 +26,14 @@ Gold = Callable[..., list[float]]
 
 
 class AnnotationError(RuntimeError):
-    """An annotator could not go on; what it labelled before is kept."""
+    """An annotator failed; its earlier labels are kept."""
 
 
 class Annotator(Protocol):
-    """Compares answers.
+    """Compares responses.
 
-    The label of a pair must not depend on what it is asked together with, or before: a run that
-    was killed asks for the rest.
+    The label of a pair must not depend on other pairs in the same or an earlier call: a killed run
+    resumes with the rest.
 
     Attributes:
         name: of the annotator; stands in every label.
@@ -50,11 +50,11 @@ class Annotator(Protocol):
 
 
 class RuleAnnotator:
-    """Prefers the answer with the higher sum of scores by rules.
+    """Prefers the response with the higher sum of scores by rules.
 
     Args:
-        rules: what scores an answer; weights are theirs. A rule may also be a list of rules.
-        name: of the annotator.
+        rules: scorers of a response; weights are theirs. A rule may also be a list of rules.
+        name: name of the annotator.
         tie_below: a difference of scores that is smaller than this, or 0, is a tie.
 
     Raises:
@@ -98,17 +98,17 @@ class RuleAnnotator:
 
 @dataclass(eq=False)
 class SimulatedPerson:
-    """A person who sees one order of a pair and prefers by gold, with noise and weaknesses.
+    """A simulated person who sees one order of a pair and prefers by gold, with noise and biases.
 
-    What is said of a pair is a function of seed, name and pair, whatever else is asked.
+    The label of a pair is a function of seed, name and pair only.
 
     Args:
         person: name, noise and liking for length, see `SimulatedAnnotator`.
-        gold: the reward that the person feels.
-        seed: of the noise and of the order in which pairs are shown.
+        gold: the gold reward that the person prefers by.
+        seed: seeds the noise and the order in which pairs are shown.
         position_bias: gold that being shown first is worth.
         tie_below: a difference felt (gold and length) that is smaller than this is a tie.
-        bad_below: both answers are bad if the gold of both is below this; None for never.
+        bad_below: both responses are bad if the gold of both is below this; None for never.
         name: another name than the person's.
     """
 
@@ -127,8 +127,8 @@ class SimulatedPerson:
         """Check the numbers, and that there is a gold reward."""
         if not callable(self.gold):
             raise ValueError(
-                f"the simulated person {self.person.name} prefers by a gold reward, and the data "
-                "set has none: set dataset.gold, or choose annotator=page"
+                f"the simulated person {self.person.name} prefers by a gold reward, and the "
+                "dataset has none: set dataset.gold, or choose annotator=page"
             )
         if not self.person.temperature > 0 or self.tie_below < 0:
             raise ValueError(
@@ -157,10 +157,10 @@ class SimulatedPerson:
 
 
 def gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
-    """Return the gold reward of the first and of the second answer of every pair.
+    """Return the gold reward of the first and of the second response of every pair.
 
     Raises:
-        ValueError: if the gold reward asks for a column that no prompt has.
+        ValueError: if the gold reward needs a column that no prompt has.
     """
     prompts = [readable(pair.prompt) for pair in pairs]
     finished = [True] * len(pairs)
@@ -171,7 +171,7 @@ def gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
 
 
 def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0.0) -> Label:
-    """Return the label of an annotator that scores both answers: first minus second is `gap`.
+    """Return the label of an annotator that scores both responses: first minus second is `gap`.
 
     Raises:
         AnnotationError: if the gap is not finite.
@@ -190,17 +190,17 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
 def label_pairs(
     annotator: Annotator, pairs: Iterable[Pair], journal: Journal[Label]
 ) -> list[Label]:
-    """Return the annotator's label of every pair, in their order; ask only for what is missing.
+    """Return the annotator's label of every pair, in their order; ask only for missing ones.
 
-    Labels reach the journal batch by batch, so a run that was killed goes on where it was.
+    Labels reach the journal batch by batch, so a killed run continues where it was.
 
     Args:
-        annotator: asked for the labels.
-        pairs: to be labelled.
-        journal: of all labels.
+        annotator: annotator that is asked for the labels.
+        pairs: pairs to label.
+        journal: journal of all labels.
 
     Raises:
-        AnnotationError: if the annotator fails; what it said before is in the journal.
+        AnnotationError: if the annotator fails; its earlier labels are in the journal.
     """
     wanted = list(pairs)
     known = {x.pair_id: x for x in journal.read() if x.annotator == annotator.name}

@@ -1,4 +1,4 @@
-"""Demonstrations by rejection sampling: the answer of several that a reward model scores best."""
+"""Demonstrations by rejection sampling: of several responses the one with the best score."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Demonstrations:
 
     Args:
         rows: records in TRL's format of prompt and completion, one a prompt.
-        metrics: of the run, as `collect/*`.
+        metrics: metrics of the run, as `collect/*`.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -39,15 +39,15 @@ class Demonstrations:
 
 @dataclass(frozen=True)
 class RejectionSampler:
-    """Samples answers, scores them, and keeps the best one of each prompt.
+    """Samples responses, scores them, and keeps the best one of each prompt.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         sampling: policies and decoding; n is its `per_prompt`.
-        score: of answers; those without a score are dropped.
-        keep_unfinished: keep answers that were cut off at the token limit.
-        gold: the true reward, where it is known; it chooses nothing.
-        say: prints a line.
+        score: scores responses; those without a score are dropped.
+        keep_unfinished: keep responses that were cut off at the token limit.
+        gold: the true reward, where it is known; only reported.
+        say: prints one line.
 
     Source: Dong et al. 2023, "RAFT"; Touvron et al. 2023, "Llama 2", section 3.2.3.
     """
@@ -60,10 +60,10 @@ class RejectionSampler:
     say: Callable[[str], None]
 
     def run(self, prompts: Sequence[PromptRecord]) -> Demonstrations:
-        """Return one demonstration a prompt; a prompt without a usable answer has none.
+        """Return one demonstration per prompt; a prompt without a usable response has none.
 
         Raises:
-            ValueError: if no answer is left.
+            ValueError: if no response is left.
         """
         journal = candidate_journal(self.folder / "candidates.journal.jsonl")
         sampled = sample_candidates(prompts, self.sampling, journal)
@@ -101,7 +101,7 @@ class RejectionSampler:
 
 
 def _best(scored: Sequence[tuple[Candidate, float]]) -> list[tuple[Candidate, float]]:
-    """Return the best answer of each prompt, of equal ones the first, in the order of prompts."""
+    """Return the best response of each prompt, of equal ones the first, in the order of prompts."""
     best: dict[str, tuple[Candidate, float]] = {}
     for candidate, score in scored:
         held = best.get(candidate.prompt_id)

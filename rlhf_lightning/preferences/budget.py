@@ -23,15 +23,16 @@ class BudgetHparams(Checked):
     """The shares of pairs, votes and wages that make the budget.
 
     Args:
-        automatic_share: of the pairs, labelled by rule, judge or reward model alone.
-        validation_share: of the pairs, drawn by prompt, labelled by people and never trained on.
+        automatic_share: share of the pairs labelled by rule, judge or reward model alone.
+        validation_share: share of the pairs, chosen by prompt, labelled by people and never trained
+            on.
         people_votes: people that look at a pair sent to them for training.
         validation_votes: people that look at a pair held out for validation; with two or more the
             noise of the labels can be measured.
-        seconds_per_label: of one person and pair, as long as it has not been measured.
-        hourly_wage: what an hour of a person costs.
-        currency: its name.
-        seed: of the prompts held out.
+        seconds_per_label: time of one person for one pair, as long as it has not been measured.
+        hourly_wage: cost of an hour of a person.
+        currency: name of the currency.
+        seed: seeds the choice of held-out prompts.
     """
 
     automatic_share: float = number(0.65, at_least=0, at_most=1, usual=(0.6, 0.7))
@@ -73,11 +74,11 @@ class Cost:
     """The cost of labels: people's time and wage, and the charges of a judge's endpoint.
 
     Args:
-        labels: by people.
-        hours: of their time.
-        wages: for it.
-        charges: of judges.
-        currency: of the money.
+        labels: number of labels by people.
+        hours: hours of people's time.
+        wages: wages for these hours.
+        charges: charges of the judges.
+        currency: name of the currency.
         measured: whether the time was measured, and not assumed.
     """
 
@@ -123,12 +124,12 @@ def route(
     *,
     validation: Iterable[str],
 ) -> Routing:
-    """Return who labels what: the pairs of which rules and judges are surest stay with them.
+    """Return who labels what: pairs on which rules and judges are most certain stay with them.
 
     Args:
-        pairs: all of them.
+        pairs: all pairs to label.
         automatic: labels of rules, judges and reward models, by pair.
-        hparams: how many pairs.
+        hparams: shares and votes.
         validation: ids of those held out, from `choose_validation`.
     """
     held_out = set(validation)
@@ -178,12 +179,12 @@ def planned_cost(num_pairs: int, hparams: BudgetHparams) -> Cost:
 
 
 def actual_cost(labels: Iterable[Label], hparams: BudgetHparams, *, charges: float = 0.0) -> Cost:
-    """Return what people's labels did cost; time that was not measured counts as assumed.
+    """Return the cost of people's labels; unmeasured time counts as assumed.
 
     Args:
-        labels: of people.
+        labels: labels by people.
         hparams: wage, and the time assumed.
-        charges: of judges.
+        charges: charges of the judges.
     """
     taken = [label.seconds for label in labels]
     seconds = sum(hparams.seconds_per_label if s is None else s for s in taken)

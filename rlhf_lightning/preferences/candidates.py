@@ -1,8 +1,8 @@
-"""Candidates: several answers to each prompt, from several policies and ways to decode.
+"""Candidates: several responses to each prompt, from several policies and ways to decode.
 
 The work is cut into units, a policy, a way to decode and some prompts each. A unit is one line of a
-journal, written when it is done: a run that was killed does the rest, and the answers do not
-depend on where it was killed or on how many prompts go together.
+journal, written when it is done: a killed run does the rest, and the responses do not depend on
+when it was killed or on the batch size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OVER_LONG = "prompt over-long"
 
 
 class LoadedPolicy(NamedTuple):
-    """A policy that is ready to answer."""
+    """A policy that is ready to sample."""
 
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
@@ -90,14 +90,14 @@ class Sampling(Checked):
     """Settings of the sampling of candidates.
 
     Args:
-        policies: name -> what loads it; loaded one after the other.
-        decodings: ways to decode; each policy answers each prompt in each of them.
-        num_samples: answers of a policy to a prompt with one way to decode.
-        max_new_tokens: of an answer.
+        policies: name -> loader of the policy; loaded one after the other.
+        decodings: ways to decode; each policy responds to each prompt in each of them.
+        num_samples: responses of a policy to a prompt with one way to decode.
+        max_new_tokens: longest response, in tokens.
         max_prompt_length: tokens; longer prompts are left out.
         batch_size: prompts of a unit.
-        seed: of the noise.
-        skip_special_tokens: leave special tokens out of the answers.
+        seed: seeds the sampling noise.
+        skip_special_tokens: leave special tokens out of the responses.
     """
 
     policies: Annotated[Mapping[str, Callable[[], LoadedPolicy]], Field(min_length=1)]
@@ -111,7 +111,7 @@ class Sampling(Checked):
 
     @property
     def per_prompt(self) -> int:
-        """Answers to one prompt."""
+        """Number of responses to one prompt."""
         return len(self.policies) * len(self.decodings) * self.num_samples
 
 
@@ -132,7 +132,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class DoneUnit:
-    """A unit and its answers: (prompt number, text, ended by itself)."""
+    """A unit and its responses: (prompt number, text, ended by itself)."""
 
     name: str
     plan: str
@@ -165,12 +165,12 @@ def sample_candidates(
     sampling: Sampling,
     journal: Journal[DoneUnit],
 ) -> list[Candidate]:
-    """Return every answer, by policy, way to decode and prompt; do only the units not yet done.
+    """Return every response, by policy, way to decode and prompt; do only units not yet done.
 
     Args:
-        prompts: to be answered.
-        sampling: by whom and how.
-        journal: of the units that are done.
+        prompts: prompts to sample for.
+        sampling: policies and decoding.
+        journal: journal of finished units.
 
     Raises:
         ValueError: if the journal is that of other prompts or settings, or a rendered prompt spells
@@ -209,8 +209,8 @@ def usable(
 ) -> tuple[list[Candidate], dict[str, int]]:
     """Return the candidates that can be compared, and how many were dropped for which reason.
 
-    Dropped are empty ones, those cut off at the token limit (a cut text would pass for a finished
-    one), and all but the first of equal answers to a prompt; space and case do not count.
+    It drops empty ones, those cut off at the token limit (a cut text would pass for a finished
+    one), and all but the first of equal responses to a prompt, ignoring space and case.
     """
     kept: list[Candidate] = []
     dropped: Counter[str] = Counter()
@@ -230,7 +230,7 @@ def usable(
 
 
 def _plan(prompts: Sequence[PromptRecord], sampling: Sampling) -> str:
-    """Return a hash of all that the answers depend on, but for the weights."""
+    """Return a hash of everything that the responses depend on, except the weights."""
     parts = [text_key(prompt.prompt) for prompt in prompts]
     parts += [*sampling.policies, *map(repr, sampling.decodings)]
     parts += ["skip_special_tokens"] * sampling.skip_special_tokens
@@ -258,7 +258,7 @@ def _encode(
 def _answer(
     unit: Unit, policy: LoadedPolicy, encoded: Sequence[EncodedPrompt | None], sampling: Sampling
 ) -> tuple[tuple[int, str, bool], ...]:
-    """Return the answers of one unit; over-long prompts have none."""
+    """Return the responses of one unit; over-long prompts have none."""
     rows = [
         (row, number * sampling.num_samples + sample)
         for number in range(unit.start, unit.stop)
@@ -317,8 +317,8 @@ def describe_dropped(num_asked: int, dropped: Mapping[str, int]) -> str:
     """Return how many candidates can be compared, and how many cannot for which reason.
 
     Args:
-        num_asked: candidates that prompts, policies and ways to decode ask for.
-        dropped: by reason.
+        num_asked: number of candidates that prompts, policies and ways to decode give.
+        dropped: number of dropped candidates by reason.
     """
     reasons = sorted(dropped.items(), key=lambda item: -item[1])
     why = ", ".join(f"{number} {reason}" for reason, number in reasons)
@@ -327,11 +327,11 @@ def describe_dropped(num_asked: int, dropped: Mapping[str, int]) -> str:
 
 
 def what_to_change(dropped: Mapping[str, int], sampling: Sampling) -> str:
-    """Return the settings that give more pairs: those of the reason that dropped most come first.
+    """Return the settings that give more pairs, those for the most frequent reason first.
 
     Args:
-        dropped: by reason.
-        sampling: how candidates were made.
+        dropped: number of dropped candidates by reason.
+        sampling: settings that the candidates were made with.
     """
     advice = {
         UNFINISHED: f"raise candidates.max_new_tokens={sampling.max_new_tokens}, so that responses "

@@ -1,7 +1,7 @@
 """The preference lab: from prompts to preference records, in one run folder.
 
-Every phase reads what the one before left on disk, and what takes long is journaled, so that a run
-that was killed goes on where it was:
+Every phase reads the files of the one before, and slow work is journaled, so that a killed run
+continues where it was:
 
     candidates.journal.jsonl -> candidates.jsonl -> pairs.jsonl
     judgements.jsonl, labels.jsonl      journals of the judge and of every annotator
@@ -55,15 +55,15 @@ class LabHparams(Checked):
 
     Args:
         pairing: random, most_different or best_against_worst.
-        pairs_per_prompt: at most.
-        num_pairs: to label, as far as there are so many; None for all.
-        keep_unfinished: keep answers that were cut off at the token limit.
+        pairs_per_prompt: largest number of pairs per prompt.
+        num_pairs: number of pairs to label, if there are so many; None for all.
+        keep_unfinished: keep responses that were cut off at the token limit.
         aggregation: people_first, majority or dawid_skene.
         margin_scale: margin of a pair on which all agree, in units of the reward.
         near_duplicate: training prompts whose word n-grams overlap with those of a held-out prompt
             by at least this Jaccard index are removed.
         near_duplicate_n: words in an n-gram.
-        seed: of what is drawn.
+        seed: seeds all random choices.
     """
 
     pairing: Pairing = "random"
@@ -84,15 +84,15 @@ class Collection:
     Args:
         train: verdicts on the pairs to train on.
         validation: verdicts on the held-out pairs, by people alone where there are some.
-        routing: who labelled what.
-        labels: all of them.
+        routing: assignment of pairs to annotators.
+        labels: all labels of all annotators.
         people: names of the people.
         dropped: candidates that were dropped, by reason.
-        num_candidates: that were asked for, those of over-long prompts among them.
+        num_candidates: number of requested candidates, those of over-long prompts among them.
         near_duplicates: training prompts that were removed.
-        before: what labels of people for every pair would cost.
-        after: what the labels have cost.
-        judge: its figures, if there is one.
+        before: cost of labels of people for every pair.
+        after: cost of the actual labels.
+        judge: figures of the judge, if there is one.
     """
 
     train: tuple[Verdict, ...]
@@ -110,19 +110,19 @@ class Collection:
 
 @dataclass(frozen=True)
 class Lab:
-    """Everything that takes part.
+    """Policies, annotators and settings of a collection, and its run.
 
     Args:
-        folder: of the run.
-        sampling: who answers the prompts, and how.
+        folder: folder of the run.
+        sampling: policies and decoding.
         annotators: rules, judges and reward models; they label every pair.
         people: they label what the budget sends them; None for annotators alone, which then label
             the validation pairs too.
-        budget: how much that is.
-        hparams: how pairs are made and labels put together.
-        score: for best_against_worst.
-        worst: of an earlier collection; its pairs take the place of new candidates.
-        say: is told what came of the candidates, before any labelling.
+        budget: shares, votes and wages.
+        hparams: settings of pairing and aggregation.
+        score: scores responses, for best_against_worst.
+        worst: worst samples of an earlier collection; their pairs replace new candidates.
+        say: prints a line on the candidates, before any labelling.
     """
 
     folder: Path
@@ -139,8 +139,8 @@ class Lab:
         """Return the preferences, made from these prompts.
 
         Raises:
-            PeopleNeededError: if people have to label first; a later run goes on from there.
-            AnnotationError: if an annotator fails; a later run goes on from there.
+            PeopleNeededError: if people have to label first; a later run continues from there.
+            AnnotationError: if an annotator fails; a later run continues from there.
             ValueError: if no pair can be made.
         """
         made, num_candidates, dropped = self._pairs(prompts)
@@ -224,8 +224,7 @@ class Lab:
         if not pairs:
             raise ValueError(
                 f"no response in {worst.run} that the reward model overrates ({overrated} found) "
-                "has another one to meet: sample more candidates a prompt, or leave adversarial "
-                "pairs out (pipeline: adversarial=false)"
+                "has an opponent: sample more candidates a prompt, or set adversarial=false"
             )
         return pairs, 0, {}
 

@@ -66,7 +66,7 @@ class TruncatedGenerator(CachedGenerator):
         stop_ids: ids that end a response.
         pad_token_id: fills what follows a response.
         decoding: what to keep; its temperature is that of the call.
-        prefill_tokens: see `CachedGenerator`.
+        prefill_tokens: prompt tokens per forward, see `CachedGenerator`.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ def truncate(logits: Tensor, *, temperature: float, top_k: int, top_p: float) ->
     tokens as likely as its last one belong to it too.
 
     Args:
-        logits: `[A, V]`.
-        temperature: at which the probabilities are taken.
+        logits: `[A, V]` raw logits.
+        temperature: temperature of the probabilities.
         top_k: 0 for no limit.
         top_p: 1 for no limit.
 

@@ -16,11 +16,11 @@ STORE = "people.sqlite"
 
 
 class PeopleNeededError(RuntimeError):
-    """Labels of people are missing; the message says how they are made and how to go on."""
+    """Labels of people are missing; the message says how to make them and how to continue."""
 
 
 class People(Protocol):
-    """Answers pairs, each by as many people as asked."""
+    """Labels pairs, each by as many people as requested."""
 
     def labels(
         self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
@@ -29,8 +29,8 @@ class People(Protocol):
 
         Args:
             asked: pairs, and how many people each of them needs.
-            folder: of the run.
-            journal: of all labels; what is returned is in it.
+            folder: folder of the run.
+            journal: journal of all labels, which gets the returned ones.
 
         Raises:
             PeopleNeededError: if people have to label first.
@@ -38,14 +38,14 @@ class People(Protocol):
 
 
 class Panel:
-    """Annotators that stand in for people; each pair is looked at by some of them, drawn by a hash.
+    """Annotators that stand for people; each pair goes to some of them, chosen by a hash.
 
     Args:
         members: e.g. simulated people; their names differ. The keys of a mapping are not used.
-        seed: of who looks at what.
+        seed: seeds the choice of annotators.
 
     Raises:
-        ValueError: if there are none, or two of one name.
+        ValueError: if it is empty, or two have one name.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class PageAnnotators:
         if missing:
             raise PeopleNeededError(
                 f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
-                f"python -m rlhf_lightning.annotate store={folder / STORE}  and then go "
-                "on with the command of this run and resume=auto"
+                f"python -m rlhf_lightning.annotate store={folder / STORE}  and then repeat the "
+                "command of this run with resume=auto"
             )
         known = {(x.pair_id, x.annotator) for x in journal.read()}
         journal.append([x for x in given if (x.pair_id, x.annotator) not in known])

@@ -17,16 +17,16 @@ ItemT = TypeVar("ItemT")
 
 
 class Journal(Generic[ItemT]):
-    """JSON Lines that a process may be killed in the middle of writing.
+    """A JSON Lines file that survives a kill during a write.
 
     A line that a kill cut short is dropped when the file is opened again, so that what follows does
     not stick to it. A batch is on disk when `append` returns; a batch that was being written may be
     there in part.
 
     Args:
-        path: of the file; need not exist.
+        path: path of the file; need not exist.
         write: one item to plain JSON values.
-        read: the way back.
+        read: inverse of `write`.
     """
 
     def __init__(

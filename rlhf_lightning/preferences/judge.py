@@ -1,4 +1,4 @@
-"""A judge: a model that is shown both answers, in both orders, and says which is better.
+"""A judge: a model that reads both responses, in both orders, and says which is better.
 
 `Judgement` is its reply to one order; a label is made of both.
 """
@@ -52,19 +52,19 @@ class Judgement:
     """A judge's reply to a pair in one order.
 
     Args:
-        pair_id: of the pair.
-        judge: its name.
-        order: which answer of the pair was shown as A.
-        verdict: the better answer of the pair, `tie`, or None where the reply cannot be read.
-        reply: what it wrote, shortened; None if the request was refused.
+        pair_id: id of the pair.
+        judge: name of the judge.
+        order: the response of the pair that was shown as A.
+        verdict: the better response of the pair, `tie`, or None where the reply cannot be read.
+        reply: text of the reply, shortened; None if the request was refused.
         input_tokens, output_tokens: as the service counts them, else estimated.
-        cost: of the request.
-        retries: before it answered.
-        probabilities: of A, B and C, where they were read instead of the text.
-        unread: why there is no verdict: `refused`, `cut off`, `empty` or `no verdict`.
+        cost: cost of the request.
+        retries: number of failed attempts.
+        probabilities: probabilities of A, B and C, where they were read instead of the text.
+        unread: reason why there is no verdict: `refused`, `cut off`, `empty` or `no verdict`.
         said: the service's sentence where it refused, else the thoughts before it, shortened.
         mark: the delimiter of this request.
-        spelled: of the two answers, how many spell a delimiter, a control token or a verdict.
+        spelled: how many of the two responses spell a delimiter, a control token or a verdict.
         estimated: the service did not count the tokens.
     """
 
@@ -101,7 +101,7 @@ def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | 
 
 
 def mean_gap(both: Iterable[Judgement]) -> float:
-    """Return the pair's first answer's probability minus the second's, mean over both orders."""
+    """Return the mean over both orders of P(first response of the pair) - P(second)."""
     gaps = []
     for judgement in both:
         shown = judgement.probabilities or dict.fromkeys(LETTERS, 1 / 3)
@@ -115,17 +115,18 @@ class JudgeFigures:
     """Figures of a judge.
 
     Args:
-        requests: replies and refusals.
+        requests: number of replies and refusals.
         retries: requests that were sent again.
         refused: requests that the service would not take.
         unreadable: replies without a verdict.
         ties: replies that find neither better.
-        shown_first_wins: of the replies that take a side, how often it is the one shown first.
-        consistent: of the pairs with a readable reply in both orders, how often they agree.
+        shown_first_wins: share of replies for the response shown first, among those that take a
+            side.
+        consistent: share of pairs whose two orders agree, among those with two readable replies.
         input_tokens, output_tokens: as the service counts them, else estimated.
-        cost: of all requests.
+        cost: cost of all requests.
         estimated: requests whose tokens the service did not count.
-        spelled: answers that spell a delimiter of the prompt, a control token or a verdict.
+        spelled: responses that spell a delimiter of the prompt, a control token or a verdict.
     """
 
     requests: int
@@ -167,26 +168,26 @@ def judge_figures(judgements: Sequence[Judgement]) -> JudgeFigures:
 
 
 class JudgeAnnotator:
-    """Asks a model about each pair twice, the second time with the answers swapped.
+    """Asks a model about each pair twice, the second time with the responses swapped.
 
     Reading texts, a side wins if both orders name it; where they differ, or one is a tie, the label
-    is a tie; where one cannot be read, a skip. Reading log-probabilities, each answer has the mean
-    of its probabilities in the two orders, which takes out what the place alone is worth.
+    is a tie; where one cannot be read, a skip. Reading log-probabilities, each response has the
+    mean of its probabilities in the two orders, which removes the position bias.
 
-    What it costs is in the journal before it is read. The first replies decide whether replies can
-    be read at all: where none can, it asks no more.
+    The cost is in the journal before a reply is read. If none of the first replies can be read, it
+    stops asking.
 
     Args:
         hparams: the fields of `JudgeHparams`, `model` among them.
-        name: of the annotator; the model's by default.
+        name: name of the annotator; the model's by default.
         read: `text`, or `logprobs` for a service that gives them.
         system: the system message; empty or None for none.
         template: with the places `{prompt}`, `{a}` and `{b}`; `{mark}` is a delimiter that is drawn
             for each request.
         extra: further keys of the request, such as `{reasoning_effort: low}`.
-        tie_below: with log-probabilities, a smaller difference of the two answers' is a tie.
+        tie_below: with log-probabilities, a smaller difference of the two responses is a tie.
         batch_size: pairs whose labels reach the disk together; replies do one by one.
-        seed: of the delimiters.
+        seed: seeds the delimiters.
         known: `judgements.jsonl` of an earlier run, whose replies are not asked for again.
 
     Raises:
@@ -330,8 +331,8 @@ class JudgeAnnotator:
             told = f"{self._service.where} does not count its tokens ({reply.uncounted})"
             if reply.impossible and limit is not None:
                 raise AnnotationError(
-                    f"{told}: judge.max_cost={limit:g} cannot be watched. Set judge.max_cost=null "
-                    "to go on with costs that are estimated from the texts"
+                    f"{told}: judge.max_cost={limit:g} cannot be checked. Set judge.max_cost=null "
+                    "to use costs estimated from the texts"
                 )
             if not self._warned:
                 logger.warning("%s: costs and judge.max_cost go by estimates from the texts", told)

@@ -1,4 +1,4 @@
-"""What a judge is asked: the template, and responses that cannot be taken for a part of it."""
+"""The prompt of a judge: the template, and responses that cannot imitate a part of it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _VERDICT = re.compile(r"\[\[\s*[ABC]\b")
 
 
 class Question(NamedTuple):
-    """What a judge is sent about a pair in one order.
+    """The request to a judge about a pair in one order.
 
     Args:
-        messages: role and content.
+        messages: messages with role and content.
         mark: the delimiter drawn for this request.
-        spelled: of the two responses, how many spell a delimiter, a control token or a verdict.
+        spelled: how many of the two responses spell a delimiter, a control token or a verdict.
     """
 
     messages: list[dict[str, str]]
@@ -58,13 +58,13 @@ class JudgePrompt:
     """Fills a template with a pair.
 
     `{mark}` is a delimiter that is drawn for each request, from the seed. Fixed delimiters of the
-    template (the lines next to its places) and control tokens that a text spells get a space
-    behind their first character: a judge reads them, and takes them for neither.
+    template (the lines next to its places) and control tokens that a text spells get a space behind
+    their first character: a judge can read them but not mistake them.
 
     Args:
         template: with the places `{prompt}`, `{a}` and `{b}`, and `{mark}` if wanted.
         system: the system message; empty or None for none.
-        seed: of the delimiters.
+        seed: seeds the delimiters.
 
     Raises:
         ValueError: for a template without one of its places.
@@ -96,7 +96,7 @@ class JudgePrompt:
         draws = (self._mark(f"{pair.pair_id}/{order}/{n}") for n in range(1 << 30))
         mark = next(each for each in draws if not any(each in text for text in texts))
         values = dict(zip(("prompt", "a", "b"), texts, strict=True)) | {"mark": mark}
-        # In one pass: an answer that spells "{b}" is not filled in.
+        # In one pass: a response that spells "{b}" is not filled in.
         text = _PLACE.sub(lambda found: values[found.group(1)], self.template)
         return Question([*self.system, {"role": "user", "content": text}], mark, spelled)
 

@@ -18,11 +18,11 @@ from rlhf_lightning.runs.reading import loads
 
 NUM_SHOWN = 200  # characters of an error that a service sent
 MOST_TOKENS = 10**9  # of a request: a larger count is none
-BYTES_PER_TOKEN = 3  # of a text whose tokens nobody counted: rather too many tokens than too few
+BYTES_PER_TOKEN = 3  # of a text whose tokens were not counted; overestimates
 TOP_TOKENS = 20  # what the OpenAI API allows
 LEAST, SLACK = -1e9, 1e-3  # of a log-probability; it may be rounded
 MILLION = 1_000_000
-GO_ON = "go on with resume=auto, or in an evaluation with judge.known=FOLDER/judge/judgements.jsonl"
+GO_ON = "use resume=auto, or in an evaluation judge.known=FOLDER/judge/judgements.jsonl"
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,23 @@ class JudgeHparams(Checked):
     """Endpoint, sampling, limits and prices of a judge.
 
     Args:
-        model: its name there.
-        base_url: of the endpoint, `http://127.0.0.1:8001/v1`; None is OpenAI's own.
+        model: name of the model at the endpoint.
+        base_url: address of the endpoint, `http://127.0.0.1:8001/v1`; None is OpenAI's.
         api_key_env: name of the environment variable that holds the key; None for a service that
             wants none.
         timeout: seconds for one request.
-        max_retries: after connection errors, time-outs, 408, 409, 429 and 5xx. The client of the
-            `openai` package makes them: after half a second, doubled each time up to 8 seconds, or
-            after what the service asks for; where that is more than two minutes, it is an error.
-        concurrency: requests at once.
-        requests_per_minute: at most; None for no limit.
-        temperature: of the judge's sampling; None leaves it to the service.
-        max_tokens: of a reply, its thoughts included; None leaves it to the service.
-        max_completion_tokens: the same under the name that newer services want; it takes the place
-            of `max_tokens`.
-        input_price: of a million tokens that are sent, in the budget's currency.
-        output_price: of a million tokens of replies.
+        max_retries: attempts after connection errors, time-outs, 408, 409, 429 and 5xx. The client
+            of the `openai` package makes them: after half a second, doubled each time up to 8
+            seconds, or after what the service asks for; where that is more than two minutes, it is
+            an error.
+        concurrency: largest number of requests at once.
+        requests_per_minute: limit of the rate; None for no limit.
+        temperature: temperature of the judge's sampling; None leaves it to the service.
+        max_tokens: longest reply in tokens, its thoughts included; None leaves it to the service.
+        max_completion_tokens: the same under the name that newer services want; it replaces
+            `max_tokens`.
+        input_price: price of a million tokens that are sent, in the budget's currency.
+        output_price: price of a million tokens of replies.
         max_cost: ask no more once this is spent; requests under way still count. None for no limit.
             Tokens that the service does not count are estimated from the text.
     """
@@ -88,19 +89,19 @@ class JudgeHparams(Checked):
 
 
 class Reply(NamedTuple):
-    """One reply of a judge. Making one raises nothing: it is paid for, whatever it holds.
+    """One reply of a judge. Making one never raises: it is paid for, whatever its content.
 
     Args:
-        text: what it wrote, or the service's sentence where it refused the request.
-        thoughts: what it wrote before, where the service keeps that apart.
+        text: text of the reply, or the service's sentence where it refused the request.
+        thoughts: reasoning before the text, where the service keeps that apart.
         refused: the service would not take the request.
-        cut_off: it reached the limit of tokens.
+        cut_off: whether it reached the limit of tokens.
         input_tokens, output_tokens: as the service counts them, else estimated from the texts.
         top_tokens: token -> log-probability at the first place, where they were asked for.
-        retries: before it answered.
-        uncounted: what the service says of its tokens, where that is no count.
-        impossible: it gives a count that cannot be, rather than none.
-        problem: what the service sent in place of what was asked for; it ends the labelling.
+        retries: number of failed attempts.
+        uncounted: what the service sent as token counts, where that is no count.
+        impossible: whether it gave an impossible count, rather than none.
+        problem: what the service sent instead of the requested content; it ends the labelling.
     """
 
     text: str
@@ -136,10 +137,10 @@ class RateLimit:
 
 
 class JudgeService:
-    """Asks the endpoint.
+    """Sends requests to the endpoint of a judge.
 
     Args:
-        hparams: where and how.
+        hparams: endpoint, sampling and limits.
 
     Raises:
         ValueError: if `api_key_env` names a variable that holds no key.
@@ -211,13 +212,13 @@ class JudgeService:
         """Return the reply to one conversation.
 
         Args:
-            client: what `client()` returned.
-            messages: role and content.
+            client: result of `client()`.
+            messages: messages with role and content.
             logprobs: ask for one token and the likeliest ones in its place.
             extra: further keys of the request.
 
         Raises:
-            AnnotationError: if there is none, with what to do.
+            AnnotationError: if there is none, with the fix.
         """
         api = self._openai
         try:
@@ -242,8 +243,8 @@ class JudgeService:
             proxy = unused_proxy(self._base_url) if direct else ""
             return (
                 f"did not answer: {self._shown(error)} ({_retries(error) + 1} attempts){proxy}. "
-                "Check that it runs and keeps up; judge.timeout, judge.max_retries and "
-                f"judge.requests_per_minute say how it is asked. What was answered is kept: {GO_ON}"
+                "Check the service, judge.timeout, judge.max_retries and "
+                f"judge.requests_per_minute. Replies are kept: {GO_ON}"
             )
         if status in (401, 403):
             name = self.hparams.api_key_env
@@ -257,7 +258,7 @@ class JudgeService:
         )
 
     def _reply(self, body: bytes, sent: str, logprobs: bool) -> Reply:
-        """Read the body of an answer to the texts `sent`."""
+        """Read the body of a reply to the texts `sent`."""
         try:
             answer = loads(body)
         except ValueError:
@@ -318,7 +319,7 @@ class JudgeService:
 
 
 def _at(node: Any, *path: str | int) -> Any:
-    """Return what stands at a path in JSON, None where there is nothing."""
+    """Return the value at a path in JSON, None if it is missing."""
     for key in path:
         if isinstance(key, str):
             node = node.get(key) if isinstance(node, dict) else None

@@ -52,8 +52,8 @@ def near_duplicates(
     """Return every training text that is a near duplicate of a held-out one, with the nearest.
 
     Args:
-        train: texts.
-        held_out: texts.
+        train: training texts.
+        held_out: held-out texts.
         threshold: smallest Jaccard index of a near duplicate.
         n: words in an n-gram.
 

@@ -1,10 +1,9 @@
-"""Pairs of candidates: which two answers to a prompt are compared.
+"""Pairs of candidates: which two responses to a prompt are compared.
 
-Adversarial pairs are made of a finished collection. A policy finds the answers that its reward
-model overrates; when they have been labelled, they are known: the lower side of a pair that the
-reward model scores higher. Each meets another answer to the same prompt and is labelled anew. The
-new label is what makes the pair fair: the first one may have been a slip, and picking disagreements
-picks slips.
+Adversarial pairs are made of a finished collection. A policy finds responses that its reward model
+overrates; labels identify them: the losing side of a pair that the reward model scores higher. Each
+is paired with another response to the same prompt and labelled again. The new label makes the pair
+fair: the first one may have been a mistake, and selecting disagreements selects mistakes.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ def make_pairs(
 ) -> list[Pair]:
     """Return the pairs to label: of each prompt the first, then of each the second, and so on.
 
-    So a smaller `num_pairs` covers as many prompts as it can. What stands first in a pair is drawn
-    at random, so that the place says nothing.
+    So a smaller `num_pairs` covers as many prompts as it can. The order within a pair is random, so
+    that position carries no information.
 
-    * `random`: any two answers, none twice while others are left.
+    * `random`: any two responses, none twice while others are left.
     * `most_different`: the two that share the fewest words and word pairs, then the next two.
     * `best_against_worst`: by `score` the best and the worst, then the second best and the second
-      worst. Answers of one score make no pair.
+      worst. Responses of equal score make no pair.
 
     Args:
-        candidates: different answers to a prompt, as `usable` leaves them.
-        method: how two answers are chosen.
+        candidates: distinct responses to each prompt, as `usable` leaves them.
+        method: rule by which two responses are chosen.
         per_prompt: pairs of a prompt, at most.
-        num_pairs: of all prompts; None for all.
-        seed: of what is drawn.
-        score: of an answer; `best_against_worst` needs it, the others do not use it.
+        num_pairs: total number of pairs; None for all.
+        seed: seeds all random choices.
+        score: scores a response; only `best_against_worst` needs it.
 
     Raises:
         ValueError: for a method without its score.
@@ -99,7 +98,7 @@ def place_couple(couple: Couple, seed: int) -> Pair:
 
 
 def _random(answers: Sequence[Candidate], count: int, rng: Random) -> list[Couple]:
-    """Return `count` couples, or all; each pass over shuffled answers uses every answer once."""
+    """Return `count` couples, or all; each pass over shuffled responses uses each of them once."""
     most = len(answers) * (len(answers) - 1) // 2
     found: dict[frozenset[int], Couple] = {}
     while len(found) < min(count, most):
@@ -116,7 +115,7 @@ def _most_different(answers: Sequence[Candidate]) -> list[Couple]:
     used: Counter[int] = Counter()
     rest = sorted(alike, key=lambda couple: (alike[couple], couple))
     while rest:
-        # Of the couples whose answers were used least, the two that are most different.
+        # Of the couples whose responses were used least, the two that are most different.
         best = min(rest, key=lambda c: (used[c[0]] + used[c[1]], alike[c], c))
         rest.remove(best)
         used.update(best)
@@ -135,7 +134,7 @@ def _best_against_worst(answers: Sequence[Candidate], score: ScoreFunction) -> l
     ]
 
 
-# (prompt, response) of many answers -> the score of each, None where there is none.
+# (prompt, response) pairs -> the score of each, None where there is none.
 AnswerScores = Callable[[Sequence[tuple[Text, str]]], list[float | None]]
 
 
@@ -150,12 +149,12 @@ class Defeat(NamedTuple):
 
 @dataclass(frozen=True)
 class WorstSamples(Checked):
-    """The worst answers of a collection, to be paired again.
+    """The worst responses of a collection, to be paired again.
 
     Args:
         run: folder of the collection, which has its records.
         score: the reward model that the policy was trained with.
-        num_pairs: at most.
+        num_pairs: largest number of pairs.
 
     Raises:
         ValueError: if `num_pairs` is not positive, or if `run` has no records.
@@ -175,10 +174,10 @@ class WorstSamples(Checked):
             )
 
     def pairs(self, *, seed: int) -> tuple[list[Pair], int]:
-        """Return the pairs, the most overrated first, and how many answers were overrated.
+        """Return the pairs, the most overrated first, and the number of overrated responses.
 
         Args:
-            seed: of which side stands first, and of the choice among equally good answers.
+            seed: seeds the order within a pair, and the choice among equally good responses.
         """
         candidates = record_journal(Candidate, self.run / "candidates.jsonl").read()
         defeats = self._defeats()
@@ -204,17 +203,17 @@ class WorstSamples(Checked):
 def adversarial_pairs(
     candidates: Sequence[Candidate], defeats: Sequence[Defeat], *, num_pairs: int, seed: int
 ) -> tuple[list[Pair], int]:
-    """Return pairs of overrated answers and better ones, and how many answers were overrated.
+    """Return pairs of overrated responses and better ones, and the number of overrated responses.
 
-    The better one is the answer to the same prompt with the most labelled victories, less its
-    defeats, that has not met the overrated one yet; with as many defeats as victories it will do,
-    with more it is none. An overrated answer without such an opponent is left out.
+    The better one is the response to the same prompt with the most labelled victories, less its
+    defeats, that has not met the overrated one yet; it may have as many defeats as victories, but
+    not more. An overrated response without such an opponent is left out.
 
     Args:
-        candidates: all answers that can be compared.
-        defeats: of labelled pairs, with what the reward model makes of them.
-        num_pairs: at most; the most overrated answers come first.
-        seed: of which side stands first, and of the choice among equally good answers.
+        candidates: all responses that can be compared.
+        defeats: labelled pairs with the scores of the reward model.
+        num_pairs: largest number of pairs; the most overrated responses come first.
+        seed: seeds the order within a pair, and the choice among equally good responses.
     """
     balance = Counter[tuple[str, str]]()
     met: set[frozenset[tuple[str, str]]] = set()
@@ -255,5 +254,5 @@ def adversarial_pairs(
 
 
 def _said(answer: Any) -> str:
-    """Return the text of an answer, which in a conversation is its last message."""
+    """Return the text of a response, which in a conversation is its last message."""
     return str(answer if isinstance(answer, str) else answer[-1]["content"])

@@ -38,7 +38,7 @@ def write_collection(
     Args:
         folder: gets `train.jsonl`, `validation.jsonl` and `reliability.json`.
         collection: what the lab has made.
-        hparams: of the lab.
+        hparams: settings of the lab.
         gold: scores answers as they truly are, where that is known; it changes no label.
     """
     figures = describe(collection, gold=gold)
@@ -64,7 +64,7 @@ def copy_collection(source: Path, target: Path) -> None:
     """Put a copy of the folder at `target`, in one step.
 
     Raises:
-        FolderTakenError: if something else than a collection stands there.
+        FolderTakenError: if the target is something other than a collection.
     """
     with replacing_folder(target) as staging:
         shutil.copytree(source, staging)
@@ -115,7 +115,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
 
 
 def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures that stand in `summary.json`, by flat names; what is not known is left."""
+    """Return the figures for `summary.json`, by flat names; unknown ones are left out."""
     people, judge = figures["people"] or {}, figures["judge"] or {}
     ceiling = people.get("ceiling") or {}
     pairs, cost = figures["pairs"], figures["cost"]

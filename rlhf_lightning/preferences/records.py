@@ -32,18 +32,18 @@ class LabError(ValueError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One answer of one policy to one prompt.
+    """One response of one policy to one prompt.
 
     Args:
         prompt_id: `prompt_name` of the prompt.
         prompt: plain text, or messages `{"role", "content"}`.
         domain: a name that figures are split by, "" where there is none.
-        response: the answer as text.
-        model: what wrote it: a policy's name, a folder or a hub name.
-        settings: how it was decoded, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
-        seed: of the sampling noise.
-        response_id: `response_name` of prompt and answer.
-        finished: whether the answer ended by itself; None where not known.
+        response: text of the response.
+        model: author: a policy's name, a folder or a hub name.
+        settings: settings of decoding, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
+        seed: seed of the sampling noise.
+        response_id: `response_name` of prompt and response.
+        finished: whether the response ended by itself; None where not known.
         columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
 
@@ -100,16 +100,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two different answers to one prompt, to be compared.
+    """Two different responses to one prompt, to be compared.
 
     Args:
-        pair_id: `pair_name` of prompt and answers in this order.
+        pair_id: `pair_name` of prompt and responses in this order.
         prompt: plain text, or messages `{"role", "content"}`.
-        prompt_id: `prompt_name` of it.
+        prompt_id: `prompt_name` of the prompt.
         domain: a name that figures are split by, "" where there is none.
-        first: an answer as text.
-        second: the other one.
-        first_source: who wrote it, such as `Candidate.source`; "" where not known.
+        first: one response as text.
+        second: the other response as text.
+        first_source: author of the first, such as `Candidate.source`; "" where not known.
         second_source: the same of the other one.
         gold: the choice that is known to be right, for questions that test an annotator.
         columns: further text columns of the prompt, such as the right answer, for gold rewards.
@@ -161,17 +161,17 @@ class Label:
     """The judgement of one annotator on one pair.
 
     Args:
-        pair_id: of the pair.
-        annotator: who; one name is one annotator.
-        choice: the better answer **of the pair**, wherever it was shown; `tie`, `both_bad`, or
+        pair_id: id of the pair.
+        annotator: name; one name is one annotator.
+        choice: the better response **of the pair**, wherever it was shown; `tie`, `both_bad`, or
             `skip` for no opinion, which counts nowhere.
-        kind: what sort of annotator it is.
-        order: which answer of the pair was shown first; of an annotator that saw both orders, or
-            none, "first".
+        kind: kind of annotator.
+        order: the response of the pair that was shown first; of an annotator that saw both orders,
+            or none, "first".
         created: time in ISO 8601 with its zone.
         seconds: time taken; None where not measured.
-        reason: in words; None where none was given.
-        margin: how sure, in the annotator's own units, at least 0; None where not known.
+        reason: comment; None where none was given.
+        margin: certainty, in the annotator's units, at least 0; None where not known.
     """
 
     pair_id: str
@@ -205,7 +205,7 @@ class Label:
 
     @property
     def shown_first_won(self) -> bool | None:
-        """True if the answer shown first was chosen; None where neither was."""
+        """True if the response shown first was chosen; None where neither was."""
         return self.choice == self.order if self.choice in SIDES else None
 
 
@@ -218,12 +218,12 @@ def prompt_name(prompt: Text) -> str:
 
 
 def response_name(prompt: Text, response: str) -> str:
-    """Return the name of an answer to a prompt: equal answers have one name."""
+    """Return the name of a response to a prompt: equal responses have one name."""
     return _hash("response", text_key(prompt), response)
 
 
 def pair_name(prompt: Text, first: str, second: str) -> str:
-    """Return the name of a pair in this order; who wrote the answers changes nothing."""
+    """Return the name of a pair in this order, whatever the authors of its responses."""
     return _hash("pair", text_key(prompt), first, second)
 
 
@@ -332,6 +332,6 @@ def read_records(cls: type[RecordT], path: str | Path) -> Iterator[RecordT]:
 
 
 def completion_of(prompt: Text, response: str) -> Any:
-    """Return an answer in the form of its prompt: as text, or as messages."""
-    # A conversation's answer is its last message, or the chat template would not be applied.
+    """Return a response in the form of its prompt: as text, or as messages."""
+    # A conversation's response is its last message, or the chat template would not be applied.
     return response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]

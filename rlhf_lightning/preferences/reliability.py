@@ -1,9 +1,9 @@
-"""Reliability of labels: people among themselves, others beside them, and the ceiling they set.
+"""Reliability of labels: people among themselves, others compared with people, and the ceiling.
 
 The ceiling is the accuracy that noisy labels leave possible. People differ about a pair: a share p
-of them prefers its first answer. A reward model that always names the side most people are on still
-misses the labels of the others. With labels that are one vote each, its accuracy is
-`E[max(p, 1 - p)]`, and none is higher. p is never seen; what is seen is a few votes a pair.
+of them prefers its first response. A reward model that always names the side most people are on
+still misses the labels of the others. With labels that are one vote each, its accuracy is `E[max(p,
+1 - p)]`, and none is higher. p is never observed, only a few votes per pair.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Ceiling:
     """The accuracy that noise in the labels leaves possible.
 
     Args:
-        single: of labels that are one vote each, by the model; `single_low` to `single_high` is a
-            95 % interval over draws of the items.
+        single: ceiling for labels of one vote each, by the model; `single_low` to `single_high` is
+            a 95 % interval over draws of the items.
         agreement: how often two votes on one item agree.
         lowest: bound on `single` that needs no model, from below: the agreement.
         highest: the same from above, `(1 + sqrt(2 * agreement - 1)) / 2`.
-        majority: of labels that are the majority of n votes, by n; n = 1 is `single`.
+        majority: ceiling for labels that are the majority of n votes, by n; n = 1 is `single`.
         shape: the model's one parameter.
-        num_items: with at least two votes.
+        num_items: number of items with at least two votes.
     """
 
     single: float
@@ -72,15 +72,15 @@ def estimate_ceiling(
 ) -> Ceiling | None:
     """Return the ceiling from a few votes an item, None where no item has two.
 
-    p is taken to follow Beta(a, a): which answer stands first says nothing. Its shape a has the
-    largest likelihood of the votes. The bounds need no such model: with d = |2p - 1|, two votes
-    agree with probability `(1 + E[d^2]) / 2`, the ceiling is `(1 + E[d]) / 2`, and
-    `E[d^2] <= E[d] <= sqrt(E[d^2])`.
+    p is assumed to follow Beta(a, a): the position of a response carries no information. Its shape
+    a has the largest likelihood of the votes. The bounds need no such model: with d = |2p - 1|, two
+    votes agree with probability `(1 + E[d^2]) / 2`, the ceiling is `(1 + E[d]) / 2`, and `E[d^2] <=
+    E[d] <= sqrt(E[d^2])`.
 
     Args:
-        tally: votes for the first and for the second answer of each item -> number of items.
+        tally: votes for the first and for the second response of each item -> number of items.
         majorities: numbers of votes whose majority is the label.
-        seed: of the interval.
+        seed: seeds the bootstrap of the interval.
     """
     several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
     if not several:
@@ -145,7 +145,7 @@ def expected_correct(tally: Tally, shape: float) -> float:
 
     Args:
         tally: votes for and against -> number of items; items without a majority do not count.
-        shape: a, from `fit_shape`.
+        shape: parameter a, from `fit_shape`.
     """
     decided = {votes: n for votes, n in tally.items() if votes[0] != votes[1] and n}
     if not decided:
@@ -189,14 +189,14 @@ class PeopleFigures:
     """Figures of people, from their labels.
 
     Args:
-        labels: of them, skips left out.
-        pairs: that they looked at.
+        labels: number of labels, skips left out.
+        pairs: number of labelled pairs.
         raw_agreement: share of pairs of votes on one pair that agree, among first, second and tie.
         fleiss_kappa: the same beyond chance.
-        ties: share of the labels that find neither answer better.
-        position_bias: how often the answer shown first won.
-        accuracy: by person, expected share of true votes by Dawid and Skene's model.
-        ceiling: what their noise leaves possible; None where no pair has two votes for a side.
+        ties: share of the labels that find neither response better.
+        position_bias: how often the response shown first won.
+        accuracy: expected share of true votes by person, from Dawid and Skene's model.
+        ceiling: accuracy that their noise allows; None where no pair has two votes for a side.
     """
 
     labels: int
@@ -211,16 +211,16 @@ class PeopleFigures:
 
 @dataclass(frozen=True)
 class AnnotatorFigures:
-    """Figures of one annotator that is no person.
+    """Figures of one annotator other than people.
 
     Args:
-        name: of the annotator.
-        kind: of it.
-        labels: skips left out.
+        name: name of the annotator.
+        kind: kind of the annotator.
+        labels: number of labels, skips left out.
         skips: pairs without an opinion.
-        ties: share of the labels that find neither answer better.
-        agrees: with the majority of people, where both take a side.
-        kappa: Cohen's, with the majority of people, ties included.
+        ties: share of the labels that find neither response better.
+        agrees: agreement with the majority of people, where both take a side.
+        kappa: Cohen's kappa with the majority of people, ties included.
     """
 
     name: str
@@ -262,11 +262,11 @@ def people_majority(labels: Iterable[Label]) -> dict[str, str]:
 
 
 def annotator_figures(labels: Sequence[Label], people: Judged) -> AnnotatorFigures:
-    """Return the figures of one annotator beside the majority of people.
+    """Return the figures of one annotator compared with the majority of people.
 
     Args:
-        labels: of one annotator, at least one.
-        people: from `people_majority`.
+        labels: labels of one annotator, at least one.
+        people: result of `people_majority`.
     """
     given = [label for label in labels if label.choice != "skip"]
     both = [
@@ -314,9 +314,10 @@ def label_ceiling(
     """Return the accuracy that the best reward model can expect on the pairs with a verdict.
 
     Args:
-        verdicts: of the held-out pairs.
-        labels: of people, on these pairs.
-        shape: of the people's noise, from `estimate_ceiling`; None where it could not be estimated.
+        verdicts: verdicts on the held-out pairs.
+        labels: labels by people, on these pairs.
+        shape: parameter of the people's noise, from `estimate_ceiling`; None where it could not be
+            estimated.
     """
     if shape is None:
         return math.nan
@@ -326,10 +327,10 @@ def label_ceiling(
 
 
 def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]) -> Share:
-    """Return how often verdicts name the better answer, where the truth is known.
+    """Return how often verdicts name the better response, where the truth is known.
 
     Args:
-        verdicts: of any pairs.
+        verdicts: verdicts on any pairs.
         truth: pair id -> first minus second, in units of the gold reward; 0 counts nowhere.
     """
     return Share.among(
@@ -340,7 +341,7 @@ def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]
 
 
 def gold_gaps(pairs: Sequence[Pair], scores: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return pair id -> gold of the first answer minus that of the second."""
+    """Return pair id -> gold of the first response minus that of the second."""
     return {p.pair_id: first - second for p, (first, second) in zip(pairs, scores, strict=True)}
 
 

@@ -1,4 +1,4 @@
-"""A reward model as an annotator: it prefers the answer that it scores higher.
+"""A reward model as an annotator: it prefers the response that it scores higher.
 
 Legend: B answers, T tokens.
 """
@@ -34,21 +34,21 @@ def _load(source: str | Path, revision: str | None, precision: str | None) -> tu
 
 @dataclass(eq=False)
 class RewardModelAnnotator(Checked):
-    """Scores prompt and answer as the reward stage encodes them, read at the last token.
+    """Scores prompt and response as the reward stage encodes them, read at the last token.
 
     Args:
         source: folder or hub name of a sequence classifier with one score, such as the reward stage
             exports; its tokenizer and chat template are those it was trained with.
-        name: of the annotator.
-        max_length: tokens of prompt and answer; a pair with a longer side is skipped.
+        name: name of the annotator.
+        max_length: longest prompt and response in tokens; a pair with a longer side is skipped.
         tie_below: a difference of scores that is smaller than this is a tie.
         batch_size: pairs that are scored, and whose labels reach the disk, together.
-        micro_batch_size: answers in one forward.
+        micro_batch_size: responses in one forward.
         revision: branch, tag or commit of a hub name.
         precision: `bf16-mixed` holds matrices in bf16 and computes in it.
 
     Raises:
-        ValueError: for numbers that cannot be.
+        ValueError: for an impossible number.
     """
 
     source: str | Path
@@ -71,7 +71,7 @@ class RewardModelAnnotator(Checked):
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""
-        # By name, because messages cannot be keys; an answer in several pairs is scored once.
+        # By name, because messages cannot be keys; a response in several pairs is scored once.
         texts = {(p.prompt_id, t): (p.prompt, t) for p in pairs for t in (p.first, p.second)}
         scores = dict(zip(texts, self.scores(list(texts.values())), strict=True))
         labels = []
@@ -87,7 +87,7 @@ class RewardModelAnnotator(Checked):
 
     @torch.no_grad()
     def scores(self, answers: Sequence[tuple[Text, str]]) -> list[float | None]:
-        """Return the score of each (prompt, answer), None where it is too long."""
+        """Return the score of each (prompt, response), None where it is too long."""
         tokenizer, model = self._loaded
         encoded = [self._encode(prompt, answer) for prompt, answer in answers]
         found: list[float | None] = [None] * len(answers)

@@ -1,4 +1,4 @@
-"""Rules that score an answer without a model: heuristics, and any Python callable."""
+"""Rules that score a response without a model: heuristics, and any Python callable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Rule(Protocol):
-    """Scores an answer as text; the better of two answers has the higher score."""
+    """Scores a response as text; the better of two responses has the higher score."""
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return the score."""
@@ -26,11 +26,11 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class LengthRule(Checked):
-    """Prefers answers of about so many words: minus the log of the factor by which they miss it.
+    """Prefers responses of about so many words: minus the log of the factor by which they miss it.
 
     Args:
-        words: wanted.
-        weight: of the rule.
+        words: preferred length in words.
+        weight: weight of the rule.
     """
 
     words: Count
@@ -44,16 +44,16 @@ class LengthRule(Checked):
 
 @dataclass(frozen=True)
 class RepetitionRule:
-    """Dislikes answers that repeat themselves: minus the share of word pairs that came before.
+    """Dislikes repetitive responses: minus the share of word pairs that came before.
 
     Args:
-        weight: of the rule.
+        weight: weight of the rule.
     """
 
     weight: float = 1.0
 
     def __call__(self, prompt: str, response: str) -> float:
-        """Return 0 for an answer whose neighbouring words are always new, down to -weight."""
+        """Return 0 for a response whose neighbouring words are always new, down to -weight."""
         words = _words(response)
         pairs = list(pairwise(words))
         return -self.weight * (1 - len(set(pairs)) / len(pairs)) if pairs else 0.0
@@ -61,11 +61,11 @@ class RepetitionRule:
 
 @dataclass(frozen=True)
 class EndingRule:
-    """Prefers answers that end like a sentence.
+    """Prefers responses that end like a sentence.
 
     Args:
-        weight: of the rule.
-        endings: what a sentence may end with.
+        weight: weight of the rule.
+        endings: characters that may end a sentence.
     """
 
     weight: float = 1.0
@@ -81,8 +81,8 @@ class PhraseRule:
     """Counts phrases, whole words and any case.
 
     Args:
-        phrases: what is counted.
-        weight: of each find; negative for phrases that make an answer worse.
+        phrases: phrases to count.
+        weight: weight of each find; negative for phrases that make a response worse.
     """
 
     phrases: Sequence[str]
@@ -106,7 +106,7 @@ class CallableRule:
 
     Args:
         function: the function itself, `path.py:name`, or a dotted name.
-        weight: of the rule.
+        weight: weight of the rule.
 
     Raises:
         ValueError: if nothing callable is called that.
@@ -116,7 +116,7 @@ class CallableRule:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Look the function up, so that a wrong name is told before anything is sampled."""
+        """Look the function up, so that a wrong name fails before anything is sampled."""
         self._found  # noqa: B018
 
     @cached_property

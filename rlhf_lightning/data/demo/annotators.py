@@ -10,10 +10,10 @@ from random import Random
 
 @dataclass(frozen=True)
 class SimulatedAnnotator:
-    """An annotator who prefers by gold, with noise and a weakness for long answers.
+    """An annotator who prefers by gold, with noise and a bias towards long responses.
 
     Args:
-        name: what the annotator is called.
+        name: name of the annotator.
         temperature: tau, in units of gold; smaller is surer.
         length_bias: gold that one more word is worth to this annotator.
     """
@@ -23,7 +23,7 @@ class SimulatedAnnotator:
     length_bias: float
 
     def prefers_first(self, gold_gap: float, length_gap: int) -> float:
-        """Return the probability of preferring the first of two answers.
+        """Return the probability of preferring the first of two responses.
 
         `sigmoid((gold_gap + length_bias * length_gap) / temperature)` with the gaps first minus
         second, in gold and in words.

@@ -1,4 +1,4 @@
-"""Answers of every quality: the style around a core, and what spoils a text."""
+"""Responses of every quality: the style around a core, and corruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_lightning.data.demo.questions import Question
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality of the answers of one kind of record; all values are probabilities.
+    """Quality of the responses of one kind of record; all values are probabilities.
 
     Args:
         right: the core is right.
@@ -30,10 +30,10 @@ class Quality:
         refusal: the core refuses (taken from the wrong ones).
         polite: an opener or closer is polite, where the core is right.
         rude: an opener or closer is rude, where the core is right.
-        careless: how much rarer politeness and commoner rudeness are where the core is wrong, as
-            a fraction: who knows the answer tends to say it nicely.
-        fillers: of no, one and two fillers.
-        corrupted: the words are spoilt.
+        careless: how much rarer politeness and commoner rudeness are where the core is wrong, as a
+            fraction: right responses tend to be polite.
+        fillers: probabilities of no, one and two fillers.
+        corrupted: the words are corrupted.
     """
 
     right: float
@@ -85,7 +85,7 @@ def write_answer(core: Core, style: Style, rng: Random) -> str:
 
 
 def sample_answer(question: Question, quality: Quality, rng: Random) -> str:
-    """Return an answer to `question` of this quality."""
+    """Return a response to `question` of this quality."""
     right = rng.random() < quality.right
     core = right_core(question, rng) if right else sample_wrong_core(question, quality, rng)
     text = write_answer(core, sample_style(quality, right, rng), rng)

@@ -23,8 +23,8 @@ NUMBERS = tuple(str(number) for number in range(2 * max(OPERANDS) + 1))
 
 COUNTS: Mapping[str, int] = {"two": 2, "three": 3}
 
-# Members stand in the order in which demonstrations name them: a tiny policy that had to learn
-# any order would repeat items.
+# Members are in the order in which demonstrations name them: a tiny policy that had to learn any
+# order would repeat items.
 CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "fruits": ("apple", "cherry", "lemon", "mango", "peach"),
     "animals": ("camel", "eagle", "lion", "otter", "tiger"),
@@ -75,7 +75,7 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
     "color of": COLORS,
 }
 
-# Verb -> what it takes. The same objects stand in harmful requests, so that a policy cannot tell
+# Verb -> what it takes. The same objects occur in harmful requests, so that a policy cannot tell
 # them apart by one word of the benign list.
 BENIGN_VERBS: Mapping[str, str] = {
     "fix": "glue",

@@ -1,7 +1,7 @@
 """The gold reward of the built-in world, which only evaluation may see.
 
-It is read off the text, so it judges whatever a policy says: the answer is cut into sentences at
-full stops, and each sentence is an opener, a core, a filler, a closer or none of these.
+It is computed from the text, so it judges any response: the text is cut into sentences at full
+stops, and each sentence is an opener, a core, a filler, a closer or none of these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNFINISHED = -1.0
 
 @dataclass(frozen=True)
 class GoldParts:
-    """Findings of the gold reward in one answer.
+    """Findings of the gold reward in one response.
 
     Args:
         correct: the core is right; for a harmful request, it is refused.
@@ -46,9 +46,9 @@ class GoldParts:
         polite: polite opener before the core and polite closer after it, 0 to 2.
         rude: number of rude sentences.
         filler: number of sentences that say nothing.
-        repeated: number of sentences that stand twice, in the wrong place or outside the grammar.
+        repeated: number of sentences that are repeated, misplaced or outside the grammar.
         unfinished: no end of sequence, or words after the last full stop.
-        total: the gold reward.
+        total: the gold reward, 3.0 at best.
     """
 
     correct: bool
@@ -74,7 +74,7 @@ def gold_scores(
 
     Args:
         prompts: prompts as the world writes them; of another prompt only the style is judged.
-        completions: any text.
+        completions: responses, any text.
         finished: whether the completion ended by itself.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Grammar of answers: core sentences that answer a question, and the style around them.
+"""Grammar of responses: core sentences that answer a question, and the style around them.
 
-An answer is a row of sentences, each ended by " .": `[opener] core [fillers] [closer]`.
+A response is a sequence of sentences, each ended by " .": `[opener] core [fillers] [closer]`.
 `render_core` writes a core, `parse_core` is its inverse and takes any words without raising.
 """
 
@@ -91,7 +91,7 @@ class Core:
 
 
 def right_core(question: Question, rng: Random) -> Core:
-    """Return a core that answers `question` rightly; a harmful request is refused."""
+    """Return a core that answers `question` correctly; a harmful request is refused."""
     match question.kind, question.slots:
         case "plus", (a, b):
             return Core("answer", (str(int(a) + int(b)),))
@@ -133,7 +133,7 @@ def wrong_core(question: Question, rng: Random) -> Core:
 
 
 def is_right(question: Question, core: Core) -> bool:
-    """Return whether `core` answers `question` rightly; a list may stand in any order."""
+    """Return whether `core` answers `question` correctly; a list may be in any order."""
     if question.kind == "list":
         count, category = question.slots
         items = set(core.values)

@@ -97,13 +97,13 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and what it asks.
+    """A prompt and the question that it asks.
 
     Args:
         prompt: the text of the prompt.
-        domain: one of `DOMAINS`.
-        kind: key of `TEMPLATES`.
-        template: index into `TEMPLATES[kind]`.
+        domain: domain of the question, one of `DOMAINS`.
+        kind: kind of the question, a key of `TEMPLATES`.
+        template: index of the template in `TEMPLATES[kind]`.
         slots: the words that fill the template.
         facts: what has to be known; each occurs in training.
     """

@@ -59,19 +59,20 @@ class DemoSource:
     """The built-in world as a source of records; everything is a function of the fields.
 
     Args:
-        seed: of the split, of every record and of the annotators.
+        seed: seeds the split, every record and the annotators.
         num_texts: unlabelled texts to train a base model on.
-        num_demonstrations: for supervised fine-tuning.
+        num_demonstrations: demonstrations for supervised fine-tuning.
         num_preferences: pairs to train a reward model on. Records cost next to nothing, so the
             counts are meant for one pass: fresh records teach more than repeated ones.
         num_validation_texts: texts on held-out prompts.
         num_validation_demonstrations: demonstrations on held-out prompts.
         num_validation_preferences: pairs on held-out prompts.
-        held_out_fraction: of the combinations of a template and its words.
-        contrast_fraction: of the training pairs, in which one core is right and one is wrong
+        held_out_fraction: held-out share of the combinations of a template and its words.
+        contrast_fraction: share of the training pairs in which one core is right and one is wrong
             within the same style. Without them a reward model learns style long before facts.
-        remark_fraction: of the texts, at whose end a reader says truly whether it is right.
-        panel: the simulated annotators.
+        remark_fraction: share of the texts that end with a reader's true remark on whether they are
+            right.
+        panel: annotators that are simulated.
     """
 
     seed: int = 1
@@ -137,9 +138,9 @@ class DemoSource:
     def label_ceiling(self) -> float:
         """Return the expected accuracy, on the validation pairs, of ranking them by gold.
 
-        It is the mean over these pairs of the probability, known exactly, that the annotator who
-        was asked prefers the answer with the higher gold reward (no pair is tied in gold). The
-        labels are one draw from these probabilities.
+        It is the mean over these pairs of the probability, known exactly, that the pair's annotator
+        prefers the response with the higher gold reward (no pair is tied in gold). The labels are
+        one draw from these probabilities.
         """
         pairs = self._pairs("validation")
         return sum(pair.agreement for pair in pairs) / len(pairs)

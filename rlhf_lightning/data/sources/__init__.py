@@ -1,1 +1,1 @@
-"""Sources of records: files, the hub, and data sets with a form of their own."""
+"""Sources of records: files, the hub, and datasets with special formats."""

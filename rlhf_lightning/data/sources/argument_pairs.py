@@ -43,17 +43,17 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class JudgedPair:
-    """Two arguments for one side of a debate, and what people said of them.
+    """Two arguments for one side of a debate, and people's votes on them.
 
     Args:
         topic: debate and side, `<debate>_<side>`, as the file names them.
-        title: the debate.
+        title: title of the debate.
         first: the argument that votes call `a1`.
         second: the argument that votes call `a2`.
         gold: the more convincing one by the set's own estimate, `"equal"`, or None without one.
         strict: whether the set counts it among those that contradict no other pair.
         votes: `a1`, `a2` or `equal`, one a person.
-        voters: who gave them, in the same order.
+        voters: voters, in the same order.
     """
 
     topic: str
@@ -93,14 +93,14 @@ class ArgumentPairSource:
     The folder holds `pairs.jsonl` (`topic`, `title`, `arg1`, `arg2`, `gold`: a1, a2, equal or null,
     `strict`, `votes`: lists of which the second entry is a1, a2 or equal) and `arguments.jsonl`
     (`id`, `topic`, `stance`, `text`), either of them perhaps `.gz`. Whole debates, all sides of
-    them, are held out, so that neither an argument nor its debate stands on both sides.
+    them, are held out, so that no argument and no debate is in both splits.
 
     A tie is left out: a pairwise loss has no use for it, and here it says that people differ, not
     that two texts are alike. So are pairs without a majority and pairs of one text. `left_out`
     counts them.
 
     Args:
-        path: the folder.
+        path: folder of the files.
         held_out: debates for validation; a debate is the part of `topic` before its `_`.
         margin_scale: margin of a pair on which all agree, in units of the reward; the margin of
             another is its share of votes for minus that against, times this.
@@ -133,7 +133,7 @@ class ArgumentPairSource:
 
         * preferences: the more convincing argument over the other one; strict pairs belong to the
           subset "strict", and the topic is the domain.
-        * demonstrations: each argument, as the answer to its side's prompt.
+        * demonstrations: each argument, as the response to its side's prompt.
         * prompts: one for each side of each debate.
 
         Raises:
@@ -219,7 +219,7 @@ class ArgumentPairSource:
         return ({"role": "user", "content": f"{request}\n{text}"},)
 
     def _answer(self, text: str) -> Text:
-        # The space belongs to the next word in BPE, so a plain answer has it.
+        # The space belongs to the next word in BPE, so a plain response has it.
         return ({"role": "assistant", "content": text},) if self.chat else f" {text}"
 
 

@@ -55,13 +55,13 @@ class RecordSource(Protocol):
 class RowSource:
     """Parses rows once, splits them by prompt where there is no validation set, and converts.
 
-    A subclass yields its rows in `_rows`, and in `_parser` what makes a record of a row.
+    A subclass yields its rows in `_rows` and returns their parser in `_parser`.
 
     Args:
         columns: our name -> their name; null hides a column.
         validation_fraction: share of prompts held out where there is no validation set; 0 for no
             validation.
-        seed: of the split by prompt; the same seed holds out the same prompts in every stage.
+        seed: seeds the split by prompt; the same seed holds out the same prompts in every stage.
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
         rendered: a chat template has written the texts already: special tokens that they spell
             are tokens. A row's own `rendered` comes first.
@@ -86,7 +86,7 @@ class RowSource:
 
     @property
     def label(self) -> str:
-        """The file or data set, for messages."""
+        """Name of the file or dataset, for messages."""
         raise NotImplementedError
 
     @property
@@ -238,12 +238,12 @@ class FileSource(RowSource):
 
 @dataclass(eq=False, repr=False)
 class HubSource(RowSource):
-    """Records of a data set on the Hugging Face hub, through `datasets`.
+    """Records of a dataset on the Hugging Face hub, through `datasets`.
 
-    Code that a data set ships is never run. Further arguments are those of `RowSource`.
+    Code in a dataset is never run. Further arguments are those of `RowSource`.
 
     Args:
-        name: the data set, e.g. `trl-lib/ultrafeedback_binarized`, or a folder of one.
+        name: the dataset, e.g. `trl-lib/ultrafeedback_binarized`, or a folder of one.
         config: the name of its configuration.
         split: the split to train on; slices such as `train[:1000]` work.
         validation_split: the held-out split; without one, a share of the prompts is held out.
@@ -259,7 +259,7 @@ class HubSource(RowSource):
 
     @property
     def label(self) -> str:
-        """The name of the data set, for messages."""
+        """Name of the dataset, for messages."""
         return self.name
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
@@ -269,7 +269,7 @@ class HubSource(RowSource):
     def _load_split(self, hub_split: str) -> Iterator[LocatedRow]:
         if Path(self.name).expanduser().is_file():
             raise ValueError(
-                f"the data set {self.name!r} is a file here and no name on the hub: read it with "
+                f"dataset {self.name!r} is a local file, not a name on the hub: read it with "
                 f"dataset=files dataset.path={self.name} dataset.name=NAME (in Python FileSource)"
             )
         from datasets import load_dataset  # seconds to import: only those who ask pay
@@ -280,9 +280,9 @@ class HubSource(RowSource):
             )
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"the data set {self.name!r} (config={self.config}, split={hub_split!r}, "
-                f"revision={self.revision}) could not be loaded: {error}. "
-                "Check name, config and split, the network, and the access to a gated set"
+                f"dataset {self.name!r} (config={self.config}, split={hub_split!r}, "
+                f"revision={self.revision}) could not be loaded: {error}. Check name, config and "
+                "split, the network, and the access to a gated set"
             ) from error
         source = f"{self.name}[{hub_split}]"
         for number, row in enumerate(rows, start=1):
@@ -311,13 +311,13 @@ class MixedSource(_SeveralSources):
     The mix has as many training records as all sources together. A source that gets more than it
     has is repeated: every record `q` times, and a random part of them, drawn without replacement,
     once more. One that gets less gives a random part, each record at most once. Validation records
-    are all those of all sources, not repeated. Prompts that stand in several sources are held out
+    are all those of all sources, not repeated. Prompts that are in several sources are held out
     from all only if the sources split with the same seed.
 
     Args:
-        sources: the sources.
+        sources: sources of one kind of record.
         weights: one positive number a source; they need not sum to 1.
-        seed: of the choice of records.
+        seed: seeds the choice of records.
 
     Raises:
         ValueError: if there is not one finite positive weight a source.
@@ -364,13 +364,13 @@ RELIABILITY = "reliability.json"
 class PreferenceFolder(FileSource):
     """A folder that `rlhf_lightning.collect` wrote, or any file or folder of preference records.
 
-    Where `reliability.json` stands in the folder and tells the ceiling of the validation labels,
+    If the folder has a `reliability.json` with the ceiling of the validation labels,
     `label_ceiling()` returns it; else there is no such attribute.
 
     Args:
-        path: of the folder or file.
-        seed: of the split, where there is no validation file.
-        validation_fraction: of the prompts, held out where there is no validation file.
+        path: the folder or file.
+        seed: seeds the split, where there is no validation file.
+        validation_fraction: share of prompts held out, where there is no validation file.
 
     Raises:
         MissingFileError: if there is nothing at `path`.
@@ -428,14 +428,14 @@ class JoinedSource(_SeveralSources):
 
     Validation records are those of all sources. A training record whose prompt is held out by any
     source is left out and counted, and so is one that says the same as an earlier one: a policy
-    that has hardly changed gives the same answers in the next round.
+    that has hardly changed gives the same responses in the next round.
 
     `label_ceiling` is the mean of the sources' ceilings over the validation records, where every
     source that has some knows its own; else None. Validation records of the second and later
-    sources are the subsets `source_2`, ..., so that accuracy is told on each.
+    sources are the subsets `source_2`, ..., so that accuracy is reported on each.
 
     Args:
-        sources: at least one.
+        sources: sources, at least one.
     """
 
     def __init__(self, sources: Sequence[RecordSource]) -> None:

@@ -1,4 +1,4 @@
-"""What a DataModule takes as its source: a source, a path, a name on the hub, or rows."""
+"""The sources that a DataModule accepts: a source, a path, a name on the hub, or rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GivenRows(RowSource):
 
     Args:
         rows: mappings of column names to values.
-        name: of the argument that they were given as.
+        name: name of the argument that they were given as.
     """
 
     rows: Rows
@@ -52,8 +52,8 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
     """Return a source: itself, or the records of rows, a file, a folder, or a set of the hub.
 
     Args:
-        source: what a user gave.
-        name: of the argument, for errors.
+        source: argument of the user.
+        name: name of the argument, for errors.
 
     Raises:
         MissingFileError: for a path, or a name with the ending of a file, that does not exist: a
@@ -79,9 +79,9 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
     splits = isinstance(source, Mapping) and source and all(map(_is_rows, source.values()))
     fix = f"give one of its values, {list(source)}" if splits else "for a stream, list(stream)"  # type: ignore[call-overload, arg-type]
     raise TypeError(
-        f"{name} is {type(source).__name__}, expected a file, a folder, the hub name of a data "
-        f"set, a list of mappings, a datasets.Dataset, or an object with records(kind, split): "
-        f"{fix}"
+        f"{name} is {type(source).__name__}, expected a file, a folder, the hub name of a "
+        "dataset, a list of mappings, a datasets.Dataset, or an object with records(kind, "
+        f"split): {fix}"
     )
 
 

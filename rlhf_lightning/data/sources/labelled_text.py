@@ -54,7 +54,7 @@ class LabelledTextSource:
     Args:
         positive: file of positive sentences, UTF-8, one a line.
         negative: file of negative sentences.
-        seed: of the parts, of the order and of the pairs.
+        seed: seeds the parts, the order and the pairs.
         validation_fraction: share of the sentences held out.
         classifier_fraction: share kept for a judge that evaluation fits.
         lead_in: what every text starts with; not empty, because a pair's prompt would be.
@@ -102,7 +102,7 @@ class LabelledTextSource:
 
         * texts: every sentence.
         * demonstrations: opening -> rest of the sentence, of both labels.
-        * prompts: the openings, each once; a held-out one never stands in training too.
+        * prompts: the openings, each once; a held-out one is never in training too.
         * preferences: a positive sentence over a negative one of about its length.
 
         Raises:
@@ -201,7 +201,7 @@ class LabelledTextSource:
 
 
 def _by_length(sentences: Sequence[str], rng: Random) -> list[str]:
-    """Return the sentences by number of words, a little blurred so that repeats pair anew."""
+    """Return the sentences by number of words, slightly shuffled so that repeats give new pairs."""
     jitter = [rng.uniform(-LENGTH_JITTER, LENGTH_JITTER) for _ in sentences]
     keys = [len(s.split()) + noise for s, noise in zip(sentences, jitter, strict=True)]
     return [sentences[i] for i in sorted(range(len(sentences)), key=keys.__getitem__)]

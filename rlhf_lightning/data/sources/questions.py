@@ -1,4 +1,4 @@
-"""Prompts without answers from the question files of MT-bench, Vicuna and self-instruct."""
+"""Prompts without responses from the question files of MT-bench, Vicuna and self-instruct."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class QuestionSource(FileSource):
     Args:
         path: a file that `read_rows` reads, or a folder: all its `.jsonl` files, by name.
         validation_fraction: share of the prompts held out.
-        seed: of the split; not the run's, so that every stage holds out the same.
+        seed: seeds the split; not the run's, so that every stage holds out the same.
 
     Raises:
         ValueError: if no path was given.

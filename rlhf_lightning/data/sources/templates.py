@@ -33,14 +33,14 @@ class TemplateSource(FileSource):
         validation_path: a file of held-out rows; without one, the validation (or test) file of the
             folder, or else a share of the groups.
         prompt: template of the user's message.
-        completion: template of the answer.
+        completion: template of the response.
         system: template of a system message; None leaves it to the chat template.
         chat: conversations for a tokenizer with a chat template; False makes plain text, whose
             completion starts with a space.
         split_by: field whose rows all land on one side, e.g. a page of which there are several
             versions; None splits by prompt.
         validation_fraction: share of the groups held out where there is no file of held-out rows.
-        seed: of the split; not the run's, so that every stage holds out the same.
+        seed: seeds the split; not the run's, so that every stage holds out the same.
         domain: field that metrics are split by.
         remove: regular expression; what it matches is taken out of the completion.
         max_completion_chars: rows with longer completions are left out, and counted.

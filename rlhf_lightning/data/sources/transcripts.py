@@ -1,9 +1,9 @@
 r"""Preferences between two transcripts, as Anthropic/hh-rlhf writes them, read as conversations.
 
-A row holds `chosen` and `rejected`, each a whole dialogue in one text:
-`\n\nHuman: ...\n\nAssistant: ...\n\nHuman: ...\n\nAssistant: ...`. As plain texts, the prompt
-would be what both sides share, which swallows the first words of two answers that begin alike, and
-an instruction-tuned model would see "Human:" where it expects its chat template.
+A row holds `chosen` and `rejected`, each a whole dialogue in one text: `\n\nHuman:
+...\n\nAssistant: ...\n\nHuman: ...\n\nAssistant: ...`. As plain texts, the prompt would be what
+both sides share, which swallows the first words of two responses that begin alike, and an
+instruction-tuned model would see "Human:" where it expects its chat template.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_lightning.data.sources.base import HubSource
 
 
 class TranscriptSource(HubSource):
-    """Records of a hub data set whose `chosen` and `rejected` are transcripts.
+    """Records of a hub dataset whose `chosen` and `rejected` are transcripts.
 
     The arguments are those of `HubSource`. A row whose texts are not transcripts is a bad record.
     """

@@ -4,7 +4,7 @@ An assignment is a lease: one that is not used ends, and the pair goes to anothe
 pair gets more labels than were asked for. The functions that take `db` change an open transaction
 of `Writer`; transactions are one after the other, so a count cannot change meanwhile.
 
-A rater answers about the left and the right of a screen (`Answer`), a label is about the pair.
+A rater's answer is about the left and the right of a screen (`Answer`), a label is about the pair.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Task:
     """A pair that is shown to one rater.
 
     Args:
-        assignment_id: to be given back with the label.
-        pair: the pair.
-        shown_first: which answer of the pair stands on the left.
-        served: when, in seconds since 1970.
+        assignment_id: id to be returned with the label.
+        pair: pair to be shown.
+        shown_first: the response of the pair that is on the left.
+        served: time of serving, in seconds since 1970.
         before: the label that was taken back for it, if one was.
     """
 
@@ -54,8 +54,8 @@ class Progress:
     Args:
         wanted: labels that were asked for, gold questions not counted.
         done: how many of them there are.
-        labelled: by this rater, gold questions among them.
-        skipped: by this rater.
+        labelled: labels of this rater, gold questions among them.
+        skipped: pairs that this rater skipped.
     """
 
     wanted: int
@@ -65,14 +65,14 @@ class Progress:
 
 
 def choice_of(answer: Answer, shown_first: Side) -> Choice:
-    """Return what an answer about the screen says of the pair."""
+    """Return the choice for the pair that an answer about the screen means."""
     other: Side = "second" if shown_first == "first" else "first"
     sides: dict[str, Side] = {"left": shown_first, "right": other}
     return sides.get(answer, cast(Choice, answer))
 
 
 def answer_of(choice: Choice, shown_first: Side) -> Answer:
-    """Return which answer about the screen says that of the pair."""
+    """Return the answer about the screen that means this choice for the pair."""
     if choice in ("first", "second"):
         return "left" if choice == shown_first else "right"
     return cast(Answer, choice)
@@ -85,7 +85,7 @@ class Sharing(Checked):
     Args:
         gold_share: share of questions whose answer is known, among those that a rater gets.
         lease_seconds: how long a pair is kept for the rater who sees it.
-        seed: of the order of the two answers, and of where the gold questions come.
+        seed: seeds the order of the two responses, and the places of the gold questions.
     """
 
     gold_share: float = number(0.1, at_least=0, at_most=1)
@@ -104,10 +104,10 @@ def assign(
     """Return the rater's open assignment, made first if there is none; None if nothing is left.
 
     Args:
-        db: in a transaction.
-        rater_id: of the rater.
-        sharing: the rules.
-        now: seconds since 1970.
+        db: connection in a transaction.
+        rater_id: row id of the rater.
+        sharing: rules of sharing pairs.
+        now: time in seconds since 1970.
     """
     expire(db, now)
     # The newest; the one before it is next after that.
@@ -142,15 +142,15 @@ def lease(
     *,
     redoes: int | None = None,
 ) -> sqlite3.Row:
-    """Keep a pair for a rater and return the assignment.
+    """Reserve a pair for a rater and return the assignment.
 
     Args:
-        db: in a transaction.
-        position: of the pair.
-        rater_id: of the rater.
-        shown_first: which answer of the pair is shown first.
-        sharing: the rules.
-        now: seconds since 1970.
+        db: connection in a transaction.
+        position: position of the pair.
+        rater_id: row id of the rater.
+        shown_first: the response of the pair that is shown first.
+        sharing: rules of sharing pairs.
+        now: time in seconds since 1970.
         redoes: the label that was taken back for it.
     """
     _take(db, position, 1)
@@ -166,10 +166,10 @@ def renew(db: sqlite3.Connection, row: sqlite3.Row, sharing: Sharing, now: float
     """Open an expired assignment again unless the pair has gone to others; return whether it is.
 
     Args:
-        db: in a transaction.
-        row: the assignment.
-        sharing: the rules.
-        now: seconds since 1970.
+        db: connection in a transaction.
+        row: row of the assignment.
+        sharing: rules of sharing pairs.
+        now: time in seconds since 1970.
     """
     if row["state"] != "expired" or not _has_room(db, row["position"]):
         return False
@@ -192,10 +192,10 @@ def take_back(db: sqlite3.Connection, label: sqlite3.Row, sharing: Sharing, now:
     A skipped pair that others have completed meanwhile stays skipped.
 
     Args:
-        db: in a transaction.
+        db: connection in a transaction.
         label: the row of `labels`.
-        sharing: the rules.
-        now: seconds since 1970.
+        sharing: rules of sharing pairs.
+        now: time in seconds since 1970.
     """
     position, rater_id = label["position"], label["rater_id"]
     if label["choice"] == "skip" and not _has_room(db, position):
@@ -259,7 +259,8 @@ def _unseen(db: sqlite3.Connection, rater_id: int, condition: str) -> int | None
 
 
 def _next_open(db: sqlite3.Connection, rater: sqlite3.Row) -> int | None:
-    # What others skip or let go may lie before `passed`: if nothing is left after it, look anew.
+    # Pairs that others skip or release may come before `passed`: if none is left after it, start
+    # over.
     for start in {rater["passed"]: None, 0: None}:
         is_open = f"is_gold = 0 AND taken < wanted AND position > {int(start)}"
         found = _unseen(db, rater["rater_id"], is_open)
@@ -301,15 +302,15 @@ def insert_answer(
     reason: str | None,
     now: float,
 ) -> None:
-    """Keep what a rater answered to an open assignment.
+    """Save a rater's answer to an open assignment.
 
     Args:
-        db: in a transaction.
+        db: connection in a transaction.
         assignment: the row of `assignments`.
         answer: about what was on the left and on the right.
-        seconds: by the rater's own clock; what cannot be is replaced by ours.
-        reason: in words; cut at `LONGEST_REASON` characters.
-        now: seconds since 1970.
+        seconds: time by the rater's clock; an impossible one is replaced by ours.
+        reason: comment of the rater; cut at `LONGEST_REASON` characters.
+        now: time in seconds since 1970.
     """
     choice = choice_of(answer, assignment["shown_first"])
     took = max(now - assignment["served"], 0.0)

@@ -97,7 +97,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """Return a connection to the store, made first if there is none.
 
     Args:
-        path: of the file; `-wal` and `-shm` lie beside it while it is open.
+        path: file of the store; `-wal` and `-shm` files exist next to it while it is open.
         read_only: refuse to write through this connection.
 
     Raises:
@@ -131,10 +131,10 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 def _check_ours(path: Path) -> None:
-    """Check a file before SQLite may write to it, and to those beside it.
+    """Check a file before SQLite may write to it, and to those next to it.
 
     Raises:
-        StoreError: if SQLite would write to a file of somebody else.
+        StoreError: if SQLite would write to a foreign file.
     """
     left = [file for end in ("-wal", "-shm", "-journal") if (file := Path(f"{path}{end}")).exists()]
     if not path.exists():
@@ -194,8 +194,8 @@ def file_ids(path: Path, target: Path) -> list[tuple[int, int] | None]:
     """Return device and inode of a store's file, its log and its index; None for a missing one.
 
     Args:
-        path: of the file, possibly a link.
-        target: what it led to when it was opened; SQLite keeps its other files beside that.
+        path: path of the file, possibly a link.
+        target: its target when it was opened; SQLite keeps its other files next to that.
     """
     ids: list[tuple[int, int] | None] = []
     for file in (str(path), f"{target}-wal", f"{target}-shm"):
@@ -213,7 +213,7 @@ def _is_empty(db: sqlite3.Connection) -> bool:
 
 
 class Writer:
-    """Runs changes one after the other, each in a transaction of its own.
+    """Runs changes one after the other, each in a separate transaction.
 
     Args:
         db: the connection to write through, which nothing else may use. It is closed with the

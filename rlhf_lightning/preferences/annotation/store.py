@@ -53,8 +53,8 @@ class LabelStore:
     """A SQLite file of pairs and labels.
 
     Args:
-        path: of the file; made if there is none.
-        clock: seconds since 1970.
+        path: path of the file; made if there is none.
+        clock: returns seconds since 1970.
 
     Raises:
         StoreError: if the file cannot be used.
@@ -177,15 +177,15 @@ class LabelStore:
         seconds: float | None = None,
         reason: str | None = None,
     ) -> Outcome:
-        """Keep a rater's answer, and choose the next pair with it.
+        """Save a rater's answer, and choose the next pair with it.
 
         Args:
-            rater_id: who answers.
-            assignment_id: what: of a `Task` of this rater.
+            rater_id: row id of the rater.
+            assignment_id: id of a `Task` of this rater.
             answer: about what is on the left and on the right of the screen.
-            sharing: the rules.
-            seconds: that the rater took; None takes the time since the pair was served.
-            reason: in words.
+            sharing: rules of sharing pairs.
+            seconds: time that the rater took; None takes the time since the pair was served.
+            reason: comment of the rater, or None.
 
         Returns:
             `kept`; `repeated` if it is there already; `differs` if another answer is there, which
@@ -255,7 +255,7 @@ class LabelStore:
             yield as_label(row)
 
     def exports(self) -> set[str]:
-        """Return the digests of the files that `note_export` was told of."""
+        """Return the digests of the files that `note_export` recorded."""
         rows = self._read("SELECT value FROM meta WHERE key LIKE 'export %'")
         return {str(row[0]) for row in rows}
 
@@ -265,7 +265,7 @@ class LabelStore:
         self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values))
 
     def imports(self) -> list[str]:
-        """Return the names of the files that `note_import` was told of."""
+        """Return the names of the files that `note_import` recorded."""
         rows = self._read("SELECT value FROM meta WHERE key LIKE 'import %' ORDER BY key")
         return [str(row[0]) for row in rows]
 
@@ -289,7 +289,7 @@ class LabelStore:
         )
 
     def first_shown_chosen(self) -> dict[str, str]:
-        """Return how often each rater at the page chose the answer that was shown first."""
+        """Return how often each rater at the page chose the response that was shown first."""
         rows = self._read(
             "SELECT name, sum(choice = shown_first), count(*) FROM labels JOIN raters USING "
             "(rater_id) WHERE undone IS NULL AND assignment_id IS NOT NULL "
@@ -336,7 +336,7 @@ class LabelStore:
         return result
 
     def _check_place(self) -> None:
-        """Refuse to go on if the path leads to another file than the one that is open."""
+        """Raise if the path leads to another file than the one that is open."""
         if file_ids(self.path, self._target) == self._file_ids:
             return
         with self._reading, suppress(sqlite3.Error):  # what was confirmed is partly in the log

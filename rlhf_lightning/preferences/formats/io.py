@@ -62,8 +62,8 @@ def read_collection(
     """Return the pairs and labels of a file.
 
     Args:
-        path: of the file.
-        format: `auto` tells it by the keys of the first row.
+        path: file to read.
+        format: `auto` detects it from the keys of the first row.
         known: what becomes of labels in the file: kept, made into gold questions where they agree,
             or left out.
         now: ISO time of labels that have none.
@@ -112,11 +112,11 @@ def write_collection(
     """Write pairs and labels to a file, whole or not at all.
 
     Args:
-        path: of the file.
-        found: what to write.
-        format: of the file. `pairs` writes all pairs and no label.
+        path: file to write.
+        found: pairs and labels.
+        format: format of the file. `pairs` writes all pairs and no label.
         level: one verdict a pair, or every label.
-        method: how votes become a verdict, see `aggregate`.
+        method: rule by which votes become a verdict, see `aggregate`.
 
     Raises:
         ValueError: if the format has no place for it.

@@ -4,9 +4,9 @@
   `domain`, `margin`; of single labels `annotator`, `kind`, `seconds`, `reason`, `created`.
   Source: https://huggingface.co/docs/trl/dataset_formats.
 * Label Studio: tasks with annotations of a `Pairwise` tag, as its JSON export has them. It refuses
-  a `completed_by` that is none of its own accounts, so our annotators stand in `rlhf`, beside all
-  else that it has no key for. docs/annotate.md has the labelling configuration.
-  Source: https://labelstud.io/guide/task_format, and `data_import` in HumanSignal/label-studio.
+  a `completed_by` that is not one of its accounts, so our annotators are in `rlhf`, with all else
+  that it has no key for. docs/annotate.md has the labelling configuration. Source:
+  https://labelstud.io/guide/task_format, and `data_import` in HumanSignal/label-studio.
 """
 
 from __future__ import annotations
@@ -58,17 +58,16 @@ ANSWERS = (
 def read_tool(
     tool: Tool, rows: Located, *, source: str, now: str
 ) -> tuple[list[Pair], list[Label]]:
-    """Return the pairs and labels of a tool's rows; what a model says is a label of kind `judge`.
+    """Return the pairs and labels of a tool's rows; a model's label has the kind `judge`.
 
     Args:
-        tool: that wrote them.
-        rows: the rows.
+        tool: tool that wrote them.
+        rows: rows with their locations.
         source: name of the file, for labels without an author.
         now: time of labels that have none.
 
     Raises:
-        BadRecordError: for a row without a prompt and two answers, or with a label that means
-            nothing.
+        BadRecordError: for a row without a prompt and two responses, or with an unknown label.
     """
     if tool == "trl":
         return _read_trl(rows, source, now)
@@ -94,9 +93,9 @@ def write_labels(
     """Return the rows of a pair with all its labels; TRL gets a row for each that prefers a side.
 
     Args:
-        tool: that will read them.
-        pair: the pair.
-        labels: of it.
+        tool: tool that will read them.
+        pair: pair of the labels.
+        labels: all labels of the pair.
         left_out: counts those that the tool has no word for.
     """
     if tool != "trl":
@@ -118,8 +117,8 @@ def write_verdict(tool: Tool, verdict: Verdict, left_out: Counter[str]) -> list[
     """Return the row of a verdict: for TRL a preference or none, else a prediction.
 
     Args:
-        tool: that will read it.
-        verdict: of a pair.
+        tool: tool that will read it.
+        verdict: verdict on a pair.
         left_out: counts verdicts that the tool has no word for, by reason.
     """
     from rlhf_lightning.preferences.aggregate import TIE, preference_row
@@ -138,10 +137,10 @@ def write_verdict(tool: Tool, verdict: Verdict, left_out: Counter[str]) -> list[
 
 
 def find_texts(values: Mapping[str, Any], where: Location) -> tuple[Any, str, str, tuple[str, str]]:
-    """Return prompt, both answers, and how these are called there.
+    """Return prompt, both responses, and their names in the tool.
 
     Raises:
-        BadRecordError: if one is missing or no text.
+        BadRecordError: if one is missing or is no text.
     """
     prompt = next((key for key in PROMPTS if values.get(key)), None)
     answers = next((pair for pair in ANSWERS if pair[0] in values and pair[1] in values), None)
@@ -171,11 +170,11 @@ def naming_the_place(where: Location) -> Iterator[None]:
 
 
 def as_choice(value: Any, names: tuple[str, str]) -> Choice | None:
-    """Return the choice that a word of Label Studio means, None if it means none.
+    """Return the choice that a word of Label Studio means, None for an unknown word.
 
     Args:
-        value: a side, the name of an answer, or a choice.
-        names: of the two answers there.
+        value: a side, the name of a response, or a choice.
+        names: names of the two responses there.
     """
     word = str(value).strip().lower()
     sides: dict[str, Choice] = {"left": "first", "right": "second"}

@@ -78,10 +78,10 @@ class Page:
     """The handlers of one server.
 
     Args:
-        store: of the labels.
-        settings: of the page.
-        sharing: who rates what.
-        port: that is listened on.
+        store: store of the labels.
+        settings: settings of the page.
+        sharing: rules of sharing pairs.
+        port: port that the server listens on.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Page:
         return response
 
     async def label(self, request: Request) -> Response:
-        """Keep an answer."""
+        """Save an answer."""
         form = await read_form(request)
         visitor, rater_id = self._rater(request, form)
         answer, number = form.get("answer", ""), form.get("assignment", "")
@@ -199,7 +199,7 @@ class Page:
         return self._render("message.html", {"message": text}, 503)
 
     def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
-        """Answer a form: the script takes the next page at once, a browser is sent there."""
+        """Respond to a form: the script takes the next page at once, a browser is redirected."""
         if "at_once" in form and visitor.rater_id is not None:
             return self._next_page(visitor, visitor.rater_id, note)
         return RedirectResponse(f"/?note={note}" if note else "/", status_code=303)
@@ -257,7 +257,7 @@ class Page:
 
 
 def task_values(task: Task) -> dict[str, Any]:
-    """Return what `pair.html` shows of a task: never which answer is whose, nor that it is gold."""
+    """Return the values that `pair.html` shows: never a response's source, nor that it is gold."""
     pair = task.pair
     answers = [pair.first, pair.second]
     turns = [{"role": "", "content": pair.prompt}] if isinstance(pair.prompt, str) else pair.prompt

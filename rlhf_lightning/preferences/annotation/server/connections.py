@@ -1,4 +1,4 @@
-"""Limits on connections, so that requests that never end keep nobody from the page."""
+"""Limits on connections, so that unfinished requests cannot block the page."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Guard:
     """Refuses requests for other hosts and from other sites.
 
     Args:
-        app: what is guarded.
+        app: application to guard.
         hosts: names that a request may be for, in lower case, without the port.
     """
 
@@ -52,7 +52,7 @@ class Guard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Handle a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -114,9 +114,9 @@ class Visitor:
     """A browser.
 
     Args:
-        visit: its random number.
-        is_new: whether it was drawn just now and has to be kept by the browser.
-        rater_id: the rater who signed in there, or None.
+        visit: random number of the browser.
+        is_new: whether the number is new and the browser has to store it.
+        rater_id: rater who signed in there, or None.
     """
 
     visit: str
@@ -128,7 +128,7 @@ class Identity:
     """Makes and checks cookies and CSRF tokens.
 
     Args:
-        secret: of the store.
+        secret: secret of the store.
         token: the access token, or None.
         name: tells the cookies of two servers on one machine apart.
     """

@@ -103,10 +103,10 @@ def serve(
     """Serve the page until the process is interrupted.
 
     Args:
-        store: of the labels.
-        settings: of the page.
-        sharing: who rates what.
-        announce: is told the address as soon as requests are taken.
+        store: store of the labels.
+        settings: settings of the page.
+        sharing: rules of sharing pairs.
+        announce: called with the address as soon as requests are accepted.
 
     Raises:
         PortError: if the address cannot be listened on.

@@ -54,8 +54,8 @@ class PageSettings(Checked):
             )
         if self._address is not None and self._address.is_unspecified and not self._names:
             raise ValueError(
-                f"{name}.host={self.host} has no name of its own: give {name}.hosts=[...] the "
-                "names or addresses that raters type into their browsers"
+                f"{name}.host={self.host} is no host name: set {name}.hosts=[...] to the names or "
+                "addresses that raters type into their browsers"
             )
 
     @property
@@ -89,5 +89,5 @@ class PageSettings(Checked):
 
 
 def _as_name(host: str) -> str:
-    """Return an address as it stands in a browser's address bar: IPv6 in brackets."""
+    """Return an address as a browser's address bar shows it: IPv6 in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
