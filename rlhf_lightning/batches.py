@@ -125,8 +125,8 @@ class PromptBatch(TensorBatch):
         domains: "" where there is none.
         columns: values for scorers in their own types, None where a row lacks one: at least the
             text `prompt`, of conversations `CONVERSATION` too.
-        group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
-            by default every row is a group.
+        group_ids: `[B]` int64, equal for the rows of one prompt, which are adjacent; by default
+            every row is a group.
         spare: `[B]` bool, True on the rows of prompts that are only asked where another prompt of
             the batch teaches nothing; by default there are none.
     """
@@ -180,7 +180,7 @@ class SFTBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class PreferenceBatch(TensorBatch):
-    """Pairs of a preferred and a rejected answer, each with its prompt, EOS included.
+    """Pairs of a preferred and a rejected response, each with its prompt, EOS included.
 
     Args:
         chosen_input_ids, rejected_input_ids: `[B, T]`, padded on the right to one width.
@@ -189,10 +189,10 @@ class PreferenceBatch(TensorBatch):
         margin: `[B]` float, 0 where the data has none.
         domains: "" where there is none.
         row_ids: `[B]` int64, the index of the row among those of its split.
-        answer_ids: a number of the chosen and one of the rejected answer; equal numbers are the
-            same answer to the same prompt. None: not known.
-        label: `[B]` bool of unpaired rows, whose answer is on the chosen side: True where it is
-            desirable. The other side has an answer to another prompt. None: pairs.
+        answer_ids: a number of the chosen and one of the rejected response; equal numbers are the
+            same response to the same prompt. None: not known.
+        label: `[B]` bool of unpaired rows, whose response is on the chosen side: True where it is
+            desirable. The other side has a response to another prompt. None: pairs.
     """
 
     chosen_input_ids: Tensor
@@ -224,7 +224,7 @@ class PreferenceBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class Generation(TensorBatch):
-    """The output of a generator; the prompts stand in front of the responses.
+    """The output of a generator: sequences of prompt and response.
 
     Args:
         sequences: `[B, P + R]` token ids.
@@ -264,18 +264,18 @@ class RolloutBatch(TensorBatch):
         logprobs: `[B, R]` old log-probabilities of the training module, nats.
         ref_logprobs: `[B, R]` the reference's.
         values: `[B, R]` old values of the state before token t; None without a value model.
-        scores: `[B]` what the scorer said, unshaped; NaN where it does not apply.
+        scores: `[B]` scores of the scorer, unshaped; NaN where it does not apply.
         rewards: `[B, R]` shaped token rewards: score at the last token minus the KL penalty.
         advantages: `[B, R]` that the policy learns from; PPO's are whitened over all ranks.
         returns: `[B, R]` targets of the value model; None without one.
         entropy: `[B, R]` of the policy at sampling, nats.
-        finish_reason: `[B]` int64.
-        row_ids: `[B]` int64.
+        finish_reason: `[B]` int64, `FINISHED_BY_STOP` or `FINISHED_BY_LENGTH`.
+        row_ids: `[B]` int64, as in `PromptBatch`.
         prompt_length: P, the padded width of the prompts.
         domains: "" where there is none.
         score_components: named parts of the score, each `[B]`.
-        group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
-            by default every row is a group.
+        group_ids: `[B]` int64, equal for the rows of one prompt, which are adjacent; by default
+            every row is a group.
         scored: `[B]` bool, False on rows to which the scorer does not apply, which are not trained
             on; by default every row is scored.
         resampled: `[B]` bool, True on the rows of spare prompts; None where there are no spares.

@@ -44,11 +44,10 @@ class PatientStopping(EarlyStopping):
 
 
 class BestWeights(Callback):
-    """Puts the weights of the best checkpoint into the module when training has ended.
+    """Loads the weights of the best checkpoint into the module when training has ended.
 
-    What is measured, exported and published after that is the best by the metric of the
-    checkpoints, and not what training went on to while early stopping was waiting. `last.ckpt`
-    stays the end of training.
+    Later measurement, export and publication use the best weights by the metric of the checkpoints,
+    not those after early stopping's patience. `last.ckpt` stays the end of training.
     """
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -50,10 +50,10 @@ from rlhf_lightning.runs.stopping import (
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write a checkpoint file in one step, read back and on disk before it takes its name.
 
-    It reads sharded checkpoints too, so that a run goes on under another strategy.
+    It reads sharded checkpoints too, so that a run can continue under another strategy.
 
-    Lightning pickles into memory and then moves a file from `$TMPDIR`; across filesystems that
-    is a plain copy, and a kill destroys the former file too. Only rank 0 comes here.
+    Lightning pickles into memory and then moves a file from `$TMPDIR`; across filesystems that is a
+    plain copy, and a kill destroys the former file too. Only rank 0 calls it.
     """
 
     def save_checkpoint(
@@ -105,8 +105,8 @@ class SaveRequest(NamedTuple):
     """The request that the ranks agreed on at the end of an iteration.
 
     Args:
-        save: save now, besides what is due.
-        stop: why to stop once it is saved; None to go on.
+        save: save now, even if nothing is due.
+        stop: reason to stop once it is saved; None to continue.
     """
 
     save: bool = False
@@ -121,27 +121,27 @@ _SHOULD_STOP = "rlhf_lightning.should_stop"
 class IterationCheckpoint(Checkpoint):
     """Save every few iterations or minutes, at the last one, when asked to stop, and the best.
 
-    The folder holds `iteration=000012.ckpt` files, the link `last.ckpt` to the newest and, with
-    a `monitor`, the link `best.ckpt`. A link changes its target in one step and before the file
-    it led to goes, so `last.ckpt` never leads nowhere.
+    The folder holds `iteration=000012.ckpt` files, the link `last.ckpt` to the newest and, with a
+    `monitor`, the link `best.ckpt`. A link changes its target in one step, before its former target
+    is deleted, so `last.ckpt` is never dangling.
 
     SIGTERM, SIGUSR1, the deadline and the Trainer's `max_time` end the run with `RunStoppedError`
-    behind the iteration under way and its checkpoint, on all ranks, whichever of them was told.
+    after the current iteration and its checkpoint, on all ranks, whichever of them got the signal.
 
     Args:
-        dirpath: the folder, `RunFolder.checkpoints`.
+        dirpath: folder of the checkpoints, `RunFolder.checkpoints`.
         every_n_iterations: how often to save; None leaves it to `every_minutes`.
         every_minutes: minutes after the last save at which to save again; None for no such rule.
-        must_save_by: when the last checkpoint must be on disk: `3h50m` after the start, a moment in
-            ISO format, or `slurm` for the end of the job. None for no deadline.
-        keep_last: how many of the newest to keep; the best is kept besides.
+        must_save_by: time by which the last checkpoint must be on disk: `3h50m` after the start, a
+            moment in ISO format, or `slurm` for the end of the job. None for no deadline.
+        keep_last: how many of the newest to keep, not counting the best.
         monitor: the metric of the best checkpoint, None for no best. One of the validation, e.g.
             `val/loss`, is compared after each validation, another one at each save.
         mode: whether the metric should be small or large.
-        started: of the process, in seconds since 1970; None for now.
+        started: start of the process, in seconds since 1970; None for now.
 
     Raises:
-        ValueError: for a number below 1, an unknown mode or a deadline that is none.
+        ValueError: for a number below 1, an unknown mode or a malformed deadline.
     """
 
     @checked
@@ -341,7 +341,7 @@ class IterationCheckpoint(Checkpoint):
         return any(reason is not EarlyStoppingReason.NOT_STOPPED for reason in reasons)
 
     def _bring_best(self, trainer: Trainer, start: int, best: int) -> None:
-        """Have the best checkpoint here; the one that is continued may stand in another folder."""
+        """Copy the best checkpoint here; the continued one may be in another folder."""
         problem = self._brought(trainer, start, best) if trainer.is_global_zero else None
         problem = trainer.strategy.broadcast(problem)
         if problem is None:
@@ -349,15 +349,15 @@ class IterationCheckpoint(Checkpoint):
         lost = f"the best checkpoint so far, that of iteration {best}, cannot be kept: {problem}"
         if trainer.early_stopping_callbacks:
             raise FileNotFoundError(
-                f"{lost}. Early stopping would end with other weights than the best: bring it "
-                "there, or go on without callbacks.early_stopping"
+                f"{lost}, and early stopping would end with other weights: copy it there, or "
+                "disable callbacks.early_stopping"
             )
         if trainer.is_global_zero:
             logger.warning("%s; the next one counts as the best", lost)
         self.best_model_score = self.best_iteration = None
 
     def _brought(self, trainer: Trainer, start: int, best: int) -> str | None:
-        """Return why the best checkpoint is not here; bring it if it stands beside the start."""
+        """Return why the best checkpoint is not here; copy it if it is next to the start."""
         if self._path(best).exists():
             return None
         source = Path(trainer.ckpt_path or "").resolve()
@@ -393,7 +393,7 @@ class IterationCheckpoint(Checkpoint):
         if unknown:
             raise ValueError(
                 f"IterationCheckpoint.monitor={self.monitor!r} was not logged; iteration "
-                f"{self._saved_at} is saved, go on from it with one of "
+                f"{self._saved_at} is saved, continue from it with one of "
                 f"{', '.join(sorted(self._logged)) or 'no metrics'}, or null"
             )
         if self._asked.stop is not None and not self._dry:

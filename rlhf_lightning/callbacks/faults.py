@@ -29,7 +29,7 @@ class SaveFaultyBatch(Callback):
     the names of the fields that are not finite.
 
     Args:
-        folder: the run folder.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -70,7 +70,7 @@ def save_batch(batch: TensorBatch, stem: Path, tokenizer: PreTrainedTokenizerBas
 def describe_rows(batch: TensorBatch, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return each row as plain values: texts, numbers, and `not_finite`, the fields that are not.
 
-    Special tokens stand in the texts.
+    Special tokens are kept in the texts.
     """
     rows: list[dict[str, Any]] = [{"row": i} for i in range(len(batch))]
     before: list[list[int]] = []

@@ -19,7 +19,7 @@ class Validations(Callback):
     """Spread validations evenly over the iterations of a run, the last one at its end.
 
     Args:
-        count: of them; 0 for none.
+        count: number of validations; 0 for none.
     """
 
     def __init__(self, count: int) -> None:
@@ -67,10 +67,10 @@ def out_of_time(trainer: Trainer) -> bool:
 
 
 def reopen_epoch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Let a longer run go on behind a finished one, in `on_load_checkpoint`.
+    """Let a longer run continue a finished one, in `on_load_checkpoint`.
 
-    Lightning stores that the last batch of a run was the last of its epoch, and would train nothing
-    more, without a word.
+    Lightning stores that the last batch of a run was the last of its epoch, and would silently
+    train nothing more.
     """
     limit = trainer.limit_train_batches
     data: Any = getattr(trainer, "datamodule", None)

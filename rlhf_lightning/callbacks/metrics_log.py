@@ -15,13 +15,13 @@ from rlhf_lightning.runs.folder import MetricsAppender, RunFolder
 
 
 class MetricsLog(Callback):
-    """Write what every iteration logged, and the validation that follows it on the same row.
+    """Write the metrics of every iteration, and of its validation, as one row.
 
     A run that resumes cuts the file back to the iteration of its checkpoint; one that starts
     from nothing empties it.
 
     Args:
-        folder: the run folder.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:

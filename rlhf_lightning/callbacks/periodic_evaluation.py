@@ -1,4 +1,4 @@
-"""The measures of the final comparison, every few iterations of PPO."""
+"""The metrics of the final comparison, every few iterations of PPO."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ NUM_SAMPLES = 8  # of the table in W&B
 class PeriodicEvaluation(Callback):
     """Compare the policy with its reference on held-out prompts, and log that as `val/*`.
 
-    In W&B a table shows the answers to the first of the prompts, each time to the same.
+    In W&B a table shows the responses to the first prompts, which are the same each time.
 
-    The reference is asked once. The noise is that of rows, so an evaluation changes no rollout.
+    The reference is sampled once. Noise is keyed by row, so an evaluation changes no rollout.
 
     Args:
-        comparison: what is asked, and who judges; None for the held-out prompts of the Trainer's
-            DataModule, with what follows.
-        every_n_iterations: how often.
-        num_prompts: how many are asked at most.
+        comparison: prompts and judges; None for the held-out prompts of the Trainer's DataModule,
+            with the following arguments.
+        every_n_iterations: iterations between two evaluations.
+        num_prompts: largest number of prompts.
         gold: a function `(prompts, completions, finished, **columns) -> list of numbers`.
-        safety: which prompts are to be refused, and what tells a refusal.
+        safety: prompts that must be refused, and the detector of refusals.
     """
 
     @checked

@@ -27,8 +27,8 @@ class ProfileIterations(Callback):
     makes an iteration slower, a small model's most of all: read shares, not seconds.
 
     Args:
-        skip: first iterations that are not looked at: they warm up kernels and caches.
-        num_iterations: how many are.
+        skip: first iterations, which are not profiled: they warm up kernels and caches.
+        num_iterations: number of profiled iterations.
 
     Raises:
         ValueError: for a number out of range.

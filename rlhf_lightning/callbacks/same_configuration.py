@@ -20,7 +20,7 @@ class SameConfiguration(Callback):
     two experiments look like those of one.
 
     Args:
-        digest: of this rank's configuration.
+        digest: digest of this rank's configuration.
         folder: this rank's run folder.
     """
 
@@ -45,12 +45,12 @@ class SameConfiguration(Callback):
 
 
 class SameSources(Callback):
-    """Refuses to train if what scores responses differs between ranks, or from before a resume.
+    """Refuses to train if a scorer's models or functions differ between ranks or from before.
 
-    It is not in the checkpoint; it is read from its source again.
+    They are not in the checkpoint; they are read from their source again.
 
     Args:
-        fingerprints: of each model that the scorer loads, by its folder or hub name.
+        fingerprints: fingerprint of each model that the scorer loads, by its folder or hub name.
         functions: SHA-256 of the file of each reward function, by its name.
     """
 
@@ -81,10 +81,10 @@ class SameSources(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Compare.
+        """Compare with the checkpoint.
 
         Raises:
-            ValueError: if one has changed; the same models may stand in other folders.
+            ValueError: if one has changed; the same models may be in other folders.
         """
         for key, what in ((self.MODELS, "model"), (self.FUNCTIONS, "function")):
             saved, now = checkpoint.get(key), self.found[key]

@@ -19,12 +19,12 @@ from rlhf_lightning.text.decoding import decoded, response_texts
 class SampleLog(Callback):
     """Write the first rows of a rollout, at the first and last iteration and every few between.
 
-    Beside them the scores and lengths of all its rows, of the first process.
+    It also writes the scores and lengths of all its rows, of the first process.
 
     Args:
-        folder: the run folder.
-        every_n_iterations: how often.
-        num_samples: rows each time.
+        folder: folder of the run.
+        every_n_iterations: iterations between two writes.
+        num_samples: number of rows each time.
 
     Raises:
         ValueError: for a number below 1.

@@ -14,10 +14,10 @@ _NOT_METRICS = ("epoch", "step")
 
 
 class IterationTensorBoardLogger(TensorBoardLogger):
-    """Lightning's logger with iterations as steps; a resumed run goes on in the same folder.
+    """Lightning's logger with iterations as steps; a resumed run continues in the same folder.
 
-    TensorBoard shows an iteration once: the first row after a checkpoint hides what was logged from
-    there on, by a run that was killed later or before a rollback.
+    TensorBoard shows an iteration once: the first row after a checkpoint hides what a killed or
+    rolled-back run logged from there on.
     """
 
     _begun = False
@@ -27,7 +27,7 @@ class IterationTensorBoardLogger(TensorBoardLogger):
         """Log one row.
 
         Args:
-            metrics: names to numbers.
+            metrics: number by name.
             step: batches done before this one, as Lightning counts them; the row is that of
                 iteration `step + 1`.
         """
@@ -49,7 +49,7 @@ class IterationTensorBoardLogger(TensorBoardLogger):
 
 
 def tensorboard_logger(folder: RunFolder) -> IterationTensorBoardLogger:
-    """Return the logger of a run; what it writes stands in `tensorboard/` of the run folder.
+    """Return the logger of a run, which writes to `tensorboard/` of the run folder.
 
     Raises:
         ModuleNotFoundError: if TensorBoard is not installed.

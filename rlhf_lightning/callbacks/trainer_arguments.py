@@ -52,17 +52,17 @@ def trainer_arguments(
 
     The folder gets `metrics.csv` (a row an iteration), `samples.jsonl`, checkpoints that no kill
     can damage, the batch that a non-finite value stopped the run at, `summary.json` and
-    `report.html`. `fit(..., ckpt_path="last")` goes on bit for bit from its newest checkpoint.
+    `report.html`. `fit(..., ckpt_path="last")` continues bit for bit from its newest checkpoint.
 
     Args:
-        folder: of the run; a second run into it without `ckpt_path="last"` is refused.
+        folder: folder of the run; a second run into it without `ckpt_path="last"` is refused.
         max_iterations: batches to train on. It reaches the Trainer, the schedule and a DataModule
             that was given neither `num_iterations` nor `num_epochs`; None leaves it to that one.
         validations: how often SFT, a reward model and DPO are validated, at even distances.
         checkpoint_every_n_iterations: how often a checkpoint is written; the last one always is.
         checkpoint: further arguments of `IterationCheckpoint`, such as `monitor` and `keep_last`.
         samples_every_n_iterations: how often PPO's samples are written.
-        num_samples: how many of them.
+        num_samples: number of samples each time.
         doctor: watches the rollouts of PPO, GRPO and their relatives; False for none, or
             arguments of `Doctor`, such as `{"preflight": True}`.
         early_stopping: validations without a lower `val/loss` after which training ends, or
@@ -70,7 +70,7 @@ def trainer_arguments(
         logger: `"wandb"` or `"tensorboard"` for ours, or any of Lightning's.
         callbacks: one, or several, behind ours.
         record: write `summary.json` and `report.html`, and refuse to run over another run.
-        name: of the run, before the progress bar.
+        name: name of the run, shown before the progress bar.
         trainer: any other argument of `L.Trainer`; these win.
 
     Raises:

@@ -18,7 +18,7 @@ _ALL = (
         "iterations in a row in which all scores were the same",
         "count",
         "the reward function returns a constant: it reads a wrong column, finds no answer in the "
-        "form that it looks for, or the task is too hard, or solved",
+        "expected form, or the task is too hard, or solved",
         "score a few responses of samples.jsonl by hand; a reward of 0 and 1 needs prompts that "
         "are sometimes solved; there is nothing to learn before scores differ",
         Source("score_std", readings.iterations_with_equal_scores, begins=readings.from_first),
@@ -136,7 +136,7 @@ _ALL = (
         "Many prompts get the same response",
         "recent share of the most common response",
         "share",
-        'one answer scores well whatever was asked, such as a refusal or "I don\'t know"',
+        'one response scores well on any prompt, such as a refusal or "I don\'t know"',
         "read that response and its score; label it against real responses; raise kl_coef",
         Source("most_common", readings.recent),
         bounds("duplicates", 0.3, 0.5, above=0, at_most=1),
@@ -226,7 +226,7 @@ _ALL = (
     ),
     DetectorSpec(
         "clipped_scores",
-        "Scores stand at the clip",
+        "Scores are at the clip",
         "recent share of scores at score_clip or beyond",
         "share",
         "scores have left the range that they had when they were normalised",

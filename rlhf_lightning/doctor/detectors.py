@@ -1,7 +1,7 @@
-"""Run the detectors: from a run's measures to alerts, one reading an iteration.
+"""The detectors: from a run's metrics to alerts, one reading an iteration.
 
-Pure: no model, no rank, no clock. What they remember is in their state, which goes into the
-checkpoint, so that a resumed run raises the same alerts at the same iterations.
+Pure: no model, no rank, no clock. Their memory is in their state, which goes into the checkpoint,
+so that a resumed run raises the same alerts at the same iterations.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Transition:
 
     Args:
         detector: a key of `DETECTORS`.
-        before, after: levels.
-        reading: of the iteration.
-        threshold: the bound of the level it is about.
+        before, after: levels before and after.
+        reading: reading of the iteration.
+        threshold: the bound of the level in question.
     """
 
     detector: str
@@ -104,8 +104,8 @@ class Detectors:
     """All detectors of a run.
 
     Args:
-        thresholds: bounds and hysteresis.
-        num_iterations: that the run is going to have.
+        thresholds: bounds and hysteresis of the detectors.
+        num_iterations: planned iterations of the run.
     """
 
     def __init__(self, thresholds: DoctorThresholds, num_iterations: int) -> None:
@@ -147,12 +147,12 @@ class Detectors:
         }
 
     def observe(self, iteration: int, values: Mapping[str, float]) -> list[Transition]:
-        """Take one iteration's measures and return the alerts that changed.
+        """Take one iteration's metrics and return the alerts that changed.
 
         Args:
-            iteration: from 1.
-            values: of `measure_answers` and, without their phase, of what the module logs; one
-                that is missing or not finite leaves its detectors as they are.
+            iteration: number of the iteration, from 1.
+            values: results of `measure_answers` and, without their phase, the logged metrics of the
+                module; one that is missing or not finite leaves its detectors as they are.
         """
         fresh = {name: value for name, value in values.items() if math.isfinite(value)}
         self.history.add(iteration, fresh)

@@ -16,12 +16,12 @@ from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 
 @dataclass
 class MeasureSeries:
-    """The first values, the last ones, and the highest recent mean.
+    """The first values of a metric, the last ones, and the highest recent mean.
 
     Args:
-        baseline_length: how many first values the baseline is the mean of.
-        window: how many last values the recent mean is of.
-        first, last: the values themselves.
+        baseline_length: number of first values in the baseline.
+        window: number of last values in the recent mean.
+        first, last: first and last values.
         best: the highest recent mean so far.
     """
 
@@ -70,15 +70,15 @@ class MeasureSeries:
 
 @dataclass
 class History:
-    """All series of a run, by the name of the measure.
+    """All series of a run, by the name of the metric.
 
     Args:
         thresholds: bounds, and the lengths of baseline and window.
-        num_iterations: that the run is going to have.
+        num_iterations: planned iterations of the run.
         iteration: the last one, from 1.
-        series: of each measure.
+        series: series by metric.
         notes: numbers that a detector keeps from one iteration to the next.
-        improved: measures whose recent mean is the best so far at this iteration.
+        improved: metrics whose recent mean is the best so far at this iteration.
     """
 
     thresholds: SharedThresholds
@@ -89,7 +89,7 @@ class History:
     improved: set[str] = field(default_factory=set)
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Take one iteration's finite measures."""
+        """Take one iteration's finite metrics."""
         self.iteration = iteration
         self.series |= {name: self.of(name) for name in values}
         self.improved = {name for name, value in values.items() if self.series[name].add(value)}
@@ -107,8 +107,8 @@ class History:
     def error(self, names: Sequence[str]) -> float:
         """Return the standard error of the difference of two recent means of one of these series.
 
-        Of what is measured on few answers an iteration, neighbouring iterations tell how it varies,
-        all series together: half the mean square of their differences.
+        The variance of a metric on few responses is estimated from neighbouring iterations, over
+        all series: half the mean square of their differences.
         """
         squares = [
             (after - before) ** 2 / 2

@@ -24,16 +24,16 @@ class ActionSettings(Checked):
         cooldown: readings of a detector between two of its actions.
         kl_coef_low: set when KL is low and the reward flat.
         kl_coef_first, kl_coef_second, kl_coef_third: rungs taken one by one while KL is high.
-        temperature_step, max_temperature: added while the answers have collapsed, up to this.
+        temperature_step, max_temperature: added while the responses have collapsed, up to this.
         diversity_step, max_diversity: added to the bonus for novel bigrams, up to this; reward
             units.
         domain_factor, max_domain_weight: multiplies the weight of a forgotten domain, up to this.
         learning_rate_factor, min_learning_rate_factor: multiplies the learning rates while
             updates are too large, down to this.
-        on_alarm: what ends the fit when an alarm stays: none, stop, or rollback, which continues
-            from the best checkpoint with the next larger kl_coef and smaller learning rates.
-        alarm_patience: readings of its detector that it may stay.
-        max_rollbacks: after these many it stops.
+        on_alarm: how the fit ends if an alarm stays: none, stop, or rollback, which continues from
+            the best checkpoint with the next larger kl_coef and smaller learning rates.
+        alarm_patience: readings of its detector for which it may stay.
+        max_rollbacks: after so many rollbacks the fit stops.
     """
 
     cooldown: int = number(4, at_least=1)
@@ -83,9 +83,9 @@ class Intervention:
     """One change of a control.
 
     Args:
-        detector: the alert that asks for it.
+        detector: the alert that calls for it.
         control: a field of `Controls`; of domain weights `domain_weights.<domain>`.
-        before, after: its values.
+        before, after: values of the control.
     """
 
     detector: str
@@ -95,11 +95,11 @@ class Intervention:
 
 
 class Action(NamedTuple):
-    """The intervention that a detector asks for.
+    """The intervention that a detector calls for.
 
     Args:
-        words: what it does, as "the doctor ..." goes on.
-        change: takes the controls, the settings and what the alert is about, such as a domain, and
+        words: predicate of the sentence "the doctor ...".
+        change: takes the controls, the settings and the subject of the alert, such as a domain, and
             returns a control with its value before and after, which may be the same.
     """
 

@@ -1,6 +1,6 @@
-"""Measures of one iteration's answers, besides what the module logs.
+"""Metrics of one iteration's responses that the module does not log.
 
-It takes one record an answer, those of all ranks together, and the result does not depend on how
+It takes one record per response, those of all ranks together, and the result does not depend on how
 they were shared: records are put in the order of their rows first.
 """
 
@@ -16,19 +16,19 @@ DOMAIN = "domain_score/"
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """One answer of a rollout.
+    """One response of a rollout.
 
     Args:
         row_id: global index of the row in the stream of prompts.
-        group_id: equal for the answers to one prompt.
-        domain: of its prompt, "" where there is none.
-        score: what the scorer said, unshaped.
+        group_id: equal for the responses to one prompt.
+        domain: domain of its prompt, "" where there is none.
+        score: score by the scorer, unshaped.
         length: response tokens, EOS included.
-        tokens: response ids.
+        tokens: ids of the response.
         surplus: sum over its tokens of surprise less entropy, -log p - H, in nats.
         surplus_squares: sum of the squares of these differences.
-        second: what the second scorer said; None without one.
-        refused: whether it refuses; None where its prompt is not a harmful one.
+        second: score by the second scorer; None without one.
+        refused: whether it is a refusal; None where its prompt is not a harmful one.
     """
 
     row_id: int
@@ -46,16 +46,16 @@ class AnswerRecord:
 def measure_answers(
     records: Sequence[AnswerRecord], *, score_clip: float | None, second_scorer: bool = False
 ) -> dict[str, float]:
-    """Return the measures of one iteration by name; what cannot be measured is left out.
+    """Return the metrics of one iteration by name; unavailable ones are left out.
 
     `length_correlation`: of score and length, each less its domain's mean. `most_common`: share of
-    the most frequent answer. `clipped`: share of scores at `score_clip` or beyond. `sampler_bias`
+    the most frequent response. `clipped`: share of scores at `score_clip` or beyond. `sampler_bias`
     and its standard error `sampler_error`: mean over tokens of surprise less entropy, in nats,
-    whose expectation is 0 exactly if the tokens were drawn from the distribution they are judged
-    by. `refusal_rate`: of the answers to harmful prompts, of which there are `harmful_prompts`,
-    however many answers each has. With a second scorer `second_score`, `second_std` and
-    `second_correlation`. `domain_score/<domain>`: by the score, or where there is a `second_scorer`
-    by that, in the iterations in which it was asked.
+    whose expectation is 0 exactly if the tokens were drawn from that distribution. `refusal_rate`:
+    share of the responses to harmful prompts; `harmful_prompts` is the number of these prompts,
+    however many responses each has. With a second scorer `second_score`, `second_std` and
+    `second_correlation`. `domain_score/<domain>`: by the score, or by the `second_scorer` if there
+    is one, in the iterations in which it ran.
     """
     rows = sorted(records, key=lambda record: record.row_id)
     count = len(rows)

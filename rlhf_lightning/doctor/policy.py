@@ -1,4 +1,4 @@
-"""The intervention policy: when to act, and how the fit goes on, from levels and controls."""
+"""The intervention policy: from levels and controls to actions and to the end of the fit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rlhf_lightning.doctor.spec import ALARM
 
 @dataclass
 class InterventionPolicy:
-    """Decides which intervention is due and, by how long alarms stay, how the fit ends.
+    """Decides which intervention is due and, by how long alarms last, whether the fit ends.
 
     Args:
         settings: rungs, steps, limits and patience.
         acted_at: each detector's reading of its last action, counted from 1.
         alarmed_since: each serious alarm's reading at which it was raised.
-        alarmed_iterations: those with a serious alarm.
-        rollbacks: made so far.
-        held: what the last rollback set, by control.
+        alarmed_iterations: iterations with a serious alarm.
+        rollbacks: number of rollbacks so far.
+        held: values that the last rollback set, by control.
     """
 
     settings: ActionSettings
@@ -71,11 +71,11 @@ class InterventionPolicy:
 
     def verdict(
         self, iteration: int, active: Mapping[str, int], readings: Mapping[str, int]
-    ) -> tuple[Literal["go on", "stop", "rollback"], str]:
-        """Return how the fit goes on, and the alarm that decides it, "" for none.
+    ) -> tuple[Literal["continue", "stop", "rollback"], str]:
+        """Return whether the fit continues, and the alarm that decides it, "" for none.
 
         Args:
-            iteration: from 1.
+            iteration: number of the iteration, from 1.
             active: level of each detector that is not healthy.
             readings: how many readings each detector has had.
         """
@@ -90,7 +90,7 @@ class InterventionPolicy:
                 if again and self.rollbacks < self.settings.max_rollbacks:
                     return "rollback", name
                 return "stop", name
-        return "go on", ""
+        return "continue", ""
 
     def after_rollback(self, knobs: Knobs) -> list[Intervention]:
         """Return what a fit that starts again from an earlier checkpoint does otherwise.

@@ -20,21 +20,21 @@ class FirstRollout:
     Args:
         ratio_error: mean |log-ratio| of the module's log-probabilities, computed once more.
         reference_error: mean |log p - log p_ref|.
-        finished: share of answers that ended with a stop token.
-        stop_errors: finished answers whose last token is no stop token of the engine.
-        padded: share of answers that hold the pad token before their last token.
+        finished: share of responses that ended with a stop token.
+        stop_errors: finished responses whose last token is no stop token of the engine.
+        padded: share of responses that contain the pad token before their last token.
         eos_known: whether the tokenizer's EOS is among the engine's stop tokens.
-        score_mean, score_std: of the scores.
+        score_mean, score_std: mean and standard deviation of the scores.
         finite: whether every score is finite.
-        length_mean: tokens.
-        shortest, longest: tokens.
-        max_new_tokens: the limit.
+        length_mean: mean length, in tokens.
+        shortest, longest: shortest and longest length, in tokens.
+        max_new_tokens: limit of the length, in tokens.
         sampler_bias, sampler_error: mean surprise less entropy and its standard error, nats a
             token.
-        tolerance: nats a token that rounding may make.
+        tolerance: rounding error to expect, in nats a token.
         same_source: whether policy and reference start from one source.
-        entropy_share: mean entropy over that of an even choice among all tokens; 0 above
-            temperature 1, where it says nothing of the weights.
+        entropy_share: mean entropy over that of a uniform choice among all tokens; 0 above
+            temperature 1, where it says nothing about the weights.
         vocabulary: tokens to choose among; 0 where it is not known.
     """
 
@@ -74,10 +74,10 @@ class Check:
     """One check of the preflight.
 
     Args:
-        name: what is checked.
-        passed: whether it holds.
-        found: what was found, in words and numbers.
-        fix: what to do where it does not hold.
+        name: name of the check.
+        passed: whether it passed.
+        found: the finding, in words and numbers.
+        fix: the fix if it did not pass.
     """
 
     name: str
@@ -129,8 +129,8 @@ def _pads(first: FirstRollout) -> Check:
         "padding",
         first.padded <= max(MOST_PADDED, first.padded_by_chance),
         f"{100 * first.padded:.1f} % of responses hold the pad token before their end",
-        "the pad token must be one that no response holds, EOS or one of its own: set pad_token of "
-        "the tokenizer in artifacts.sft",
+        "the pad token must never occur in a response (EOS, or a separate token): set pad_token "
+        "of the tokenizer in artifacts.sft",
     )
 
 

@@ -22,7 +22,7 @@ class SharedThresholds(Checked):
         raise_after: iterations in a row beyond a bound before an alert is raised; where a detector
             counts iterations itself, one is enough.
         clear_after: iterations in a row within it before it is cleared.
-        baseline_iterations: at the start of the run, that others are compared with.
+        baseline_iterations: number of first iterations, which others are compared with.
         window: iterations of a recent mean.
     """
 

@@ -76,7 +76,7 @@ class Source:
     unread: str = "the first iterations give nothing to compare with"
 
     def measured_in(self, names: Iterable[str]) -> bool:
-        """Return whether these measures hold what it reads."""
+        """Return whether these metrics include the ones it reads."""
         if self.measure.endswith("/"):
             return any(name.startswith(self.measure) for name in names)
         return self.measure in names
@@ -84,22 +84,22 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class DetectorSpec:
-    """One detector: all that the code, the alerts, the report and docs/doctor.md have of it.
+    """One detector: everything that the code, the alerts, the report and docs/doctor.md use.
 
     Args:
-        name: under which it is logged.
-        title: a few words, as a heading.
-        measures: what its value is.
-        unit: of the value.
-        cause: what is usually behind it.
-        remedy: what to do by hand.
-        source: of its value.
+        name: name in the log.
+        title: heading, a few words.
+        measures: description of its value.
+        unit: unit of the value.
+        cause: the usual cause.
+        remedy: the recommended fix by hand.
+        source: source of the value.
         thresholds: its fields of `DoctorThresholds`, first the warning's bound, then the alarm's
             if there is one (`bounds` makes both), then what else it compares with. Beyond a bound
             it raises an alert: below one that is called a floor, above all others.
         counts_iterations: its value is a number of iterations, so one reading raises an alert.
-        action: what the doctor may do itself with `doctor=act`.
-        serious: whether its alarm may end a fit if it stays; others are told, and training goes on.
+        action: action of the doctor with `doctor=act`.
+        serious: whether a lasting alarm may end a fit; others are reported, and training continues.
     """
 
     name: str
@@ -162,11 +162,11 @@ def bounds(prefix: str, warn: float, alarm: float, floor: str = "", **limits: fl
     """Return the threshold fields `<prefix>_warn` and `<prefix>_alarm`, with `floor` behind.
 
     Args:
-        prefix: of their names.
-        warn: default of the one.
-        alarm: default of the other.
+        prefix: prefix of their names.
+        warn: default of the warning's bound.
+        alarm: default of the alarm's bound.
         floor: "_floor" for those of a detector that alerts below them.
-        **limits: of their values, as `number` takes them.
+        **limits: limits of their values, as `number` takes them.
     """
     both: Any = {"warn": warn, "alarm": alarm}
     keywords: Any = limits

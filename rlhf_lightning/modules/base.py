@@ -1,4 +1,4 @@
-"""Base of the modules: models, optimizer, checkpoints, what is asked of a Trainer, responses."""
+"""Base of the modules: models, optimizer, checkpoints, checks of the Trainer, responses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Hparams = SFTHparams | RewardHparams | DPOHparams | OnPolicyHparams
 
 
 class ModuleParts(TypedDict):
-    """What every module is made of, besides its hyper-parameters and what builds its models.
+    """Parts of every module, except its hyper-parameters and the builder of its models.
 
     Attributes:
         optimizer: parameter groups -> optimizer (AdamW with everything but the learning rates).
@@ -79,7 +79,7 @@ class ModuleParts(TypedDict):
 
 
 class ModuleOptions(TypedDict, total=False):
-    """What every `from_pretrained` takes; None, 1 or False where it is left out.
+    """Options of every `from_pretrained`; an option that is left out is None, 1 or False.
 
     Attributes:
         lora: train adapters on one frozen base instead of whole models.
@@ -115,17 +115,17 @@ class RLHFModule(L.LightningModule):
     """Base of the modules: one optimizer step, or several, on each batch of a DataModule.
 
     Args:
-        algorithm: hyper-parameters.
+        algorithm: hyper-parameters of the algorithm.
         build: builds what is trained.
-        parts: see `ModuleParts`.
+        parts: further parts, see `ModuleParts`.
 
     Attributes:
         stage: first part of the names of its metrics, and its place in a configuration.
         kinds: classes of its hyper-parameters, by the names of the arguments.
         data: the DataModule that it trains on.
         batch: what that DataModule gives.
-        rate: what the default of its learning rate goes by.
-        unit: what its throughput counts.
+        rate: kind of model, for the default learning rate.
+        unit: unit of its throughput.
         source: the model that it starts from, as it was when the module was made.
     """
 
@@ -233,7 +233,7 @@ class RLHFModule(L.LightningModule):
 
     @property
     def learning_rate_factor(self) -> float:
-        """What multiplies the learning rates of the schedule."""
+        """Factor on the learning rates of the schedule."""
         return 1.0
 
     def configure_model(self) -> None:
@@ -348,12 +348,12 @@ class RLHFModule(L.LightningModule):
         """Take one optimizer step on a batch, and log it.
 
         Args:
-            batch: this rank's share.
-            batch_idx: of the iteration, from 0.
+            batch: this rank's share of the batch.
+            batch_idx: number of the iteration, from 0.
             parts: rows of each micro-batch.
-            term: the loss.
+            term: term of the loss.
             counts: global counts that it divides by.
-            size: what the step has learnt from on all ranks, in `unit`.
+            size: amount of data in the step, over all ranks, in `unit`.
         """
         measured = accumulate_gradients(self, batch, parts, [term], counts)
         learning_rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
@@ -374,7 +374,7 @@ class RLHFModule(L.LightningModule):
         self.log_dict(self.gaps.filled(measures))
 
     def reported(self, measured: Measured) -> Mapping[str, Tensor]:
-        """Return the metrics that the measures of a step give."""
+        """Return the metrics from the sums of a step."""
         return measured
 
     # -- responses --------------------------------------------------------------------------
@@ -390,13 +390,15 @@ class RLHFModule(L.LightningModule):
         batch_size: Size = 64,
         seed: Seed = 1,
     ) -> list[str]:
-        """Return the policy's response to each prompt, as reward functions are given it.
+        """Return the policy's response to each prompt, as reward functions receive it.
 
         Args:
             prompts: texts, conversations, or rows with the key `prompt`.
-            max_new_tokens: of a response; None for the module's own, or 64 where it has none.
-            temperature: of sampling, 0 for the likeliest token; None for the module's own, or 1.
-            batch_size: prompts that are answered together.
+            max_new_tokens: longest response in tokens; None for the module's, or 64 where it has
+                none.
+            temperature: sampling temperature, 0 for the likeliest token; None for the module's, or
+                1.
+            batch_size: prompts in one batch of generation.
             seed: seeds the sampling noise.
 
         Raises:

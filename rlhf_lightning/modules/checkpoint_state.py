@@ -36,7 +36,7 @@ class Stateful(Protocol):
 
 
 def say_changed(key: str, value: object, saved: object) -> None:
-    """Say on the screen that a resumed run goes on with another value than the checkpoint's."""
+    """Log that a resumed run uses another value than the checkpoint's."""
     if rank() == 0:
         logger.warning(
             "%s=%s is asked for: it takes the place of the checkpoint's %s", key, value, saved
@@ -71,8 +71,8 @@ def load_states(
     for name, part in parts.items():
         if name not in checkpoint:
             raise ValueError(
-                f"the checkpoint holds no {name}: it was written by another stage or version, "
-                "start anew with resume=never"
+                f"the checkpoint has no {name}: it is from another stage or version; start again "
+                "with resume=never"
             )
         part.load_state_dict(checkpoint[name])
 
@@ -94,8 +94,8 @@ def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningM
         if name == "seed":
             raise ValueError(
                 f"the checkpoint was trained with seed={saved[name]}, this module has "
-                f"seed={given[name]}: the rest of the run would not be the one that began. Give "
-                f"from_pretrained seed={saved[name]}, or start anew in another folder"
+                f"seed={given[name]}: use from_pretrained(seed={saved[name]}), or start again in "
+                "another folder"
             )
         if name.rpartition(".")[2] not in _COMPARED_ELSEWHERE:
             say_changed(name, given[name], saved[name])
@@ -137,9 +137,9 @@ def check_scales(checkpoint: Mapping[str, Any], model: nn.Module | None) -> None
         was = saved.get(name, now)
         if was != now:
             raise ValueError(
-                f"the adapter of the {name} has r={now['r']} alpha={now['alpha']}, and that of the "
-                f"checkpoint was trained with r={was['r']} alpha={was['alpha']}: use those, as "
-                "lora.r and lora.alpha or by the reward model that a value model started from"
+                f"the adapter of the {name} has r={now['r']} alpha={now['alpha']}, that of the "
+                f"checkpoint r={was['r']} alpha={was['alpha']}: use the latter, or the same "
+                "reward model"
             )
 
 

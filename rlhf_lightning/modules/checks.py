@@ -1,4 +1,4 @@
-"""What a module asks of its Trainer and its data: else it would silently train something else."""
+"""Checks of a module's Trainer and data, which prevent silently wrong training."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ DEAD_ROW = 1e-3  # of the median norm
 
 
 def check_trainer(trainer: L.Trainer, *, num_steps: int) -> None:
-    """Check what a stage asks of its Trainer.
+    """Check the flags of a stage's Trainer.
 
-    `trainer_arguments` gives all that is asked.
+    `trainer_arguments` sets all of them.
 
     Args:
-        trainer: that was given the module.
+        trainer: Trainer that was given the module.
         num_steps: optimizer steps of an iteration, at most.
 
     Raises:
-        ValueError: naming the flag, what it is, why that is wrong and what to write.
+        ValueError: with the flag, its value, why that is wrong and the fix.
     """
     problem = _problem(trainer, num_steps)
     if problem is not None:
@@ -96,8 +96,8 @@ def _problem(trainer: Any, num_steps: int) -> str | None:
     connector = trainer._accelerator_connector
     if trainer.world_size > 1 and connector.use_distributed_sampler:
         return (
-            "Trainer(use_distributed_sampler=True), its default: Lightning would deal the rows "
-            "anew, which our DataModules deal to ranks: use use_distributed_sampler=False"
+            "Trainer(use_distributed_sampler=True), its default: Lightning would shard the rows "
+            "again, which our DataModules shard: use use_distributed_sampler=False"
         )
     module = trainer.lightning_module
     stopping = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]
@@ -125,8 +125,8 @@ def check_data(
         module: whose models are built.
         data: the Trainer's DataModule; None where it was given a loader.
         fitting: the DataModule of the module.
-        kinds: of the records that it learns from.
-        tokenizer: its own.
+        kinds: kinds of records that it learns from.
+        tokenizer: tokenizer of the module.
         max_new_tokens: longest response, where it samples.
 
     Raises:
@@ -181,13 +181,13 @@ def _check_context(
 def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     """Check that a model has an embedding for every token of the data, and name untrained ones.
 
-    Added tokens of a base model, such as those of a chat template, may have rows that nobody has
-    trained: (nearly) 0, or the same as that of another one. The first gradients are then huge.
+    Added tokens of a base model, such as those of a chat template, may have untrained rows:
+    (nearly) 0, or the same as that of another one. The first gradients are then huge.
 
     Args:
-        model: of transformers.
-        tokenizer: of the data.
-        used: ids of the data.
+        model: model of transformers.
+        tokenizer: tokenizer of the data.
+        used: token ids in the data.
 
     Raises:
         ValueError: if there is no embedding for one of them.
@@ -208,9 +208,9 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     dead = [i for i in added if rows[i][0] <= least or times[rows[i]] > 1]
     if dead:
         logger.warning(
-            "nobody has trained the embeddings of %s, which the data hold: they are 0 or equal to "
-            "others, and the first gradients may be a hundred times the later ones. Start from a "
-            "model that knows these tokens, or set their rows to the mean of the others",
+            "the data has tokens with untrained embeddings, %s: they are 0 or equal to others, "
+            "and the first gradients may be a hundred times the later ones. Start from a model "
+            "that knows these tokens, or set their rows to the mean of the others",
             token_names(dead, tokenizer),
         )
 

@@ -17,13 +17,13 @@ ASKED = "asked"  # in a checkpoint: what the run that wrote it began with
 
 @dataclass
 class Controls:
-    """Knobs that the KL controller and callbacks turn, effective at the next rollout.
+    """Values that the KL controller and callbacks change, effective at the next rollout.
 
-    They must be turned identically on every rank.
+    They must be changed identically on every rank.
 
     Args:
         kl_coef: weight of the KL penalty, in the reward or in the loss.
-        temperature: of sampling and of every log-probability.
+        temperature: temperature of sampling and of every log-probability.
         learning_rate_factor: multiplies every learning rate of the schedule.
         diversity_bonus: reward units; times the share of a response's bigrams that no other
             response of the iteration has, it is added to the score.
@@ -45,9 +45,9 @@ class Controls:
         """Return the controls that a run starts with.
 
         Args:
-            hparams: coefficients.
-            sampling: how rollouts are sampled.
-            key: where the coefficients stand, such as `module.ppo`.
+            hparams: coefficients of the algorithm.
+            sampling: settings of the rollouts.
+            key: place of the coefficients in a configuration, such as `module.ppo`.
         """
         controls = cls(kl_coef=hparams.kl_coef, temperature=sampling.temperature)
         controls._asked = {
@@ -78,7 +78,7 @@ class Controls:
         Args:
             observed_kl: nats per response, mean over all ranks; None where it was not finite, which
                 leaves the coefficient as it is.
-            hparams: target and horizon.
+            hparams: target and horizon of the controller.
             num_episodes: responses of all ranks.
         """
         if observed_kl is not None:
@@ -95,10 +95,11 @@ class Controls:
         return asdict(self) | {ASKED: dict(self._asked)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint, but for those that are asked for anew.
+        """Take the values of a checkpoint, except those that the run sets differently.
 
-        A run that asks for another `kl_coef` than the checkpoint's run did gets it, and says so;
-        one that asks for the same goes on with what the KL controller and the doctor made of it.
+        A run that sets another `kl_coef` than the checkpoint's run did gets it, and logs that; one
+        that sets the same continues with the value that the KL controller and the doctor had
+        reached.
 
         Raises:
             KeyError: if a value is missing.

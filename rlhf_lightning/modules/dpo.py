@@ -1,7 +1,7 @@
 """Direct preference optimization: a policy learns from pairs, without a reward model or sampling.
 
-KTO learns from single answers that have a label: its rows have their answer on the chosen side of
-the batch, and on the other an answer to another prompt.
+KTO learns from single responses that have a label: its rows have their response on the chosen side
+of the batch, and on the other a response to another prompt.
 
 Legend: B pairs or rows, b those of a micro-batch, T tokens.
 """
@@ -53,15 +53,15 @@ BY_LABEL = (
 
 
 class DPOModule(RLHFModule):
-    """Raises the log-probability of preferred answers over that of rejected ones.
+    """Raises the log-probability of preferred responses over that of rejected ones.
 
     Both are taken relative to the reference, the policy that training starts from. Its
     log-probabilities are computed before the first step, see `modules.reference_logprobs`.
 
     Args:
-        dpo: hyper-parameters.
+        dpo: hyper-parameters of DPO.
         policy: builds the model, and the reference where no adapter is trained.
-        parts: see `ModuleParts`.
+        parts: further parts, see `ModuleParts`.
 
     Source: Rafailov et al. 2023, equation 7; Azar et al. 2023 (`kind="ipo"`); Ethayarajh et al.
     2024 (`kind="kto"`).
@@ -100,7 +100,7 @@ class DPOModule(RLHFModule):
         Args:
             source: folder or hub name of the SFT policy, which is the reference too.
             dpo: hyper-parameters; the defaults of `DPOHparams`.
-            options: see `ModuleOptions`.
+            options: further options, see `ModuleOptions`.
         """
         hparams = {"dpo": dpo or DPOHparams()}
         return pretrained.of_one_model(cls, source, load_policy, "policy", hparams, options)
@@ -123,7 +123,7 @@ class DPOModule(RLHFModule):
         self.learn(batch, batch_idx, parts, term, counts, size=num_pairs)
 
     def loss(self, batch: PreferenceBatch, num_pairs: Tensor | float) -> tuple[Tensor, Measured]:
-        """Return the sum of the pairs' losses over `num_pairs`, and measures over the same."""
+        """Return the sum of the pairs' losses over `num_pairs`, and further sums over the same."""
         return self.compared(batch, *pair_logprobs(self.policy, batch), num_pairs, "train")
 
     def compared(
@@ -134,7 +134,7 @@ class DPOModule(RLHFModule):
         num_pairs: Tensor | float,
         split: str,
     ) -> tuple[Tensor, Measured]:
-        """Return loss and measures of log-probabilities `[b]` against those of the reference."""
+        """Return loss and sums for log-probabilities `[b]` and those of the reference."""
         result = dpo_loss(
             chosen,
             rejected,
@@ -157,7 +157,7 @@ class DPOModule(RLHFModule):
 
     @torch.no_grad()
     def reference_point(self, batch: PreferenceBatch, num_rows: Tensor) -> Tensor:
-        """Return KTO's KL over all micro-batches and ranks: of answers to other prompts."""
+        """Return KTO's KL over all micro-batches and ranks, from responses to other prompts."""
         (logprobs,) = by_micro_batch(
             lambda rows: (side_logprobs(self.policy, batch[rows], "rejected"),),
             batch.either_attention_mask,
@@ -170,7 +170,7 @@ class DPOModule(RLHFModule):
     def unpaired_loss(
         self, batch: PreferenceBatch, counts: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Measured]:
-        """Return the sum of the rows' KTO losses over their number, with measures.
+        """Return the sum of the rows' KTO losses over their number, and further sums.
 
         Args:
             batch: a micro-batch of unpaired rows.
@@ -184,7 +184,7 @@ class DPOModule(RLHFModule):
     def labelled(
         self, logprobs: Tensor, reference: Tensor, label: Any, kl: Tensor, num_rows: Tensor | float
     ) -> tuple[Tensor, Measured]:
-        """Return KTO's loss and measures of log-probabilities `[b]` and labels `[b]`."""
+        """Return KTO's loss and sums for log-probabilities `[b]` and labels `[b]`."""
         result = kto_loss(
             logprobs,
             reference,
@@ -202,7 +202,7 @@ class DPOModule(RLHFModule):
         return result.loss, measures | {BY_LABEL: sides @ rows}
 
     def reported(self, measured: Measured) -> Mapping[str, Tensor]:
-        """Return the metrics that the measures of a step give."""
+        """Return the metrics from the sums of a step."""
         return by_label(measured)
 
     def on_validation_start(self) -> None:
@@ -213,7 +213,7 @@ class DPOModule(RLHFModule):
             self.references.prepare(self, ("validation",))
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Add the held-out pairs to the measures."""
+        """Add the held-out pairs to the sums."""
         # At the widths at which the reference was computed: rewards start at exactly 0.
         chosen, rejected = by_micro_batch(
             lambda rows: pair_logprobs(self.policy, batch[rows]),
@@ -245,7 +245,7 @@ class DPOModule(RLHFModule):
         self.log_validation_time()
 
     def _validated_rows(self) -> tuple[int, dict[str, float]]:
-        """Return the number of held-out rows, and KTO's measures over all of them."""
+        """Return the number of held-out rows, and KTO's metrics over all of them."""
         parts = gathered(self.validated)
         rows = torch.tensor([row for part in parts for row in part], dtype=torch.float64)
         own, other, reference, of_other, label = rows.unbind(-1)
@@ -278,7 +278,7 @@ def warn_of_weights(hparams: DPOHparams, labels: Sequence[bool]) -> None:
 
 
 def by_label(measured: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return measures with KTO's sums by label made into means; NaN without such a row."""
+    """Return KTO's sums by label as means; NaN without such a row."""
     if BY_LABEL not in measured:
         return measured
     sums = measured[BY_LABEL]

@@ -39,7 +39,7 @@ def export_model(
     *,
     dtype: Annotated[torch.dtype, FLOATING] | None = None,
 ) -> Path:
-    """Write what a module has trained as a folder that plain transformers loads; return it.
+    """Write the trained model as a folder that plain transformers loads; return it.
 
     Adapters are merged into their base. With several ranks every one must call it, and the first
     writes.
@@ -47,12 +47,12 @@ def export_model(
     Args:
         module: with its models and its tokenizer.
         folder: a new one, or one that this function has written before.
-        dtype: of the weights; None keeps fp32. A scalar head stays in fp32.
+        dtype: dtype of the weights; None keeps fp32. A scalar head stays in fp32.
 
     Raises:
-        FolderTakenError: if something else stands in the folder.
+        FolderTakenError: if the folder has other content.
         ValueError: if nothing is loaded yet, or the module was not built by `from_pretrained`.
-        ManifestError: if another model than the adapter's base is in its place by now.
+        ManifestError: if the adapter's base has been replaced by another model.
     """
     made: Any = module
     model = getattr(module, "model", None) or getattr(module, "policy", None)
@@ -98,16 +98,16 @@ def save_hf_model(
     dtype: torch.dtype = torch.float32,
     base_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write weights, config, tokenizer with chat template and, for a policy, when to stop.
+    """Write weights, config, tokenizer with chat template and, for a policy, its stop ids.
 
     Args:
-        model: gives the architecture.
+        model: model whose architecture is written.
         tokenizer: the one it was trained with.
         folder: a new one, or one that this function has written before.
         state: full state dict of `model`.
         stop_ids: every id that ends a response.
-        dtype: of the weights; a scalar head stays in fp32.
-        base_dtype: of the model at the root, which config.json then names.
+        dtype: dtype of the weights; a scalar head stays in fp32.
+        base_dtype: dtype of the model at the root, which config.json then names.
     """
     if isinstance(model, PolicyModel):
         generation = generation_settings(model, tokenizer, stop_ids)

@@ -97,11 +97,9 @@ class PolicyGradientModule(OnPolicyModule):
         wanted = rounds * world_size() * (len(prompts) - num_spares)
         if not self.algorithm.rollout_lag and num_spares != wanted:
             raise ValueError(
-                f"GRPOHparams.max_resampling_rounds={rounds} needs the prompts of {rounds} more "
-                f"iterations of all ranks as spare rows, {wanted}, and the batch has {num_spares} "
-                f"spare of {len(prompts)} rows: give the "
-                "Trainer a PromptDataModule, which adds them, by trainer.fit(module, "
-                "datamodule=...), or use max_resampling_rounds=0"
+                f"GRPOHparams.max_resampling_rounds={rounds} needs {wanted} spare rows, and the "
+                f"batch of {len(prompts)} has {num_spares}: train with a PromptDataModule, which "
+                "adds them"
             )
         sizes = prompts.group_ids.unique_consecutive(return_counts=True)[1]
         if len(sizes) != len(prompts.group_ids.unique()) or sizes.min() != sizes.max():
@@ -112,8 +110,8 @@ class PolicyGradientModule(OnPolicyModule):
             )
         if isinstance(self.estimator, GroupBaseline) and len(sizes) == len(prompts):
             raise ValueError(
-                f"GRPOHparams.baseline={self.estimator.baseline} compares the responses to one "
-                "prompt, and every prompt has one: use data.num_generations=8, that is "
-                "PromptDataModule(num_generations=8), or baseline=none"
+                f"GRPOHparams.baseline={self.estimator.baseline} compares the responses to a "
+                "prompt, and each prompt has one: set data.num_generations=8 "
+                "(PromptDataModule(num_generations=8)) or baseline=none"
             )
         return super().collect_rollout(prompts, iteration)

@@ -167,14 +167,14 @@ def rollout_measures(
 def warn_of_clip(
     rollout: RolloutBatch, clip: float, key: str, share: float, iteration: int
 ) -> bool:
-    """Warn if two different scores become one, or if many of the first are clipped; return whether.
+    """Warn if two different scores become equal, or if many scores are clipped; return whether.
 
     Args:
-        rollout: of this rank.
-        clip: `score_clip`.
-        key: its place in a configuration.
-        share: of the scores of all ranks that are at the clip or beyond.
-        iteration: from 0.
+        rollout: rollout of this rank.
+        clip: value of `score_clip`.
+        key: place of `score_clip` in a configuration.
+        share: share of the scores of all ranks that are at the clip or beyond.
+        iteration: number of the iteration, from 0.
     """
     beyond = rollout.scores[rollout.scores.abs() >= clip]
     sides = [
@@ -214,7 +214,7 @@ def _components(components: Mapping[str, Tensor]) -> dict[str, float]:
 def sampler_measures(
     rollout: RolloutBatch, algorithm: OnPolicyHparams, num_tokens: float
 ) -> dict[str, float]:
-    """Return how far the old policy is from what sampled the rollout, as `rollout/*` values.
+    """Return the distance of the old policy from the sampler, as `rollout/*` values.
 
     Nothing where the generator gives no log-probabilities. `rollout/sampler_non_finite` counts
     those that are not finite; the other values leave them out. `rollout/sampler_gap` is the mean of
@@ -225,8 +225,8 @@ def sampler_measures(
     `rollout/masked_responses` that of responses outside the band.
 
     Args:
-        rollout: of this rank.
-        algorithm: says the correction.
+        rollout: rollout of this rank.
+        algorithm: hyper-parameters with the correction.
         num_tokens: response tokens of all ranks.
     """
     old, sampler, mask = rollout.logprobs, rollout.sampler_logprobs, rollout.response_mask

@@ -32,9 +32,9 @@ class NonFiniteError(RuntimeError):
     """Too many optimizer steps in a row had a loss, a gradient or a score that is not finite.
 
     Args:
-        message: what was not finite, and what to do.
-        batch: this rank's share of what the last of those steps was to learn from.
-        iteration: counted from 1.
+        message: the non-finite values, and the fix.
+        batch: this rank's share of the batch of the last of those steps.
+        iteration: number of the iteration, from 1.
     """
 
     def __init__(self, message: str, batch: TensorBatch, iteration: int) -> None:
@@ -53,7 +53,7 @@ class SkippedSteps:
 
     Args:
         limit: how many in a row are skipped before the run stops.
-        key: of the limit, as the user writes it.
+        key: name of the limit in a configuration.
     """
 
     def __init__(self, limit: int, key: str) -> None:
@@ -74,14 +74,14 @@ class SkippedSteps:
         return go_on
 
     def should_continue(self, problems: Sequence[str], batch: TensorBatch, batch_idx: int) -> bool:
-        """Return whether to go on with a batch; count a skipped step otherwise.
+        """Return whether to continue with a batch; count a skipped step otherwise.
 
         Ranks that disagree all skip; each of them must call this equally often.
 
         Args:
-            problems: what is not finite, in words; of values that were reduced over ranks.
-            batch: this rank's share of it.
-            batch_idx: of the iteration, from 0.
+            problems: non-finite values, in words, reduced over ranks.
+            batch: this rank's share of the batch.
+            batch_idx: number of the iteration, from 0.
 
         Raises:
             NonFiniteError: on every rank, if more than `limit` steps in a row were skipped.
@@ -127,9 +127,9 @@ class SkippedSteps:
         """
         if self.num_iterations and not self.num_taken:
             raise RuntimeError(
-                f"no optimizer step was taken in {self.num_iterations} iterations, so the weights "
-                "are those of the start: the loss, the gradients or the scores were not finite "
-                "(see the warnings), or no response had a score"
+                f"no optimizer step was taken in {self.num_iterations} iterations: loss, "
+                "gradients or scores were not finite (see the warnings), or no response had a "
+                "score"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,12 +170,12 @@ def non_finite_in_rollout(rollout: RolloutBatch) -> tuple[list[str], int]:
 
 
 def check_sampler(rollout: RolloutBatch, generator: Generator, setting: str) -> None:
-    """Check that a correction has the log-probabilities that it weighs tokens by.
+    """Check that the log-probabilities for a correction are there.
 
     Args:
-        rollout: of this rank.
-        generator: that has sampled it.
-        setting: the correction, as the user writes it.
+        rollout: rollout of this rank.
+        generator: generator that sampled it.
+        setting: the correction, as in a configuration.
 
     Raises:
         RuntimeError: if some are not finite where the policy's are.

@@ -1,4 +1,4 @@
-"""What PPO and its relatives share: rollout, optimizer steps, bookkeeping.
+"""The part that PPO and its relatives share: rollout, optimizer steps, bookkeeping.
 
 Read `OnPolicyModule.training_step` first.
 
@@ -64,16 +64,16 @@ CLIP_OF_NORMALIZED = 5.0  # standard deviations of the score
 
 
 class OnPolicyParts(ModuleParts):
-    """What a module is made of that learns from its own responses.
+    """Parts of a module that learns from its responses.
 
     Attributes:
-        sampling: how rollouts are sampled.
-        scorer: scores answers; its models are frozen.
-        generator: continues prompts.
+        sampling: settings of the rollouts.
+        scorer: scores responses; its models are frozen.
+        generator: generates the responses.
         tokenizer: turns responses into text.
         seed: seeds sampling noise and minibatch order.
         surrogate: the loss of the policy; None for that of the hyper-parameters.
-        estimator: of advantages; None for that of the module.
+        estimator: estimator of advantages; None for the module's default.
     """
 
     sampling: SamplingHparams
@@ -86,13 +86,13 @@ class OnPolicyParts(ModuleParts):
 
 
 class OnPolicyOptions(ModuleOptions, total=False):
-    """What `from_pretrained` of such a module takes besides.
+    """Further options of `from_pretrained` of such a module.
 
     Attributes:
-        reward_weights: of a list of rewards, one each; 1 by default.
-        sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
+        reward_weights: one weight per reward of a list; 1 by default.
+        sampling: settings of the rollouts; the defaults of `SamplingHparams`.
         surrogate: the loss of the policy; None for that of the hyper-parameters.
-        estimator: of advantages; None for that of the module.
+        estimator: estimator of advantages; None for the module's default.
     """
 
     reward_weights: Sequence[float] | None
@@ -102,19 +102,19 @@ class OnPolicyOptions(ModuleOptions, total=False):
 
 
 class OnPolicyModule(RLHFModule):
-    """Samples responses of a policy, has them scored, and learns from them.
+    """Samples responses of a policy, scores them, and learns from them.
 
     Args:
-        algorithm: coefficients.
-        models: builds policy and reference, and what else is trained.
-        default_estimator: of advantages, where no other one is given.
-        parts: see `OnPolicyParts` and `ModuleParts`.
+        algorithm: coefficients of the algorithm.
+        models: builder of policy and reference, and of a value model if there is one.
+        default_estimator: estimator of advantages, if no other one is given.
+        parts: further parts, see `OnPolicyParts` and `ModuleParts`.
 
     Attributes:
         whole_groups: whether a minibatch holds all responses to a prompt.
-        controls: what changes during a run; see `Controls`.
+        controls: values that change during a run; see `Controls`.
         value: the critic; None without one.
-        score_clip: that of the hyper-parameters, or what "auto" stands for.
+        score_clip: that of the hyper-parameters, with "auto" resolved.
     """
 
     data = PromptDataModule
@@ -238,7 +238,7 @@ class OnPolicyModule(RLHFModule):
         return rollout, seconds
 
     def usable_minibatches(self, rollout: RolloutBatch, iteration: int) -> Iterator[RolloutBatch]:
-        """Yield the rollout `num_passes` times, each time cut anew into `num_minibatches`.
+        """Yield the minibatches of `num_passes` passes over the rollout, each in a new order.
 
         A rollout that is not finite yields nothing. A minibatch in which no row has a score is
         left out.
@@ -259,7 +259,7 @@ class OnPolicyModule(RLHFModule):
                     yield minibatch
 
     def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
-        """Take one optimizer step on `minibatch`; return False if approx_kl says to stop.
+        """Take one optimizer step on `minibatch`; return False if approx_kl exceeds its target.
 
         A step whose loss or gradient is not finite is skipped. The gradient is that of one loss
         over the whole minibatch of all ranks, whatever the micro-batches: every sum over tokens is
@@ -267,9 +267,9 @@ class OnPolicyModule(RLHFModule):
 
         Args:
             minibatch: this rank's rows.
-            steps: takes the measures of the step; of a minibatch that stops the updates the
-                distance alone, which would otherwise be seen only where it is small.
-            iteration: from 0.
+            steps: collects the metrics of the step; of a minibatch that stops the updates only the
+                distance, which would otherwise be seen only where it is small.
+            iteration: number of the iteration, from 0.
 
         Raises:
             ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it.
@@ -305,8 +305,8 @@ class OnPolicyModule(RLHFModule):
         if name not in measured:
             raise ValueError(
                 f"{type(self.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
-                f"{self.policy_loss.__qualname__} measures only {sorted(measured)}: add {name} to "
-                "the measures that it returns, or set target_approx_kl=None"
+                f"{self.policy_loss.__qualname__} returns only {sorted(measured)}: add {name} to "
+                "its metrics, or set target_approx_kl=None"
             )
         return target < float(measured[name]) < math.inf
 
@@ -315,7 +315,7 @@ class OnPolicyModule(RLHFModule):
         return {f"{self.stage}/grad_norm": self.policy}
 
     def loss_terms(self, iteration: int) -> list[Term]:
-        """Return the terms of the loss: each a micro-batch's share of it, with its measures."""
+        """Return the terms of the loss: each gives a micro-batch's share of it, and its metrics."""
         return [self.policy_loss]
 
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
@@ -429,7 +429,7 @@ class OnPolicyModule(RLHFModule):
 
     @property
     def learning_rate_factor(self) -> float:
-        """What multiplies the learning rates of the schedule."""
+        """Factor on the learning rates of the schedule."""
         return self.controls.learning_rate_factor
 
     def stateful(self) -> dict[str, Stateful]:

@@ -31,7 +31,7 @@ from rlhf_lightning.modules.schedules import IterationSchedule, Schedule
 logger = logging.getLogger(__name__)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Measured = dict[str, Tensor]
-# A micro-batch and global counts -> the micro-batch's share of a loss, with its measures.
+# A micro-batch and global counts -> the micro-batch's share of a loss, with its metrics.
 Term = Callable[[Any, Any], tuple[Tensor, Measured]]
 
 
@@ -55,18 +55,18 @@ def accumulate_gradients(
     counts: Any,
     models: Sequence[nn.Module] = (),
 ) -> Measured:
-    """Add up the gradients of one loss over micro-batches and ranks; return its measures.
+    """Add up the gradients of one loss over micro-batches and ranks; return its metrics.
 
     The loss is a sum of terms. They are taken one after the other, each over all micro-batches, so
     that only one of them holds activations; on a CPU with several threads two are taken together,
-    each by half of the threads, if each is of a model of its own.
+    each by half of the threads, if they are of different models.
 
     Args:
         module: whose `manual_backward` and strategy are used.
-        batch: this rank's rows.
+        batch: rows of this rank.
         parts: rows of each micro-batch.
         terms: each a micro-batch's share (sums over its tokens divided by a global count).
-        counts: those global counts.
+        counts: global counts that the terms divide by.
         models: whose gradients the terms give, if each is of one model alone.
 
     Raises:
@@ -117,13 +117,13 @@ def clip_and_step(
     max_grad_norm: float,
     admit: Callable[[Measured], bool],
 ) -> Measured | None:
-    """Clip each model's gradient on its own and step; return the norms before clipping.
+    """Clip each model's gradient separately and step; return the norms before clipping.
 
     A step that is not admitted leaves weights and optimizer as they were, and returns None.
 
     Args:
-        module: whose optimizer steps.
-        models: by the name of their norm.
+        module: module whose optimizer steps.
+        models: models by the name of their norm.
         max_grad_norm: bound on each norm.
         admit: norms -> whether the step may be taken, the same on every rank.
     """

@@ -25,16 +25,16 @@ def sharing_models(
     compute_dtype: torch.dtype | None = None,
     source: Source | None = None,
 ) -> Iterator[None]:
-    """Build the models of a module inside; `configure_model` does.
+    """Build the models of a module in this context, as `configure_model` does.
 
     Where ranks share them, rank 0 alone reads weights, and every model is sharded as soon as a
     factory says that it is `completed`: no rank but the first ever holds a whole one, and the first
     holds one at a time. What fails on one rank fails on all.
 
     Args:
-        module: of the models.
-        compute_dtype: of sharded forwards.
-        source: of the weights that are read, which must not change meanwhile.
+        module: module of the models.
+        compute_dtype: dtype of sharded forwards; None computes in the parameters' dtype.
+        source: source of the weights, which must not change meanwhile.
     """
     if module.device_mesh is None:
         yield

@@ -28,9 +28,9 @@ class PPOModule(OnPolicyModule):
     """Proximal policy optimization with a KL penalty in the reward.
 
     Args:
-        ppo: coefficients.
-        models: builds policy, value model and reference.
-        parts: see `OnPolicyParts` and `ModuleParts`.
+        ppo: coefficients of PPO.
+        models: builder of policy, value model and reference.
+        parts: further parts, see `OnPolicyParts` and `ModuleParts`.
 
     Source: Schulman et al. 2017 (PPO), Ziegler et al. 2019 (PPO on language models).
     """

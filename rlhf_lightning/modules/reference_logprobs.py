@@ -50,13 +50,13 @@ Rows = Sequence[EncodedPreference]
 
 
 def side_logprobs(policy: PolicyModel, batch: PreferenceBatch, side: str) -> Tensor:
-    """Return log-probabilities `[b]` of the answers on a side, `chosen` or `rejected`."""
+    """Return log-probabilities `[b]` of the responses on a side, `chosen` or `rejected`."""
     ids, mask = getattr(batch, f"{side}_input_ids"), getattr(batch, f"{side}_attention_mask")
     return response_logprobs(policy, ids, mask, getattr(batch, f"{side}_length"))
 
 
 def pair_logprobs(policy: PolicyModel, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities `[b]` of the chosen and of the rejected answers, in one forward."""
+    """Return log-probabilities `[b]` of the chosen and rejected responses, in one forward."""
     ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2b, T]
     mask = torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask])
     lengths = torch.cat([batch.chosen_length, batch.rejected_length])
@@ -65,13 +65,13 @@ def pair_logprobs(policy: PolicyModel, batch: PreferenceBatch) -> tuple[Tensor, 
 
 
 class ReferenceLogprobs:
-    """Tables `[N, 2]` of a run, by split: of the chosen and of the rejected answer of each row.
+    """Tables `[N, 2]` of a run, by split: log-probabilities of both responses of each row.
 
     Rows that no batch has needed so far are NaN.
 
     Args:
-        fingerprint: of the source of the reference.
-        build: loads the reference.
+        fingerprint: fingerprint of the reference's source.
+        build: builder of the reference.
         micro_batch_size: pairs in one forward.
     """
 
@@ -84,16 +84,16 @@ class ReferenceLogprobs:
         self.tables: dict[str, Tensor] = {}
 
     def of(self, batch: PreferenceBatch, split: str) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities `[b]` of the chosen and of the rejected answers of a batch."""
+        """Return log-probabilities `[b]` of the chosen and of the rejected responses of a batch."""
         chosen, rejected = self.tables[split][batch.row_ids].unbind(-1)
         return chosen, rejected
 
     def prepare(self, module: RLHFModule, splits: Sequence[str]) -> None:
-        """Read the file of the run, compute the rows that it lacks, and write it anew.
+        """Read the file of the run, compute the rows that it lacks, and write it again.
 
         Args:
-            module: that is trained; every rank calls.
-            splits: those that are needed: all held-out rows, and the training rows of the run.
+            module: module that is trained; every rank calls.
+            splits: required splits: all held-out rows, and the training rows of the run.
 
         Raises:
             ValueError: if the rows do not come from a `PreferenceDataModule`, if the file was
@@ -150,8 +150,8 @@ class ReferenceLogprobs:
         release_freed_memory()
         if not all(tables[split][wanted].isfinite().all() for split, wanted in missing.items()):
             raise ValueError(
-                "the reference gives answers of the data log-probabilities that are not finite: "
-                "its weights are damaged or have diverged, start from another policy"
+                "the reference gives non-finite log-probabilities to responses of the data: its "
+                "weights are damaged or have diverged, start from another policy"
             )
 
     def _of_rows(
@@ -186,14 +186,14 @@ def _base_of(policy: PolicyModel) -> str:
 
 
 def data_key(rows: Mapping[str, Rows], fingerprint: str, precision: str) -> str:
-    """Return a SHA-256 of what the tables depend on.
+    """Return a SHA-256 of everything that the tables depend on.
 
     The ids of the rows stand for the data, the tokenizer with its template, and the longest row.
 
     Args:
-        rows: of each split.
-        fingerprint: of the source of the reference.
-        precision: in which the reference computes.
+        rows: rows of each split.
+        fingerprint: fingerprint of the reference's source.
+        precision: precision in which the reference computes.
     """
     digest = hashlib.sha256(f"{fingerprint} {precision}".encode())
     for split in SPLITS:

@@ -1,4 +1,4 @@
-"""Pairwise reward model: Bradley-Terry on the scores of two answers to one prompt.
+"""Pairwise reward model: Bradley-Terry on the scores of two responses to one prompt.
 
 Legend: B pairs, T tokens.
 """
@@ -33,12 +33,12 @@ CONFIDENCE = 0.95
 
 
 class RewardModule(RLHFModule):
-    """Learns which of two answers people prefer.
+    """Learns which of two responses people prefer.
 
     Args:
-        reward: hyper-parameters.
-        model: builds decoder and scalar head.
-        parts: see `ModuleParts`.
+        reward: hyper-parameters of the reward model.
+        model: builder of decoder and scalar head.
+        parts: further parts, see `ModuleParts`.
 
     Source: Ouyang et al. 2022, equation 1; Eisenstein et al. 2023 for `center_coef`.
     """
@@ -79,7 +79,7 @@ class RewardModule(RLHFModule):
         Args:
             source: folder or hub name of the model to start from.
             reward: hyper-parameters; the defaults of `RewardHparams`.
-            options: see `ModuleOptions`.
+            options: further options, see `ModuleOptions`.
         """
         load = partial(load_scalar_model, head="reward")
         hparams = {"reward": reward or RewardHparams()}
@@ -102,7 +102,7 @@ class RewardModule(RLHFModule):
         self.learn(batch, batch_idx, parts, self.loss, num_pairs, size=num_pairs)
 
     def loss(self, pairs: PreferenceBatch, num_pairs: Tensor) -> tuple[Tensor, Measured]:
-        """Return the sum of the pairs' losses over `num_pairs`, and measures over the same."""
+        """Return the sum of the pairs' losses over `num_pairs`, and further sums over the same."""
         chosen, rejected = self.scores(pairs)
         result = pairwise_reward_loss(
             chosen,
@@ -122,7 +122,7 @@ class RewardModule(RLHFModule):
     def _micro_batches(self, batch: PreferenceBatch) -> list[Tensor]:
         """Return the rows of each forward; without a bound all where half are saved or more."""
         numbers = answer_numbers(batch)
-        # All at once are padded to the longest, so one answer that comes twice is no reason.
+        # One batch is padded to its longest row, so a single repeated response is not worth it.
         if self.algorithm.micro_batch_size is None and 0 < 2 * len(set(numbers)) <= len(numbers):
             return [torch.arange(len(batch))]
         return pair_micro_batches(
@@ -133,10 +133,10 @@ class RewardModule(RLHFModule):
         )
 
     def scores(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-        """Return the scores `[B]` of the chosen and of the rejected answers, in one forward.
+        """Return the scores `[B]` of the chosen and of the rejected responses, in one forward.
 
-        An answer that stands in several of the pairs goes through the model once (Ouyang et al.
-        2022, section 3.5).
+        A response in several of the pairs goes through the model once (Ouyang et al. 2022, section
+        3.5).
         """
         ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2B, T]
         mask = torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask])
@@ -160,7 +160,7 @@ class RewardModule(RLHFModule):
         self.calibration.reset()
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Add the held-out pairs to the measures."""
+        """Add the held-out pairs to the sums."""
         chosen, rejected = self.scores(batch)
         difference = chosen - rejected  # [B]
         longer = batch.chosen_length - batch.rejected_length
@@ -175,7 +175,7 @@ class RewardModule(RLHFModule):
         }
         for name, value in values.items():
             self.sums[name].update(value.float())
-        # Both orders of each pair: calibration must not depend on which answer comes first.
+        # Both orders of each pair: calibration must not depend on which response comes first.
         difference = difference[difference.isfinite()]
         probability = torch.cat([difference, -difference]).sigmoid()
         target = torch.cat([torch.ones_like(difference), torch.zeros_like(difference)]).long()
@@ -201,5 +201,5 @@ class RewardModule(RLHFModule):
 
 
 def answer_numbers(batch: PreferenceBatch) -> list[int]:
-    """Return `[2B]` numbers of the chosen and then of the rejected answers; [] if not known."""
+    """Return `[2B]` numbers of the chosen and then of the rejected responses; [] if not known."""
     return [number for side in zip(*batch.answer_ids or (), strict=True) for number in side]

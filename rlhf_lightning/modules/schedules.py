@@ -47,14 +47,14 @@ class Schedule:
 class IterationSchedule(LambdaLR):
     """`LambdaLR` that leaves the optimizer its settings when a checkpoint is loaded.
 
-    A checkpoint holds the learning rate, betas, epsilon and weight decay of its own run, which
-    torch puts in the place of those that the optimizer was made with. What differs is set back and
-    said; the moments of the optimizer and the place in the schedule are those of the checkpoint.
-    The next rate is that of this schedule, which may be a longer one.
+    A checkpoint has the learning rate, betas, epsilon and weight decay of its run, with which torch
+    replaces those of the new optimizer. Differences are reset and logged; the moments of the
+    optimizer and the place in the schedule are those of the checkpoint. The next rate is that of
+    this schedule, which may be a longer one.
 
     Args:
-        optimizer: as it was made.
-        factor: iteration -> what multiplies each learning rate.
+        optimizer: optimizer in its initial state.
+        factor: iteration -> factor on each learning rate.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
@@ -82,7 +82,7 @@ class IterationSchedule(LambdaLR):
                     group[name] = value
                     if name == "lr":
                         self.base_lrs[index] = group["initial_lr"] = value
-            # The rate of the checkpoint is of its own schedule: of a finished run it is 0.
+            # The checkpoint's rate follows its run's schedule: after a finished run it is 0.
             group["lr"] = self.base_lrs[index] * self.lr_lambdas[index](self.last_epoch)
         self._last_lr = [group["lr"] for group in groups]
 

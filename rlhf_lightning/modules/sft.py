@@ -27,12 +27,12 @@ from rlhf_lightning.modules.optimization import Measured
 
 
 class SFTModule(RLHFModule):
-    """Learns to continue prompts as the demonstrations do.
+    """Learns to continue prompts like the demonstrations.
 
     Args:
-        sft: hyper-parameters.
-        policy: builds the model.
-        parts: see `ModuleParts`.
+        sft: hyper-parameters of SFT.
+        policy: builder of the model.
+        parts: further parts, see `ModuleParts`.
     """
 
     stage = "sft"
@@ -63,7 +63,7 @@ class SFTModule(RLHFModule):
         Args:
             source: folder or hub name of the model to start from.
             sft: hyper-parameters; the defaults of `SFTHparams`.
-            options: see `ModuleOptions`.
+            options: further options, see `ModuleOptions`.
         """
         hparams = {"sft": sft or SFTHparams()}
         return pretrained.of_one_model(cls, source, load_policy, "policy", hparams, options)
@@ -86,8 +86,8 @@ class SFTModule(RLHFModule):
         """Return the sum of the rows' token losses over `num_tokens`, nats per token.
 
         Args:
-            batch: of demonstrations.
-            num_tokens: what the sum is divided by.
+            batch: batch of demonstrations.
+            num_tokens: divisor of the sum.
             policy: another model than the one that is trained.
         """
         model = self.policy if policy is None else policy

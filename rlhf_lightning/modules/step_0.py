@@ -18,10 +18,10 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.optimization import Measured
 
 EXACT, ROUNDED = 1e-3, 1e-2  # nats a token on a GPU: in fp32, and in bf16
-LOG_RATIO = "step_0/log_ratio"  # not logged: it is taken out of the measures
+LOG_RATIO = "step_0/log_ratio"  # not logged: it is removed from the metrics
 RATIO_CAUSES = (
-    "the policy gives two answers for one input: dropout is active, or a kernel is not repeatable, "
-    "or the rollout and the update compute in different precisions"
+    "the policy gives two results for one input: dropout is active, or a kernel is not "
+    "repeatable, or the rollout and the update compute in different precisions"
 )
 REFERENCE_CAUSES = (
     "policy and reference do not start from the same weights: weights are missing from the source "
@@ -35,13 +35,13 @@ class Step0Error(RuntimeError):
 
 
 def rounding_tolerance(module: RLHFModule) -> float:
-    """Return what rounding may make of a log-ratio of 0, as a mean of nats a token.
+    """Return the expected rounding error of a log-ratio of 0, as a mean of nats a token.
 
     On a CPU a row is evaluated at one width, so that the same bits come out, unless micro-batches
     are made by tokens; kernels of a GPU depend on the shape of a batch.
 
     Args:
-        module: that is trained, with its Trainer.
+        module: module that is trained, with its Trainer.
     """
     if module.device.type == "cpu" and in_buckets("cpu"):
         return 0.0
@@ -92,12 +92,12 @@ class Step0:
             )
 
     def measures(self, log_ratio: Tensor, mask: Tensor, num_tokens: Tensor) -> Measured:
-        """Return a micro-batch's share of mean |log-ratio| while that is looked at, else nothing.
+        """Return a micro-batch's share of mean |log-ratio| while that is checked, else nothing.
 
         Args:
             log_ratio: new minus old log-probability [B, R].
             mask: response tokens [B, R].
-            num_tokens: of the minibatch, on all ranks.
+            num_tokens: response tokens of the minibatch, on all ranks.
         """
         if not self.awaits_minibatch:
             return {}

@@ -140,7 +140,9 @@ def test_an_early_stopping_run_continued_in_another_folder_ends_with_the_same_be
     assert not list(moved.checkpoints.glob(".*"))
     alone = tmp_path / "alone.ckpt"
     alone.write_bytes((killed / "last.ckpt").read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"that of iteration 2.*does not exist.*bring it"):
+    with pytest.raises(
+        FileNotFoundError, match=r"that of iteration 2.*does not exist.*callbacks\.early_stopping"
+    ):
         stopped_early(tmp_path / "other", start=alone)
     trainer, _ = run(tmp_path / "other", num_iterations=12, losses=LOSSES, start=alone)
     assert "the next one counts as the best" in caplog.text

@@ -73,6 +73,6 @@ def test_a_file_in_the_place_of_a_data_set_is_told_where_it_belongs(write_jsonl)
 
 def test_a_file_is_not_looked_for_on_the_hub(write_jsonl):
     path = write_jsonl([ROW])
-    with pytest.raises(ValueError, match=r"is a file here .*dataset=files dataset\.path=") as error:
+    with pytest.raises(ValueError, match=r"is a local file.*dataset=files dataset\.path=") as error:
         HubSource(str(path)).records("preferences", "train")
     assert "network" not in str(error.value)

@@ -97,13 +97,13 @@ def test_an_alarm_that_stays_ends_the_fit_as_it_is_set() -> None:
     alarms = [{"safety": ALARM}] * 4
     for mode in ("stop", "rollback"):
         found = verdicts(ActionSettings(on_alarm=mode, alarm_patience=2), alarms)
-        assert found == ["go on", "go on", mode, mode]
-    assert set(verdicts(ActionSettings(alarm_patience=2), alarms)) == {"go on"}
+        assert found == ["continue", "continue", mode, mode]
+    assert set(verdicts(ActionSettings(alarm_patience=2), alarms)) == {"continue"}
 
 
 def test_an_alarm_that_goes_and_comes_has_its_patience_again() -> None:
     alarms = [{"safety": ALARM}, {"safety": ALARM}, {"safety": WARN}, {"safety": ALARM}] * 2
-    assert set(verdicts(ActionSettings(on_alarm="stop", alarm_patience=3), alarms)) == {"go on"}
+    assert set(verdicts(ActionSettings(on_alarm="stop", alarm_patience=3), alarms)) == {"continue"}
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
@@ -121,7 +121,7 @@ def test_what_is_read_every_nth_iteration_has_as_many_readings_to_recover(every:
         for step in policy.due(detectors.beyond, detectors.subjects, state, detectors.read):
             state = knobs(kl_coef=step.after)
             acted_at.append(t)
-        assert policy.verdict(t, detectors.active, detectors.read)[0] == "go on", t
+        assert policy.verdict(t, detectors.active, detectors.read)[0] == "continue", t
     assert alarmed
     assert acted_at == [21 * every, 25 * every], "the recent mean is low until reading 25"
     assert not detectors.active
@@ -129,13 +129,13 @@ def test_what_is_read_every_nth_iteration_has_as_many_readings_to_recover(every:
 
 def test_alarms_of_what_cannot_be_undone_by_going_back_do_not_end_the_fit() -> None:
     settings = ActionSettings(on_alarm="rollback", alarm_patience=1)
-    assert set(verdicts(settings, [{"critic": ALARM, "missing_eos": ALARM}] * 5)) == {"go on"}
+    assert set(verdicts(settings, [{"critic": ALARM, "missing_eos": ALARM}] * 5)) == {"continue"}
 
 
 def test_after_the_last_rollback_the_run_stops() -> None:
     settings = ActionSettings(on_alarm="rollback", alarm_patience=1, max_rollbacks=2)
     found = verdicts(settings, [{"kl_high": ALARM}] * 5)
-    assert found == ["go on", "rollback", "rollback", "stop", "stop"]
+    assert found == ["continue", "rollback", "rollback", "stop", "stop"]
 
 
 def test_what_begins_again_is_held_tighter_and_learns_slower() -> None:

@@ -52,7 +52,7 @@ def test_code_beside_the_weights_does_not_run_unless_it_is_asked_for(
     with_code, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    with pytest.raises(ValueError, match=r"cannot load .*code of its own.*trust_remote_code"):
+    with pytest.raises(ValueError, match=r"cannot load .*trust_remote_code"):
         load_policy(with_code)
     assert not (tmp_path / "executed").exists()
     policy = load_policy(with_code, trust_remote_code=True)
@@ -63,9 +63,9 @@ def test_code_beside_the_weights_does_not_run_unless_it_is_asked_for(
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:7], COMMIT.upper()])
 def test_code_of_a_hub_name_needs_a_commit_before_anything_is_asked_of_the_hub(revision):
     for load in (load_policy, load_tokenizer, load_scalar_model):
-        with pytest.raises(ValueError, match=r"can change at any time.*model\.revision=COMMIT"):
+        with pytest.raises(ValueError, match=r"can change.*model\.revision=COMMIT"):
             load("org/name", revision=revision, trust_remote_code=True)
-    with pytest.raises(ValueError, match=r"model\.revision is " + str(revision)):
+    with pytest.raises(ValueError, match=f", not {revision}$"):
         ppo_models("org/name", None, value_head="zero", revision=revision, trust_remote_code=True)
 
 

@@ -158,7 +158,7 @@ def test_a_lab_without_overrated_answers_says_what_to_do(lab: Lab) -> None:
     assert lab.worst is not None
     lab.folder.mkdir()
     fair = replace(lab.worst, score=lambda answers: [float(t == "good") for _, t in answers])
-    with pytest.raises(ValueError, match=r"pipeline: adversarial=false"):
+    with pytest.raises(ValueError, match=r"adversarial=false"):
         replace(lab, worst=fair).run([])
 
 

@@ -23,11 +23,11 @@ class EndRequest:
     """A request to end the fit.
 
     Args:
-        kind: stop, or rollback.
-        iteration: after which.
-        reason: one sentence.
-        checkpoint: iteration of the checkpoint that a rollback goes back to.
-        remedy: what helps against the alarm.
+        kind: kind of end, stop or rollback.
+        iteration: last iteration before the end.
+        reason: reason, one sentence.
+        checkpoint: iteration of the checkpoint that a rollback returns to.
+        remedy: fix for the alarm.
     """
 
     kind: str
@@ -42,10 +42,10 @@ class AlertLog:
     """The events of a run, written to `doctor.jsonl` whenever one is added.
 
     Args:
-        folder: the run folder.
-        events: so far.
-        idle: one for each detector that has had too little to watch so far. They are written
-            behind the first event, which says what is watched.
+        folder: folder of the run.
+        events: events so far.
+        idle: one event for each detector that has had too little to watch so far. They are written
+            after the first event, which says what is watched.
     """
 
     folder: RunFolder
@@ -65,7 +65,7 @@ class AlertLog:
         self._write()
 
     def note_idle(self, iteration: int, idle: Mapping[str, str]) -> None:
-        """Replace what is said of detectors that have had too little to watch: name -> why."""
+        """Replace the notes on detectors that have had too little to watch: name -> why."""
         before = {event.name: event.message for event in self.idle}
         if before != dict(idle):
             self.idle = _idle_events(iteration, idle)

@@ -1,7 +1,7 @@
-"""The callback: measures each iteration, raises alerts, intervenes, and says how the fit goes on.
+"""The callback: measures each iteration, raises alerts, intervenes, and may end the fit.
 
-Every decision is taken on values of all ranks, so it is the same everywhere. Changes go through
-`module.controls` alone and act on the next rollout.
+Every decision is taken on values of all ranks, so it is the same everywhere. All changes go through
+`module.controls` and act on the next rollout.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Handover:
 
     Args:
         checkpoint: iteration of the checkpoint that it starts from.
-        rollbacks: made so far.
-        held: what the rollback before this one set, by control.
-        events: everything that was said and done so far.
+        rollbacks: number of rollbacks so far.
+        held: values that the rollback before this one set, by control.
+        events: all events so far.
     """
 
     checkpoint: int
@@ -122,8 +122,8 @@ def read_handover(folder: RunFolder) -> Handover | None:
         return None
     except ValueError as error:
         raise ValueError(
-            f"{path}, in which a rollback of the doctor stands, is damaged ({error}): restore it, "
-            "or remove it to go on without what the rollback changed"
+            f"{path}, which records a rollback of the doctor, is damaged ({error}): restore it, "
+            "or delete it to continue without the rollback"
         ) from error
 
 
@@ -144,12 +144,12 @@ class Doctor(Callback):
     Args:
         folder: the run folder, for `doctor.jsonl`.
         thresholds: bounds and hysteresis of the detectors.
-        actions: what it may change; None watches only.
-        second_scorer: scores every answer too, and never trains: a judge or another reward model.
-        second_every_n_iterations: how often.
-        refusals: which answers refuse, on which domains.
-        preflight: look at one rollout before iteration 1, and refuse to start an insane run.
-        watches: look at every iteration; False leaves the preflight alone.
+        actions: settings of the interventions; None watches only.
+        second_scorer: scores every response too, and never trains: a judge or another reward model.
+        second_every_n_iterations: iterations between two uses of the second scorer.
+        refusals: patterns of refusals, and their domains.
+        preflight: check one rollout before iteration 1, and refuse to start a broken run.
+        watches: watch every iteration; False runs only the preflight.
     """
 
     @checked
@@ -283,11 +283,9 @@ class Doctor(Callback):
         """
         if (request := self.request) is not None and request.kind == "stop":
             raise RunStoppedError(
-                f"the doctor, after iteration {request.iteration}: {request.reason}. What helps: "
-                f"{request.remedy}. To go on from here with other settings, give them with "
-                f"ckpt_path={self.folder.last_checkpoint} (actions.on_alarm=none goes on whatever "
-                "the alarm); as it is, it goes on too, and stops if the alarm stays for "
-                f"{self.policy.settings.alarm_patience} iterations more"
+                f"the doctor, after iteration {request.iteration}: {request.reason}. Fix: "
+                f"{request.remedy}. Continue with ckpt_path={self.folder.last_checkpoint} and "
+                "other settings, or with actions.on_alarm=none"
             )
 
     # -- going back and ending ----------------------------------------------------------------
@@ -321,7 +319,7 @@ class Doctor(Callback):
         ):
             self._change(module, intervention, iteration)
         kind, alarm = self.policy.verdict(iteration, found.active, found.read)
-        if kind == "go on" or iteration >= self.detectors.history.num_iterations:
+        if kind == "continue" or iteration >= self.detectors.history.num_iterations:
             return
         healthy = best_checkpoint(trainer, self.policy.alarmed_iterations)
         self.request = self.alert_log.note_end(iteration, kind, alarm, healthy)
@@ -355,7 +353,7 @@ class Doctor(Callback):
     # -- state ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values: what was seen, said and done; a resumed run goes on alike."""
+        """Return readings, events and actions as plain values, for an exact resume."""
         return {
             "detectors": self.detectors.state_dict(),
             "policy": self.policy.state_dict(),
@@ -365,11 +363,10 @@ class Doctor(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds.
+        """Restore the state of a checkpoint.
 
-        A run that the doctor stopped, and that is resumed all the same, goes on: an alarm
-        that is still there has its patience again. A rollback that was asked for is made, unless
-        the settings do not want one any more.
+        A run that the doctor stopped continues when it is resumed: a remaining alarm gets its
+        patience again. A requested rollback is made, unless the settings no longer allow it.
         """
         self.detectors.load_state_dict(state_dict["detectors"])
         self.policy.load_state_dict(state_dict["policy"])

@@ -26,11 +26,11 @@ class PreflightError(RuntimeError):
 
 @torch.no_grad()
 def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
-    """Return the figures of the rollout that iteration 1 is going to make, over all ranks.
+    """Return the figures of the rollout that iteration 1 will make, over all ranks.
 
     Args:
         module: a `PPOModule` before its first update.
-        prompts: of iteration 1; the same noise gives the same answers again.
+        prompts: prompts of iteration 1; the same noise gives the same responses again.
     """
     rollout, _ = module.collect_rollout(prompts, 0)
     skip = module.sampling.skip_special_tokens

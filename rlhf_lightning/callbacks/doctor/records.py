@@ -1,4 +1,4 @@
-"""Records of a rollout, one an answer, those of all ranks together.
+"""Records of a rollout, one per response, those of all ranks together.
 
 Legend: B rows, R response.
 """
@@ -21,12 +21,12 @@ from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
 
 @dataclass(frozen=True)
 class Refusals:
-    """The patterns of a refusal, and the domains on which one is wanted.
+    """The patterns of a refusal, and the domains in which refusals are expected.
 
     Args:
-        domains: of harmful prompts; none leaves the refusal rate unmeasured.
-        patterns: regular expressions; an answer that holds one of them refuses. Case counts not,
-            and a typographic apostrophe is a plain one.
+        domains: domains of harmful prompts; without any the refusal rate is not measured.
+        patterns: regular expressions; a response that matches one is a refusal. Case is ignored,
+            and a typographic apostrophe counts as a plain one.
 
     Raises:
         ValueError: for a pattern that is no regular expression, or domains without patterns.
@@ -56,7 +56,7 @@ class Refusals:
             object.__setattr__(self, "_compiled", compiled)
 
     def judge(self, domain: str, text: str) -> bool | None:
-        """Return whether an answer refuses; None where no refusal is wanted."""
+        """Return whether a response is a refusal; None where none is expected."""
         if domain not in self.domains or self._compiled is None:
             return None
         return self._compiled.search(text.replace("\u2019", "'")) is not None
@@ -69,13 +69,13 @@ def answers_of(
     *,
     skip_special_tokens: bool = False,
 ) -> Answers:
-    """Return the rollout's answers with their texts, as a scorer takes them.
+    """Return the rollout's responses with their texts, as a scorer takes them.
 
     Args:
-        rollout: of an iteration.
-        prompts: of the iteration, with the spare ones.
+        rollout: rollout of an iteration.
+        prompts: prompts of the iteration, with the spare ones.
         tokenizer: turns responses into text.
-        skip_special_tokens: leave them out of the text.
+        skip_special_tokens: leave special tokens out of the text.
     """
     prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
@@ -83,7 +83,7 @@ def answers_of(
 
 
 def second_scores(scorer: Scorer | None, answers: Answers) -> list[float] | None:
-    """Return what the second scorer says of each answer; None without one."""
+    """Return the second scorer's score of each response; None without one."""
     return None if scorer is None else scorer(answers).total.float().tolist()
 
 
@@ -93,7 +93,7 @@ def all_records(
     refusals: Refusals,
     seconds: Sequence[float] | None,
 ) -> list[AnswerRecord]:
-    """Return one record an answer of all ranks, in the order of the ranks."""
+    """Return one record per response of all ranks, in the order of the ranks."""
     surplus, squares = token_surplus(rollout)
     mask = rollout.response_mask.cpu()
     responses = rollout.response_tensors.cpu()
