@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def run(settings: AnnotateSettings) -> None:
-    """Serve, import, export or tell how things stand, and print what was done.
+    """Serve, import, export or show the state of the store, and print the result.
 
     Args:
-        settings: checked.
+        settings: validated settings of the command.
 
     Raises:
         ConfigError: if the files do not allow it.
@@ -61,9 +61,8 @@ def _keep_question(settings: AnnotateSettings, store: LabelStore) -> None:
     asked = store.question()
     if asked not in (None, question) and not settings.add:
         raise ConfigError(
-            f"page.title and page.instructions ask {question!r}, and the labels in "
-            f"store={store.path} answer {asked!r}: ask that, give another store, or add=true to "
-            "have both in one"
+            f"page.title and page.instructions ask {question!r}, labels in store={store.path} "
+            f"answer {asked!r}: ask that, name another store, or set add=true"
         )
     store.note_question(question)
 
@@ -99,8 +98,8 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     if found.dropped:
         say(
             f"{found.dropped} preferences in {settings.file} are left out, and the pairs are "
-            "labelled anew: known=labels keeps them as labels, known=gold makes "
-            "them known answers"
+            "labelled again: known=labels keeps them as labels, known=gold makes them known "
+            "answers"
             if settings.known_of_file == "ignore"
             else f"{found.dropped} preferences in {settings.file} are left out: a known answer is "
             "one on which all labels of its pair agree"
@@ -148,8 +147,8 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
         )
         if progress.wanted and progress.done >= progress.wanted:
             say(
-                "Nothing is left to label: every pair has its ratings. Another store and "
-                "file=PAIRS begin anew; action=export writes the labels"
+                "Nothing is left to label: every pair has its ratings. Another store with "
+                "file=PAIRS starts over; action=export writes the labels"
             )
 
     try:

@@ -23,10 +23,10 @@ def more_steps(
     The batch is halved first, down to `SMALLEST_BATCH` rows; then passes are added.
 
     Args:
-        num_rows: training rows.
-        batch_size: as it is.
-        num_epochs: as they are.
-        unit: the batch must stay a multiple of it.
+        num_rows: number of training rows.
+        batch_size: current batch size.
+        num_epochs: current passes over the data.
+        unit: number of which the batch size must stay a multiple.
     """
     size = batch_size
     while _steps(num_rows, size, num_epochs) < FEW_STEPS:

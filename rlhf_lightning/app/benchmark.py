@@ -25,7 +25,7 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
     """Return `benchmark/...`.
 
     Args:
-        settings: of the command, with a benchmark.
+        settings: settings of the command, with a benchmark.
 
     Raises:
         ConfigError: if files, tasks or scorer do not fit.
@@ -44,7 +44,7 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
 
 
 def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scored]:
-    """Return the scorer's scores of all answers."""
+    """Return the scorer's scores of all responses."""
     target = settings.scorer
     if target is None:
         raise ConfigError(
@@ -88,7 +88,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
 
 
 def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
-    """Return the prompt of each answer."""
+    """Return the prompt of each response."""
     return [
         PromptRecord(
             one.prompt,
@@ -101,7 +101,7 @@ def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
 
 
 def _tell_unknown(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]]) -> None:
-    """Say how many answers have words that the tokenizer does not know."""
+    """Log how many responses have words that the tokenizer does not know."""
     unknown = tokenizer.unk_token_id
     rows = 0 if unknown is None else sum(unknown in ids[:-1] for ids in token_ids)
     if rows:

@@ -43,19 +43,19 @@ from rlhf_lightning.runs.taken import drop_unused
 
 register()
 prepare_process()
-PEOPLE_NEEDED = 3  # exit status: people have to label before the run can go on
+PEOPLE_NEEDED = 3  # exit status: people have to label before the run can continue
 WAITING = "PeopleNeededError"  # by name: what raises it is imported late
 DATA = "data"
 
 
 @exits_are_failures()
 def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> Summary:
-    """Collect from the settings to the published records.
+    """Collect, from the settings to the published records.
 
     Args:
-        settings: of the command.
-        folder: of a new run; with `resume=auto` an unfinished one takes its place.
-        overrides: of the command line, for models that must be trained first.
+        settings: settings of the command.
+        folder: folder of a new run; with `resume=auto` an unfinished one replaces it.
+        overrides: overrides of the command line, for models that must be trained first.
 
     Returns:
         The summary, as written to the run folder.
@@ -114,8 +114,8 @@ def _collect(
 def publishing_to(settings: CollectSettings, overrides: Sequence[str]) -> str | None:
     """Return the folder that the records are published to; None for none.
 
-    Adversarial pairs are added to a collection with `data.also`: without a folder of their own they
-    stay in the run folder, and do not replace what was published of that collection.
+    Adversarial pairs are added to a collection with `data.also`: without a separate folder they
+    stay in the run folder, and do not replace the published collection.
     """
     named = any(word.lstrip("+").startswith("artifacts.publish=") for word in overrides)
     if not settings.paths.publish or (settings.adversarial.run and not named):
@@ -141,7 +141,7 @@ def _preferences(
 def _demonstrations(
     settings: CollectSettings, folder: RunFolder, summary: Summary
 ) -> tuple[Summary, dict[str, float], list[str]]:
-    """Write the best answers as demonstrations; return as `_preferences` does."""
+    """Write the best responses as demonstrations; return as `_preferences` does."""
     sampler = build_rejection_sampler(settings, folder.path, say)
     prompts = read_prompts(settings)
     lines: dict[str, object] = {

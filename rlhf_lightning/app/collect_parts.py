@@ -93,7 +93,7 @@ def _sampling(settings: CollectSettings) -> Sampling:
 
 
 def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
-    """Return the data set's prompts, each once; a random part of them in the order of the source.
+    """Return the dataset's prompts, each once; a random part of them in the order of the source.
 
     Raises:
         ConfigError: if there is none.
@@ -121,7 +121,7 @@ def _annotators(nodes: Sequence[Target | None]) -> list[Annotator]:
     annotators: list[Annotator] = [node.build() for node in nodes if node is not None]
     names = [annotator.name for annotator in annotators]
     if len(set(names)) != len(names):
-        raise ConfigError(f"annotators need names of their own, got {', '.join(names)}")
+        raise ConfigError(f"annotators need different names, got {', '.join(names)}")
     return annotators
 
 

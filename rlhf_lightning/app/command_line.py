@@ -165,8 +165,8 @@ def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]
     """Call `run` in the folder of Hydra's job; end the process in one line if it fails.
 
     Args:
-        entry: the command.
-        cfg: composed.
+        entry: name of the command.
+        cfg: composed configuration.
         run: called with the settings, the folder and the overrides.
     """
     folder, overrides, _ = this_job()

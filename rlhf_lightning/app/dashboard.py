@@ -102,7 +102,7 @@ def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
     ]
     blocks: list[Any] = [
         reports.H1("Outcomes"),
-        reports.P("Final values on held-out prompts. Intervals stand in each run's report.html."),
+        reports.P("Final values on held-out prompts. Intervals are in each run's report.html."),
         reports.PanelGrid(runsets=[runset], panels=outcomes),
         reports.H1("What differs"),
         reports.PanelGrid(runsets=[runset], panels=[reports.RunComparer(diff_only="split")]),

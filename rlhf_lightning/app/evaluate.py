@@ -73,12 +73,12 @@ PEOPLE = "human"  # folder of what raters see, and of its key
 
 @exits_are_failures()
 def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> Summary:
-    """Evaluate from the settings to the report.
+    """Evaluate, from the settings to the report.
 
     Args:
-        settings: of the command.
-        folder: of the run; of `human=import` that of the evaluation that exported takes its place.
-        overrides: of the command line, for models that must be trained first.
+        settings: settings of the command.
+        folder: folder of the run; with `human=import` that of the exporting evaluation replaces it.
+        overrides: overrides of the command line, for models that must be trained first.
 
     Returns:
         The summary, as written to the run folder.
@@ -208,7 +208,7 @@ def _benchmark_lines(settings: EvaluateSettings) -> dict[str, object]:
 
 
 def _answers(sides: Sides) -> tuple[SideAnswers, SideAnswers]:
-    """Return the answers of policy and baseline."""
+    """Return the responses of policy and baseline."""
     baseline = sides.baseline.model
     return (
         sides.comparison.ask_policy(sides.policy.model, baseline if sides.same_tokenizer else None),
@@ -220,7 +220,7 @@ def import_labels(settings: EvaluateSettings) -> Summary:
     """Add people's labels to the evaluation that exported its pairs; return its new summary.
 
     Raises:
-        ConfigError: if there is no such evaluation, or nobody has labelled.
+        ConfigError: if there is no such evaluation, or no label.
     """
     folder = RunFolder(Path(str(settings.people.run)))
     file = None if settings.people.labels is None else Path(settings.people.labels)
@@ -250,13 +250,13 @@ def _gates(
 def _against_references(
     settings: EvaluateSettings, sides: Sides, mine: SideAnswers, theirs: SideAnswers
 ) -> dict[str, float]:
-    """Return the win rates of both sides against the data set's own answers, where it has some."""
+    """Return the win rates of both sides against the dataset's responses, where it has some."""
     if not settings.references:
         return {}
     source = settings.dataset.source.build()
     found = find_references(source, sides.records, settings.prompts.split)
     if not found:
-        say("The data set has no responses of its own to these prompts: no win rate against them.")
+        say("The dataset has no responses to these prompts: no win rate against them.")
         return {}
     return against_references(
         sides.comparison,

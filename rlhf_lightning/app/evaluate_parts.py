@@ -63,11 +63,11 @@ class Sides:
     """Both sides of an evaluation, and the comparison between them.
 
     Args:
-        policy, baseline: the two sides.
-        comparison: asks and measures; its questions and sampling are the policy's.
+        policy, baseline: policy and baseline.
+        comparison: samples and compares; its questions and sampling are the policy's.
         baseline_questions, baseline_sampling: the same, as the baseline's tokenizer reads them.
         same_tokenizer: whether the KL between the two can be measured.
-        records: the prompts that are asked.
+        records: records of the prompts.
     """
 
     policy: LoadedPolicy
@@ -216,14 +216,14 @@ def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
 def measured_best_of(
     settings: EvaluateSettings, sides: Sides, theirs: SideAnswers
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return `best_of/<n>/...` of the policy against the baseline's answers, and the pool's scores.
+    """Return `best_of/<n>/...` of policy against baseline, and the scores of the pool.
 
-    Both are empty if the best of n is not asked for.
+    Both are empty if the best of n is not requested.
 
     Args:
-        settings: of the command.
-        sides: of the evaluation.
-        theirs: the baseline's answers.
+        settings: settings of the command.
+        sides: both sides of the evaluation.
+        theirs: responses of the baseline.
     """
     if not settings.best_of.n:
         return {}, []

@@ -102,10 +102,10 @@ def validate(parts: TrainingComponents) -> dict[str, float]:
 
 
 def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyModel:
-    """Return the policy that the stage started from, frozen; of an adapter the base itself.
+    """Return the frozen policy that the stage started from; for an adapter, the base itself.
 
     Raises:
-        ManifestError: if another model stands in its place by now.
+        ManifestError: if another model has replaced it.
     """
     if (held := start_in_memory(parts.module)) is not None:
         return held
@@ -124,10 +124,10 @@ def compare(
     """Compare the trained policy with `baseline` on held-out prompts.
 
     Args:
-        settings: of the stage.
-        parts: with what was trained.
+        settings: settings of the stage.
+        parts: parts with the trained module.
         baseline: the policy that the stage started from.
-        metrics: that are known already.
+        metrics: metrics that are known already.
     """
     comparison = held_out_comparison(
         settings.data.source.build(),

@@ -26,7 +26,7 @@ from rlhf_lightning.runs.summary import Status, Summary, read_summary, write_sum
 logger = logging.getLogger(__name__)
 
 PACKAGE = "rlhf_lightning"
-STOPPED = 75  # exit status (EX_TEMPFAIL): not done, and resume=auto goes on
+STOPPED = 75  # exit status (EX_TEMPFAIL): not done, and resume=auto continues
 INTERRUPTED = "interrupted from the keyboard or by a signal"
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -44,11 +44,11 @@ class RunFailedError(RuntimeError):
 def explain_failure(
     error: BaseException, folder: RunFolder, save_memory: Callable[[bool], str]
 ) -> RunFailedError | None:
-    """Return an error that says what to change, or None where `error` says it itself.
+    """Return an error that says what to change, or None where `error` does already.
 
     Args:
-        error: what ended the run.
-        folder: of the run.
+        error: error that ended the run.
+        folder: folder of the run.
         save_memory: returns which settings need less memory, in the evaluation at the end or not.
     """
     if is_out_of_memory(error):
@@ -77,7 +77,7 @@ def exits_are_failures() -> Iterator[None]:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         frames = traceback.extract_tb(error.__traceback__)
-        # W&B puts a function of its own in the place of sys.exit.
+        # W&B replaces sys.exit.
         place = [f for f in frames if not f.filename.endswith("wandb/sdk/lib/exit_hooks.py")][-1]
         raise RunFailedError(
             f"sys.exit({error.code!r}) was called in {place.name} ({place.filename}, line "
@@ -118,9 +118,9 @@ def is_expected(error: BaseException) -> bool:
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """Return the error inside those that Hydra puts around it, or the stop behind an error.
+    """Return the error inside Hydra's wrappers, or the stop behind an error.
 
-    torch makes an error of its own of a Control-C that reaches it while it writes a file.
+    torch turns a Control-C during a write into another error.
     """
     if (stop := stop_behind(error)) is not None:
         return stop
@@ -157,11 +157,11 @@ def record_failure(
 
 
 def exit_with(error: BaseException) -> NoReturn:
-    """Say in one line why the run ended and leave with 1, with 75 or 130 if it was stopped.
+    """Print in one line why the run ended and exit with 1, with 75 or 130 if it was stopped.
 
-    75 is for a signal or a deadline. Ranks but the first then leave with 0: Lightning kills the
-    first one, which is still writing, where another one fails. What was not raised for the user
-    to read is shown with its traceback, which stands in the run folder in any case.
+    75 is for a signal or a deadline. Other ranks than the first then exit with 0: Lightning kills
+    the first one, which is still writing, if another one fails. An unexpected error is shown with
+    its traceback, which is in the run folder in any case.
     """
     stop = stop_behind(error)
     if isinstance(stop, KeyboardInterrupt):
@@ -194,7 +194,7 @@ def _one_line(error: BaseException) -> str:
 
 
 PATIENCE = timedelta(seconds=6)  # for the others to say why they end
-LOST = "lost contact"  # what a rank says that knows no cause of its own
+LOST = "lost contact"  # reason of a rank without a cause
 _CONTACT = re.compile(
     r"gloo.*(connection|timed out|timeout|broken pipe|read error|write error)"
     r"|nccl.*(abort|timeout|timed out|remote|unhandled system error)"
@@ -207,15 +207,15 @@ RESUME = "Start all ranks again with resume=auto"
 
 
 def explain_lost_rank(error: BaseException, timeout_minutes: float) -> RunFailedError | None:
-    """Tell the other ranks why this one ends; return what they said if that is the cause.
+    """Tell the other ranks why this one ends; return their reason if that is the cause.
 
     Args:
-        error: what ended this rank.
-        timeout_minutes: how long ranks wait for each other.
+        error: error that ended this rank.
+        timeout_minutes: minutes that ranks wait for each other.
 
     Returns:
         An error that names the rank that failed, was killed or does not answer; None in a single
-        process, or where `error` is a cause of its own.
+        process, or where `error` itself is the cause.
     """
     if "torch" not in sys.modules:
         return None
@@ -234,7 +234,7 @@ def explain_lost_rank(error: BaseException, timeout_minutes: float) -> RunFailed
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Return whether `error` says that another process no longer answers."""
+    """Return whether `error` means that another process no longer answers."""
     seen: BaseException | None = error
     while seen is not None:
         distributed = any(base.__name__ == "DistError" for base in type(seen).__mro__)
@@ -251,14 +251,14 @@ def describe_loss(
     error: BaseException,
     minutes: float,
 ) -> str:
-    """Return which rank ended the run and what to do.
+    """Return which rank ended the run, and the fix.
 
     Args:
-        causes: by rank, of those that had a cause of their own.
+        causes: cause by rank, for those with one.
         silent: ranks that did not answer.
         size: number of ranks.
-        error: how this rank lost contact.
-        minutes: how long a rank waits for the others.
+        error: error by which this rank lost contact.
+        minutes: minutes that a rank waits for the others.
     """
     if causes:
         first = min(causes)
@@ -274,8 +274,7 @@ def describe_loss(
     if _LATE.search(text):
         return (
             f"rank {gone} of {size} did not answer within strategy.timeout_minutes={minutes:g} "
-            f"{how}: it hangs, or needs longer than that for its share; its own output says where "
-            f"it is. {RESUME}"
+            f"{how}: it hangs, or needs longer for its share; see its output. {RESUME}"
         )
     return (
         f"rank {gone} of {size} is gone {how}: it was killed, or its machine is down; its own "
@@ -284,12 +283,12 @@ def describe_loss(
 
 
 def watch_children(trainer: Any, folder: RunFolder, summary: Summary) -> None:
-    """Have it written down when a process that Lightning started ends early.
+    """Record it when a process that Lightning started ends early.
 
     Args:
-        trainer: of the run.
-        folder: of the run.
-        summary: of the run, as it stands while it is under way.
+        trainer: Trainer of the run.
+        folder: folder of the run.
+        summary: summary of the run while it is under way.
     """
     from rlhf_lightning.callbacks.children import WatchChildren
 

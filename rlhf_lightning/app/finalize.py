@@ -1,4 +1,4 @@
-"""The end of a stage: final figures, gates, export, artefact."""
+"""The end of a stage: final figures, gates, export, artifact."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def finish(
     settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
 ) -> tuple[Findings, tuple[GateResult, ...]]:
-    """Measure, hold against the gates, export and publish what a stage has trained.
+    """Measure the trained model, check its gates, export and publish it.
 
     Every rank measures the same; the first alone writes.
     """
@@ -127,7 +127,7 @@ def _publish(settings: TrainSettings, folder: RunFolder, source: Path, outcome: 
 
 @contextmanager
 def _publishing(target: Path) -> Iterator[None]:
-    # A parent process that waits for this artefact holds the folder's own lock.
+    # A parent process that waits for this artifact holds the folder's lock.
     with artifact_lock(target.with_name(f"{target.name}.publish")):
         yield
 

@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 def fit(
     folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None, summary: Summary
 ) -> TrainingComponents:
-    """Train to the end; where the doctor rolls back, train on from there with its changes.
+    """Train to the end; after a rollback of the doctor, continue from there with its changes.
 
     Args:
-        folder: of the run.
-        parts: of the first fit.
-        checkpoint: to continue; None starts anew.
-        summary: as it stands while the run is under way.
+        folder: folder of the run.
+        parts: parts of the first fit.
+        checkpoint: checkpoint to continue; None starts from the beginning.
+        summary: summary while the run is under way.
 
     Returns:
         The parts of the last fit, which hold the trained models.

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.1
 
 @contextmanager
 def ending_without_them() -> Iterator[None]:
-    """End the process soon after the block, also if threads or child processes go on.
+    """End the process soon after the block, even if threads or child processes are still running.
 
     They are named; the exit code is that of the block.
     """
@@ -34,7 +34,7 @@ def ending_without_them() -> Iterator[None]:
 def _watch(code: int) -> None:
     """Leave once the interpreter ends and waits for something."""
     while not getattr(threading, "_SHUTTING_DOWN", not threading.main_thread().is_alive()):
-        time.sleep(_POLL_SECONDS)  # a notebook or a test goes on after a command
+        time.sleep(_POLL_SECONDS)  # a notebook or a test continues after a command
     while True:
         time.sleep(PATIENCE_SECONDS)
         children = [p.name for p in multiprocessing.active_children() if not p.daemon]

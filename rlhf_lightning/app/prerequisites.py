@@ -46,13 +46,14 @@ def prepare_inputs(
     file lock on its folder. With `debug=fast` a missing default of any model is not trained.
 
     Args:
-        settings: of the command.
-        overrides: of the command line; those that concern every stage go on to the child.
-        say: prints a line.
-        kinds: keys of `artifacts` that are looked at.
+        settings: settings of the command.
+        overrides: overrides of the command line; those that concern every stage are passed to the
+            child.
+        say: prints one line.
+        kinds: keys of `artifacts` to check.
 
     Returns:
-        The settings, with what a run that only shows that it runs starts from.
+        The settings, with untrained models where `debug=fast` needs some.
 
     Raises:
         ConfigError: for a missing path that the user gave, naming the command that makes it.
@@ -141,7 +142,7 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
 
 
 def _holds(settings: Any, kind: str) -> bool:
-    """Return whether the files of the data set hold the records that a `kind` model learns from."""
+    """Return whether the dataset's files have the records that a `kind` model learns from."""
     path, records = settings.select("dataset.path"), _recipe(kind).data.get("kind")
     if path is None or not Path(path).exists() or records is None:
         return True

@@ -1,7 +1,7 @@
 """Write a model folder from a checkpoint.
 
-A run folder may come from another machine, so its configuration is data: it is validated anew, and
-nothing in it is built by name but our own loaders, from plain values.
+A run folder may come from another machine, so its configuration is data: it is validated again, and
+only our loaders are built by name, from plain values.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def reexport(
     adapter_only: bool,
     dtype: str | None = None,
 ) -> None:
-    """Write the model of a checkpoint as a folder, in one step in the place of an earlier one.
+    """Write the model of a checkpoint as a folder, in one step, replacing an earlier one.
 
     Args:
-        folder: of the run.
-        checkpoint: one of its own.
-        target: the model folder.
+        folder: folder of the run.
+        checkpoint: checkpoint of the run.
+        target: folder of the model.
         adapter_only: the adapter of a LoRA run without its base.
-        dtype: of the weights; None as the run's configuration says.
+        dtype: dtype of the weights; None keeps that of the run's configuration.
 
     Raises:
         ConfigError: if the configuration is not allowed, or if there is no model that the
@@ -204,7 +204,7 @@ def _outcome(folder: RunFolder, checkpoint: Path, model: Model) -> Outcome:
             model.normalize(mean, std)
         return Outcome(folder.name, metrics, summary.gates)
     of = "before the end of its run" if finished else "of a run that has not finished"
-    note = f"A checkpoint {of}, after iteration {iteration}. No gate was held against it."
+    note = f"A checkpoint {of}, after iteration {iteration}. It passed no gate."
     if isinstance(model, ScalarHeadModel):
         note += " Its scores are not normalized."
     row = rows.get(iteration or 0, {})

@@ -17,14 +17,14 @@ from rlhf_lightning.runs.folder import RunFolder
 def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
     """Write report.html in each run folder, and of several runs a comparison; return the paths.
 
-    A folder that holds run folders, as a sweep's does, stands for all of them.
+    A folder of run folders, such as a sweep's, means all of them.
 
     Args:
-        folders: of runs or sweeps.
-        output: where the comparison goes; beside the runs by default.
+        folders: folders of runs or sweeps.
+        output: path of the comparison; in the folder above the runs by default.
 
     Raises:
-        FileNotFoundError: if a folder holds no summary.json.
+        FileNotFoundError: if a folder has no summary.json.
         ValueError: if a file of a run is damaged.
     """
     runs = [RunFolder(one) for folder in folders for one in run_folders(folder)]

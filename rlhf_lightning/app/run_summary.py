@@ -35,12 +35,12 @@ def start_settings(
     parts: TrainingComponents,
     checkpoint: Path | None,
 ) -> dict[str, object]:
-    """Return what to print before the first iteration, by topic.
+    """Return the lines to print before the first iteration, by topic.
 
     Args:
-        settings: of the run.
-        parts: what was built of it.
-        checkpoint: that the run continues, if any.
+        settings: settings of the run.
+        parts: parts that were built from them.
+        checkpoint: checkpoint that the run continues, if any.
     """
     starts = settings.artifacts.models()
     stage = settings.spec
@@ -238,8 +238,8 @@ def memory_advice(settings: TrainSettings, overrides: Sequence[str], *, evaluate
     """Return the settings that need less memory, and the command that says how much.
 
     Args:
-        settings: of the run.
-        overrides: of the command line.
+        settings: settings of the run.
+        overrides: overrides of the command line.
         evaluates: memory ran out in the evaluation at the end.
     """
     stage, asked = settings.spec, settings.evaluation

@@ -37,17 +37,17 @@ def goes_on(
     seed: int,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
-    """Return whether a sweep goes on after this job, and see to it that the page counts it.
+    """Record a failed job for the page, and return whether the sweep continues.
 
-    It stops where somebody stopped it, and where ranks share a job: after a failure they are no
-    longer together. `launcher=slurm` and `launcher=local` start each job by itself.
+    It stops after an interrupt, and where ranks share a job: after a failure they are out of step.
+    `launcher=slurm` and `launcher=local` start each job by itself.
 
     Args:
-        folder: of the job.
-        error: what ended it.
-        kind: of its run, in summaries.
-        seed: of its run.
-        environment: tells ranks of one run.
+        folder: folder of the job.
+        error: error that ended it.
+        kind: kind of its run, in summaries.
+        seed: seed of its run.
+        environment: environment variables, which show whether ranks share the job.
     """
     if not (in_sweep() and isinstance(error, Exception)):
         return False
@@ -60,7 +60,7 @@ def goes_on(
 
 
 class SweepEnd(Callback):
-    """Hydra calls it in the process that started the sweep, whoever ran the jobs.
+    """Hydra callback in the process that started the sweep, wherever its jobs ran.
 
     Attributes:
         folder: of the sweep that this process has begun and not finished; None without one.
@@ -123,7 +123,7 @@ def _failure(run: RunFolder) -> str | None:
 
 
 def _overrides(run: RunFolder) -> list[str]:
-    """Return the settings of a job that the sweep chose, as far as they are told apart."""
+    """Return the settings of a job that the sweep chose, as far as they differ."""
     own, *others = (
         _read(path.parent.parent)
         for path in [

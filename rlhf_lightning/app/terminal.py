@@ -64,13 +64,13 @@ def lead_nowhere(descriptor: int) -> None:
 
 
 def outlast_terminal() -> None:
-    """Let no print end this process or steer its terminal.
+    """Let no print end this process or control its terminal.
 
-    Nothing fails for a sign that the encoding lacks or a terminal that is gone, and what records
-    and files hold of control characters is escaped.
+    A character that the encoding lacks or a closed terminal raises nothing, and control characters
+    of records and files are escaped.
 
     A reader of a pipe may go away (`| head -1`), a window may be closed under a disowned run, a
-    disk behind `> FILE` may be full. Streams that somebody else has put there stay.
+    disk behind `> FILE` may be full. Streams that were replaced by other code are kept.
     """
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)

@@ -32,10 +32,10 @@ def write_untrained(stage: Stage, folder: Path, settings: Any) -> None:
     """Write a model folder of random weights, with a manifest.
 
     Args:
-        stage: makes such models: a policy has the tokenizer of `model`, a reward model that of the
-            policy that it starts from.
-        folder: a new one.
-        settings: of a command that has a model.
+        stage: stage that makes such models: a policy has the tokenizer of `model`, a reward model
+            that of the policy that it starts from.
+        folder: a new folder.
+        settings: settings of a command that has a model.
     """
     quieten()
     model = settings.model

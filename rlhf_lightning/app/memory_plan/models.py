@@ -31,7 +31,7 @@ LARGEST = "largest"  # the matrix of most elements
 # 4-bit numbers, and for every 64 of them one 8-bit constant and its share of a second one
 # (Dettmers et al. 2023, section 3): 0.127 bits a weight beside the 4.
 NF4_BYTES = (4 + 0.127) / 8
-# Kept for the whole process: a suggestion that changes the batch alone measures the same models.
+# Kept for the whole process: a suggestion that changes only the batch measures the same models.
 _MADE: dict[tuple[Any, ...], Any] = {}
 
 
@@ -42,7 +42,7 @@ class FakeModels:
         self.run = run
 
     def shape_of(self, kind: str) -> Shape:
-        """Return the shape of a model; a reward model may have one of its own."""
+        """Return the shape of a model; a reward model may have a different one."""
         own = self.run.scoring.shape if kind == REWARD else None
         return own or self.run.shape
 
@@ -59,8 +59,8 @@ class FakeModels:
         """Return `measure(model)` segment by segment, at the model's full depth.
 
         Args:
-            kind: which model.
-            measure: of a fake model.
+            kind: kind of model.
+            measure: measures a fake model.
             as_held: with weights as they are held, not as FSDP2 gathers them.
         """
         depth = self.shape_of(kind).num_layers
@@ -71,8 +71,8 @@ class FakeModels:
         """Return bytes and counts of the parameters of a model at its full depth.
 
         Args:
-            kind: which model.
-            base: of the frozen base that adapters share, not of the model's own parameters.
+            kind: kind of model.
+            base: count the frozen base that adapters share, not the model's parameters.
 
         Returns:
             Bytes of `frozen` and of `trained` weights, number of `elements`, elements of the
@@ -186,7 +186,7 @@ def _make_fake(root: nn.Module, dtype: torch.dtype | None) -> None:
 
     Args:
         root: parameters that it holds twice (tied ones) stay one.
-        dtype: of floating-point parameters; None keeps each its own.
+        dtype: dtype of floating-point parameters; None keeps each as it is.
     """
     made: dict[int, Any] = {}
 

@@ -74,11 +74,11 @@ def training_peaks(
     in_place: bool,
     with_entropy: bool = False,
 ) -> Peaks:
-    """Return what a forward and backward pass holds, gradients included.
+    """Return the memory of a forward and backward pass, gradients included.
 
     Args:
-        model: a fake one.
-        batch: the micro-batch.
+        model: a fake model.
+        batch: sizes of the micro-batch.
         style: precision and compute dtype.
         accumulated: gradients of a micro-batch before are there already.
         in_place: gradients go straight into `.grad` where they can, see `weight_gradients`.
@@ -118,13 +118,13 @@ def forward_peaks(
     *,
     with_entropy: bool = False,
 ) -> Peaks:
-    """Return what a forward pass without a graph holds.
+    """Return the memory of a forward pass without a graph.
 
     Args:
-        model: a fake one.
+        model: a fake model.
         batch: rows of the forward.
         style: precision and compute dtype.
-        with_entropy: of the policy's distribution.
+        with_entropy: compute the entropy of the policy's distribution.
     """
     with tracked(model.root) as tracker, torch.no_grad(), autocast(style):
         with layers_marked(model, tracker):
@@ -223,15 +223,15 @@ def optimizer_peaks(model: nn.Module, build: Callable[[Any], torch.optim.Optimiz
 def generation_peaks(
     model: PolicyModel, rows: int, prompt: int, new_tokens: int, style: Style, *, read_at_once: int
 ) -> Peaks:
-    """Return what the cached generator holds, but for the copies of weights that it makes.
+    """Return the memory of the cached generator, without its copies of weights.
 
     Args:
-        model: a fake one.
-        rows: answered at once.
+        model: a fake model.
+        rows: number of responses at once.
         prompt: tokens of each prompt.
-        new_tokens: of each answer.
+        new_tokens: tokens of each response.
         style: precision and compute dtype.
-        read_at_once: prompt tokens in one forward at most.
+        read_at_once: largest number of prompt tokens in one forward.
     """
     with tracked(model.root) as tracker, torch.no_grad(), autocast(style):
         with model.generating() as network, _linears_cast(network, style, tracker):
@@ -257,17 +257,17 @@ def generate(
     enter: Callable[[str], None],
     tracker: Tracker,
 ) -> None:
-    """Take the steps of generation that hold most: the last prompts, the last token, its sampling.
+    """Run the steps of generation that need most: the last prompts, the last token, its sampling.
 
     Args:
-        network: a fake one.
-        rows: answered at once.
+        network: a fake model.
+        rows: number of responses at once.
         prompt: tokens of each prompt.
-        new_tokens: of each answer.
+        new_tokens: tokens of each response.
         style: precision and compute dtype.
-        read_at_once: prompt tokens in one forward at most.
+        read_at_once: largest number of prompt tokens in one forward.
         enter: called with the name of each step.
-        tracker: counts.
+        tracker: counts the bytes.
     """
     together = min(max(read_at_once // prompt, 1), rows)
     length = prompt + new_tokens

@@ -154,7 +154,7 @@ class Parts:
             yield Counter({GRADIENTS: everything, STEP: exchanged})
 
     def generation(self, rows: int, new_tokens: int) -> Counter[str]:
-        """Return what answering `rows` prompts holds, or sending the weights to who answers."""
+        """Return the memory of sampling `rows` responses, or of sending the weights to a server."""
         run = self.run
         if run.served:
             size, whole = run.style.matmul_dtype.itemsize, self.fake.weights(POLICY)[LARGEST]
@@ -204,7 +204,7 @@ class Parts:
         return found + self._gathered((kind,), backward=False)
 
     def evaluation(self) -> Counter[str]:
-        """Return what sampling and comparing answers holds when training is over."""
+        """Return the memory of sampling and comparing responses after training."""
         run, evaluation = self.run, self.run.evaluation
         assert evaluation is not None
         rows, new_tokens = evaluation.rows, evaluation.max_new_tokens
@@ -216,7 +216,7 @@ class Parts:
         return _largest(candidates)
 
     def held_by_evaluation(self, held: Counter[str]) -> Counter[str]:
-        """Return what is left of `held` while answers are compared."""
+        """Return what is left of `held` while responses are compared."""
         run = self.run
         if run.evaluation is not None and run.evaluation.during_training:
             return held

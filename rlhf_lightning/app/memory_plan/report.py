@@ -29,14 +29,14 @@ SPEED, SERVERS, RESULT, HARDWARE, TASK = (
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that would change what a run takes.
+    """Settings that would change the memory of a run.
 
     Args:
         settings: overrides for the command line.
         total: bytes on one device with them.
         phase: the phase that then takes most.
         fits: whether that is within the device's memory; None if that is unknown.
-        cost: what else changes.
+        cost: side effects of the settings.
     """
 
     settings: tuple[str, ...]
@@ -52,20 +52,20 @@ class Report:
 
     Args:
         about: the run in words.
-        device: `cpu` or `cuda`.
-        num_devices: that train together.
-        device_memory: of one, or None if it is unknown.
-        models: weights, by model.
+        device: kind of device, `cpu` or `cuda`.
+        num_devices: number of devices that train together.
+        device_memory: memory of one device, or None if it is unknown.
+        models: bytes of weights, by model.
         phases: part -> bytes of each phase, at its peak.
         peak_phase: the phase that takes most.
-        runtime: of a process on a GPU before it holds a tensor; 0 on a CPU, where tensors alone
-            are counted.
-        total: of the peak, runtime included.
+        runtime: memory of a process on a GPU before its first tensor; 0 on a CPU, where only
+            tensors are counted.
+        total: bytes at the peak, runtime included.
         fits: whether `total` is within `device_memory`.
-        choices: what would change it, the least intrusive first.
-        together: the first of them that are enough together, if one alone is not.
-        notes: what was assumed.
-        simulated: one rank of a run whose models are sharded, where that was asked for.
+        choices: settings that would change it, the least intrusive first.
+        together: the first of them that suffice together, if one alone does not.
+        notes: assumptions of the plan.
+        simulated: one rank of a run whose models are sharded, if requested.
     """
 
     about: Mapping[str, str]

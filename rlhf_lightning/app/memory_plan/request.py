@@ -38,7 +38,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
     """Return the run that the settings describe.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         plan: settings of the plan.
 
     Raises:
@@ -123,10 +123,8 @@ def policy_shape(settings: TrainSettings) -> Shape:
         return read_shape(Path(start))
     named = ", ".join(name for name in choices("model") if name not in ("pretrained", "demo"))
     raise ConfigError(
-        f"model={model.name or '?'} carries no shape, and "
-        f"artifacts.{key}={start} is no local folder with a config.json: use "
-        f"model=NAME (one of {named}), a local folder, or give the fields of its config.json as "
-        "model.shape"
+        f"model={model.name or '?'} has no shape, and artifacts.{key}={start} is no local folder "
+        f"with a config.json: use model=NAME (one of {named}), a folder, or model.shape"
     )
 
 
@@ -220,7 +218,7 @@ def _size(scoring: Scoring) -> tuple[bool, bool, int]:
 
 
 def _uncounted(settings: TrainSettings) -> Iterator[str]:
-    """Yield what holds reward models besides `scorer`; their shapes are not known."""
+    """Yield the parts other than `scorer` that have reward models of unknown shape."""
     second = None if settings.doctor is None else settings.doctor.second_scorer
     if second is not None:
         found = [_one_scorer(node, None) for _, node in _scorers(second.node())]

@@ -84,9 +84,9 @@ class Style:
 
     Args:
         precision: the Trainer's, `32-true` or `bf16-mixed`.
-        compute_dtype: of gathered weights under FSDP2; None computes in the weights' own.
+        compute_dtype: dtype of gathered weights under FSDP2; None computes in the weights' dtype.
         lora: adapters on one frozen base, or None for full fine-tuning.
-        activation_checkpointing: of trained models.
+        activation_checkpointing: whether trained models use it.
     """
 
     precision: str
@@ -111,12 +111,12 @@ class Scoring:
 
     Args:
         kind: `none` (a function, a service), `adapter` on the policy's base, or a `model`.
-        shape: of that model; None for the policy's.
-        dtype: of its weights; None for what the factory makes of them under this precision.
+        shape: shape of that model; None for the policy's.
+        dtype: dtype of its weights; None for the factory's choice under this precision.
         micro_batch_size: rows in one forward; None for all.
-        max_length: tokens of a row; None for prompt and answer.
-        count: of models or adapters, all alike and all held at once.
-        keys: that set `micro_batch_size`, one for each scorer of a sum.
+        max_length: tokens of a row; None for prompt and response.
+        count: number of models or adapters, all alike and all held at once.
+        keys: configuration keys of `micro_batch_size`, one for each scorer of a sum.
     """
 
     kind: Literal["none", "adapter", "model"] = "none"
@@ -130,13 +130,14 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Answers that are sampled to measure what was trained.
+    """Responses that are sampled to evaluate the trained model.
 
     Args:
-        rows: answered at once on each device.
+        rows: responses sampled at once on each device.
         micro_batch_size: rows in one forward when they are evaluated.
-        max_new_tokens: of an answer.
-        during_training: they are sampled between iterations too, beside the optimizer's state.
+        max_new_tokens: longest response, in tokens.
+        during_training: they are also sampled between iterations, while the optimizer's state is
+            held.
     """
 
     rows: int
@@ -151,9 +152,9 @@ class Run:
 
     Args:
         stage: its name, as `find_stage` takes it.
-        shape: of the policy.
+        shape: shape of the policy.
         style: precision, adapters and checkpointing of its models.
-        device: `cpu` or `cuda`.
+        device: kind of device, `cpu` or `cuda`.
         strategy: auto, ddp or fsdp.
         num_devices: processes that train together, one on each device.
         batch_size: rows of an iteration on all devices; pairs for a reward model.
@@ -161,16 +162,16 @@ class Run:
         prompt_length: longest prompt; for SFT and reward model the whole row.
         response_length: longest response of PPO; else 0.
         num_minibatches: optimizer steps of one pass over the rollout.
-        num_passes: over the rollout.
+        num_passes: number of passes over the rollout.
         with_entropy: PPO's loss has an entropy bonus.
         scoring: the reward models of PPO.
-        validation_rows: of a validation batch on one device; 0 without validation.
-        evaluation: what follows training; None where nothing does.
+        validation_rows: rows of a validation batch on one device; 0 without validation.
+        evaluation: evaluation after training; None without one.
         read_at_once: prompt tokens that generation reads in one forward.
         optimizer: parameter groups -> optimizer.
-        num_generations: rows of a prompt.
+        num_generations: number of rows of a prompt.
         shard_over: devices that share one copy of every model under fsdp; None for all.
-        served: other processes answer the prompts; the policy's weights are sent to them.
+        served: other processes sample the responses; the policy's weights are sent to them.
         objective: kind of DPO's loss; KTO's rows are single responses in an update.
     """
 

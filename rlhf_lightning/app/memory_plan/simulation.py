@@ -59,11 +59,11 @@ class Simulation:
     """One rank of a sharded run, in bytes.
 
     Args:
-        peaks: at most alive on its device in each phase, weights included.
-        received: from other ranks in an iteration, by phase; of `start` and `export`, once.
-        whole: of the largest model in fp32, which rank 0 holds in its host's memory while it
-            reads it, and the policy while it is exported.
-        shards: of all models on its device.
+        peaks: largest number of live bytes on its device in each phase, weights included.
+        received: bytes from other ranks in an iteration, by phase; for `start` and `export`, once.
+        whole: bytes of the largest model in fp32, which rank 0 holds in its host's memory while it
+            reads it, and of the policy while it is exported.
+        shards: bytes of all its models on its device.
     """
 
     peaks: Mapping[str, int]
@@ -73,10 +73,10 @@ class Simulation:
 
 
 def simulate(run: Run, *, num_layers: int | None = None) -> Simulation:
-    """Return what one rank of `run`, whose models are sharded, holds and receives.
+    """Return the bytes that one rank of `run`, whose models are sharded, holds and receives.
 
     Args:
-        run: under FSDP2.
+        run: a run under FSDP2.
         num_layers: simulate so many in place of few; for tests of the extrapolation.
     """
     fake = FakeModels(run)

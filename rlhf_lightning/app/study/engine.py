@@ -58,9 +58,9 @@ class Attempt:
     """A line of the record of a run: the start of an attempt, or its end.
 
     Args:
-        config_hash: of its settings.
-        run: its name.
-        instead_of: its run folder that does not count any more, as something else was read there.
+        config_hash: hash of its settings.
+        run: name of the run.
+        instead_of: its run folder that no longer counts, as other inputs were read there.
         read: digests of the files and models that its settings name, by their keys.
         made: digests of what it published, once it has completed.
         code: exit status of its process; None at the start.
@@ -81,12 +81,12 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run.
+    """One run of a study or pipeline.
 
     Args:
         command: `train`, `collect` or `evaluate`.
-        words: its command line, without where it writes.
-        place: of its folders, or its folder.
+        words: its command line, without its output folder.
+        place: where its folders are, or its folder.
         needs: the runs that have to end well before it starts.
     """
 
@@ -118,7 +118,7 @@ class Run:
         return [Path(target)] if target is not None and self.settings.paths.publish else []
 
     def command_line(self) -> list[str]:
-        """Return the command that runs it, or goes on with it."""
+        """Return the command that starts or continues it."""
         return [sys.executable, "-m", f"rlhf_lightning.{self.command}", *self.words]
 
     def make_room(self) -> None:
@@ -291,14 +291,14 @@ def startable(waiting: Sequence[Run], begun: Collection[Run]) -> list[Run]:
 
 
 class Engine:
-    """Carries out runs, several at a time, each as soon as those that it needs have ended well.
+    """Executes runs, several at a time, each as soon as those that it needs have ended well.
 
     Args:
-        folder: around all runs.
-        claim: descriptor of its lock. The processes of the runs hold it, too: nobody else may write
-            there before the last of them has ended.
+        folder: folder around all runs.
+        claim: descriptor of its lock. The processes of the runs hold it, too: no other process may
+            write there before the last of them has ended.
         jobs: runs at a time; each has its share of the processors as threads, if there are several.
-        logged: whether what a run prints goes into a file of its own.
+        logged: whether the output of each run goes into a separate file.
     """
 
     def __init__(self, folder: RunFolder, claim: int, *, jobs: int = 1, logged: bool) -> None:
@@ -397,10 +397,10 @@ def recorded(
     """Claim the folder around all runs for the block, and record how it ends.
 
     Args:
-        kind: of the command, in the summary.
-        settings: of the command.
-        folder: of the command.
-        write_page: called at the end, whatever it is.
+        kind: name of the command, in the summary.
+        settings: settings of the command.
+        folder: folder of the command.
+        write_page: called at the end, whatever the outcome.
 
     Returns:
         The summary as it begins, and the descriptor of the claim.
@@ -441,17 +441,17 @@ def failing_in_one_line(kind: str) -> Iterator[None]:
     except RuntimeError as error:  # of a model that runs start from
         fail(str(error), 1)
     except (KeyboardInterrupt, RunStoppedError):
-        fail(f"stopped: calling the {kind} again goes on from there", 130)
+        fail(f"stopped: calling the {kind} again continues from there", 130)
 
 
 def run_job_of_runs(
     kind: str, words: list[str], check: Callable[[Any], object], job: Callable[[Any], object]
 ) -> None:
-    """Run a command line whose words were brought into the form of Hydra.
+    """Run a command line whose words are in the form of Hydra.
 
     Args:
-        kind: of the command.
-        words: its arguments.
+        kind: name of the command.
+        words: arguments of the command.
         check: called with the settings; raises where they cannot work.
         job: called with the composed configuration.
     """

@@ -1,7 +1,6 @@
 """All stages in a row, each judged by its gates: `python -m rlhf_lightning.pipeline`.
 
-Each stage is a process of its own: what it leaves in memory or in a random state does not reach
-the next one.
+Each stage is a separate process: its memory and random state do not reach the next one.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
     """Run every stage that is not done yet, up to the end or to a gate that fails.
 
     Args:
-        settings: of the command.
-        folder: of a new run; with `resume=auto` an unfinished one takes its place, or a complete
+        settings: settings of the command.
+        folder: folder of a new run; with `resume=auto` an unfinished one replaces it, or a complete
             one of fewer rounds.
 
     Returns:
-        The summary, as written to the run folder: `completed`, or `stopped` at a gate with what
-        the gate says as its cause.
+        The summary, as written to the run folder: `completed`, or `stopped` at a gate with the
+            gate's reason as its cause.
 
     Raises:
         ConfigError: if the configuration cannot work.
@@ -111,7 +110,7 @@ def where_to_run(settings: PipelineSettings, folder: RunFolder) -> RunFolder:
 
 def _failure(step: Step) -> FailedRunError:
     """Return the error of a stage that did not end as it should."""
-    code, then = step.attempts()[-1].code, "calling the pipeline again goes on from there"
+    code, then = step.attempts()[-1].code, "calling the pipeline again continues from there"
     if code == STOPPED[0]:
         what = "waits for people"
     elif code:
@@ -149,7 +148,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
 def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     failed = [gate for gate in judged[step.name].gates if not gate.passed]
     reasons = "; ".join(f"{gate.name}: {gate.reason}" for gate in failed)
-    # What goes to a stage of every round would begin the first one anew.
+    # Overrides for a stage of every round would restart the first one.
     within, accept = ("", step.stage) if step.round == 1 else (f"round_{step.round}/", step.name)
     return (
         f"{step.name} failed its gates ({reasons}). Then call the pipeline again, with "

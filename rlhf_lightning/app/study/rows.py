@@ -27,10 +27,10 @@ class PlannedRun(Run):
     """One run of the matrix; `place` is that of its folders, one for each start from the beginning.
 
     Args:
-        row: of the study.
-        setting: what varies within the row, "" where nothing does.
-        seed: of the run.
-        models: the folder of what rows make that others start from; None where none does from it.
+        row: row of the study.
+        setting: varied settings within the row, "" without any.
+        seed: seed of the run.
+        models: folder of models that other rows start from; None if none does.
         starts_from: the runs that make what it starts from, by key as in `RowSettings`.
     """
 
@@ -52,19 +52,19 @@ class PlannedRun(Run):
 
     @property
     def published(self) -> list[Path]:
-        """What other rows start from."""
+        """The folders that other rows start from."""
         return [] if self.models is None else [self.models / self.model]
 
     @property
     def answers(self) -> int:
-        """Answers that training samples in an iteration."""
+        """Number of responses that training samples in an iteration."""
         settings = self.settings
         if not isinstance(settings, TrainSettings) or not settings.spec.rolls_out:
             return 0
         return settings.data.num_rows
 
     def command_line(self) -> list[str]:
-        """Return the command that runs it, or goes on with it."""
+        """Return the command that starts or continues it."""
         placed = [given("paths.outputs", self.place), *(given(_ROW, p) for p in self.published)]
         if self.command != "evaluate":
             placed.append(f"resume={'auto' if self.is_given_the_same() else 'never'}")
@@ -75,8 +75,8 @@ def plan(settings: StudySettings, folder: Path) -> list[PlannedRun]:
     """Return all runs of a study, all settings of a seed before the next seed.
 
     Args:
-        settings: of the study.
-        folder: of the study.
+        settings: settings of the study.
+        folder: folder of the study.
 
     Raises:
         ConfigError: if a command line does not compose, with the row.
@@ -139,10 +139,10 @@ def _words(
     starts_from: Mapping[str, PlannedRun],
     makes: bool,
 ) -> tuple[str, ...]:
-    """Return the words of a run, with those that say what of other rows it loads and publishes.
+    """Return the words of a run, with those that name the models it loads and publishes.
 
-    The folders stand below `paths`, so that hashes do not depend on where the study is kept. The
-    run's own has the run's hash in its name, so it is known later.
+    The folders are below `paths`, so that hashes do not depend on where the study is. The run's
+    folder has the run's hash in its name, so it is known later.
     """
     artifacts = Path(settings.paths.artifacts).resolve()
     if "debug=fast" in written:  # keeps its models apart

@@ -44,8 +44,8 @@ class Step(Run):
     """One stage of one round; `place` is its folder.
 
     Args:
-        round: from 1.
-        stage: one of `STAGES`.
+        round: number of the round, from 1.
+        stage: name of the stage, one of `STAGES`.
         lead: the training step whose settings it takes over; None for a training step.
     """
 
@@ -78,7 +78,7 @@ class Step(Run):
         return command_settings(self.command, composed(self.command, words), words)
 
     def command_line(self) -> list[str]:
-        """Return the command that runs the step into its folder, or goes on with what is there."""
+        """Return the command that starts the step in its folder, or continues it."""
         line = [*super().command_line(), *self._placed_words()[len(self.words) :]]
         folder = RunFolder(self.place)
         if self.command != "train" or not folder.checkpoints.is_dir():
@@ -158,7 +158,7 @@ def _check_follower(step: Step, lead: Step) -> None:
     """Check the command line of a step that takes over the settings of `lead`.
 
     Raises:
-        ConfigError: if it does not compose, or if nothing can label that data set.
+        ConfigError: if it does not compose, or if nothing can label that dataset.
     """
     trained = _settings_of(lead)
     entry = step.command
@@ -167,9 +167,9 @@ def _check_follower(step: Step, lead: Step) -> None:
     dataset = trained.dataset.source.path
     if entry == "collect" and dataset != DEMO and not {"dataset", "annotator"} & chosen:
         raise ConfigError(
-            f"{lead.name} is trained on {trained.dataset.name}, and annotator=demo labels "
-            "responses of the built-in world alone: say who labels with collect:annotator=page or "
-            "collect:annotator=reward_model, or collect nothing (collect=false rounds=1)"
+            f"{lead.name} is trained on {trained.dataset.name}, and annotator=demo labels only "
+            "the built-in world: use collect:annotator=page or reward_model, or collect=false "
+            "rounds=1"
         )
     named = {"policy", "artifacts.ppo"} & chosen
     if entry == "evaluate" and trained.spec.starts_from != "sft" and not named:
@@ -228,7 +228,7 @@ def _check_words(overrides: Mapping[Any, Any], stages: list[str], place: str = "
 
 
 def accepted(settings: PipelineSettings, step: Step) -> bool:
-    """Return whether the pipeline goes on although a step has failed its gates."""
+    """Return whether the pipeline continues although a step has failed its gates."""
     return step.stage in settings.accept or step.name in settings.accept
 
 
@@ -236,11 +236,11 @@ def plan(settings: PipelineSettings, folder: Path) -> list[Step]:
     """Return the steps of a pipeline in their order.
 
     Args:
-        settings: of the pipeline.
-        folder: of the pipeline, where its models are kept.
+        settings: settings of the pipeline.
+        folder: folder of the pipeline, where its models are kept.
 
     Raises:
-        ConfigError: if what is trained does not compose, or cannot be evaluated or labelled.
+        ConfigError: if a training does not compose, or its model cannot be evaluated or labelled.
     """
     of_first = {**settings.experiments, "collect": settings.collect, "evaluate": settings.evaluate}
     rounds = [(1, stage) for stage in FIRST if of_first.get(stage)]
@@ -257,10 +257,10 @@ def plan(settings: PipelineSettings, folder: Path) -> list[Step]:
 def _own_words(
     settings: PipelineSettings, folder: Path, number: int, stage: str
 ) -> tuple[str, ...]:
-    """Return what a stage gets from the ones before it; see docs/evaluation.md for the choices.
+    """Return the words of a stage that depend on earlier ones; see docs/evaluation.md.
 
     After round 1 candidates come from the policy of the round before. The reward model is trained
-    from the SFT policy again, on the pairs of all rounds. PPO goes on from the last policy; its
+    from the SFT policy again, on the pairs of all rounds. PPO continues from the last policy; its
     reference and the baseline of the evaluation stay the SFT policy of round 1.
     """
     first_pairs = (given("data.path", folder / "round_1/collect/data"),) if settings.collect else ()

@@ -1,8 +1,8 @@
-"""A matrix of runs and one page of what they show: `python -m rlhf_lightning.study NAME`.
+"""A matrix of runs and the page of their results: `python -m rlhf_lightning.study NAME`.
 
 NAME is a file of `conf/study`, or of the folder `study` in that of `--config-dir`.
 
-Each run is a process of its own. Must not import torch: the runs do.
+Each run is a separate process. Must not import torch: the runs do.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _BEST_OF = re.compile(r"best_of/(\d+)/")
 
 
 def run(settings: StudySettings, folder: RunFolder) -> Summary:
-    """Run what is not done yet, and write the page of what is there.
+    """Run what is not done yet, and write the page of all results.
 
     Args:
-        settings: of the command.
-        folder: of the study; the runs of earlier calls stand in it.
+        settings: settings of the command.
+        folder: folder of the study, with the runs of earlier calls.
 
     Returns:
         The summary: `completed`, or `failed` with the runs that failed as its cause.
