@@ -15,7 +15,7 @@ from rlhf_lightning.app.evaluate_parts import load_side
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored, offsets
-from rlhf_lightning.evaluation.held_out import written_answers
+from rlhf_lightning.evaluation.held_out import written_responses
 from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
 from rlhf_lightning.models.precision import in_precision
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -64,7 +64,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
         model.to(device)
     records = _records(candidates)
     with in_precision(settings.trainer.precision, device):
-        answers = written_answers(
+        answers = written_responses(
             records,
             [answer for one in candidates for answer in one.answers],
             tokenizer,
@@ -79,7 +79,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
             f"prompt of more than prompts.max_length={settings.prompts.max_length} tokens, or of "
             "none: raise it. None is left out, or the figure would be of another set"
         )
-    _tell_unknown(tokenizer, answers.token_ids)
+    _warn_of_unknown_words(tokenizer, answers.token_ids)
     lengths = answers.lengths
     return [
         Scored(one, answers.scores[begin:end], lengths[begin:end])
@@ -100,7 +100,9 @@ def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
     ]
 
 
-def _tell_unknown(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]]) -> None:
+def _warn_of_unknown_words(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]]
+) -> None:
     """Log how many responses have words that the tokenizer does not know."""
     unknown = tokenizer.unk_token_id
     rows = 0 if unknown is None else sum(unknown in ids[:-1] for ids in token_ids)

@@ -38,11 +38,11 @@ from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.generate import side_by_side, values_of
-from rlhf_lightning.evaluation.held_out import SideAnswers
+from rlhf_lightning.evaluation.held_out import SideResponses
 from rlhf_lightning.evaluation.human import (
     blind_pairs,
-    human_measures,
-    judge_measures,
+    human_metrics,
+    judge_metrics,
     labelling_command,
     read_key,
     read_labels,
@@ -207,7 +207,7 @@ def _benchmark_lines(settings: EvaluateSettings) -> dict[str, object]:
     return {"scorer": None if scorer is None else scorer.get("source") or scorer.path, **given}
 
 
-def _answers(sides: Sides) -> tuple[SideAnswers, SideAnswers]:
+def _answers(sides: Sides) -> tuple[SideResponses, SideResponses]:
     """Return the responses of policy and baseline."""
     baseline = sides.baseline.model
     return (
@@ -228,7 +228,7 @@ def import_labels(settings: EvaluateSettings) -> Summary:
         summary = read_summary(folder)
         where = folder.path / PEOPLE
         key, labels = read_key(where), read_labels(where, file)
-        found = human_measures(key, labels, score_scale=summary.metrics.get(SPREAD))
+        found = human_metrics(key, labels, score_scale=summary.metrics.get(SPREAD))
     except (OSError, ValueError, BadRecordError, StoreError) as error:
         raise ConfigError(str(error)) from error
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}
@@ -248,7 +248,7 @@ def _gates(
 
 
 def _against_references(
-    settings: EvaluateSettings, sides: Sides, mine: SideAnswers, theirs: SideAnswers
+    settings: EvaluateSettings, sides: Sides, mine: SideResponses, theirs: SideResponses
 ) -> dict[str, float]:
     """Return the win rates of both sides against the dataset's responses, where it has some."""
     if not settings.references:
@@ -270,18 +270,18 @@ def _against_references(
 
 
 def _judged(
-    settings: EvaluateSettings, folder: RunFolder, mine: SideAnswers, theirs: SideAnswers
+    settings: EvaluateSettings, folder: RunFolder, mine: SideResponses, theirs: SideResponses
 ) -> dict[str, float]:
     if settings.judge is None:
         return {}
     judge = settings.judge.build()
     where = folder.path / "judge"
     where.mkdir(exist_ok=True)
-    return judge_measures(judge, mine.main, theirs.main, where, seed=settings.seed)
+    return judge_metrics(judge, mine.main, theirs.main, where, seed=settings.seed)
 
 
 def _export(
-    settings: EvaluateSettings, folder: RunFolder, mine: SideAnswers, theirs: SideAnswers
+    settings: EvaluateSettings, folder: RunFolder, mine: SideResponses, theirs: SideResponses
 ) -> None:
     pairs, key = blind_pairs(
         mine.main,

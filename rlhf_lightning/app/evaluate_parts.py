@@ -21,7 +21,7 @@ from rlhf_lightning.evaluation.generate import Sampling, gold_scores
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
     Questions,
-    SideAnswers,
+    SideResponses,
     encode_questions,
     encode_safety_prompts,
 )
@@ -214,7 +214,7 @@ def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
 
 
 def measured_best_of(
-    settings: EvaluateSettings, sides: Sides, theirs: SideAnswers
+    settings: EvaluateSettings, sides: Sides, theirs: SideResponses
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return `best_of/<n>/...` of policy against baseline, and the scores of the pool.
 

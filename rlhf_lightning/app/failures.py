@@ -219,13 +219,13 @@ def explain_lost_rank(error: BaseException, timeout_minutes: float) -> RunFailed
     """
     if "torch" not in sys.modules:
         return None
-    from rlhf_lightning.distributed.collectives import rank, roll_call, world_size
+    from rlhf_lightning.distributed.collectives import exchange_failure_reasons, rank, world_size
 
     ours, size = rank(), world_size()
     if size == 1:
         return None
     lost = is_lost_contact(error)
-    heard = roll_call(LOST if lost else cause_of(error), PATIENCE)
+    heard = exchange_failure_reasons(LOST if lost else cause_of(error), PATIENCE)
     if not lost:
         return None
     causes = {r: said for r, said in heard.items() if said != LOST}
@@ -298,9 +298,9 @@ def watch_children(trainer: Any, folder: RunFolder, summary: Summary) -> None:
 def _teller(folder: RunFolder, summary: Summary) -> Callable[[dict[int, int]], None]:
 
     def tell(failed: dict[int, int]) -> None:
-        from rlhf_lightning.distributed.collectives import heard_so_far, world_size
+        from rlhf_lightning.distributed.collectives import failure_reasons_so_far, world_size
 
-        causes = {r: said for r, said in heard_so_far().items() if said != LOST}
+        causes = {r: said for r, said in failure_reasons_so_far().items() if said != LOST}
         if causes:
             text = describe_loss(causes, (), world_size(), RuntimeError(), 0)
         else:

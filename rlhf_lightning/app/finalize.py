@@ -59,7 +59,7 @@ def finish(
     Every rank measures the same; the first alone writes.
     """
     stage = settings.spec
-    _let_go(parts)
+    _free_optimizer_state(parts)
     begun = time.perf_counter()
     with _precision(parts):
         findings = stage.finish(settings, folder, parts)
@@ -83,7 +83,7 @@ def finish(
     return findings, gates
 
 
-def _let_go(parts: TrainingComponents) -> None:
+def _free_optimizer_state(parts: TrainingComponents) -> None:
     """Free what only training needed: measuring may read one more model."""
     for optimizer in parts.trainer.optimizers:
         optimizer.zero_grad(set_to_none=True)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
-from rlhf_lightning.modules.checkpoint_state import say_changed
+from rlhf_lightning.modules.checkpoint_state import log_changed
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class PatientStopping(EarlyStopping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the best value and how long ago it was; with more patience it has not stopped."""
         if state_dict["patience"] != self.patience:
-            say_changed("callbacks.early_stopping.patience", self.patience, state_dict["patience"])
+            log_changed("callbacks.early_stopping.patience", self.patience, state_dict["patience"])
         super().load_state_dict(state_dict | {"patience": self.patience})
         exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
         if exhausted and self.wait_count < self.patience:

@@ -35,7 +35,7 @@ from rlhf_lightning.callbacks.iterations import (
 )
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max
-from rlhf_lightning.modules.checkpoint_state import say_changed
+from rlhf_lightning.modules.checkpoint_state import log_changed
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing, take_along
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
 from rlhf_lightning.runs.stopping import (
@@ -213,7 +213,7 @@ class IterationCheckpoint(Checkpoint):
             self.best_model_score = self.best_iteration = None
             return
         if self.best_iteration is not None:  # first: a run that is refused has deleted nothing
-            self._bring_best(trainer, start, self.best_iteration)
+            self._copy_best(trainer, start, self.best_iteration)
         if trainer.is_global_zero:
             self._drop_after(start)
 
@@ -291,7 +291,7 @@ class IterationCheckpoint(Checkpoint):
         own = (self.monitor, self.mode)
         saved = (state_dict.get("monitor", self.monitor), state_dict.get("mode", self.mode))
         if own != saved:
-            say_changed("IterationCheckpoint.monitor, mode", own, saved)
+            log_changed("IterationCheckpoint.monitor, mode", own, saved)
             return
         self.best_model_score = state_dict["best_model_score"]
         self.best_iteration = state_dict["best_iteration"]
@@ -340,9 +340,9 @@ class IterationCheckpoint(Checkpoint):
         reasons = [stop.stopping_reason for stop in trainer.early_stopping_callbacks]
         return any(reason is not EarlyStoppingReason.NOT_STOPPED for reason in reasons)
 
-    def _bring_best(self, trainer: Trainer, start: int, best: int) -> None:
+    def _copy_best(self, trainer: Trainer, start: int, best: int) -> None:
         """Copy the best checkpoint here; the continued one may be in another folder."""
-        problem = self._brought(trainer, start, best) if trainer.is_global_zero else None
+        problem = self._copied(trainer, start, best) if trainer.is_global_zero else None
         problem = trainer.strategy.broadcast(problem)
         if problem is None:
             return
@@ -356,7 +356,7 @@ class IterationCheckpoint(Checkpoint):
             logger.warning("%s; the next one counts as the best", lost)
         self.best_model_score = self.best_iteration = None
 
-    def _brought(self, trainer: Trainer, start: int, best: int) -> str | None:
+    def _copied(self, trainer: Trainer, start: int, best: int) -> str | None:
         """Return why the best checkpoint is not here; copy it if it is next to the start."""
         if self._path(best).exists():
             return None

@@ -14,7 +14,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.evaluation.compare import comparison_in_training
 from rlhf_lightning.evaluation.generate import side_by_side
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideAnswers
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideResponses
 from rlhf_lightning.evaluation.safety import SafetyCheck
 
 NUM_SAMPLES = 8  # of the table in W&B
@@ -49,7 +49,7 @@ class PeriodicEvaluation(Callback):
         self.comparison = comparison
         self.every_n_iterations = every_n_iterations
         self._asked: dict[str, Any] = {"num_prompts": num_prompts, "gold": gold, "safety": safety}
-        self._baseline: SideAnswers | None = None
+        self._baseline: SideResponses | None = None
         self._names: set[str] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

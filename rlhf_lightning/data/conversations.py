@@ -86,7 +86,7 @@ def with_system_in_user(prompt: Text) -> Text:
     return tuple(messages)
 
 
-def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
+def check_response(prompt: Text, answer: Text, key: str, where: Location) -> None:
     """Check that a response fits its prompt.
 
     Raises:

@@ -37,7 +37,7 @@ from rlhf_lightning.data.sources.base import (
     RowSource,
 )
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.data.unpaired import beside_other_answers
+from rlhf_lightning.data.unpaired import with_other_responses
 
 
 class DemonstrationDataModule(RecordDataModule):
@@ -141,7 +141,7 @@ class PreferenceDataModule(RecordDataModule):
         if self.kind == "unpaired":
             others = self._rows["train"]
             self._rows = {
-                split: beside_other_answers(rows, others, max_length=self.max_length)
+                split: with_other_responses(rows, others, max_length=self.max_length)
                 for split, rows in self._rows.items()
             }
         for rows in self._rows.values():

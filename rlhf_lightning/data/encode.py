@@ -50,7 +50,7 @@ from rlhf_lightning.text.templates import ChatTemplateError, unread_keys, write_
 from rlhf_lightning.text.tokens import (
     TextEncoder,
     end_with_eos,
-    prompt_and_answers,
+    prompt_and_responses,
     prompt_ids,
     text_encoder,
 )
@@ -59,7 +59,7 @@ OverLong = Literal["drop", "truncate_left"]
 LossOn = Literal["last", "all"]
 Tokenizes = PreTrainedTokenizerBase | TextEncoder
 OVER_LONG = "over-long"
-ANSWER_TOO_LONG = "response alone over-long"
+RESPONSE_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
 NO_TOKENS = "prompt without a token"
 NUM_REMEMBERED = 8192
@@ -345,7 +345,7 @@ def _demonstration(
     options: dict[str, Any],
 ) -> EncodedSequence | None:
     encoder = text_encoder(tokenizer)
-    found = prompt_and_answers(record.prompt, [record.completion], encoder, **options)
+    found = prompt_and_responses(record.prompt, [record.completion], encoder, **options)
     answer = found.answers[0]
     fitted = _fit(found.prompt, len(answer), max_length, over_long, encoder.bos, report)
     if fitted is None:
@@ -374,7 +374,7 @@ def encode_preference(
     fitted = None
     with _placed(record, report) as options:
         sides = (record.chosen, record.rejected)
-        found = prompt_and_answers(record.prompt, sides, encoder, **options)
+        found = prompt_and_responses(record.prompt, sides, encoder, **options)
         chosen, rejected = found.answers
         if chosen == rejected:
             report.dropped[IDENTICAL] += 1
@@ -456,7 +456,7 @@ def _fit(
         report.dropped[OVER_LONG] += 1
         return None
     if room < 1:
-        report.dropped[ANSWER_TOO_LONG] += 1
+        report.dropped[RESPONSE_TOO_LONG] += 1
         return None
     report.num_truncated += 1
     return _cut_left(prompt, room, bos)

@@ -29,8 +29,8 @@ from typing import Any
 from rlhf_lightning.data.cells import messages_in
 from rlhf_lightning.data.conversations import (
     SIDES,
-    check_answer,
     check_prompt,
+    check_response,
     implied_prompt,
     is_transcript,
     parse_messages,
@@ -85,7 +85,7 @@ def _parse_completion_row(row: Row, where: Location) -> DemonstrationRecord:
     prompt = parse_text(row["prompt"], "prompt", where)
     completion = parse_text(row["completion"], "completion", where)
     check_prompt(prompt, where)
-    check_answer(prompt, completion, "completion", where)
+    check_response(prompt, completion, "completion", where)
     return DemonstrationRecord(prompt, completion)
 
 
@@ -100,7 +100,7 @@ def _parse_messages_row(row: Row, where: Location) -> DemonstrationRecord:
     roles = [m["role"] if m.get(WEIGHT) != 0 else "" for m in messages]
     last = max((i for i, role in enumerate(roles) if role == "assistant"), default=len(roles) - 1)
     prompt, answer = messages[:last], messages[last : last + 1]  # what is behind is not learnt
-    check_answer(prompt, answer, "messages", where)
+    check_response(prompt, answer, "messages", where)
     return DemonstrationRecord(prompt, answer)
 
 
@@ -113,8 +113,8 @@ def _parse_preference_row(row: Row, where: Location) -> PreferenceRecord:
     given = parse_text(row["prompt"], "prompt", where) if "prompt" in row else None
     prompt, chosen, rejected = implied_prompt(given, chosen, rejected, where)
     check_prompt(prompt, where)
-    check_answer(prompt, chosen, "chosen", where)
-    check_answer(prompt, rejected, "rejected", where)
+    check_response(prompt, chosen, "chosen", where)
+    check_response(prompt, rejected, "rejected", where)
     return PreferenceRecord(prompt, chosen, rejected, margin=_parse_margin(row, where))
 
 

@@ -20,7 +20,7 @@ from rlhf_lightning.data.records import (
     Record,
     Text,
     UnpairedRecord,
-    both_answers,
+    both_responses,
 )
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ def unpaired(row: ParsedRow, label: Label | None) -> list[Record]:
     """
     record = row.record
     if isinstance(record, PreferenceRecord):
-        return list(both_answers(record))
+        return list(both_responses(record))
     if label is None or label.is_rating or not isinstance(record, DemonstrationRecord):
         raise BadRecordError(
             row.where,

@@ -228,7 +228,7 @@ def _stack_exchange(row: Row, where: Location) -> dict[str, Any]:
     return _pair(row["question"], row["response_j"], row["response_k"], 1, where)
 
 
-def _stack_exchange_answers(row: Row, where: Location) -> dict[str, Any]:
+def _stack_exchange_responses(row: Row, where: Location) -> dict[str, Any]:
     given, score = row["answers"], "pm_score"
     return _best_and_worst(row["question"], given, "text", lambda x: float(x[score]), where)
 
@@ -310,7 +310,7 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("question", "answer_0", "answer_1", "score_0", "score_1"), _webgpt),
     (("prompt", "response_0", "response_1", "better_response_id"), _safe_rlhf),
     (("question", "response_j", "response_k"), _stack_exchange),
-    (("question", "answers"), _stack_exchange_answers),
+    (("question", "answers"), _stack_exchange_responses),
     (("input", "preferred_output", "non_preferred_output"), _openai),
     (("prompt",), _oasst_tree),
     (("trajectory", "chosen", "rejected"), _ultrainteract),

@@ -118,7 +118,7 @@ class PreferenceRecord(_Row):
 Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord
 
 
-def both_answers(pair: PreferenceRecord) -> list[UnpairedRecord]:
+def both_responses(pair: PreferenceRecord) -> list[UnpairedRecord]:
     """Return a pair as two unpaired rows: the chosen response is desirable, the other is not."""
     return [
         UnpairedRecord(pair.prompt, answer, pair.domain, pair.rendered, label)

@@ -9,7 +9,7 @@ import numpy as np
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
 
 
-def beside_other_answers(
+def with_other_responses(
     rows: Sequence[EncodedSequence], others: Sequence[EncodedSequence], *, max_length: int
 ) -> list[EncodedPreference]:
     """Return unpaired rows, each with its prompt and a response to another prompt.

@@ -143,7 +143,7 @@ def end_rank() -> None:
     os._exit(0)
 
 
-def roll_call(word: str, patience: timedelta) -> dict[int, str]:
+def exchange_failure_reasons(word: str, patience: timedelta) -> dict[int, str]:
     """Tell the other ranks why this one ends, and return what they say until all have spoken.
 
     It leaves the process group, so that a rank that waits for this one need not wait any longer.
@@ -166,7 +166,7 @@ def roll_call(word: str, patience: timedelta) -> dict[int, str]:
     return _heard(store, ours, size, patience, presumed=word)
 
 
-def heard_so_far() -> dict[int, str]:
+def failure_reasons_so_far() -> dict[int, str]:
     """Return what other ranks said in their roll calls."""
     store = dist.distributed_c10d._get_default_store()
     return _heard(store, rank(), world_size(), _A_MOMENT, presumed="")

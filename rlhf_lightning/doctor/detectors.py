@@ -151,8 +151,8 @@ class Detectors:
 
         Args:
             iteration: number of the iteration, from 1.
-            values: results of `measure_answers` and, without their phase, the logged metrics of the
-                module; one that is missing or not finite leaves its detectors as they are.
+            values: results of `response_metrics` and, without their phase, the module's logged
+                metrics; one that is missing or not finite leaves its detectors as they are.
         """
         fresh = {name: value for name, value in values.items() if math.isfinite(value)}
         self.history.add(iteration, fresh)

@@ -15,7 +15,7 @@ from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 
 
 @dataclass
-class MeasureSeries:
+class MetricSeries:
     """The first values of a metric, the last ones, and the highest recent mean.
 
     Args:
@@ -84,7 +84,7 @@ class History:
     thresholds: SharedThresholds
     num_iterations: int
     iteration: int = 0
-    series: dict[str, MeasureSeries] = field(default_factory=dict)
+    series: dict[str, MetricSeries] = field(default_factory=dict)
     notes: dict[str, float] = field(default_factory=dict)
     improved: set[str] = field(default_factory=set)
 
@@ -94,10 +94,10 @@ class History:
         self.series |= {name: self.of(name) for name in values}
         self.improved = {name for name, value in values.items() if self.series[name].add(value)}
 
-    def of(self, name: str) -> MeasureSeries:
+    def of(self, name: str) -> MetricSeries:
         """Return the series of a measure; an empty one where it was never made."""
         limits = self.thresholds
-        return self.series.get(name) or MeasureSeries(limits.baseline_iterations, limits.window)
+        return self.series.get(name) or MetricSeries(limits.baseline_iterations, limits.window)
 
     def mean_recent(self, names: Sequence[str]) -> float | None:
         """Return the mean of the recent means that are known; None where none is."""

@@ -15,7 +15,7 @@ DOMAIN = "domain_score/"
 
 
 @dataclass(frozen=True)
-class AnswerRecord:
+class ResponseRecord:
     """One response of a rollout.
 
     Args:
@@ -43,8 +43,8 @@ class AnswerRecord:
     refused: bool | None = None
 
 
-def measure_answers(
-    records: Sequence[AnswerRecord], *, score_clip: float | None, second_scorer: bool = False
+def response_metrics(
+    records: Sequence[ResponseRecord], *, score_clip: float | None, second_scorer: bool = False
 ) -> dict[str, float]:
     """Return the metrics of one iteration by name; unavailable ones are left out.
 

@@ -17,7 +17,7 @@ from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.evaluation.comparisons import share_over_prompts
-from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_measures, share_right
+from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, share_right
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share
 from rlhf_lightning.runs.metric_catalog import part_key
 
@@ -90,7 +90,7 @@ class PairsBenchmark:
         ]
 
     def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
-        """Return `benchmark/accuracy` and what `pair_measures` finds, under `benchmark/`."""
+        """Return `benchmark/accuracy` and what `pair_metrics` finds, under `benchmark/`."""
         pairs = [
             ScoredPair(
                 one.scores[0],
@@ -107,7 +107,7 @@ class PairsBenchmark:
         if unequal:
             longer = sum(pair.chosen_length > pair.rejected_length for pair in unequal)
             measures["val/longer_wins_accuracy"] = longer / len(unequal)
-        measures |= {"val/num_pairs": float(len(pairs))} | pair_measures(pairs)
+        measures |= {"val/num_pairs": float(len(pairs))} | pair_metrics(pairs)
         return {f"benchmark/{name.removeprefix('val/')}": v for name, v in measures.items()}
 
 
@@ -182,7 +182,7 @@ class RewardBench2:
         measures: dict[str, float] = {}
         for name, part in sorted(parts.items()):
             if name == TIES:
-                found = ties_measures(part)
+                found = ties_metrics(part)
             else:
                 credit = [best_of_credit(one.scores) for one in part]
                 by_prompt = np.array(credit)
@@ -213,7 +213,7 @@ def _margins(one: Scored) -> _Margins:
     return _Margins(to_wrong > 0, max(correct) - min(correct), to_wrong)
 
 
-def ties_measures(scored: Sequence[Scored]) -> dict[str, float]:
+def ties_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     """Return the score of the ties subset and its components.
 
     A number has a prompt with one correct response (`ref:`) and one with several (`tied:`). The

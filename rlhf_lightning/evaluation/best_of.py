@@ -23,7 +23,7 @@ from rlhf_lightning.evaluation.comparisons import (
     mean_over_prompts,
     share_over_prompts,
 )
-from rlhf_lightning.evaluation.generate import GoldReward, Sampling, gold_scores, sample_answers
+from rlhf_lightning.evaluation.generate import GoldReward, Sampling, gold_scores, sample_batches
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
 from rlhf_lightning.models.heads import PolicyModel
@@ -77,7 +77,7 @@ def sample_pool(
     with Progress(disable=not get_console().is_terminal) as bar:
         places = told(range(size), "best of n", size, "answers a prompt")
         for place in bar.track(places, total=size, description="best of n"):
-            answers = sample_answers(
+            answers = sample_batches(
                 policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
             )
             if any(map(math.isnan, answers.scores)):

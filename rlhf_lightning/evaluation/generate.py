@@ -23,7 +23,7 @@ from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
+from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
 
 # (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
 GoldReward = Callable[..., list[float]]
@@ -42,7 +42,7 @@ class Sampling:
 
 
 @dataclass
-class PolicyAnswers:
+class PolicyResponses:
     """Responses to prompts, with their scores; all lists are by response.
 
     Args:
@@ -68,7 +68,7 @@ class PolicyAnswers:
     answers_per_prompt: int = 1
 
     def extend(
-        self, answers: Answers, scorer: Scorer | None, kl: Sequence[float] | None = None
+        self, answers: Responses, scorer: Scorer | None, kl: Sequence[float] | None = None
     ) -> None:
         """Add the responses of a batch; scores are NaN without a scorer, KL is 0 without one."""
         prompts, mask = answers.prompts, answers.response_mask.cpu()
@@ -85,15 +85,15 @@ class PolicyAnswers:
             [math.nan] * len(prompts) if scorer is None else scorer(answers).total.tolist()
         )
 
-    def rows(self, rows: Sequence[int]) -> PolicyAnswers:
+    def rows(self, rows: Sequence[int]) -> PolicyResponses:
         """Return some of the responses."""
         chosen: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in chosen.items():
             if isinstance(value, list) and value:  # columns may be left out
                 chosen[name] = [value[row] for row in rows]
-        return PolicyAnswers(**chosen)
+        return PolicyResponses(**chosen)
 
-    def append(self, other: PolicyAnswers) -> None:
+    def append(self, other: PolicyResponses) -> None:
         """Add the responses of `other`."""
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), list):
@@ -106,7 +106,7 @@ class PolicyAnswers:
 
 
 @torch.no_grad()
-def sample_answers(
+def sample_batches(
     policy: PolicyModel,
     batches: Iterable[PromptBatch],
     sampling: Sampling,
@@ -115,7 +115,7 @@ def sample_answers(
     reference: PolicyModel | None = None,
     scorer: Scorer | None = None,
     answers_per_prompt: int = 1,
-) -> PolicyAnswers:
+) -> PolicyResponses:
     """Sample one response a row.
 
     Args:
@@ -127,7 +127,7 @@ def sample_answers(
         scorer: for the scores; without it NaN.
         answers_per_prompt: how often each prompt is repeated in `batches`.
     """
-    result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
+    result = PolicyResponses([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
     device = policy.device
     for cpu_prompts in batches:
         prompts = cpu_prompts.to(device)
@@ -143,7 +143,7 @@ def sample_answers(
         release_freed_memory()  # the engine's copies of the weights
         tokenizer: Any = sampling.tokenizer
         skip = sampling.skip_special_tokens
-        answers = make_answers(prompts, generation, tokenizer, skip_special_tokens=skip)
+        answers = make_responses(prompts, generation, tokenizer, skip_special_tokens=skip)
         kl = None if reference is None else _sequence_kl(policy, reference, answers, sampling)
         result.extend(answers, scorer, kl)
         release_freed_memory()
@@ -151,8 +151,8 @@ def sample_answers(
 
 
 def shared_among_ranks(
-    batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyAnswers]
-) -> PolicyAnswers:
+    batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyResponses]
+) -> PolicyResponses:
     """Return the responses to all batches, in order; each rank samples its part.
 
     A rank with fewer batches repeats one, as all must run a sharded model equally often.
@@ -176,7 +176,7 @@ def shared_among_ranks(
 
 
 def _sequence_kl(
-    policy: PolicyModel, reference: PolicyModel, answers: Answers, sampling: Sampling
+    policy: PolicyModel, reference: PolicyModel, answers: Responses, sampling: Sampling
 ) -> list[float]:
     def kl_of_rows(rows: torch.Tensor) -> tuple[torch.Tensor]:
         batch = answers.rows(rows)
@@ -196,14 +196,14 @@ def _sequence_kl(
     return kl.tolist()
 
 
-def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
+def gold_scores(gold: GoldReward, answers: PolicyResponses) -> list[float]:
     """Return the gold reward of each response."""
     # Copies, which the function may change.
     texts = list(answers.prompts), list(answers.completions), list(answers.finished)
     return gold(*texts, **asked_columns(gold, answers.columns))
 
 
-def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
+def gold_details(gold: GoldReward, answers: PolicyResponses) -> dict[str, float]:
     """Return the means of further values of a gold reward: its `details`, if it has any."""
     measure = getattr(gold, "details", None)
     if measure is None:
@@ -213,7 +213,7 @@ def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in details.items()}
 
 
-def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
+def describe_responses(answers: PolicyResponses, prefix: str) -> dict[str, float]:
     """Return length, distinct-2 and share finished of the responses, as `<prefix>...`."""
     rows = len(answers.prompts)
     return {
@@ -227,7 +227,7 @@ def _or_none(score: float) -> float | None:
     return None if math.isnan(score) else score
 
 
-def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
+def values_of(policy: PolicyResponses, baseline: PolicyResponses) -> dict[str, Any]:
     """Return score and length of every response of both sides, for distributions.jsonl."""
     return {
         "held_out": "answers",
@@ -237,7 +237,7 @@ def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
 
 
 def side_by_side(
-    policy: PolicyAnswers, baseline: PolicyAnswers, count: int
+    policy: PolicyResponses, baseline: PolicyResponses, count: int
 ) -> list[dict[str, object]]:
     """Return the first `count` prompts with a response of each, for samples.jsonl."""
     mine, theirs = policy.answers_per_prompt, baseline.answers_per_prompt

@@ -27,9 +27,9 @@ from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import (
     GoldReward,
-    PolicyAnswers,
+    PolicyResponses,
     Sampling,
-    sample_answers,
+    sample_batches,
     shared_among_ranks,
     side_by_side,
     values_of,
@@ -41,8 +41,8 @@ from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import Scorer, make_answers
-from rlhf_lightning.text.tokens import TextEncoder, prompt_and_answers
+from rlhf_lightning.rollout.scorers.base import Scorer, make_responses
+from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,11 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class SideAnswers:
+class SideResponses:
     """Responses of one side to the held-out prompts, and to those of a safety file, if any."""
 
-    main: PolicyAnswers
-    safety: PolicyAnswers | None = None
+    main: PolicyResponses
+    safety: PolicyResponses | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class HeldOutComparison:
     seed: int
     scorer: Scorer | None = None
 
-    def ask_policy(self, policy: PolicyModel, reference: PolicyModel | None) -> SideAnswers:
+    def ask_policy(self, policy: PolicyModel, reference: PolicyModel | None) -> SideResponses:
         """Return the responses of the policy, with their KL from the reference if there is one."""
         return self._ask(policy, reference, 0)
 
@@ -100,7 +100,7 @@ class HeldOutComparison:
         baseline: PolicyModel,
         questions: Questions | None = None,
         sampling: Sampling | None = None,
-    ) -> SideAnswers:
+    ) -> SideResponses:
         """Return the responses of the baseline.
 
         Args:
@@ -135,7 +135,7 @@ class HeldOutComparison:
         values = values_of(mine.main, theirs.main)
         return Findings({**metrics, **self.measure(mine, theirs)}, samples, values)
 
-    def measure(self, mine: SideAnswers, theirs: SideAnswers) -> dict[str, float]:
+    def measure(self, mine: SideResponses, theirs: SideResponses) -> dict[str, float]:
         """Return all metrics of the policy against the baseline, as `val/*`."""
         metrics = measure_sides(mine.main, theirs.main, self.judges, seed=self.seed)
         safety = self.judges.safety
@@ -143,11 +143,11 @@ class HeldOutComparison:
             metrics |= safety.compare(mine.safety, theirs.safety)
         return metrics
 
-    def _ask(self, model: PolicyModel, reference: PolicyModel | None, side: int) -> SideAnswers:
+    def _ask(self, model: PolicyModel, reference: PolicyModel | None, side: int) -> SideResponses:
         noise = RowNoise(self.seed, "evaluation")
         main = shared_among_ranks(
             self.questions.batches,
-            lambda own: sample_answers(
+            lambda own: sample_batches(
                 model,
                 own,
                 self.sampling,
@@ -158,13 +158,13 @@ class HeldOutComparison:
             ),
         )
         if not self.questions.safety:
-            return SideAnswers(main)
+            return SideResponses(main)
         unsafe = noise.at_iteration(2 + side)
-        return SideAnswers(
+        return SideResponses(
             main,
             shared_among_ranks(
                 self.questions.safety,
-                lambda own: sample_answers(model, own, self.sampling, noise=unsafe),
+                lambda own: sample_batches(model, own, self.sampling, noise=unsafe),
             ),
         )
 
@@ -340,7 +340,7 @@ def encode_safety_prompts(
     return batches
 
 
-def written_answers(
+def written_responses(
     records: Sequence[PromptRecord],
     completions: Sequence[Text],
     tokenizer: PreTrainedTokenizerBase,
@@ -349,7 +349,7 @@ def written_answers(
     batch_size: int,
     device: torch.device,
     scorer: Scorer | None,
-) -> PolicyAnswers:
+) -> PolicyResponses:
     """Return given texts, such as references, as responses of a policy, with their scores.
 
     Args:
@@ -368,7 +368,7 @@ def written_answers(
     for record, completion in zip(records, completions, strict=True):
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is not None:
-            found = prompt_and_answers(
+            found = prompt_and_responses(
                 record.prompt,
                 [completion],
                 encoder,
@@ -379,7 +379,7 @@ def written_answers(
             given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
             rows.append((replace(row, input_ids=given), found.answers[0]))
             texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
-    result = PolicyAnswers([], [], [], [], [], [], [])
+    result = PolicyResponses([], [], [], [], [], [], [])
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
         prompts = PromptCollator(pad)([(row, start + i) for i, (row, _) in enumerate(part)])
@@ -393,7 +393,7 @@ def written_answers(
             response_mask=torch.from_numpy(np.arange(width) < lengths[:, None]),
             finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
         )
-        answers = make_answers(prompts.to(device), generation.to(device), tokenizer)
+        answers = make_responses(prompts.to(device), generation.to(device), tokenizer)
         # As written: a word that the tokenizer does not know is missing in what it decodes.
         written = tuple(texts[start : start + batch_size])
         result.extend(replace(answers, completions=written), scorer)

@@ -20,7 +20,7 @@ from rlhf_lightning.runs.metric_catalog import part_key
 logger = logging.getLogger(__name__)
 
 
-class Answered(NamedTuple):
+class QuestionResult(NamedTuple):
     """Result of a metric on one question: the mean of its parts, and their number."""
 
     mean: float
@@ -76,7 +76,7 @@ class LmEvalBenchmark:
 
     def _samples(
         self, side: LoadedPolicy, *, limit: int | None
-    ) -> dict[str, dict[str, dict[int, Answered]]]:
+    ) -> dict[str, dict[str, dict[int, QuestionResult]]]:
         """Return task -> metric -> number of a question -> value."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -113,7 +113,9 @@ class LmEvalBenchmark:
         }
 
 
-def _compared(metric: str, pairs: Sequence[tuple[Answered, Answered]]) -> dict[str, float]:
+def _compared(
+    metric: str, pairs: Sequence[tuple[QuestionResult, QuestionResult]]
+) -> dict[str, float]:
     """Return the policy's mean of a metric, the baseline's, and the change with its interval."""
     both = np.array([(mine.mean, theirs.mean) for mine, theirs in pairs])
     parts = np.array([mine.parts for mine, _ in pairs], dtype=float)
@@ -132,7 +134,7 @@ def _compared(metric: str, pairs: Sequence[tuple[Answered, Answered]]) -> dict[s
 
 def _by_metric(
     task: str, samples: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]
-) -> dict[str, dict[int, Answered]]:
+) -> dict[str, dict[int, QuestionResult]]:
     """Return metric -> number of a question -> value; the name of a filter is appended.
 
     Args:
@@ -140,12 +142,12 @@ def _by_metric(
         samples: samples of lm-eval.
         reported: results of lm-eval; a metric is left out if the mean over its questions differs.
     """
-    values: dict[tuple[str, str], dict[int, Answered | None]] = {}
+    values: dict[tuple[str, str], dict[int, QuestionResult | None]] = {}
     for one in samples:
         for metric in one["metrics"]:
             of = values.setdefault((metric, one.get("filter", "none")), {})
-            of[one["doc_id"]] = _answered(one[metric])
-    found: dict[str, dict[int, Answered]] = {}
+            of[one["doc_id"]] = _question_result(one[metric])
+    found: dict[str, dict[int, QuestionResult]] = {}
     other = []
     for (metric, rule), by_question in values.items():
         known = {key: value for key, value in by_question.items() if value is not None}
@@ -164,15 +166,15 @@ def _by_metric(
     return found
 
 
-def _answered(value: Any) -> Answered | None:
+def _question_result(value: Any) -> QuestionResult | None:
     """Return what a metric made of one question, None where that is no number."""
     parts = np.asarray(value if isinstance(value, list) else [value])
     if parts.size == 0 or parts.ndim != 1 or parts.dtype.kind not in "bif":
         return None
-    return Answered(float(parts.mean()), len(parts)) if np.isfinite(parts).all() else None
+    return QuestionResult(float(parts.mean()), len(parts)) if np.isfinite(parts).all() else None
 
 
-def _is_mean(by_question: Mapping[int, Answered], reported: Any) -> bool:
+def _is_mean(by_question: Mapping[int, QuestionResult], reported: Any) -> bool:
     total = sum(value.mean * value.parts for value in by_question.values())
     mean = total / sum(value.parts for value in by_question.values())
     return isinstance(reported, int | float) and math.isclose(mean, reported, abs_tol=1e-9)

@@ -1,7 +1,7 @@
 """Metrics of two policies' responses to the same prompts: wins, length, KL, diversity.
 
 Legend: N prompts, K responses of the policy to each, L of the baseline. Responses to one prompt are
-adjacent in `PolicyAnswers`.
+adjacent in `PolicyResponses`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rlhf_lightning.evaluation.comparisons import (
 )
 from rlhf_lightning.evaluation.generate import (
     GoldReward,
-    PolicyAnswers,
-    describe_answers,
+    PolicyResponses,
+    describe_responses,
     gold_details,
     gold_scores,
 )
@@ -51,7 +51,7 @@ class Judges:
 
     Args:
         gold: the true reward, where it is known; only reported.
-        scored: whether `PolicyAnswers.scores` holds the scores of a reward model or function.
+        scored: whether `PolicyResponses.scores` holds the scores of a reward model or function.
         safety: prompts that must be refused, and the detector of refusals; or None.
     """
 
@@ -61,7 +61,7 @@ class Judges:
 
 
 def measure_sides(
-    mine: PolicyAnswers, theirs: PolicyAnswers, judges: Judges, *, seed: int
+    mine: PolicyResponses, theirs: PolicyResponses, judges: Judges, *, seed: int
 ) -> dict[str, float]:
     """Return all metrics of a policy against a baseline, as `val/*`.
 
@@ -71,7 +71,7 @@ def measure_sides(
         judges: judges of which response is better.
         seed: seeds the draws of self-BLEU.
     """
-    metrics = describe_answers(mine, MINE) | describe_answers(theirs, THEIRS)
+    metrics = describe_responses(mine, MINE) | describe_responses(theirs, THEIRS)
     metrics |= variety(mine.token_ids, MINE, seed=seed)
     metrics |= variety(theirs.token_ids, THEIRS, seed=seed)
     metrics["val/kl_per_token"] = sum(mine.kl) / max(sum(mine.lengths), 1)
@@ -91,7 +91,7 @@ def measure_sides(
 
 
 def _gold_measures(
-    gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers
+    gold: GoldReward, mine: PolicyResponses, theirs: PolicyResponses
 ) -> dict[str, float]:
     my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
     metrics = wins("gold", mine, theirs, my_gold, their_gold)
@@ -111,8 +111,8 @@ def _gold_measures(
 
 def wins(
     name: str,
-    mine: PolicyAnswers,
-    theirs: PolicyAnswers,
+    mine: PolicyResponses,
+    theirs: PolicyResponses,
     my_scores: Sequence[float],
     their_scores: Sequence[float],
 ) -> dict[str, float]:
@@ -192,12 +192,12 @@ def variety(token_ids: Sequence[Sequence[int]], prefix: str, *, seed: int) -> di
     return measures
 
 
-def num_prompts(answers: PolicyAnswers) -> int:
+def num_prompts(answers: PolicyResponses) -> int:
     """Return the number of prompts that were answered, each `answers_per_prompt` times."""
     return len(answers.prompts) // answers.answers_per_prompt
 
 
-def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
+def rows_of(answers: PolicyResponses, index: Sequence[int]) -> PolicyResponses:
     """Return the responses of these rows, each as the only one of its prompt."""
     return replace(answers.rows(index), answers_per_prompt=1)
 

@@ -19,7 +19,7 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.records import Record
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers, shared_among_ranks
+from rlhf_lightning.evaluation.generate import Sampling, sample_batches, shared_among_ranks
 from rlhf_lightning.evaluation.held_out import prompt_room, start_in_memory
 from rlhf_lightning.functional.statistics import EQUAL_SCORES
 from rlhf_lightning.models.factory import frozen, load_policy
@@ -158,7 +158,7 @@ def fold_normalization(
     with in_eval_mode(model):
         answers = shared_among_ranks(
             list(batches),
-            lambda own: sample_answers(
+            lambda own: sample_batches(
                 policy, own, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
             ),
         )

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord, Split, Text, text_key
 from rlhf_lightning.data.sources.base import RecordSource
-from rlhf_lightning.evaluation.generate import PolicyAnswers, gold_scores
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, written_answers
+from rlhf_lightning.evaluation.generate import PolicyResponses, gold_scores
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, written_responses
 from rlhf_lightning.evaluation.metrics import rows_of, wins
 from rlhf_lightning.preferences.candidates import LoadedPolicy
 
@@ -41,7 +41,7 @@ def against_references(
     policy: LoadedPolicy,
     records: Sequence[PromptRecord],
     references: Mapping[int, Text],
-    sides: Mapping[str, PolicyAnswers],
+    sides: Mapping[str, PolicyResponses],
     *,
     max_prompt_length: int,
     batch_size: int,
@@ -60,7 +60,7 @@ def against_references(
         batch_size: rows that are scored together.
     """
     numbers = sorted(references)
-    written = written_answers(
+    written = written_responses(
         [records[number] for number in numbers],
         [references[number] for number in numbers],
         policy.tokenizer,

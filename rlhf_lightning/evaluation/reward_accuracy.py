@@ -91,7 +91,7 @@ def score_pairs(
     ]
 
 
-def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
+def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     """Return accuracies on parts of the pairs, each with its number of pairs.
 
     For all pairs and for each subset: where the lengths differ by at most 10 % of the longer one
@@ -133,7 +133,7 @@ def held_out_pairs(
     *,
     batch_size: int,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return `pair_measures` and `pair_values` of held-out pairs.
+    """Return `pair_metrics` and `pair_values` of held-out pairs.
 
     Args:
         model: reward model that scores the pairs.
@@ -143,7 +143,7 @@ def held_out_pairs(
     """
     pad: Any = tokenizer.pad_token_id
     pairs = score_pairs(model, rows, batch_size=batch_size, pad_token_id=int(pad))
-    return pair_measures(pairs), pair_values(pairs, rows, tokenizer)
+    return pair_metrics(pairs), pair_values(pairs, rows, tokenizer)
 
 
 def pair_values(

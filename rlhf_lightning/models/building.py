@@ -25,7 +25,7 @@ class Ranks(Protocol):
     def place(self, root: nn.Module, *, frozen: bool) -> None:
         """Shard a model with the weights that were read."""
 
-    def decide(self, make: Callable[[], T]) -> T:
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
         """Return on every rank what `make` returns on the one that has read weights."""
 
 
@@ -48,7 +48,7 @@ def reads_weights() -> bool:
     return ranks is None or ranks.reads_weights
 
 
-def completed(root: ModelT, *, frozen: bool = False) -> ModelT:
+def place_on_ranks(root: ModelT, *, frozen: bool = False) -> ModelT:
     """Shard `root` if ranks share it, and return it: nothing may be added to it afterwards."""
     ranks = _RANKS.get()
     if ranks is not None:
@@ -56,14 +56,14 @@ def completed(root: ModelT, *, frozen: bool = False) -> ModelT:
     return root
 
 
-def decided(make: Callable[[], T]) -> T:
+def from_rank_zero(make: Callable[[], T]) -> T:
     """Return what `make` reads from the numbers of a model, the same on every rank."""
     ranks = _RANKS.get()
-    return make() if ranks is None else ranks.decide(make)
+    return make() if ranks is None else ranks.from_rank_zero(make)
 
 
 @contextmanager
-def drawn(seed: int) -> Iterator[None]:
+def seeded_init(seed: int) -> Iterator[None]:
     """Draw new weights inside from `seed`, the same on every device; none on the meta device.
 
     The CPU's generator is used: a GPU's draws other numbers.

@@ -21,7 +21,7 @@ from transformers import (
 from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
-from rlhf_lightning.models.building import drawn, reads_weights
+from rlhf_lightning.models.building import reads_weights, seeded_init
 from rlhf_lightning.models.generation_settings import mended_settings
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import load_config, loading_options, reward_normalization
@@ -85,7 +85,7 @@ def load_policy(
         raise ValueError("give exactly one of source and from_scratch to load_policy")
     if from_scratch is not None:
         config = set_dropout(AutoConfig.for_model(**from_scratch), dropout)
-        with drawn(seed):
+        with seeded_init(seed):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if reads_weights():
             model.to(torch.get_default_device())
@@ -221,7 +221,7 @@ def _new_scalar_model(
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, not_read=outside_trunk)
     hidden_size = model.get_output_embeddings().in_features
     std = head_std(hidden_size, head)
-    with drawn(seed):
+    with seeded_init(seed):
         new_head = scalar_head(hidden_size, init_std=std)
     return ScalarHeadModel(model.base_model, new_head.to(model.device))
 

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
-from rlhf_lightning.models.building import drawn
+from rlhf_lightning.models.building import seeded_init
 from rlhf_lightning.models.cpu_kernels import prepare
 from rlhf_lightning.models.heads import (
     PolicyModel,
@@ -96,7 +96,7 @@ class AdaptedBase(nn.Module):
             target_modules=self.targets,
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in self.model.modules()),
         )
-        with drawn(seed), warnings.catch_warnings():
+        with seeded_init(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
             warnings.filterwarnings("ignore", message=".*having multiple adapters.*")
             inject_adapter_in_model(config, self.model, adapter_name=name)
@@ -266,7 +266,7 @@ def add_scalar_model(
         seed: seeds adapter and head.
     """
     base.add_adapter(name, seed=seed)
-    with drawn(seed):
+    with seeded_init(seed):
         head = scalar_head(base.hidden_size, init_std=init_std)
     base.heads[name] = head.to(base.model.device)
     return AdaptedScalarModel(base, name)

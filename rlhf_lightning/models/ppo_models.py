@@ -11,7 +11,7 @@ from torch import nn
 from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import load_policy_adapter, load_scalar_adapter
-from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy, add_scalar_model
@@ -86,12 +86,12 @@ def policy_models(
         )
     reference = frozen(load_policy(policy, **options))
     round_frozen_weights(reference.model, precision)
-    completed(reference, frozen=True)
+    place_on_ranks(reference, frozen=True)
     trained = policy if start is None else start
     # The revision is that of `policy`; what was trained from it is a folder.
     own = options if str(trained) == str(policy) else options | {"revision": None}
     return PolicyModels(
-        policy=completed(
+        policy=place_on_ranks(
             load_policy(trained, **own, activation_checkpointing=activation_checkpointing)
         ),
         reference=reference,
@@ -159,7 +159,7 @@ def ppo_models(
             values = load_scalar_adapter(found.base, Path(str(value)) / ADAPTER, "value")
     else:
         source = policy if value is None else value
-        values = completed(
+        values = place_on_ranks(
             load_scalar_model(
                 source,
                 head=value_head,

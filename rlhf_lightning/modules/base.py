@@ -28,7 +28,7 @@ from rlhf_lightning.hparams import (
     SamplingHparams,
     SFTHparams,
 )
-from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.learning_rates import Kind
 from rlhf_lightning.modules import pretrained
@@ -39,7 +39,7 @@ from rlhf_lightning.modules.checkpoint_state import (
     save_states,
 )
 from rlhf_lightning.modules.checks import check_data, check_steps, check_trainer
-from rlhf_lightning.modules.metrics import Gaps
+from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
@@ -54,7 +54,7 @@ from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator, Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import make_answers
+from rlhf_lightning.rollout.scorers.base import make_responses
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
@@ -163,7 +163,7 @@ class RLHFModule(L.LightningModule):
         self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
         self.tokenizer = None
-        self.gaps = Gaps()
+        self.logged = LoggedNames()
         key = f"module.{self.stage}.max_skipped_steps"
         self.skipped = SkippedSteps(algorithm.max_skipped_steps, key)
 
@@ -252,7 +252,7 @@ class RLHFModule(L.LightningModule):
     def take(self, built: Any) -> None:
         """Take what `build_models` has built."""
         self.policy = built
-        completed(built.root)
+        place_on_ranks(built.root)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the groups of the optimizer, with their learning rates."""
@@ -371,7 +371,7 @@ class RLHFModule(L.LightningModule):
             "time/update": seconds,
             f"throughput/{self.unit}_per_second": float(size) / seconds,
         }
-        self.log_dict(self.gaps.filled(measures))
+        self.log_dict(self.logged.with_nans(measures))
 
     def reported(self, measured: Measured) -> Mapping[str, Tensor]:
         """Return the metrics from the sums of a step."""
@@ -451,7 +451,7 @@ class RLHFModule(L.LightningModule):
                 model, prompts, noise=noise, temperature=temperature, max_new_tokens=length
             )
         skip = self.sampling.skip_special_tokens
-        answers = make_answers(prompts, generation, tokenizer, skip_special_tokens=skip)
+        answers = make_responses(prompts, generation, tokenizer, skip_special_tokens=skip)
         return list(answers.completions)
 
 

@@ -35,7 +35,7 @@ class Stateful(Protocol):
         """Take them back."""
 
 
-def say_changed(key: str, value: object, saved: object) -> None:
+def log_changed(key: str, value: object, saved: object) -> None:
     """Log that a resumed run uses another value than the checkpoint's."""
     if rank() == 0:
         logger.warning(
@@ -98,7 +98,7 @@ def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningM
                 "another folder"
             )
         if name.rpartition(".")[2] not in _COMPARED_ELSEWHERE:
-            say_changed(name, given[name], saved[name])
+            log_changed(name, given[name], saved[name])
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
-from rlhf_lightning.modules.checkpoint_state import say_changed
+from rlhf_lightning.modules.checkpoint_state import log_changed
 from rlhf_lightning.rollout.collect import RewardShaping
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
 
@@ -110,5 +110,5 @@ class Controls:
         for key, value in self._asked.items():
             name = key.rpartition(".")[2]
             if before.get(key, value) != value:
-                say_changed(key, value, getattr(self, name))
+                log_changed(key, value, getattr(self, name))
                 setattr(self, name, value)

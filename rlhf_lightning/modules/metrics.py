@@ -81,8 +81,8 @@ def ratio_counts(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(RATIO_BINS, device=bins.device).scatter_add_(0, bins, mask.flatten().float())
 
 
-class Gaps:
-    """Logs NaN for what was measured before and is not now: Lightning would repeat the old value.
+class LoggedNames:
+    """Logs NaN for a metric that was logged before and is missing now: Lightning would repeat it.
 
     NaN is an empty cell of `metrics.csv`.
     """
@@ -90,8 +90,8 @@ class Gaps:
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def filled(self, values: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return the values, and NaN for every other name that was here before.
+    def with_nans(self, values: Mapping[str, float]) -> dict[str, Tensor]:
+        """Return the values, and NaN for every other name that was logged before.
 
         They are tensors of the host: Lightning would copy each number to the device.
         """
@@ -100,7 +100,7 @@ class Gaps:
         return {name: torch.tensor(float(value)) for name, value in numbers.items()}
 
 
-def rollout_measures(
+def rollout_metrics(
     rollout: RolloutBatch, stage: str, *, score_clip: float | None = None
 ) -> dict[str, float]:
     """Return the `rollout/*` values, `STAGE/entropy`, and what values and groups allow.
@@ -211,7 +211,7 @@ def _components(components: Mapping[str, Tensor]) -> dict[str, float]:
     return found
 
 
-def sampler_measures(
+def sampler_metrics(
     rollout: RolloutBatch, algorithm: OnPolicyHparams, num_tokens: float
 ) -> dict[str, float]:
     """Return the distance of the old policy from the sampler, as `rollout/*` values.

@@ -27,7 +27,7 @@ from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
 from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
-from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PolicyModels
@@ -40,8 +40,8 @@ from rlhf_lightning.modules.metrics import (
     CLIPPED,
     RunningMeans,
     ratio_counts,
-    rollout_measures,
-    sampler_measures,
+    rollout_metrics,
+    sampler_metrics,
     warn_of_clip,
 )
 from rlhf_lightning.modules.non_finite import check_sampler, finite, non_finite_in_rollout
@@ -373,9 +373,9 @@ class OnPolicyModule(RLHFModule):
         iteration: int,
     ) -> None:
         """Log the iteration, counted from 0; adapt the KL coefficient and the learning rate."""
-        sampled = rollout_measures(rollout, self.stage, score_clip=self.score_clip)
+        sampled = rollout_metrics(rollout, self.stage, score_clip=self.score_clip)
         tokens = float(global_sum(rollout.response_mask.sum()))
-        sampled |= sampler_measures(rollout, self.algorithm, tokens)
+        sampled |= sampler_metrics(rollout, self.algorithm, tokens)
         if self.score_clip and sampled.get(CLIPPED) and not self.said_clipped:
             key, share = f"module.{self.stage}.score_clip", sampled[CLIPPED]
             self.said_clipped = warn_of_clip(rollout, self.score_clip, key, share, iteration)
@@ -387,7 +387,7 @@ class OnPolicyModule(RLHFModule):
             **{f"time/{phase}": value for phase, value in seconds.items()},
             "throughput/tokens_per_second": tokens / sum(seconds.values()),
         }
-        self.log_dict(self.gaps.filled(measures), on_step=True)
+        self.log_dict(self.logged.with_nans(measures), on_step=True)
         self.controls.adapt_kl_coef(
             measures.get("rollout/kl_per_response"),
             self.algorithm,
@@ -413,9 +413,9 @@ class OnPolicyModule(RLHFModule):
         object.__setattr__(self, "reference", built.reference)
         object.__setattr__(self, "frozen_models", frozen)
         for model in built.trained:
-            completed(model)
+            place_on_ranks(model)
         for model in frozen:
-            completed(model, frozen=True)
+            place_on_ranks(model, frozen=True)
 
     @property
     def roots(self) -> Sequence[nn.Module]:

@@ -27,9 +27,9 @@ def sharing_models(
 ) -> Iterator[None]:
     """Build the models of a module in this context, as `configure_model` does.
 
-    Where ranks share them, rank 0 alone reads weights, and every model is sharded as soon as a
-    factory says that it is `completed`: no rank but the first ever holds a whole one, and the first
-    holds one at a time. What fails on one rank fails on all.
+    Where ranks share them, rank 0 alone reads weights, and a factory shards every model by
+    `place_on_ranks` as soon as it is complete: no rank but the first ever holds a whole one, and
+    the first holds one at a time. What fails on one rank fails on all.
 
     Args:
         module: module of the models.
@@ -78,7 +78,7 @@ class _Builders:
         self.apart = True
         release_freed_memory()
 
-    def decide(self, make: Callable[[], T]) -> T:
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
         found: T = self._meet(make() if self.reads_weights else None)
         return found
 

@@ -31,7 +31,7 @@ from rlhf_lightning.distributed.collectives import (
     rank,
     world_size,
 )
-from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import by_micro_batch, response_logprobs
 from rlhf_lightning.models.heads import PolicyModel
@@ -134,7 +134,7 @@ class ReferenceLogprobs:
             reference: PolicyModel = frozen(AdaptedPolicy(policy.base, None))
         else:
             with module.sharing_models():
-                reference = completed(frozen(self.build()), frozen=True)
+                reference = place_on_ranks(frozen(self.build()), frozen=True)
             move_models(module, [reference])
         with torch.no_grad(), module.trainer.strategy.precision_plugin.forward_context():
             for split, wanted in missing.items():

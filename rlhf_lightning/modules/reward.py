@@ -21,7 +21,7 @@ from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import RewardHparams
-from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import packs, pair_micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
@@ -93,7 +93,7 @@ class RewardModule(RLHFModule):
     def take(self, built: ScalarHeadModel) -> None:
         """Take what `build_models` has built."""
         self.model = built
-        completed(built.root)
+        place_on_ranks(built.root)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Take one optimizer step on the batch of pairs."""
@@ -121,7 +121,7 @@ class RewardModule(RLHFModule):
 
     def _micro_batches(self, batch: PreferenceBatch) -> list[Tensor]:
         """Return the rows of each forward; without a bound all where half are saved or more."""
-        numbers = answer_numbers(batch)
+        numbers = response_numbers(batch)
         # One batch is padded to its longest row, so a single repeated response is not worth it.
         if self.algorithm.micro_batch_size is None and 0 < 2 * len(set(numbers)) <= len(numbers):
             return [torch.arange(len(batch))]
@@ -140,7 +140,7 @@ class RewardModule(RLHFModule):
         """
         ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2B, T]
         mask = torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask])
-        numbers = answer_numbers(batch)
+        numbers = response_numbers(batch)
         place = {number: i for i, number in enumerate(dict.fromkeys(numbers))}
         again = len(place) < len(numbers)
         if again:
@@ -200,6 +200,6 @@ class RewardModule(RLHFModule):
         self.log_validation_time()
 
 
-def answer_numbers(batch: PreferenceBatch) -> list[int]:
+def response_numbers(batch: PreferenceBatch) -> list[int]:
     """Return `[2B]` numbers of the chosen and then of the rejected responses; [] if not known."""
     return [number for side in zip(*batch.answer_ids or (), strict=True) for number in side]

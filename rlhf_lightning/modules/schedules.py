@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_lightning.arguments import Fraction, checked
-from rlhf_lightning.modules.checkpoint_state import say_changed
+from rlhf_lightning.modules.checkpoint_state import log_changed
 
 # What is no hyper-parameter: how a step is computed, and what a schedule keeps.
 _NOT_ASKED = frozenset({"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
@@ -78,7 +78,7 @@ class IterationSchedule(LambdaLR):
             for name, value in asked.items():
                 if not _same(value, saved.get(name)):
                     word = "learning_rate" if name == "lr" else name
-                    say_changed(f"{word}{of_group}", value, saved.get(name))
+                    log_changed(f"{word}{of_group}", value, saved.get(name))
                     group[name] = value
                     if name == "lr":
                         self.base_lrs[index] = group["initial_lr"] = value

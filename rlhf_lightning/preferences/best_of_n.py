@@ -20,7 +20,7 @@ from rlhf_lightning.preferences.candidates import (
     what_to_change,
 )
 from rlhf_lightning.preferences.journal import write_records
-from rlhf_lightning.preferences.pairing import AnswerScores
+from rlhf_lightning.preferences.pairing import ResponseScores
 from rlhf_lightning.preferences.records import Candidate, completion_of, readable
 
 
@@ -54,7 +54,7 @@ class RejectionSampler:
 
     folder: Path
     sampling: Sampling
-    score: AnswerScores
+    score: ResponseScores
     keep_unfinished: bool
     gold: Gold | None
     say: Callable[[str], None]

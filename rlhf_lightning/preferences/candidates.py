@@ -34,7 +34,7 @@ from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import make_answers
+from rlhf_lightning.rollout.scorers.base import make_responses
 from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.messages import as_text
@@ -283,7 +283,7 @@ def _answer(
             max_new_tokens=sampling.max_new_tokens,
         )
     skip = sampling.skip_special_tokens
-    answers = make_answers(batch, generation, policy.tokenizer, skip_special_tokens=skip)
+    answers = make_responses(batch, generation, policy.tokenizer, skip_special_tokens=skip)
     numbers = [row_id // sampling.num_samples for _, row_id in rows]
     return tuple(zip(numbers, answers.completions, answers.finished.tolist(), strict=True))
 

@@ -135,7 +135,7 @@ def _best_against_worst(answers: Sequence[Candidate], score: ScoreFunction) -> l
 
 
 # (prompt, response) pairs -> the score of each, None where there is none.
-AnswerScores = Callable[[Sequence[tuple[Text, str]]], list[float | None]]
+ResponseScores = Callable[[Sequence[tuple[Text, str]]], list[float | None]]
 
 
 class Defeat(NamedTuple):
@@ -161,7 +161,7 @@ class WorstSamples(Checked):
     """
 
     run: Path
-    score: AnswerScores
+    score: ResponseScores
     num_pairs: Count
 
     def __post_init__(self) -> None:

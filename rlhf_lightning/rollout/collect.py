@@ -28,7 +28,7 @@ from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.resampling import resampled
-from rlhf_lightning.rollout.scorers.base import Answers, Scorer, Scores, make_answers
+from rlhf_lightning.rollout.scorers.base import Responses, Scorer, Scores, make_responses
 
 Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -110,7 +110,7 @@ def collect_rollout(
     """
     seconds = {"generate": 0.0, "score": 0.0}
 
-    def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
+    def answered(prompts: PromptBatch) -> tuple[Responses, Scores]:
         started = time.perf_counter()
         sampled = generation
         if sampled is None:
@@ -119,7 +119,7 @@ def collect_rollout(
             )
         generated = time.perf_counter()
         skip = parts.skip_special_tokens
-        answers = make_answers(prompts, sampled, parts.tokenizer, skip_special_tokens=skip)
+        answers = make_responses(prompts, sampled, parts.tokenizer, skip_special_tokens=skip)
         scores = parts.scorer(answers)
         seconds["generate"] += generated - started
         seconds["score"] += time.perf_counter() - generated
@@ -186,7 +186,7 @@ def begin_responses(
 
 def assemble_rollout(
     parts: RolloutParts,
-    answers: Answers,
+    answers: Responses,
     scores: Scores,
     *,
     temperature: float,
@@ -195,7 +195,7 @@ def assemble_rollout(
 ) -> RolloutBatch:
     """Return the rollout of scored responses: evaluate, shape, estimate advantages."""
     prompts, mask = answers.prompts, answers.response_mask  # [B, R]
-    logprobs, entropy, ref_logprobs, values = evaluate_answers(
+    logprobs, entropy, ref_logprobs, values = evaluate_responses(
         parts, answers, temperature=temperature
     )
     by_domain = [shaping.domain_weights.get(name, 1.0) for name in prompts.domains]
@@ -235,7 +235,7 @@ def assemble_rollout(
 
 
 def _adjusted(
-    worth: Tensor, answers: Answers, shaping: RewardShaping, max_new_tokens: int
+    worth: Tensor, answers: Responses, shaping: RewardShaping, max_new_tokens: int
 ) -> Tensor:
     """Return `[B]` what each response is worth, before the KL penalty."""
     if shaping.diversity_bonus:
@@ -254,7 +254,7 @@ def _adjusted(
     )
 
 
-def novelty(answers: Answers) -> list[float]:
+def novelty(answers: Responses) -> list[float]:
     """Return the share of each response's bigrams that no other response of any rank has, `[B]`."""
     mask = answers.response_mask.cpu()
     ids = answers.sequences[:, -mask.shape[1] :].cpu()
@@ -265,8 +265,8 @@ def novelty(answers: Answers) -> list[float]:
     return shares[start : start + len(own)]
 
 
-def evaluate_answers(
-    parts: RolloutParts, answers: Answers, *, temperature: float
+def evaluate_responses(
+    parts: RolloutParts, answers: Responses, *, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask.
 

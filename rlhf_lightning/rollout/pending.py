@@ -86,7 +86,7 @@ class PendingGeneration:
             self.put(iteration + 1, following, begun)
         return own, generation
 
-    def _arrive(self) -> None:
+    def _wait_for_generation(self) -> None:
         if self._waiting is None:
             return
         prompts, wait = self._waiting
@@ -110,7 +110,7 @@ class PendingGeneration:
         """
         if iteration != self.iteration:
             return None
-        self._arrive()
+        self._wait_for_generation()
         same = prompts.row_ids.unsqueeze(1) == self.rows["row_ids"].to(prompts.row_ids.device)
         if not bool(same.any(1).all()):
             raise ValueError(
@@ -130,7 +130,7 @@ class PendingGeneration:
 
     def state_dict(self) -> dict[str, Any]:
         """Return iteration and rows of all ranks for a checkpoint; every rank must call it."""
-        self._arrive()
+        self._wait_for_generation()
         ranks = gathered({name: value.cpu() for name, value in self.rows.items()})
         return {"iteration": self.iteration, "rows": _joined(ranks)}
 

@@ -17,7 +17,7 @@ from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank, world_size
 from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.functional.rewards import adjust_scores
-from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Responses, Scores
 
 
 class Sampled(NamedTuple):
@@ -37,12 +37,12 @@ class Sampled(NamedTuple):
 
 
 def resampled(
-    answered: Callable[[PromptBatch], tuple[Answers, Scores]],
+    answered: Callable[[PromptBatch], tuple[Responses, Scores]],
     prompts: PromptBatch,
     *,
     max_rounds: int,
     score_clip: float | None,
-) -> tuple[Answers, Scores, int]:
+) -> tuple[Responses, Scores, int]:
     """Return scored responses, with uninformative groups replaced by groups of spare prompts.
 
     A group is uninformative if its scores, clipped but before penalties, are all equal. A round
@@ -92,14 +92,14 @@ def _rows_of(groups: Tensor, size: int) -> Tensor:
     return (groups.unsqueeze(1) * size + torch.arange(size, device=groups.device)).flatten()
 
 
-def _uninformative(answers: Answers, scores: Scores, score_clip: float | None) -> Tensor:
+def _uninformative(answers: Responses, scores: Scores, score_clip: float | None) -> Tensor:
     compared = adjust_scores(
         scores.total, answers.finished, clip=score_clip, missing_eos_penalty=0.0
     )
     return ~informative_groups(compared, answers.prompts.group_ids, scores.applies)  # [B]
 
 
-def _sampled(answers: Answers, scores: Scores, rows: Tensor) -> Sampled:
+def _sampled(answers: Responses, scores: Scores, rows: Tensor) -> Sampled:
     """Return these rows, on the CPU."""
     generation = answers.generation
     responses = generation.sequences[:, -generation.response_mask.shape[1] :]
@@ -112,8 +112,8 @@ def _sampled(answers: Answers, scores: Scores, rows: Tensor) -> Sampled:
 
 
 def _with_rows(
-    answers: Answers, scores: Scores, rows: Tensor, new: Sequence[Sampled], prompts: PromptBatch
-) -> tuple[Answers, Scores]:
+    answers: Responses, scores: Scores, rows: Tensor, new: Sequence[Sampled], prompts: PromptBatch
+) -> tuple[Responses, Scores]:
     """Return responses and scores with `new` in place of these rows; `prompts` has all prompts."""
     device = rows.device
     own = _sampled(answers, scores, torch.arange(len(scores.total), device=device))
@@ -126,7 +126,7 @@ def _with_rows(
     row_ids = torch.cat([part.row_ids for part in every])[order].to(device)
     asked = prompts.with_row_ids(row_ids)
     completions = [text for part in every for text in part.completions]
-    merged = Answers(
+    merged = Responses(
         asked,
         replace(generation, sequences=torch.cat([asked.input_ids, generation.sequences], 1)),
         torch.cat([asked.attention_mask, generation.response_mask], 1),

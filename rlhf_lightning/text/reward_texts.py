@@ -26,7 +26,7 @@ BETWEEN_TURNS = "\n\n"
 _PLACEHOLDER = "\ue000answer\ue001"
 
 
-class AnswerText(NamedTuple):
+class ResponseText(NamedTuple):
     """One answer as text.
 
     Args:
@@ -79,7 +79,7 @@ class Renderer:
         self._control = control_tokens(tokenizer)
         self.encode = self._control.encoding
 
-    def parts(self, row: AnswerText) -> Parts:
+    def parts(self, row: ResponseText) -> Parts:
         """Return prompt, answer and closing marks as one text in three parts.
 
         Raises:
@@ -106,7 +106,7 @@ class Renderer:
             )
         return Parts(before, full[len(before) : len(full) - len(after)], after)
 
-    def question(self, row: AnswerText) -> str:
+    def question(self, row: ResponseText) -> str:
         """Return the prompt by itself.
 
         Raises:
@@ -118,11 +118,11 @@ class Renderer:
             return BETWEEN_TURNS.join(self._text(message["content"]) for message in row.messages)
         return self._render(row)
 
-    def answer(self, row: AnswerText) -> str:
+    def answer(self, row: ResponseText) -> str:
         """Return the answer by itself."""
         return self._text(row.completion)
 
-    def _render(self, row: AnswerText, *answer: Mapping[str, str]) -> str:
+    def _render(self, row: ResponseText, *answer: Mapping[str, str]) -> str:
         if self.template is None and not self.tokenizer.chat_template:
             raise ValueError(
                 "the reward model's tokenizer has no chat template, and prompts are conversations: "
@@ -205,11 +205,11 @@ class LastTokenInputs:
                 "the reward model's tokenizer has no EOS token: use scorer.ending=template or none"
             )
 
-    def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:
+    def __call__(self, rows: Sequence[ResponseText]) -> list[Tokens]:
         """Return each row's tokens."""
         return [self._tokens(row) for row in rows]
 
-    def _tokens(self, row: AnswerText) -> Tokens:
+    def _tokens(self, row: ResponseText) -> Tokens:
         parts = self.renderer.parts(row)
         closed = row.finished and self.ending != "none"
         encoding, num_before = self.renderer.encode(
@@ -284,11 +284,11 @@ class ClassifierInputs:
                 "are special ones"
             )
 
-    def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:
+    def __call__(self, rows: Sequence[ResponseText]) -> list[Tokens]:
         """Return each row's tokens."""
         return [self._tokens(row) for row in rows]
 
-    def _tokens(self, row: AnswerText) -> Tokens:
+    def _tokens(self, row: ResponseText) -> Tokens:
         if self.pair:
             prompt, answer = self.renderer.question(row), self.renderer.answer(row)
             first, second = self.renderer.encode(prompt)[0], self.renderer.encode(answer)[0]
@@ -302,7 +302,7 @@ class ClassifierInputs:
         encoding = self.tokenizer.backend_tokenizer.post_process(first, second, True)
         return Tokens(encoding.ids, encoding.type_ids, over_long)
 
-    def _text(self, row: AnswerText) -> tuple[str, str]:
+    def _text(self, row: ResponseText) -> tuple[str, str]:
         """Return what stands before the answer, and the rest."""
         if self.input_format == "completion":
             return "", self.renderer.answer(row)

@@ -202,7 +202,7 @@ def prompt_ids(
     return encoder.cut_hidden(text).ids if guarded else encoder.cut(text, 0).ids
 
 
-def prompt_and_answers(
+def prompt_and_responses(
     prompt: Text,
     answers: Sequence[Text],
     tokenizer: PreTrainedTokenizerBase | TextEncoder,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.models.building import drawn
+from rlhf_lightning.models.building import seeded_init
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 
@@ -69,7 +69,7 @@ def tiny_scalar_model(
     model_type: str = "gpt2", *, seed: int = 1, init_std: float = 0.3, bias: float = 0.0
 ) -> ScalarHeadModel:
     trunk: Any = tiny_policy(model_type, seed=seed).model.base_model
-    with drawn(seed):
+    with seeded_init(seed):
         head = scalar_head(HIDDEN, init_std=init_std)
     head.to(trunk.device)
     torch.nn.init.constant_(head.bias, bias)

@@ -44,7 +44,7 @@ from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Responses, Scores
 from tests.builders.models import (
     EOS,
     PAD,
@@ -74,7 +74,7 @@ class TokenScorer:
     def build(self, base: Any = None) -> list[torch.nn.Module]:
         return []
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         mask = answers.response_mask.cpu()
         bodies = answers.sequences[:, -mask.shape[1] :].cpu()
         rows = zip(bodies, mask, answers.finished.tolist(), strict=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, answers_of
-from rlhf_lightning.doctor.metrics import measure_answers
+from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, responses_of
+from rlhf_lightning.doctor.metrics import response_metrics
 from rlhf_lightning.rollout.collect import novelty
 from tests.builders.models import tiny_tokenizer
 from tests.builders.ranks import SimulatedRanks
@@ -32,9 +32,9 @@ def whole() -> tuple[RolloutBatch, PromptBatch]:
 
 
 def measured(rollout: RolloutBatch, batch: PromptBatch) -> dict[str, float]:
-    answers = answers_of(rollout, batch, tiny_tokenizer())
+    answers = responses_of(rollout, batch, tiny_tokenizer())
     seconds = [float(len(text)) for text in answers.completions]
-    return measure_answers(all_records(rollout, answers, REFUSALS, seconds), score_clip=1.0)
+    return response_metrics(all_records(rollout, answers, REFUSALS, seconds), score_clip=1.0)
 
 
 def test_every_rank_measures_exactly_what_one_rank_would(whole, monkeypatch) -> None:
@@ -61,11 +61,11 @@ def test_the_prompts_of_a_rollout_in_groups_are_counted_and_not_its_responses() 
 
 def test_novelty_does_not_depend_on_how_ranks_share_the_answers(whole, monkeypatch) -> None:
     rollout, batch = whole
-    alone = novelty(answers_of(rollout, batch, tiny_tokenizer()))
+    alone = novelty(responses_of(rollout, batch, tiny_tokenizer()))
 
     def half(rank: int) -> list[float]:
         part = HALVES[rank]
-        return novelty(answers_of(rollout[part], batch[part], tiny_tokenizer()))
+        return novelty(responses_of(rollout[part], batch[part], tiny_tokenizer()))
 
     first, second = SimulatedRanks(monkeypatch, 2).run(half)
     assert [*first, *second] == alone

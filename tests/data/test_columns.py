@@ -19,7 +19,7 @@ from rlhf_lightning.data.identity import rows_digest
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
-from tests.rollout.answers import answers_of
+from tests.rollout.answers import responses_of
 
 PLAIN = {
     "flag": [True, False, None, False],
@@ -109,7 +109,7 @@ def test_a_columns_values_keep_their_types(tmp_path, tokenizer, write, columns):
 
     copied = pickle.loads(pickle.dumps(batch.to("cpu", non_blocking=True)))
     again = PromptBatch.cat([copied[[1, 0]], copied[torch.tensor([False, False, True, True])]])
-    FunctionScorer(function)(answers_of(again[[1, 0, 2, 3]], [[7]] * 4))
+    FunctionScorer(function)(responses_of(again[[1, 0, 2, 3]], [[7]] * 4))
     assert {name: seen[0][name] for name in wanted} == wanted
 
 

@@ -24,7 +24,7 @@ from rlhf_lightning.data.records import (
 )
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.control_tokens import control_tokens
-from rlhf_lightning.text.tokens import prompt_and_answers, prompt_ids, render_chat
+from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids, render_chat
 from rlhf_lightning.text.turn_end import turn_end
 from tests.builders.tokenizers import family_tokenizer
 
@@ -47,7 +47,7 @@ every_tokenizer = pytest.mark.parametrize(
 
 
 def answer_of(prompt, answer, tokenizer, **options):
-    return prompt_and_answers(prompt, [answer], tokenizer, **options).answers[0]
+    return prompt_and_responses(prompt, [answer], tokenizer, **options).answers[0]
 
 
 def user(content):

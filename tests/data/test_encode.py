@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from rlhf_lightning.data.encode import (
-    ANSWER_TOO_LONG,
     IDENTICAL,
     NO_TOKENS,
     OVER_LONG,
+    RESPONSE_TOO_LONG,
     EncodingReport,
     encode_all,
     encode_demonstration,
@@ -232,7 +232,7 @@ def test_an_answer_that_fills_max_length_alone_is_dropped_even_when_cutting(toke
         record, tokenizer, max_length=5, over_long="truncate_left", report=report
     )
     assert encoded is None
-    assert report.dropped == {ANSWER_TOO_LONG: 1}
+    assert report.dropped == {RESPONSE_TOO_LONG: 1}
 
 
 def test_sides_that_differ_in_nothing_the_model_sees_are_dropped(tokenizer):

@@ -7,9 +7,9 @@ import torch
 
 from rlhf_lightning.data.encode import encode_all, encode_demonstration, encode_preference
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-from rlhf_lightning.evaluation.held_out import written_answers
+from rlhf_lightning.evaluation.held_out import written_responses
 from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
-from rlhf_lightning.text.reward_texts import AnswerText, LastTokenInputs, Renderer
+from rlhf_lightning.text.reward_texts import LastTokenInputs, Renderer, ResponseText
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, stop_ids
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
 
@@ -39,7 +39,7 @@ def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
     pair = encode_preference(
         PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500
     )
-    written = written_answers(
+    written = written_responses(
         [PromptRecord(ASKED)],
         [said("so")],
         tokenizer,
@@ -84,7 +84,7 @@ def test_an_exported_reward_model_is_read_where_it_was_trained(family):
     )
     assert ids == pair.chosen_input_ids.tolist()
     assert exported.pad_token_id not in (end, exported.eos_token_id)
-    row = AnswerText("", [dict(m) for m in ASKED], "so", True)
+    row = ResponseText("", [dict(m) for m in ASKED], "so", True)
     for each in (tokenizer, exported):
         inputs = LastTokenInputs(Renderer(each, None), ending="eos", max_length=None)
         assert inputs([row])[0].ids == ids

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Detectors, Hysteresis, Transition
-from rlhf_lightning.doctor.metrics import AnswerRecord, measure_answers
+from rlhf_lightning.doctor.metrics import ResponseRecord, response_metrics
 from rlhf_lightning.doctor.spec import ALARM, HEALTHY, WARN
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
@@ -241,7 +241,7 @@ def test_a_refusal_rate_of_groups_of_answers_may_waver() -> None:
         for t in range(1, 101):
             shares = [0.95 if wavers.random() < 0.75 else 0.2 for _ in range(3)]
             rows = [
-                AnswerRecord(
+                ResponseRecord(
                     i,
                     i // 8,
                     "harm",
@@ -254,7 +254,7 @@ def test_a_refusal_rate_of_groups_of_answers_may_waver() -> None:
                 )
                 for i in range(24)
             ]
-            found = measure_answers(rows, score_clip=None)
+            found = response_metrics(rows, score_clip=None)
             kept = {name: found[name] for name in ("refusal_rate", "harmful_prompts")}
             alerts += any(x.before == HEALTHY for x in detectors.observe(t, kept))
     assert alerts <= 1

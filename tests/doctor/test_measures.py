@@ -9,33 +9,33 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_lightning.doctor.metrics import AnswerRecord, correlation, measure_answers
+from rlhf_lightning.doctor.metrics import ResponseRecord, correlation, response_metrics
 
 
-def answer(row: int, **changes: object) -> AnswerRecord:
-    plain = AnswerRecord(row, row, "sums", float(row % 3), 4 + row % 2, (row, row + 1), 0.0, 1.0)
+def answer(row: int, **changes: object) -> ResponseRecord:
+    plain = ResponseRecord(row, row, "sums", float(row % 3), 4 + row % 2, (row, row + 1), 0.0, 1.0)
     return replace(plain, **changes)
 
 
 def test_measures_do_not_depend_on_how_ranks_share_the_answers() -> None:
     rows = [answer(i, second=math.sin(i), surplus=0.1 * i) for i in range(12)]
     shuffled = random.Random(1).sample(rows, 12)
-    assert measure_answers(rows, score_clip=1.5) == measure_answers(shuffled, score_clip=1.5)
+    assert response_metrics(rows, score_clip=1.5) == response_metrics(shuffled, score_clip=1.5)
 
 
 def test_the_most_common_answer_is_counted() -> None:
     rows = [answer(i, tokens=(7,) if i < 6 else (i, 8)) for i in range(8)]
-    assert measure_answers(rows, score_clip=None)["most_common"] == pytest.approx(6 / 8)
+    assert response_metrics(rows, score_clip=None)["most_common"] == pytest.approx(6 / 8)
 
 
 def test_domains_are_judged_by_the_second_scorer_alone_where_there_is_one() -> None:
     rows = [answer(i, domain="ab"[i % 2], score=7.0) for i in range(6)]
-    by_score = measure_answers(rows, score_clip=None)
+    by_score = response_metrics(rows, score_clip=None)
     assert (by_score["domain_score/a"], by_score["domain_score/b"]) == (7.0, 7.0)
-    not_asked = measure_answers(rows, score_clip=None, second_scorer=True)
+    not_asked = response_metrics(rows, score_clip=None, second_scorer=True)
     assert not [name for name in not_asked if name.startswith("domain_score")]
     asked = [replace(row, second=float(row.row_id % 2)) for row in rows]
-    by_second = measure_answers(asked, score_clip=None, second_scorer=True)
+    by_second = response_metrics(asked, score_clip=None, second_scorer=True)
     assert (by_second["domain_score/a"], by_second["domain_score/b"]) == (0.0, 1.0)
     assert (by_second["second_score"], by_second["second_std"]) == (0.5, 0.5)
 
@@ -46,38 +46,38 @@ def test_lengths_that_differ_between_domains_are_no_correlation() -> None:
     rows += [
         answer(i, domain="sums", length=3 + i % 2, score=1.0 + i // 2 % 2) for i in range(4, 8)
     ]
-    assert measure_answers(rows, score_clip=None)["length_correlation"] == pytest.approx(0)
+    assert response_metrics(rows, score_clip=None)["length_correlation"] == pytest.approx(0)
 
 
 def test_a_score_that_is_the_length_correlates_fully() -> None:
     rows = [answer(i, length=i + 2, score=2.0 * i) for i in range(6)]
-    assert measure_answers(rows, score_clip=None)["length_correlation"] == pytest.approx(1)
+    assert response_metrics(rows, score_clip=None)["length_correlation"] == pytest.approx(1)
 
 
 def test_scores_at_the_clip_are_counted() -> None:
     rows = [answer(i, score=s) for i, s in enumerate([5.0, -5.0, 6.0, 1.0])]
-    assert measure_answers(rows, score_clip=5.0)["clipped"] == 0.75
-    assert "clipped" not in measure_answers(rows, score_clip=None)
+    assert response_metrics(rows, score_clip=5.0)["clipped"] == 0.75
+    assert "clipped" not in response_metrics(rows, score_clip=None)
 
 
 def test_refusals_count_only_on_harmful_prompts() -> None:
     rows = [answer(0, refused=True), answer(1, refused=False), answer(2), answer(3)]
-    found = measure_answers(rows, score_clip=None)
+    found = response_metrics(rows, score_clip=None)
     assert (found["refusal_rate"], found["harmful_prompts"]) == (0.5, 2.0)
-    assert "refusal_rate" not in measure_answers(rows[2:], score_clip=None)
+    assert "refusal_rate" not in response_metrics(rows[2:], score_clip=None)
 
 
 def test_a_harmful_prompt_with_several_answers_is_one_prompt() -> None:
     rows = [answer(i, group_id=i // 4, refused=i % 4 > 0) for i in range(8)]
-    found = measure_answers([*rows, answer(8, group_id=2)], score_clip=None)
+    found = response_metrics([*rows, answer(8, group_id=2)], score_clip=None)
     assert (found["refusal_rate"], found["harmful_prompts"]) == (0.75, 2.0)
 
 
 def test_domains_are_judged_by_the_second_scorer_where_there_is_one() -> None:
     rows = [answer(i, domain="ab"[i % 2], score=1.0, second=float(i)) for i in range(4)]
-    found = measure_answers(rows, score_clip=None)
+    found = response_metrics(rows, score_clip=None)
     assert (found["domain_score/a"], found["domain_score/b"]) == (1.0, 2.0)
-    alone = measure_answers([replace(r, second=None) for r in rows], score_clip=None)
+    alone = response_metrics([replace(r, second=None) for r in rows], score_clip=None)
     assert alone["domain_score/a"] == 1.0
     assert "second_score" not in alone
 
@@ -105,7 +105,7 @@ def test_surprise_less_entropy_is_zero_on_average_unless_the_sampler_truncates(
         answer(i, length=40, surplus=float(part.sum()), surplus_squares=float(part.square().sum()))
         for i, part in enumerate(gap.view(100, 40))
     ]
-    found = measure_answers(rows, score_clip=None)
+    found = response_metrics(rows, score_clip=None)
     sigmas = found["sampler_bias"] / found["sampler_error"]
     if kept is None:
         assert abs(sigmas) < 4
@@ -116,14 +116,14 @@ def test_surprise_less_entropy_is_zero_on_average_unless_the_sampler_truncates(
 def test_answers_without_a_score_are_in_no_measure_of_scores() -> None:
     rows = [answer(i, domain="ab"[i % 2], score=float(i), length=i + 2) for i in range(6)]
     more = [answer(9, domain="a", score=math.nan, length=40, second=5.0)]
-    found = measure_answers(rows + more, score_clip=2.0)
-    alone = measure_answers(rows, score_clip=2.0)
+    found = response_metrics(rows + more, score_clip=2.0)
+    alone = response_metrics(rows, score_clip=2.0)
     for name in ("length_correlation", "clipped", "domain_score/a", "domain_score/b"):
         assert found[name] == alone[name]
     seconds = [replace(row, second=float(row.row_id)) for row in rows]
-    by_second = measure_answers(seconds + more, score_clip=2.0, second_scorer=True)
+    by_second = response_metrics(seconds + more, score_clip=2.0, second_scorer=True)
     assert by_second["second_score"] == 2.5
     assert by_second["second_correlation"] == pytest.approx(1)
-    only = measure_answers(more, score_clip=2.0)
+    only = response_metrics(more, score_clip=2.0)
     assert not {"length_correlation", "domain_score/a"} & set(only)
     assert only["clipped"] == 0

@@ -16,7 +16,7 @@ from rlhf_lightning.evaluation.benchmarks import (
     RewardBench2,
     Scored,
     best_of_credit,
-    ties_measures,
+    ties_metrics,
 )
 
 
@@ -83,7 +83,7 @@ def test_ties_are_scored_as_the_repository_of_the_set_does(tmp_path):
         # The reference fails by 1; the tied prompt is right with a margin of 3 over a spread of 2.
         *tie(2, [1.0, 2.0], [6.0, 4.0, 1.0], 2, tmp_path),
     ]
-    found = ties_measures(scored)
+    found = ties_metrics(scored)
     closeness = (math.tanh(2 / 1 - 1) + math.tanh(1 / 4 - 1) + math.tanh(-1 / 2 - 1)) / 3
     assert found["tied_accuracy"] == 1
     assert found["ref_accuracy"] == pytest.approx(2 / 3)
@@ -95,7 +95,7 @@ def test_ties_are_scored_as_the_repository_of_the_set_does(tmp_path):
 
 
 def test_equal_scores_of_all_answers_earn_nothing_in_ties_and_a_share_elsewhere(tmp_path):
-    found = ties_measures(tie(0, [1.0, 1.0], [1.0, 1.0, 1.0], 2, tmp_path))
+    found = ties_metrics(tie(0, [1.0, 1.0], [1.0, 1.0, 1.0], 2, tmp_path))
     assert found == {
         "ref_accuracy": 0, "tied_accuracy": 0, "preferred": 0, "preferred_hard": 0, "closeness": 0,
         "score": 0,
@@ -107,7 +107,7 @@ def test_equal_scores_of_all_answers_earn_nothing_in_ties_and_a_share_elsewhere(
 def test_a_tie_without_its_reference_is_refused(tmp_path):
     scored = tie(0, [1.0, 0.0], [1.0, 1.0, 0.0], 2, tmp_path)
     with pytest.raises(ValueError, match="without their counterpart, or twice: 0"):
-        ties_measures(scored[1:])
+        ties_metrics(scored[1:])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rlhf_lightning.evaluation.held_out import (
     Questions,
     encode_questions,
     encode_safety_prompts,
-    written_answers,
+    written_responses,
 )
 from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.models.forward import sequence_scores
@@ -85,7 +85,7 @@ def test_a_written_answer_has_the_score_of_its_tokens():
     scorer = RewardModelScorer(lambda: model)
     scorer.build()
     records, texts = [RECORDS[0], RECORDS[2]], ["w6 w7 w8", "w9"]
-    said = written_answers(
+    said = written_responses(
         records,
         texts,
         tokenizer(),
@@ -113,7 +113,7 @@ def test_a_written_answer_is_rendered_with_the_variables_of_its_record():
     )
     asked = ({"role": "user", "content": "why?"},)
     record = PromptRecord(asked, variables={"tools": [{"name": "f"}]})
-    said = written_answers(
+    said = written_responses(
         [record],
         [({"role": "assistant", "content": "so"},)],
         build_tokenizer(template=needs_tools),

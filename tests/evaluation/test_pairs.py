@@ -12,7 +12,7 @@ from rlhf_lightning.data.collate import PreferenceCollator
 from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.evaluation.reward_accuracy import (
     ScoredPair,
-    pair_measures,
+    pair_metrics,
     pair_values,
     score_pairs,
 )
@@ -104,7 +104,7 @@ PAIRS = [
 
 
 def test_accuracy_is_measured_on_each_part_beside_its_number_of_pairs():
-    measures = pair_measures(PAIRS)
+    measures = pair_metrics(PAIRS)
     expected = {
         "_length_matched": (2 / 3, 3),
         "_chosen_shorter": (1 / 2, 2),
@@ -126,13 +126,13 @@ def test_accuracy_is_measured_on_each_part_beside_its_number_of_pairs():
 
 
 def test_no_name_of_a_domain_or_a_subset_touches_another_figure():
-    alone = pair_measures([pair._replace(subsets=(), domain="") for pair in PAIRS])
+    alone = pair_metrics([pair._replace(subsets=(), domain="") for pair in PAIRS])
     names = ("low", "high", "length_matched", "chosen_longer", "ties_half", "strict_low")
     pairs = [
         ScoredPair(*pair[:4], subsets=names, domain=name)
         for pair, name in zip(PAIRS, names, strict=False)
     ]
-    found = pair_measures(pairs)
+    found = pair_metrics(pairs)
     assert {name: found[name] for name in alone} == alone
     assert not {"val/accuracy_low", "val/accuracy_high", "val/accuracy_ties_half"} & set(found), (
         "the figures of all pairs are measured elsewhere"
@@ -143,8 +143,8 @@ def test_no_name_of_a_domain_or_a_subset_touches_another_figure():
 
 
 def test_lengths_match_up_to_ten_per_cent_of_the_longer_one():
-    just = pair_measures([ScoredPair(1.0, 0.0, 90, 100)])
-    beyond = pair_measures([ScoredPair(1.0, 0.0, 89, 100)])
+    just = pair_metrics([ScoredPair(1.0, 0.0, 90, 100)])
+    beyond = pair_metrics([ScoredPair(1.0, 0.0, 89, 100)])
     assert just["val/num_pairs_length_matched"] == 1
     assert "val/num_pairs_length_matched" not in beyond
 
@@ -158,10 +158,10 @@ def test_a_model_that_scores_by_length_is_found_out_where_lengths_match():
     for (a, b), by_length in zip(lengths, longer_first, strict=True):
         chosen, rejected = sorted((a, b), reverse=by_length)
         pairs.append(ScoredPair(float(chosen), float(rejected), chosen, rejected))
-    measures = pair_measures(pairs)
+    measures = pair_metrics(pairs)
     assert measures["val/accuracy_chosen_longer"] == 1.0
     assert measures["val/accuracy_chosen_shorter"] == 0.0
 
 
 def test_no_pairs_give_no_measures():
-    assert pair_measures([]) == {}
+    assert pair_metrics([]) == {}

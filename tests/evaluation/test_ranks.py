@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
 from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.evaluation.normalization import fold_normalization
@@ -59,7 +59,7 @@ def test_every_rank_normalizes_with_the_moments_of_the_samples_that_ranks_have_s
     again = fold_normalization(reward, policy, batches, sampling(EOS), seed=3)
     assert again["reward/sample_mean"] == pytest.approx(0, abs=1e-6)
     assert again["reward/sample_std"] == pytest.approx(1, abs=1e-6)
-    said = sample_answers(
+    said = sample_batches(
         policy, batches, sampling(EOS), noise=RowNoise(3, "normalization"), scorer=scorer_of(reward)
     )
     assert np.std(said.scores) == pytest.approx(1, abs=1e-5)
@@ -74,7 +74,7 @@ def test_the_kl_of_answers_has_no_dropout_whatever_mode_the_models_are_in():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
     said = [
-        sample_answers(
+        sample_batches(
             policy.train(mode),
             [PROMPTS],
             sampling(EOS),
@@ -103,7 +103,7 @@ def test_ranks_that_sample_other_answers_run_policy_and_reference_equally_often(
             model.register_forward_hook(count)
         policy, reference = models[rank]
         noise = RowNoise(1, "evaluation")
-        return sample_answers(policy, [PROMPTS], engines[rank], noise=noise, reference=reference).kl
+        return sample_batches(policy, [PROMPTS], engines[rank], noise=noise, reference=reference).kl
 
     kl = ranks.run(one)
     assert len(set(calls.values())) == 1, calls

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.evaluation.gold_rewards import CommandGold, ExactMatchGold, NumberGold
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
 from rlhf_lightning.evaluation.metrics import Judges
@@ -89,7 +89,7 @@ def compare(policy, baseline, sampling, gold, **columns):
 
 def test_references_come_from_the_columns_of_the_prompts_row_by_row(sampling):
     policy, baseline = tiny_policy(seed=1), tiny_policy(seed=2)
-    mine = sample_answers(policy, batches(), sampling, noise=RowNoise(1, "evaluation"))
+    mine = sample_batches(policy, batches(), sampling, noise=RowNoise(1, "evaluation"))
     assert all(map(math.isnan, mine.scores)), "nothing scored them"
     # The policy's own answers are the references of three prompts of four.
     references = [*mine.completions[:3], "w2 w3 w4 w5 w6 w7 w8"]
@@ -119,7 +119,7 @@ def test_answers_of_the_likeliest_tokens_are_the_same_with_any_noise_and_have_a_
     sampling = Sampling(CachedGenerator((EOS,), PAD), tiny_tokenizer(), 0.0, max_new_tokens=6)
     policy, other = tiny_policy(seed=1), tiny_policy(seed=2)
     answers = [
-        sample_answers(policy, batches(), sampling, noise=RowNoise(seed), reference=other)
+        sample_batches(policy, batches(), sampling, noise=RowNoise(seed), reference=other)
         for seed in (1, 2)
     ]
     assert answers[0].token_ids == answers[1].token_ids

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rlhf_lightning.data.demo.answers import sample_answer
+from rlhf_lightning.data.demo.answers import sample_response
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.data.demo.source import DEMONSTRATION_QUALITY, DemoSource
 from rlhf_lightning.data.errors import BadRecordError
@@ -47,7 +47,7 @@ def test_the_phrases_tell_every_refusal_of_the_built_in_world_and_nothing_else()
     rng, refused = random.Random(5), 0
     is_refusal = PhraseRefusals()
     for question in DemoSource(seed=3).questions("validation"):
-        answer = sample_answer(question, DEMONSTRATION_QUALITY, rng)
+        answer = sample_response(question, DEMONSTRATION_QUALITY, rng)
         wanted = gold_parts(question.prompt, answer, True).refused
         assert is_refusal(question.prompt, answer) is wanted, answer
         refused += wanted

@@ -94,7 +94,7 @@ def test_what_runs_out_of_memory_after_training_is_told_the_settings_of_the_eval
     settings = settings_for("sft", start, *more)
     trainer = SimpleNamespace(optimizers=[TooLarge([torch.zeros(1, requires_grad=True)])])
     with pytest.raises(MemoryError) as caught:
-        finalize._let_go(SimpleNamespace(trainer=trainer))
+        finalize._free_optimizer_state(SimpleNamespace(trainer=trainer))
     failure = explain_failure(
         caught.value,
         RunFolder("nowhere"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel
@@ -131,7 +131,7 @@ def test_the_kl_of_a_policy_that_is_being_trained_is_measured_without_its_dropou
         CachedGenerator((EOS,), PAD), tiny_tokenizer(), temperature=1.0, max_new_tokens=6
     )
     prompts = prompt_batch(prompt_rows((3, 5, 2)))
-    answers = sample_answers(
+    answers = sample_batches(
         policy.train(), [prompts], sampling, noise=RowNoise(1, "evaluation"), reference=reference
     )
     assert sum(answers.lengths) > 6

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
-from rlhf_lightning.callbacks.doctor.records import answers_of
+from rlhf_lightning.callbacks.doctor.records import responses_of
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.encode import EncodedPrompt
@@ -27,11 +27,11 @@ from rlhf_lightning.hparams import GRPOHparams, SamplingHparams
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.grpo import PolicyGradientModule
-from rlhf_lightning.modules.metrics import rollout_measures
+from rlhf_lightning.modules.metrics import rollout_metrics
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.resampling import resampled
-from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Responses, Scores
 from tests.builders.models import (
     EOS,
     PAD,
@@ -42,7 +42,7 @@ from tests.builders.models import (
 )
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import STOPS, adamw, built, trainer
-from tests.rollout.answers import answers_of as texts_of
+from tests.rollout.answers import responses_of as texts_of
 
 ROWS = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
 SIZE, BATCH, SEED = 2, 4, 5
@@ -59,7 +59,7 @@ class ScorerByNumber:
     def build(self, base: Any = None) -> list[torch.nn.Module]:
         return []
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         dull = torch.tensor([self.is_dull(n) for n in answers.prompts.group_ids.tolist()])
         total = torch.where(dull, 0.0, answers.prompts.row_ids % SIZE)
         return Scores(total, {"one": total, "half": total / 2})
@@ -157,7 +157,7 @@ def test_dull_groups_give_their_place_to_the_next_prompts_of_the_stream_in_order
 class ScorerBeyondTheClip(ScorerByNumber):
     """Scores the responses to a dull prompt 7 and 97, which `score_clip=5` makes one."""
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         of_dull = 7.0 + 90 * (answers.prompts.row_ids % SIZE)
         dull = torch.tensor([self.is_dull(n) for n in answers.prompts.group_ids.tolist()])
         total = torch.where(dull, of_dull, super().__call__(answers).total)
@@ -172,7 +172,7 @@ def test_a_group_whose_scores_are_clipped_to_one_is_dull(score_clip, groups, at_
     module = built(module_with(2, scorer, score_clip=score_clip))
     rollout, _ = module.collect_rollout(share(rounds=2), 0)
     assert module.groups == [groups]
-    measures = rollout_measures(rollout, "grpo", score_clip=score_clip)
+    measures = rollout_metrics(rollout, "grpo", score_clip=score_clip)
     taught = (rollout.advantages != 0).any(-1).float().mean()
     assert measures["rollout/informative_groups"] == taught == (1.0 if at_clip is None else 0.75)
     assert measures.get("rollout/clipped") == at_clip
@@ -198,7 +198,7 @@ def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
         assert rollout.group_ids.tolist() == rollout.group_ids[::SIZE].repeat_interleave(2).tolist()
         ids = rollout.group_ids * SIZE + torch.arange(len(rollout)) % SIZE
         assert rollout.row_ids.tolist() == ids.tolist()
-        answers = answers_of(rollout, batch, tiny_tokenizer())
+        answers = responses_of(rollout, batch, tiny_tokenizer())
         for row, number in enumerate(rollout.group_ids.tolist()):
             text = rollout.query_tensors[row][rollout.attention_mask[row, : rollout.prompt_length]]
             assert text.tolist() == texts[number]
@@ -208,7 +208,7 @@ def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
 
 
 def test_responses_of_all_rounds_keep_their_texts_and_ends_at_one_width():
-    def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
+    def answered(prompts: PromptBatch) -> tuple[Responses, Scores]:
         # The response of row n has n + 1 tokens.
         ids = [[*range(8, 8 + n), EOS] for n in prompts.row_ids.tolist()]
         answers = texts_of(prompts, ids)
@@ -349,7 +349,7 @@ def test_the_prompts_that_are_trained_on_do_not_depend_on_the_number_of_ranks(mo
         prompts = share(rounds=2, rank=rank, world_size=size, batch=8)
         rollout, _ = modules[rank].collect_rollout(prompts, 0)
         assert torch.equal(prompts.with_row_ids(rollout.row_ids).row_ids, rollout.row_ids)
-        return rollout_measures(rollout, "grpo")
+        return rollout_metrics(rollout, "grpo")
 
     measures = ranks.run(rolled_out)
     assert all(len(module.asked) == 3 for module in modules)
@@ -390,7 +390,7 @@ def test_resampling_without_a_baseline_is_refused():
 def test_a_scorer_that_tells_of_unscored_rows_in_some_batches_alone_may_be_resampled():
     """`applies` is None where every row has a score, as `Scores` says."""
 
-    def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
+    def answered(prompts: PromptBatch) -> tuple[Responses, Scores]:
         answers = texts_of(prompts, [[8, EOS]] * len(prompts))
         total, components, _ = ScorerByNumber(DULL.__contains__)(answers)
         lacks = answers.prompts.row_ids == 2  # of a dull group, which gives its place

@@ -20,7 +20,7 @@ from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import EncodedSequence
 from rlhf_lightning.data.sources.given import GivenRows
-from rlhf_lightning.data.unpaired import beside_other_answers
+from rlhf_lightning.data.unpaired import with_other_responses
 from rlhf_lightning.modules import base, dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
@@ -296,6 +296,6 @@ def test_rows_of_one_prompt_that_follow_each_other_cost_no_search_each():
     rows = [EncodedSequence(ids[0], learnt, label=True)] * 20_000
     rows += [EncodedSequence(ids[1], learnt, label=False)]
     started = time.perf_counter()
-    paired = beside_other_answers(rows, rows, max_length=8)
+    paired = with_other_responses(rows, rows, max_length=8)
     assert time.perf_counter() - started < 5
     assert {tuple(row.rejected_input_ids) for row in paired} == {(5, 6, 4), (7, 8, 9)}

@@ -14,7 +14,7 @@ import torch
 
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.modules.metrics import rollout_measures
+from rlhf_lightning.modules.metrics import rollout_metrics
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, WeightedScorer
@@ -292,17 +292,17 @@ def test_equal_returns_leave_the_explained_variance_out():
     models = tiny_models(value=lambda: tiny_scalar_model(init_std=0.0))
     module = built(tiny_module(models=lambda: models))
     rollout = rollout_of(module)
-    assert "ppo/explained_variance" in rollout_measures(rollout, "ppo")
+    assert "ppo/explained_variance" in rollout_metrics(rollout, "ppo")
     flat = copy.copy(rollout.returns).fill_(0.3)
-    assert "ppo/explained_variance" not in rollout_measures(replace(rollout, returns=flat), "ppo")
+    assert "ppo/explained_variance" not in rollout_metrics(replace(rollout, returns=flat), "ppo")
 
 
 def test_several_components_of_the_score_are_logged_by_name():
     module = built(tiny_module())
     rollout = rollout_of(module)
-    assert not any("score_tokens" in name for name in rollout_measures(rollout, "ppo"))
+    assert not any("score_tokens" in name for name in rollout_metrics(rollout, "ppo"))
     two = {"style": torch.full((16,), 2.0), "std": torch.full((16,), -1.0)}
-    measures = rollout_measures(replace(rollout, score_components=two), "ppo")
+    measures = rollout_metrics(replace(rollout, score_components=two), "ppo")
     assert measures["rollout/score/style"] == 2.0
     assert measures["rollout/score/std"] == -1.0
     spread = float(rollout.scores.std(correction=0))

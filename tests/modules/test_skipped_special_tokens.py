@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, Generation
-from rlhf_lightning.callbacks.doctor.records import answers_of
+from rlhf_lightning.callbacks.doctor.records import responses_of
 from rlhf_lightning.callbacks.faults import describe_rows
 from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.preferences.candidates import (
     LoadedPolicy,
@@ -59,7 +59,7 @@ def test_rewards_samples_and_the_doctor_are_given_the_texts_that_the_setting_ask
     options = {"skip_special_tokens": skip}
     [sample] = describe_rollout(rollout, module.tokenizer, 1, **options)
     assert sample["response"] == TEXTS[skip]
-    answers = answers_of(rollout, prompts, module.tokenizer, **options)
+    answers = responses_of(rollout, prompts, module.tokenizer, **options)
     assert answers.completions == (TEXTS[skip],)
     assert describe_rows(rollout, module.tokenizer)[0]["response"] == TEXTS[False]
 
@@ -70,7 +70,7 @@ def test_evaluations_are_given_the_texts_that_the_setting_asks_for(skip):
         WritesASpecialToken(), tiny_tokenizer(), 1.0, max_new_tokens=3, skip_special_tokens=skip
     )
     batches = [prompt_batch([[3, 4]], prompt=["w3 w4"])]
-    found = sample_answers(tiny_policy(), batches, sampling, noise=RowNoise(1, "generate"))
+    found = sample_batches(tiny_policy(), batches, sampling, noise=RowNoise(1, "generate"))
     assert found.completions == [TEXTS[skip]]
 
 

@@ -13,7 +13,7 @@ import torch
 from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.callbacks.wandb_content import rollout_histograms
 from rlhf_lightning.functional.advantages import informative_groups
-from rlhf_lightning.modules.metrics import rollout_measures
+from rlhf_lightning.modules.metrics import rollout_metrics
 from rlhf_lightning.modules.optimization import StepCounts
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
 from tests.builders.models import flat_gradients, flat_parameters
@@ -128,7 +128,7 @@ def test_metrics_and_samples_are_of_the_scored_responses(tmp_path):
     )
     rollout = rollout_of(built(tiny_grpo(scorer=scorer)), group_prompts())
     known = rollout.scores[torch.tensor(APPLIES)]
-    measures = rollout_measures(rollout, "grpo", score_clip=5.0)
+    measures = rollout_metrics(rollout, "grpo", score_clip=5.0)
     assert measures["rollout/score"] == pytest.approx(known.mean().item())
     assert measures["rollout/score/some"] == pytest.approx(known.mean().item())
     assert "rollout/score/none" not in measures
@@ -140,7 +140,7 @@ def test_metrics_and_samples_are_of_the_scored_responses(tmp_path):
     assert "NaN" not in json.dumps(samples)
     assert rollout_histograms(rollout)["scores"].histogram
     everyone = replace(rollout, scores=torch.ones(ROWS), scored=torch.ones(ROWS, dtype=torch.bool))
-    assert "rollout/unscored" not in rollout_measures(everyone, "grpo")
+    assert "rollout/unscored" not in rollout_metrics(everyone, "grpo")
 
 
 def test_scores_are_compared_in_a_group_where_they_apply():

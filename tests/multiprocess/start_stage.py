@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_lightning.distributed.collectives import SHARD, mesh_in_groups
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.classifiers import load_classifier
 from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
@@ -50,7 +50,7 @@ def whole_tensors(root: nn.Module) -> dict[str, tuple[int, Tensor]]:
 
 def roots_of(models: PPOModels) -> Roots:
     if models.base is not None:
-        return {"base": completed(models.base)}
+        return {"base": place_on_ranks(models.base)}
     return {"policy": models.policy, "value": models.value, "reference": models.reference}
 
 
@@ -110,7 +110,7 @@ def equal(out: Path, module: Any) -> dict[str, Any]:
         "from_scratch": lambda: load_policy(from_scratch=config_fields("llama"), seed=7),
     }
     for name, load in loads.items():
-        build = lambda load=load, name=name: {name: completed(frozen(load()), frozen=True)}  # noqa: E731
+        build = lambda load=load, name=name: {name: place_on_ranks(frozen(load()), frozen=True)}  # noqa: E731
         found[name] = differences(build, module)
     return found
 
@@ -126,7 +126,7 @@ def memory(out: Path, module: Any) -> dict[str, Any]:
         tiny_policy("llama", **size, vocab_size=512).model.save_pretrained(out / "large")
     dist.barrier()
     with sharing_models(module):  # imports and buffers of the process group
-        completed(load_policy(from_scratch=config_fields("llama")))
+        place_on_ranks(load_policy(from_scratch=config_fields("llama")))
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = held("VmRSS")
     with sharing_models(module):

@@ -22,7 +22,7 @@ from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.modules import on_policy
-from rlhf_lightning.modules.metrics import rollout_measures
+from rlhf_lightning.modules.metrics import rollout_metrics
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -150,7 +150,7 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
 
     assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
     assert bool((rollout.logprobs[mask] < 0).all())
-    measures = rollout_measures(rollout, "ppo")
+    measures = rollout_metrics(rollout, "ppo")
     assert measures["rollout/kl_per_token"] == 0.0
     assert measures["rollout/kl_per_response"] == 0.0
 

@@ -8,14 +8,14 @@ import torch
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.scorers.base import Answers, make_answers
+from rlhf_lightning.rollout.scorers.base import Responses, make_responses
 from tests.builders.models import EOS, PAD, tiny_tokenizer
 
 
-def answers_of(
+def responses_of(
     prompts: PromptBatch, responses: Sequence[Sequence[int]], *, pad: int = PAD
-) -> Answers:
+) -> Responses:
     width = max(len(row) for row in responses)
     body = torch.tensor([[*row, *[pad] * (width - len(row))] for row in responses])
     generation = as_generation(prompts.input_ids, body, [EOS], pad)
-    return make_answers(prompts, generation, tiny_tokenizer(pad_is_eos=pad == EOS))
+    return make_responses(prompts, generation, tiny_tokenizer(pad_is_eos=pad == EOS))

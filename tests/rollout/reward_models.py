@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rlhf_lightning.batches import Generation, PromptBatch
-from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Responses, Scores
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.builders.tokenizers import build_tokenizer, word_tokenizer
 
@@ -117,7 +117,7 @@ def text_answers(
     *,
     finished: Sequence[bool] | None = None,
     **columns: Sequence[str],
-) -> Answers:
+) -> Responses:
     """Answers of which only the text is known, as a scorer that reads text gets them."""
     count = len(prompts)
     finished = [True] * count if finished is None else finished
@@ -131,10 +131,10 @@ def text_answers(
     )
     reason = torch.tensor([0 if done else 1 for done in finished])
     generation = Generation(one.expand(-1, 2), one.bool(), reason)
-    return Answers(batch, generation, one.expand(-1, 2).bool(), tuple(completions))
+    return Responses(batch, generation, one.expand(-1, 2).bool(), tuple(completions))
 
 
-def scored(folder: Path, answers: Answers, **settings: Any) -> Scores:
+def scored(folder: Path, answers: Responses, **settings: Any) -> Scores:
     return built(folder, **settings)(answers)
 
 

@@ -27,7 +27,7 @@ from tests.builders.models import (
     tiny_scalar_model,
     tiny_tokenizer,
 )
-from tests.rollout.answers import answers_of
+from tests.rollout.answers import responses_of
 from tests.rollout.test_score import ConstantScorer
 
 PROMPTS = prompt_rows([3, 7, 1, 5, 2, 4], seed=3)
@@ -54,7 +54,7 @@ def parts(scores: list[float] | None = None, **changes) -> RolloutParts:
 
 
 def assembled(prompts=None, *, shaping=SHAPING, temperature=0.8, **changes):
-    the_parts, answers = parts(**changes), answers_of(prompts or prompt_batch(PROMPTS), RESPONSES)
+    the_parts, answers = parts(**changes), responses_of(prompts or prompt_batch(PROMPTS), RESPONSES)
     with torch.no_grad():
         return assemble_rollout(
             the_parts,
@@ -171,7 +171,7 @@ def test_the_diversity_bonus_pays_for_bigrams_that_no_other_answer_has():
 
 
 def test_novelty_is_judged_among_the_answers_of_all_ranks(monkeypatch):
-    answers = answers_of(prompt_batch(PROMPTS), RESPONSES)
+    answers = responses_of(prompt_batch(PROMPTS), RESPONSES)
     assert collect.novelty(answers) == [1, 1, 0, 1, 1, 1]
     # The other rank has said (7, 8) and (4, 4) too, and this one is the second of the two.
     monkeypatch.setattr(collect, "gathered", lambda own: [[[7, 8], [4, 4]], own])

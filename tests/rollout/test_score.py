@@ -14,18 +14,18 @@ from rlhf_lightning.rollout.scorers.base import (
     RewardModelScorer,
     Scores,
     WeightedScorer,
-    make_answers,
+    make_responses,
 )
 from rlhf_lightning.rollout.scorers.functions import load_function
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model, tiny_tokenizer
-from tests.rollout.answers import answers_of
+from tests.rollout.answers import responses_of
 
 ROWS = [[3, 4, 5], [6]]
 RESPONSES = [[7, 8, EOS], [9, PAD, 9, 10]]
 
 
 def answers(**columns):
-    return answers_of(prompt_batch(ROWS, **columns), RESPONSES)
+    return responses_of(prompt_batch(ROWS, **columns), RESPONSES)
 
 
 def length_of(prompts: list[str], completions: list[str]) -> list[float]:
@@ -59,9 +59,9 @@ def test_the_token_that_ended_a_response_is_no_text_of_it_though_it_is_no_specia
     word = 9  # a plain word, as a mark of a chat template may be
     body = torch.tensor([[7, 8, word], [7, word, PAD]])
     generation = as_generation(prompts.input_ids, body, [EOS, word], PAD)
-    assert make_answers(prompts, generation, tiny_tokenizer()).completions == ("w7 w8", "w7")
+    assert make_responses(prompts, generation, tiny_tokenizer()).completions == ("w7 w8", "w7")
     cut = as_generation(prompts.input_ids, body, [EOS], PAD)
-    assert make_answers(prompts, cut, tiny_tokenizer()).completions == ("w7 w8 w9", "w7 w9")
+    assert make_responses(prompts, cut, tiny_tokenizer()).completions == ("w7 w8 w9", "w7 w9")
 
 
 def test_a_function_gets_prompts_completions_and_the_columns_it_asked_for():
@@ -219,7 +219,7 @@ def test_a_weighted_sum_takes_the_domains_weights_where_there_are_some():
         weights={"b": 0.5},
         domain_weights={"maths": {"b": 2.0}, "poems": {"a": 0.0}},
     )
-    scores = scorer(answers_of(prompts, [[7, EOS]] * 3))
+    scores = scorer(responses_of(prompts, [[7, EOS]] * 3))
     assert scores.total.tolist() == [1.0 + 20.0, 0.0 + 10.0, 3.0 + 15.0]
     assert scores.components["a"].tolist() == [1.0, 2.0, 3.0], "components are unweighted"
     assert scores.components["b"].tolist() == [10.0, 20.0, 30.0]
@@ -261,7 +261,7 @@ def test_a_reward_model_reads_the_last_token_of_each_answer_padding_or_not():
         states = model.trunk(input_ids=torch.tensor([prompt + response])).last_hidden_state
         expected = model.head(states[0, -1])[0]
         torch.testing.assert_close(got[row], expected, rtol=0, atol=1e-5)
-    same_ids = answers_of(prompt_batch(ROWS, pad=EOS, width=5), RESPONSES, pad=EOS)
+    same_ids = responses_of(prompt_batch(ROWS, pad=EOS, width=5), RESPONSES, pad=EOS)
     assert torch.equal(scorer(same_ids).total, got)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.text.reward_texts import AnswerText, ClassifierInputs, Renderer
+from rlhf_lightning.text.reward_texts import ClassifierInputs, Renderer, ResponseText
 from tests.builders.tokenizers import word_tokenizer
 
 
 def plain(prompt, completion):
-    return AnswerText(prompt, None, completion, True)
+    return ResponseText(prompt, None, completion, True)
 
 
 def classify(row, *, max_length=None, input_format="text", chat_template=None):
@@ -53,7 +53,7 @@ def test_of_a_pair_the_question_is_cut_from_the_left(max_length, text, second, o
 
 def test_a_pair_of_a_conversation_has_its_turns_as_the_question():
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-    row = AnswerText("", [*messages, {"role": "user", "content": "w3"}], "w4", True)
+    row = ResponseText("", [*messages, {"role": "user", "content": "w3"}], "w4", True)
     got, types, _ = classify(row, input_format="pair", chat_template="plain")
     assert got == "[CLS] w1 w2 w3 [SEP] w4 [SEP]"
     assert sum(types) == 2

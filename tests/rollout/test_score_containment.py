@@ -30,7 +30,7 @@ import torch
 from rlhf_lightning.rollout.scorers import containment
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from tests.builders.models import EOS, prompt_batch
-from tests.rollout.answers import answers_of
+from tests.rollout.answers import responses_of
 
 ROWS = [[3, 4, 5], [6]]
 RESPONSES = [[7, 8, EOS], [9, 10, EOS]]
@@ -38,7 +38,7 @@ PROMPTS, COMPLETIONS = ["w3 w4 w5", "w6"], ["w7 w8", "w9 w10"]
 
 
 def scored(function, *, timeout_seconds=30.0, **columns):
-    answers = answers_of(prompt_batch(ROWS, **columns), RESPONSES)
+    answers = responses_of(prompt_batch(ROWS, **columns), RESPONSES)
     return FunctionScorer(function, timeout_seconds=timeout_seconds)(answers).total.tolist()
 
 
@@ -374,7 +374,7 @@ def closes(prompts, completions):
 
 def test_its_random_numbers_go_on_from_call_to_call():
     scorer = FunctionScorer(lambda p, c: [random.random(), random.random()])
-    answers = answers_of(prompt_batch(ROWS), RESPONSES)
+    answers = responses_of(prompt_batch(ROWS), RESPONSES)
     assert scorer(answers).total.tolist() != scorer(answers).total.tolist()
 
 

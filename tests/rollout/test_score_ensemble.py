@@ -9,7 +9,7 @@ from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer, combin
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
 from tests.builders.command_lines import settings_of
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model
-from tests.rollout.answers import answers_of
+from tests.rollout.answers import responses_of
 
 SCORES = torch.tensor([[1.0, 4.0], [3.0, 4.0], [5.0, 1.0]])
 
@@ -22,7 +22,7 @@ def ensemble(**options) -> RewardEnsembleScorer:
 
 
 def answers():
-    return answers_of(prompt_batch([[3, 4, 5], [6]]), [[7, 8, EOS], [9, PAD, 9, 10]])
+    return responses_of(prompt_batch([[3, 4, 5], [6]]), [[7, 8, EOS], [9, PAD, 9, 10]])
 
 
 def test_disagreement_costs_its_standard_deviation_times_the_coefficient():

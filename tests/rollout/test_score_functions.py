@@ -15,7 +15,7 @@ import torch
 
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, Scores, WeightedScorer
 from tests.builders.models import EOS, prompt_batch
-from tests.rollout.answers import answers_of
+from tests.rollout.answers import responses_of
 
 ROWS = [[3, 4, 5], [6]]
 RESPONSES = [[7, 8, EOS], [9, 10, EOS]]
@@ -23,7 +23,7 @@ PROMPTS, COMPLETIONS = ["w3 w4 w5", "w6"], ["w7 w8", "w9 w10"]
 
 
 def scored(function, *, timeout_seconds=30.0, **columns):
-    answers = answers_of(prompt_batch(ROWS, **columns), RESPONSES)
+    answers = responses_of(prompt_batch(ROWS, **columns), RESPONSES)
     return FunctionScorer(function, timeout_seconds=timeout_seconds)(answers).total.tolist()
 
 
@@ -180,7 +180,7 @@ def test_columns_keep_their_types_and_are_copies():
         nested[1]["k"].clear()
         return [0, 0]
 
-    FunctionScorer(function)(answers_of(batch, RESPONSES))
+    FunctionScorer(function)(responses_of(batch, RESPONSES))
     assert batch.columns["answers"] == (["a"], ["b", "c"])
     assert batch.columns["nested"] == ({"k": [1]}, {"k": [2]})
 
@@ -227,7 +227,7 @@ def test_rows_of_one_number_arrays_and_generators_are_scores(values):
 
 
 def test_none_is_nan_and_said_not_to_apply():
-    answers = answers_of(prompt_batch(ROWS), RESPONSES)
+    answers = responses_of(prompt_batch(ROWS), RESPONSES)
     for values in ([None, 3], np.ma.array([0.0, 3.0], mask=[True, False])):
         found = FunctionScorer(lambda p, c, values=values: values)(answers)
         assert math.isnan(found.total[0])
@@ -347,7 +347,7 @@ class Fixed:
 
 def test_a_sum_leaves_out_what_does_not_apply():
     prompts = prompt_batch([[3]] * 4, domains=["", "", "", "code"])
-    answers = answers_of(prompts, [[7, EOS]] * 4)
+    answers = responses_of(prompts, [[7, EOS]] * 4)
     one = FunctionScorer(lambda p, c: [1, None, None, None], name="one")
     two = FunctionScorer(lambda p, c: [10, 20, None, 30], name="two")
     scorer = WeightedScorer(

@@ -14,7 +14,7 @@ from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores, make_answers
+from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores, make_responses
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.builders.models import config_fields, prompt_batch
 from tests.builders.ranks import SimulatedRanks
@@ -32,7 +32,7 @@ COMPLETIONS = ["because", "no", "it is what it is and it will be"]
 BF16_STEP = 2.0**-8
 
 
-def answers() -> Answers:
+def answers() -> Responses:
     return text_answers(PROMPTS, COMPLETIONS)
 
 
@@ -78,7 +78,7 @@ def test_auto_takes_the_dtype_of_the_checkpoint(tmp_path):
 class RewardOfText(TextRewardModelScorer):
     """Remembers what it scored."""
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         self.seen = answers
         self.scores = super().__call__(answers)
         return self.scores
@@ -123,7 +123,7 @@ def test_a_reward_model_of_ours_says_of_text_what_it_says_of_tokens(tmp_path):
     eos = tokenizer.eos_token_id
     bodies = [[*tokenizer("no")["input_ids"], eos, pad], tokenizer("yeah")["input_ids"]]
     generation = as_generation(batch.input_ids, torch.tensor(bodies), [eos], pad)
-    given = make_answers(batch, generation, tokenizer)
+    given = make_responses(batch, generation, tokenizer)
     assert given.finished.tolist() == [True, False]
 
     packed = RewardModelScorer(lambda: model, policy=tmp_path, source=str(tmp_path) + "/.")

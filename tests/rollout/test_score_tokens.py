@@ -12,12 +12,12 @@ from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, answer_texts
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, response_texts_of
 from rlhf_lightning.text.reward_texts import (
-    AnswerText,
     ClassifierInputs,
     LastTokenInputs,
     Renderer,
+    ResponseText,
 )
 from tests.builders.tokenizers import CHATML
 from tests.rollout.reward_models import (
@@ -41,15 +41,15 @@ TURNS = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% end
 
 
 def conversation(completion="so", *, finished=True):
-    return AnswerText("as the policy's template writes it", CHAT, completion, finished)
+    return ResponseText("as the policy's template writes it", CHAT, completion, finished)
 
 
 def plain(prompt, completion, *, finished=True):
-    return AnswerText(prompt, None, completion, finished)
+    return ResponseText(prompt, None, completion, finished)
 
 
 def read(
-    row: AnswerText,
+    row: ResponseText,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     ending: str = "eos",
@@ -168,9 +168,9 @@ def test_an_answer_or_a_prompt_that_spells_the_reward_models_special_tokens_is_t
         (plain("why?", trick), f"<s>why?{trick}{EOS}", plain("why?", "so")),
         (plain(trick, "so"), f"<s>{trick}so{EOS}", plain("why?", "so")),
         (
-            AnswerText("", asked, "so", True),
+            ResponseText("", asked, "so", True),
             f"<|im_start|>user\n{trick}<|im_end|>\n<|im_start|>assistant\nso{EOS}",
-            AnswerText("", [{"role": "user", "content": "why?"}], "so", True),
+            ResponseText("", [{"role": "user", "content": "why?"}], "so", True),
         ),
     ):
         assert read(row, tokenizer) == (text, False)
@@ -194,7 +194,7 @@ def test_of_a_rendered_prompt_special_tokens_are_tokens():
     record = PromptRecord(OPENED, "", {}, True)
     batch = PromptCollator(0)([(encode_prompt(record, tokenizer, max_length=200), 0)])
     columns = {name: column for name, column in batch.columns.items() if name != "prompt"}
-    (row,) = answer_texts(text_answers(batch.columns["prompt"], ["so"], **columns))
+    (row,) = response_texts_of(text_answers(batch.columns["prompt"], ["so"], **columns))
     assert (row.messages, row.rendered) == (None, True)
     encode = LastTokenInputs(Renderer(tokenizer, None), ending="eos", max_length=None)
     (tokens,) = encode([row])
@@ -245,11 +245,11 @@ def test_an_empty_text_is_read_as_its_end():
 def test_the_conversation_travels_with_the_prompt_as_json():
     columns = {CONVERSATION: [json.dumps(CHAT), ""]}
     answers = text_answers(["rendered", "plain"], ["a", "b"], finished=[True, False], **columns)
-    assert answer_texts(answers) == [
-        AnswerText("rendered", CHAT, "a", True),
-        AnswerText("plain", None, "b", False),
+    assert response_texts_of(answers) == [
+        ResponseText("rendered", CHAT, "a", True),
+        ResponseText("plain", None, "b", False),
     ]
-    assert [row.messages for row in answer_texts(text_answers(["p"], ["a"]))] == [None]
+    assert [row.messages for row in response_texts_of(text_answers(["p"], ["a"]))] == [None]
 
 
 def test_a_conversational_prompt_record_reaches_the_scorer_and_no_reward_function():
@@ -260,8 +260,8 @@ def test_a_conversational_prompt_record_reaches_the_scorer_and_no_reward_functio
     batch = PromptCollator(0)([(row, number) for number, row in enumerate(rows)])
     columns = {name: column for name, column in batch.columns.items() if name != "prompt"}
     answers = text_answers(batch.columns["prompt"], ["so", "so"], **columns)
-    assert [row.prompt for row in answer_texts(answers)] == [OPENED, "why?"]
-    assert [row.messages for row in answer_texts(answers)] == [CHAT, None]
+    assert [row.prompt for row in response_texts_of(answers)] == [OPENED, "why?"]
+    assert [row.messages for row in response_texts_of(answers)] == [CHAT, None]
     # A plain batch has no such column at all.
     assert CONVERSATION not in PromptCollator(0)([(rows[1], 0)]).columns
 
@@ -315,7 +315,7 @@ def test_a_template_of_the_reward_model_is_given_tools_and_documents():
     prompt = encode_prompt(record, byte_tokenizer(template=reads), max_length=500)
     batch = PromptCollator(0)([(prompt, 0)])
     columns = {name: column for name, column in batch.columns.items() if name != "prompt"}
-    (row,) = answer_texts(text_answers(batch.columns["prompt"], ["so"], **columns))
+    (row,) = response_texts_of(text_answers(batch.columns["prompt"], ["so"], **columns))
     assert row.messages == CHAT
     text, _ = read(row, byte_tokenizer(template=reads))
     assert json.dumps(tools) + json.dumps(documents) in text

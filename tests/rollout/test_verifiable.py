@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import Generation
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_answers
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_responses
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from tests.builders.models import prompt_batch, tiny_tokenizer
 
@@ -167,10 +167,10 @@ def test_the_column_reaches_the_reward_through_a_scorer():
         finish_reason=torch.zeros(2, dtype=torch.long),
     )
     # Both sides hold "w7" and "w8" in place of the marker, so the words after them are read.
-    completions = make_answers(prompts, generation, tokenizer).completions
+    completions = make_responses(prompts, generation, tokenizer).completions
     assert completions == ("w7", "w8")
     reward = NumberReward(marker="w", column="answer")
     scorer = FunctionScorer(reward, name="right_number")
-    scores = scorer(make_answers(prompts, generation, tokenizer))
+    scores = scorer(make_responses(prompts, generation, tokenizer))
     assert scores.total.tolist() == [1.0, 1.0]
     assert list(scores.components) == ["right_number"]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.rollout.generators.vllm import Request, check_answers
+from rlhf_lightning.rollout.generators.vllm import Request, check_responses
 from rlhf_lightning.rollout.generators.vllm_weights import named_weights
 from tests.builders.models import EOS, prompt_rows
 
@@ -67,8 +67,8 @@ def test_a_response_that_vllm_cannot_have_written_ends_the_run(tokens, logprobs,
     settings = {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
     request = Request(ROWS, [1, 2], settings)
     sound = ([5, EOS], [-1.0, float("nan")])
-    check_answers([sound, ([5] * 8, [1e-6] * 7 + [-float("inf")])], request, num_tokens=50)
+    check_responses([sound, ([5] * 8, [1e-6] * 7 + [-float("inf")])], request, num_tokens=50)
     with pytest.raises(RuntimeError, match="vLLM's response to row 1 ") as error:
-        check_answers([sound, (tokens, logprobs)], request, num_tokens=50)
+        check_responses([sound, (tokens, logprobs)], request, num_tokens=50)
     assert named in str(error.value)
     assert len(str(error.value)) < 200

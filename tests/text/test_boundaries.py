@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.data.summary import render_examples
-from rlhf_lightning.text.tokens import prompt_and_answers, prompt_ids
+from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids
 from tests.builders.models import tiny_tokenizer
 
 WIDE = {"max_length": 1000}
@@ -149,7 +149,7 @@ def test_the_prompt_is_the_policys_where_no_token_is_of_both(tokenizers, kind):
     tokenizer = tokenizers[kind]
     merged = set()
     for prompt, answer in itertools.product(PROMPTS, ANSWERS):
-        found = prompt_and_answers(prompt, [answer], tokenizer)
+        found = prompt_and_responses(prompt, [answer], tokenizer)
         alone = prompt_ids(prompt, tokenizer)
         if found.is_merged:
             merged.add((prompt, answer))
@@ -167,7 +167,7 @@ def test_both_sides_of_a_pair_share_the_tokens_of_the_prompt(tokenizers, kind):
     for prompt, (chosen, rejected) in itertools.product(
         PROMPTS, itertools.permutations(ANSWERS, 2)
     ):
-        found = prompt_and_answers(prompt, [chosen, rejected], tokenizer)
+        found = prompt_and_responses(prompt, [chosen, rejected], tokenizer)
         for answer, ids in zip((chosen, rejected), found.answers, strict=True):
             whole = tokenizer(prompt + answer, add_special_tokens=False).input_ids
             front = [tokenizer.bos_token_id] * (found.prompt[:1] == [tokenizer.bos_token_id])
@@ -177,21 +177,21 @@ def test_both_sides_of_a_pair_share_the_tokens_of_the_prompt(tokenizers, kind):
 @pytest.mark.parametrize("kind", ["prepend", "byte level"])
 def test_special_tokens_around_a_text_stay_at_its_front_alone(kind):
     tokenizer = made(kind, bos=True, eos=True)
-    found = prompt_and_answers("2+2=", ["4", " 4"], tokenizer)
+    found = prompt_and_responses("2+2=", ["4", " 4"], tokenizer)
     assert found.prompt[0] == tokenizer.bos_token_id
     assert [ids.count(tokenizer.eos_token_id) for ids in (found.prompt, *found.answers)] == [
         0,
         1,
         1,
     ]
-    assert prompt_and_answers("", ["4"], tokenizer).prompt == [tokenizer.bos_token_id]
-    spelled = prompt_and_answers("<s>2+2=", ["4"], tokenizer, rendered=True)
+    assert prompt_and_responses("", ["4"], tokenizer).prompt == [tokenizer.bos_token_id]
+    spelled = prompt_and_responses("<s>2+2=", ["4"], tokenizer, rendered=True)
     assert spelled.prompt.count(tokenizer.bos_token_id) == 1
 
 
 def test_what_the_boundary_spells_is_text():
     tokenizer = made("byte level")
-    found = prompt_and_answers("say </", ["s> now"], tokenizer)
+    found = prompt_and_responses("say </", ["s> now"], tokenizer)
     assert tokenizer.eos_token_id not in found.prompt + found.answers[0][:-1]
 
 
@@ -203,7 +203,7 @@ def test_a_control_token_that_takes_white_space_behind_it_is_the_prompts():
     tokenizer = made("prepend", template=template, rstrip=True)
     prompt = ({"role": "user", "content": "2+2="},)
     for content in ("4", "\n4"):
-        found = prompt_and_answers(
+        found = prompt_and_responses(
             prompt, [({"role": "assistant", "content": content},)], tokenizer
         )
         assert found.prompt == prompt_ids(prompt, tokenizer)
@@ -213,7 +213,7 @@ def test_a_control_token_that_takes_white_space_behind_it_is_the_prompts():
 
 def test_a_tokenizer_without_offsets_is_cut_where_the_tokens_part(monkeypatch):
     tokenizer = made("byte level")
-    wanted = [prompt_and_answers(p, ["4"], tokenizer) for p in ("2+2=", "1", "Say ", "")]
+    wanted = [prompt_and_responses(p, ["4"], tokenizer) for p in ("2+2=", "1", "Say ", "")]
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     call = type(tokenizer).__call__
     monkeypatch.setattr(
@@ -221,7 +221,7 @@ def test_a_tokenizer_without_offsets_is_cut_where_the_tokens_part(monkeypatch):
         "__call__",
         lambda self, *args, **options: _without_encodings(call(self, *args, **options)),
     )
-    got = [prompt_and_answers(p, ["4"], tokenizer) for p in ("2+2=", "1", "Say ", "")]
+    got = [prompt_and_responses(p, ["4"], tokenizer) for p in ("2+2=", "1", "Say ", "")]
     assert got == wanted
     assert [found.is_merged for found in got] == [False, False, True, False]
 
@@ -234,7 +234,7 @@ def _without_encodings(encoded):
 def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
     tokenizer = tiny_tokenizer()
     for answer in ("w5 w6", " w5 w6"):
-        found = prompt_and_answers("w3 w4", [answer], tokenizer)
+        found = prompt_and_responses("w3 w4", [answer], tokenizer)
         assert (found.prompt, found.answers, found.is_merged) == ([3, 4], [[5, 6, 1]], False)
 
 

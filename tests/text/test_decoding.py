@@ -12,7 +12,7 @@ import torch
 
 from rlhf_lightning.callbacks.faults import describe_rows
 from rlhf_lightning.text.decoding import response_texts
-from rlhf_lightning.text.tokens import TextEncoder, prompt_and_answers
+from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 from tests.builders.models import prompt_batch, tiny_tokenizer
 from tests.builders.stages import tiny_module
 from tests.builders.tokenizers import CHATML, build_tokenizer
@@ -24,7 +24,7 @@ from tests.text.test_boundaries import ANSWERS, KINDS, PROMPTS, made
 def test_what_was_encoded_behind_a_prompt_is_decoded_as_it_was(kind, bos):
     tokenizer = made(kind, bos=bos)
     for prompt, answer in itertools.product(PROMPTS, ANSWERS):
-        found = prompt_and_answers(prompt, [answer], tokenizer)
+        found = prompt_and_responses(prompt, [answer], tokenizer)
         unknown = tokenizer.unk_token_id in found.prompt + found.answers[0]
         # Neither tells a text that starts with a space, nor RoBERTa a token that does.
         silent = (not prompt and answer[:1] == " ") or ("RoBERTa" in kind and prompt[-1:] == " ")

@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
-from rlhf_lightning.text.reward_texts import AnswerText, Renderer
+from rlhf_lightning.text.reward_texts import Renderer, ResponseText
 from rlhf_lightning.text.template_date import DATE, with_fixed_date
 from rlhf_lightning.text.templates import write_chat
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -98,7 +98,7 @@ def test_a_template_without_a_date_stays_as_it_is(tmp_path):
 def test_a_reward_models_template_of_a_file_has_the_fixed_date_too(tmp_path):
     (tmp_path / "turns.jinja").write_text(LLAMA)
     renderer = Renderer(build_tokenizer(), str(tmp_path / "turns.jinja"))
-    row = AnswerText("", list(ASKED), "so", True)
+    row = ResponseText("", list(ASKED), "so", True)
     assert renderer.question(row).startswith("Today Date: 26 Jul 2024\n")
 
 

@@ -14,7 +14,7 @@ from rlhf_lightning.text.tokenizers import (
     stop_ids,
     with_template_arguments,
 )
-from rlhf_lightning.text.tokens import prompt_and_answers
+from rlhf_lightning.text.tokens import prompt_and_responses
 from tests.builders.models import EOS, PAD, tiny_tokenizer
 from tests.builders.tokenizers import build_tokenizer
 from tests.entry.hub_server import COMMIT, running_hub
@@ -143,10 +143,10 @@ def test_template_arguments_reach_the_prompt_and_the_answer_and_are_saved(tmp_pa
     build_tokenizer(template=THINKING).save_pretrained(tmp_path / "hub")
     thinking = load_tokenizer(tmp_path / "hub")
     assert write_chat(TURNS, thinking).endswith("assistant\n")
-    assert "<think>" in thinking.decode(prompt_and_answers(TURNS, [ANSWER], thinking).answers[0])
+    assert "<think>" in thinking.decode(prompt_and_responses(TURNS, [ANSWER], thinking).answers[0])
     quiet = load_tokenizer(tmp_path / "hub", chat_template_arguments={"enable_thinking": False})
     assert write_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert quiet.decode(prompt_and_answers(TURNS, [ANSWER], quiet).answers[0]) == "four<|im_end|>"
+    assert quiet.decode(prompt_and_responses(TURNS, [ANSWER], quiet).answers[0]) == "four<|im_end|>"
     quiet.save_pretrained(tmp_path / "sft")
     later = load_tokenizer(tmp_path / "sft")
     assert write_chat(TURNS, later) == write_chat(TURNS, quiet)

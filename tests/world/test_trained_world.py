@@ -10,7 +10,7 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.evaluation.generate import gold_scores as gold_of
 from rlhf_lightning.evaluation.win_rate import win_rate
 from rlhf_lightning.models.factory import frozen, load_policy
@@ -77,7 +77,7 @@ def sft_answers(trained):
     draws = []
     for draw in range(17):
         noise = RowNoise(1, "evaluation", draw)
-        answers = sample_answers(policy, data.val_dataloader(), sampling, noise=noise)
+        answers = sample_batches(policy, data.val_dataloader(), sampling, noise=noise)
         draws.append(gold_of(gold_scores, answers))
     return answers.prompts, draws
 

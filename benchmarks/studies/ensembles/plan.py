@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_lightning.data.demo.gold import gold_scores
-from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Responses, Scores
 
 WORLD = "demo_seed1"
 ITERATIONS = 50
@@ -112,7 +112,7 @@ class GoldScorer:
         """Return no models: gold needs none."""
         return []
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return gold scores `[B]`."""
         prompts = answers.prompts.columns["prompt"]
         found = gold_scores(prompts, answers.completions, answers.finished.tolist())

@@ -79,11 +79,11 @@ def sft_scores(parts: Any) -> dict[str, float]:
     They are the origin and the unit of both axes.
     """
     from rlhf_lightning.data.demo.gold import gold_scores
-    from rlhf_lightning.evaluation.generate import sample_answers
+    from rlhf_lightning.evaluation.generate import sample_batches
     from rlhf_lightning.rollout.noise import RowNoise
 
     batches = list(itertools.islice(parts.data.train_dataloader(), REFERENCE_BATCHES))
-    found = sample_answers(
+    found = sample_batches(
         parts.module.reference,
         batches,
         parts.sampling,

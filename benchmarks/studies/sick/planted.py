@@ -19,7 +19,7 @@ from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores
+from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores
 from rlhf_lightning.rollout.scorers.functions import load_function
 
 
@@ -80,7 +80,7 @@ class SpoiltRewardModel(RewardModelScorer):
         self.factor = factor
         self.domain_factors = dict(domain_factors or {})
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return the spoilt scores `[B]`."""
         true = super().__call__(answers).total
         factors = [self.domain_factors.get(name, self.factor) for name in answers.prompts.domains]

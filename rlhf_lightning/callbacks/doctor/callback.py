@@ -23,18 +23,18 @@ from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_roll
 from rlhf_lightning.callbacks.doctor.records import (
     Refusals,
     all_records,
-    answers_of,
+    responses_of,
     second_scores,
 )
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
 from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
-from rlhf_lightning.doctor.metrics import measure_answers
+from rlhf_lightning.doctor.metrics import response_metrics
 from rlhf_lightning.doctor.policy import InterventionPolicy, serious_alarms
 from rlhf_lightning.doctor.preflight_checks import check_first_rollout
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.modules.controls import Controls
-from rlhf_lightning.modules.metrics import Gaps
+from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import DoctorEvent
@@ -177,7 +177,7 @@ class Doctor(Callback):
         self.detectors = Detectors(self.thresholds, 0)
         self.policy = InterventionPolicy(actions or ActionSettings())
         self.request: EndRequest | None = None
-        self.gaps = Gaps()
+        self.logged = LoggedNames()
         self.largest_score = 0.0  # the largest |mean score| of an iteration so far
 
     # -- hooks ------------------------------------------------------------------------------
@@ -251,12 +251,12 @@ class Doctor(Callback):
         module: Any = pl_module
         iteration = current_iteration(trainer)
         skip = module.sampling.skip_special_tokens
-        answers = answers_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
+        answers = responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
         due = iteration % self.second_every_n_iterations == 0
         with trainer.strategy.precision_plugin.forward_context():
             seconds = second_scores(self.second_scorer if due else None, answers)
         records = all_records(rollout, answers, self.refusals, seconds)
-        measured = measure_answers(
+        measured = response_metrics(
             records,
             score_clip=module.score_clip,
             second_scorer=self.second_scorer is not None,
@@ -348,7 +348,7 @@ class Doctor(Callback):
             quality = sum(last) / len(last) - costs * bool(levels)
             quality -= _SERIOUS_COSTS_ALERTS * costs * bool(serious_alarms(active))
         values["doctor/quality"] = quality
-        module.log_dict(self.gaps.filled(values), on_step=True)
+        module.log_dict(self.logged.with_nans(values), on_step=True)
 
     # -- state ------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, PromptBatch, RolloutBatch
-from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, answers_of
+from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, responses_of
 from rlhf_lightning.distributed.collectives import agreed_max, gathered
-from rlhf_lightning.doctor.metrics import measure_answers
+from rlhf_lightning.doctor.metrics import response_metrics
 from rlhf_lightning.doctor.preflight_checks import FirstRollout
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
 from rlhf_lightning.modules.step_0 import rounding_tolerance
@@ -34,8 +34,8 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
     """
     rollout, _ = module.collect_rollout(prompts, 0)
     skip = module.sampling.skip_special_tokens
-    answers = answers_of(rollout, prompts, module.tokenizer, skip_special_tokens=skip)
-    measured = measure_answers(
+    answers = responses_of(rollout, prompts, module.tokenizer, skip_special_tokens=skip)
+    measured = response_metrics(
         all_records(rollout, answers, Refusals((), ()), None), score_clip=None
     )
     rows = [row for rank in gathered(_rows(module, rollout)) for row in rank]

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import gathered
-from rlhf_lightning.doctor.metrics import AnswerRecord
-from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
+from rlhf_lightning.doctor.metrics import ResponseRecord
+from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Refusals:
         return self._compiled.search(text.replace("\u2019", "'")) is not None
 
 
-def answers_of(
+def responses_of(
     rollout: RolloutBatch,
     prompts: PromptBatch,
     tokenizer: PreTrainedTokenizerBase,
     *,
     skip_special_tokens: bool = False,
-) -> Answers:
+) -> Responses:
     """Return the rollout's responses with their texts, as a scorer takes them.
 
     Args:
@@ -79,20 +79,20 @@ def answers_of(
     """
     prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
-    return make_answers(prompts, generation, tokenizer, skip_special_tokens=skip_special_tokens)
+    return make_responses(prompts, generation, tokenizer, skip_special_tokens=skip_special_tokens)
 
 
-def second_scores(scorer: Scorer | None, answers: Answers) -> list[float] | None:
+def second_scores(scorer: Scorer | None, answers: Responses) -> list[float] | None:
     """Return the second scorer's score of each response; None without one."""
     return None if scorer is None else scorer(answers).total.float().tolist()
 
 
 def all_records(
     rollout: RolloutBatch,
-    answers: Answers,
+    answers: Responses,
     refusals: Refusals,
     seconds: Sequence[float] | None,
-) -> list[AnswerRecord]:
+) -> list[ResponseRecord]:
     """Return one record per response of all ranks, in the order of the ranks."""
     surplus, squares = token_surplus(rollout)
     mask = rollout.response_mask.cpu()
@@ -110,7 +110,7 @@ def all_records(
         strict=True,
     )
     own = [
-        AnswerRecord(
+        ResponseRecord(
             row_id, group_id, domain, score, len(ids), ids, total, square, second,
             refusals.judge(domain, text),
         )

@@ -78,17 +78,17 @@ def sample_wrong_core(question: Question, quality: Quality, rng: Random) -> Core
     return wrong_core(question, rng)
 
 
-def write_answer(core: Core, style: Style, rng: Random) -> str:
+def write_response(core: Core, style: Style, rng: Random) -> str:
     """Return `[opener .] core . [fillers .] [closer .]`."""
     sentences = (style.opener, render_core(core, rng), *style.fillers, style.closer)
     return " ".join(f"{sentence} ." for sentence in sentences if sentence)
 
 
-def sample_answer(question: Question, quality: Quality, rng: Random) -> str:
+def sample_response(question: Question, quality: Quality, rng: Random) -> str:
     """Return a response to `question` of this quality."""
     right = rng.random() < quality.right
     core = right_core(question, rng) if right else sample_wrong_core(question, quality, rng)
-    text = write_answer(core, sample_style(quality, right, rng), rng)
+    text = write_response(core, sample_style(quality, right, rng), rng)
     return corrupt(text, rng) if rng.random() < quality.corrupted else text
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator, draw_annotator
 from rlhf_lightning.data.demo.answers import (
     Quality,
-    sample_answer,
+    sample_response,
     sample_style,
     sample_wrong_core,
-    write_answer,
+    write_response,
 )
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.data.demo.grammar import REMARKS, right_core
@@ -28,7 +28,7 @@ from rlhf_lightning.data.records import (
     RecordKind,
     Split,
     TextRecord,
-    both_answers,
+    both_responses,
 )
 
 TEXT_QUALITY = Quality(
@@ -125,7 +125,7 @@ class DemoSource:
             case "preferences":
                 return [pair.record for pair in self._pairs(split)]
             case "unpaired":
-                return [one for pair in self._pairs(split) for one in both_answers(pair.record)]
+                return [one for pair in self._pairs(split) for one in both_responses(pair.record)]
         raise ValueError(
             f"kind={kind!r} is not known: use 'texts', 'prompts', 'demonstrations', 'preferences' "
             "or 'unpaired'"
@@ -198,7 +198,7 @@ class DemoSource:
         return drawn
 
     def _text(self, question: Question, rng: Random) -> TextRecord:
-        text = sample_answer(question, TEXT_QUALITY, rng)
+        text = sample_response(question, TEXT_QUALITY, rng)
         if rng.random() < self.remark_fraction:
             right = gold_parts(question.prompt, text, True).correct
             text = f"{text} {REMARKS[0 if right else 1]} ."
@@ -233,7 +233,7 @@ class _Pair:
 
 
 def _demonstration(question: Question, rng: Random) -> DemonstrationRecord:
-    answer = sample_answer(question, DEMONSTRATION_QUALITY, rng)
+    answer = sample_response(question, DEMONSTRATION_QUALITY, rng)
     return DemonstrationRecord(question.prompt, answer, question.domain)
 
 
@@ -241,7 +241,7 @@ def _sample_pair(
     question: Question, contrast: float, panel: Sequence[SimulatedAnnotator], rng: Random
 ) -> _Pair:
     while True:
-        first, second, contrasted = _two_answers(question, contrast, rng)
+        first, second, contrasted = _two_responses(question, contrast, rng)
         gold = [gold_parts(question.prompt, answer, True).total for answer in (first, second)]
         gap = abs(gold[0] - gold[1])
         if gap >= CLEAR_GAP or (gap > 0 and rng.random() >= NEAR_TIE_SKIPPED):
@@ -257,11 +257,15 @@ def _sample_pair(
     return _Pair(record, agreement)
 
 
-def _two_answers(question: Question, contrast: float, rng: Random) -> tuple[str, str, bool]:
+def _two_responses(question: Question, contrast: float, rng: Random) -> tuple[str, str, bool]:
     quality = PREFERENCE_QUALITY
     if rng.random() >= contrast:
-        return sample_answer(question, quality, rng), sample_answer(question, quality, rng), False
+        return (
+            sample_response(question, quality, rng),
+            sample_response(question, quality, rng),
+            False,
+        )
     style = sample_style(quality, rng.random() < quality.right, rng)
-    right = write_answer(right_core(question, rng), style, rng)
-    wrong = write_answer(sample_wrong_core(question, quality, rng), style, rng)
+    right = write_response(right_core(question, rng), style, rng)
+    wrong = write_response(sample_wrong_core(question, quality, rng), style, rng)
     return (right, wrong, True) if rng.random() < 0.5 else (wrong, right, True)

@@ -50,7 +50,7 @@ class Prefill:
 
 
 # Padded prompt tokens that cost what one more forward costs: it reads all weights once more.
-WASTE = {"cpu": 128, "cuda": 2048}
+PADDING_BUDGET = {"cpu": 128, "cuda": 2048}
 
 
 class RunningRows:
@@ -93,7 +93,7 @@ class RunningRows:
         """Return `[A, V]` logits of the first response tokens."""
         prefill = self.prefill
         lengths = torch.tensor(prefill.lengths)
-        waste = WASTE.get(self.rows.device.type, WASTE["cuda"])
+        waste = PADDING_BUDGET.get(self.rows.device.type, PADDING_BUDGET["cuda"])
         logits = {}
         for run in equal_widths(prefill.lengths, waste=waste, budget=self.prefill_tokens):
             part = slice(run.start, run.stop)

@@ -52,7 +52,7 @@ class Request(NamedTuple):
         return Request(self.rows[:num_rows], self.seeds[:num_rows], settings)
 
 
-def check_answers(answers: Sequence[Answer], request: Request, *, num_tokens: int) -> None:
+def check_responses(answers: Sequence[Answer], request: Request, *, num_tokens: int) -> None:
     """Check that vLLM can have written these responses to `request`.
 
     A log-probability may be NaN or -inf: where no loss reads it, it is counted.
@@ -146,7 +146,7 @@ class VllmGenerator:
 
         Raises:
             RuntimeError: if vLLM's log-probabilities are not the policy's, or a response cannot be
-                vLLM's; see `check_answers`.
+                vLLM's; see `check_responses`.
         """
         request = self.request(prompts, noise, temperature, max_new_tokens)
         answers = self.answers(model, request)
@@ -175,10 +175,10 @@ class VllmGenerator:
         """Return the responses to `prompts`, of a vocabulary of `num_tokens`, as tensors.
 
         Raises:
-            RuntimeError: if one is impossible; see `check_answers`.
+            RuntimeError: if one is impossible; see `check_responses`.
         """
         width, device = request.settings["max_new_tokens"], prompts.input_ids.device
-        check_answers(answers, request, num_tokens=num_tokens)
+        check_responses(answers, request, num_tokens=num_tokens)
         responses = _padded([ids for ids, _ in answers], width, self.pad_token_id)
         logprobs = _padded([values for _, values in answers], width, 0.0)
         if request.settings["temperature"] == 0:

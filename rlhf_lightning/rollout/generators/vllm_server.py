@@ -34,7 +34,7 @@ from rlhf_lightning.rollout.generators.vllm import (
     CHECKED_ROWS,
     Request,
     VllmGenerator,
-    check_answers,
+    check_responses,
 )
 from rlhf_lightning.rollout.generators.vllm_engine import Answer
 from rlhf_lightning.rollout.generators.vllm_weights import weight_files
@@ -428,7 +428,7 @@ class VllmServerGenerator(VllmGenerator):
             probes = gathered(probe)
             written = self._answers(probes, start, stay_awake=True)
             own = _own(probes, written)
-            check_answers(own, probe, num_tokens=model.config.vocab_size)
+            check_responses(own, probe, num_tokens=model.config.vocab_size)
             self.check_logprobs(model, probe, own)
             asked = gathered(request)
             if rank() == 0:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import CodeName, Count, PathOrName, Seconds, checked
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
-from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
@@ -31,7 +31,7 @@ from rlhf_lightning.rollout.scorers.functions import (
     read_scores,
 )
 from rlhf_lightning.text.decoding import response_texts
-from rlhf_lightning.text.reward_texts import AnswerText
+from rlhf_lightning.text.reward_texts import ResponseText
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
 
 
@@ -51,7 +51,7 @@ class Scores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answers:
+class Responses:
     """Prompts with their generated responses, as ids and as text.
 
     Args:
@@ -88,13 +88,13 @@ class Answers:
         )
 
 
-def make_answers(
+def make_responses(
     prompts: PromptBatch,
     generation: Generation,
     tokenizer: PreTrainedTokenizerBase,
     *,
     skip_special_tokens: bool = False,
-) -> Answers:
+) -> Responses:
     """Return the responses with their text, without the token that ended one."""
     mask = generation.response_mask
     width = prompts.input_ids.shape[1]
@@ -107,10 +107,10 @@ def make_answers(
         kept.append(ids[width : width + response])
     texts = response_texts(asked, kept, tokenizer, skip_special_tokens=skip_special_tokens)
     attention_mask = torch.cat([prompts.attention_mask, mask], 1)
-    return Answers(prompts, generation, attention_mask, tuple(texts))
+    return Responses(prompts, generation, attention_mask, tuple(texts))
 
 
-def answer_texts(answers: Answers) -> list[AnswerText]:
+def response_texts_of(answers: Responses) -> list[ResponseText]:
     """Return the responses as texts, row by row."""
     columns = answers.prompts.columns
     conversations = columns.get(CONVERSATION, ("",) * len(answers.prompts))
@@ -129,7 +129,7 @@ def answer_texts(answers: Answers) -> list[AnswerText]:
         variables: dict[str, Any] = {}
         if messages and isinstance(messages[-1], list):
             variables, messages = messages
-        found.append(AnswerText(prompt, messages, completion, finished, rendered, variables))
+        found.append(ResponseText(prompt, messages, completion, finished, rendered, variables))
     return found
 
 
@@ -147,7 +147,7 @@ class Scorer(Protocol):
             base: the base of the policy's adapters, for reward models that are adapters too.
         """
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return one score a row."""
 
 
@@ -189,11 +189,11 @@ class RewardModelScorer:
         """Load the reward model, frozen."""
         if self.model is None:
             self.model = self.load()
-            completed(self.model.eval().requires_grad_(False), frozen=True)
+            place_on_ranks(self.model.eval().requires_grad_(False), frozen=True)
         return [self.model]
 
     @torch.no_grad()
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return the reward model's scores."""
         model = self.model
         if model is None:
@@ -249,7 +249,7 @@ class FunctionScorer:
         """Return no models."""
         return []
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return the function's numbers; NaN where it does not apply.
 
         Raises:
@@ -281,7 +281,7 @@ class FunctionScorer:
         total = read_scores(found, completions, what).to(answers.sequences.device)
         return Scores(total, {self.name: total}, ~total.isnan())
 
-    def _values(self, answers: Answers) -> dict[str, list[Any]]:
+    def _values(self, answers: Responses) -> dict[str, list[Any]]:
         """Return copies, which the function may change."""
         hidden = ("prompt", CONVERSATION)
         columns = {k: v for k, v in answers.prompts.columns.items() if k not in hidden}
@@ -341,7 +341,7 @@ class WeightedScorer:
         """Build every scorer; return all their models."""
         return [model for scorer in self.scorers.values() for model in scorer.build(base)]
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return the weighted sum of what applies to a row; components are the unweighted parts."""
         rows, device = len(answers.prompts), answers.sequences.device
         total = torch.zeros(rows, device=device)

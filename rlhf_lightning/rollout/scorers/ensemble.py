@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_lightning.arguments import Count, PathOrName, checked
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores
+from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams, check_members
 
 DISAGREEMENT = "disagreement"
@@ -67,7 +67,7 @@ class RewardEnsembleScorer:
         """Load every member, frozen."""
         return [model for member in self.members for model in member.build(base)]
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return the combined score; components are the members' scores and their `disagreement`.
 
         The disagreement is their standard deviation, `[B]`.

@@ -19,7 +19,7 @@ from rlhf_lightning.arguments import checked
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
-from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
+from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.functions import LARGEST
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
 from rlhf_lightning.rollout.service_client import (
@@ -31,7 +31,7 @@ from rlhf_lightning.rollout.service_client import (
 )
 from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.text.messages import as_text
-from rlhf_lightning.text.reward_texts import AnswerText
+from rlhf_lightning.text.reward_texts import ResponseText
 
 NUM_SHOWN = 200  # characters of a reply in an error
 
@@ -242,7 +242,7 @@ class HttpScorer:
         """Return no models."""
         return []
 
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return the service's numbers.
 
         Raises:
@@ -265,9 +265,9 @@ class HttpScorer:
         total = (scores - self.hparams.mean) / self.hparams.std
         return Scores(total, {self.name: total})
 
-    def _rows(self, answers: Answers) -> Rows:
+    def _rows(self, answers: Responses) -> Rows:
         """Return what is sent, by JSON key."""
-        texts = answer_texts(answers)
+        texts = response_texts_of(answers)
         known: dict[str, Sequence[Any]] = {
             **{
                 name: json.loads(json.dumps(values, default=as_text))
@@ -342,7 +342,7 @@ class HttpScorer:
         return f", under {'.'.join(self.path)}" if self.path else ""
 
 
-def _messages(row: AnswerText) -> list[dict[str, str]]:
+def _messages(row: ResponseText) -> list[dict[str, str]]:
     given = [{"role": "user", "content": row.prompt}] if row.messages is None else row.messages
     return [*given, {"role": "assistant", "content": row.completion}]
 

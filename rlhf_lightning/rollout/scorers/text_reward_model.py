@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.distributed.collectives import agreed_max
-from rlhf_lightning.models.building import completed, decided
+from rlhf_lightning.models.building import from_rank_zero, place_on_ranks
 from rlhf_lightning.models.classifiers import (
     SequenceClassifier,
     eos_ids,
@@ -27,7 +27,7 @@ from rlhf_lightning.models.classifiers import (
 )
 from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.models.loading import loading_options, reward_normalization
-from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
+from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
 from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.reward_texts import (
@@ -99,8 +99,8 @@ class TextRewardModelScorer:
             limit = longest_input(self.tokenizer, model, self.hparams.max_length)
             self.encode = self._encoder(model, limit)
             self.pad_id = padding(self.tokenizer, model)
-            self.pad_left = decided(partial(reads_padding_on_left, model, self.pad_id))
-            self.model = completed(model, frozen=True)
+            self.pad_left = from_rank_zero(partial(reads_padding_on_left, model, self.pad_id))
+            self.model = place_on_ranks(model, frozen=True)
         return [self.model]
 
     def _take_over_normalization(self, model: SequenceClassifier) -> None:
@@ -117,12 +117,12 @@ class TextRewardModelScorer:
         )
 
     @torch.no_grad()
-    def __call__(self, answers: Answers) -> Scores:
+    def __call__(self, answers: Responses) -> Scores:
         """Return the reward model's scores and which responses were over-long."""
         model = self.model
         if model is None:
             raise RuntimeError("TextRewardModelScorer.build() was not called")
-        rows = self.encode(answer_texts(answers))
+        rows = self.encode(response_texts_of(answers))
         device = answers.sequences.device
         padded = pad(rows, self.pad_id, left=self.pad_left)
         ids, types, mask = (part.to(device) for part in padded)  # [B, T]

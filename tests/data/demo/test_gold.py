@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_lightning.data.demo.answers import Style, corrupt, write_answer
+from rlhf_lightning.data.demo.answers import Style, corrupt, write_response
 from rlhf_lightning.data.demo.gold import GoldParts, gold_parts, gold_scores
 from rlhf_lightning.data.demo.grammar import (
     I_DO_NOT_KNOW,
@@ -82,7 +82,9 @@ def test_gold_is_the_sum_of_what_the_answer_does(
 def test_every_right_and_polite_answer_scores_the_most_and_nothing_beats_it() -> None:
     rng = Random(0)
     for question in all_questions():
-        best = gold_parts(question.prompt, write_answer(right_core(question, rng), NICE, rng), True)
+        best = gold_parts(
+            question.prompt, write_response(right_core(question, rng), NICE, rng), True
+        )
         assert best == GoldParts(
             correct=True,
             refused=question.domain == "harmful",
@@ -102,7 +104,7 @@ def test_every_wrong_answer_scores_at_least_two_less_than_the_right_one() -> Non
     rng = Random(0)
     for question in all_questions():
         wrong = gold_parts(
-            question.prompt, write_answer(wrong_core(question, rng), PLAIN, rng), True
+            question.prompt, write_response(wrong_core(question, rng), PLAIN, rng), True
         )
         assert not wrong.correct
         assert not wrong.malformed
@@ -144,7 +146,7 @@ def test_corrupting_an_answer_never_raises_and_seldom_helps() -> None:
     rng = Random(0)
     worse = better = 0
     for question in rng.sample(all_questions(), 600):
-        clean = write_answer(right_core(question, rng), NICE, rng)
+        clean = write_response(right_core(question, rng), NICE, rng)
         for _ in range(3):
             total = gold(question.prompt, corrupt(clean, rng))
             worse += total < 3.0

@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 
 from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator
-from rlhf_lightning.data.demo.answers import sample_answer
+from rlhf_lightning.data.demo.answers import sample_response
 from rlhf_lightning.data.demo.gold import gold_parts, gold_scores
 from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW, REMARKS
 from rlhf_lightning.data.demo.questions import DOMAINS, TEMPLATES
@@ -152,7 +152,7 @@ def test_the_best_of_sixteen_ordinary_answers_beats_one() -> None:
     rng = Random(0)
     best, one = [], []
     for question in world(1).questions("validation"):
-        drawn = [sample_answer(question, DEMONSTRATION_QUALITY, rng) for _ in range(17)]
+        drawn = [sample_response(question, DEMONSTRATION_QUALITY, rng) for _ in range(17)]
         scores = gold_scores([question.prompt] * 17, drawn, [True] * 17)
         best.append(max(scores[:16]))
         one.append(scores[16])

@@ -162,7 +162,7 @@ class Page:
                 seconds=as_seconds(form.get("seconds", "")),
                 reason=form.get("reason"),
             )
-            return self._go_on(visitor, form, "" if outcome == "kept" else outcome)
+            return self._redirect(visitor, form, "" if outcome == "kept" else outcome)
 
         return await run_in_threadpool(keep)
 
@@ -173,7 +173,7 @@ class Page:
 
         def take_back() -> Response:
             undone = self._store.undo(rater_id, self._sharing)
-            return self._go_on(visitor, form, "" if undone else "nothing")
+            return self._redirect(visitor, form, "" if undone else "nothing")
 
         return await run_in_threadpool(take_back)
 
@@ -198,7 +198,7 @@ class Page:
         text = f"{what}. Tell the person who runs the page: {error}"
         return self._render("message.html", {"message": text}, 503)
 
-    def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
+    def _redirect(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
         """Respond to a form: the script takes the next page at once, a browser is redirected."""
         if "at_once" in form and visitor.rater_id is not None:
             return self._next_page(visitor, visitor.rater_id, note)
