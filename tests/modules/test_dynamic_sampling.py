@@ -376,9 +376,7 @@ def test_the_prompts_that_are_trained_on_do_not_depend_on_the_number_of_ranks(mo
 
 def test_a_batch_without_spare_prompts_is_refused():
     loader = data().train_dataloader()  # made without a Trainer, so without the module
-    with pytest.raises(
-        ValueError, match=r"max_resampling_rounds=2 needs .*spare rows, 16, .* has 0 spa"
-    ):
+    with pytest.raises(ValueError, match=r"max_resampling_rounds=2 needs 16 spare rows, .* has 0"):
         trainer().fit(module_with(2), loader)
 
 
