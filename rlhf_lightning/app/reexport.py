@@ -204,7 +204,7 @@ def _outcome(folder: RunFolder, checkpoint: Path, model: Model) -> Outcome:
             model.normalize(mean, std)
         return Outcome(folder.name, metrics, summary.gates)
     of = "before the end of its run" if finished else "of a run that has not finished"
-    note = f"A checkpoint {of}, after iteration {iteration}. It passed no gate."
+    note = f"A checkpoint {of}, after iteration {iteration}. No gate has checked it."
     if isinstance(model, ScalarHeadModel):
         note += " Its scores are not normalized."
     row = rows.get(iteration or 0, {})

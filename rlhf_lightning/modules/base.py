@@ -163,7 +163,7 @@ class RLHFModule(L.LightningModule):
         self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
         self.tokenizer = None
-        self.logged = LoggedNames()
+        self.logged_names = LoggedNames()
         key = f"module.{self.stage}.max_skipped_steps"
         self.skipped = SkippedSteps(algorithm.max_skipped_steps, key)
 
@@ -371,7 +371,7 @@ class RLHFModule(L.LightningModule):
             "time/update": seconds,
             f"throughput/{self.unit}_per_second": float(size) / seconds,
         }
-        self.log_dict(self.logged.with_nans(measures))
+        self.log_dict(self.logged_names.with_nans(measures))
 
     def reported(self, measured: Measured) -> Mapping[str, Tensor]:
         """Return the metrics from the sums of a step."""

@@ -387,7 +387,7 @@ class OnPolicyModule(RLHFModule):
             **{f"time/{phase}": value for phase, value in seconds.items()},
             "throughput/tokens_per_second": tokens / sum(seconds.values()),
         }
-        self.log_dict(self.logged.with_nans(measures), on_step=True)
+        self.log_dict(self.logged_names.with_nans(measures), on_step=True)
         self.controls.adapt_kl_coef(
             measures.get("rollout/kl_per_response"),
             self.algorithm,

@@ -196,4 +196,4 @@ def test_a_stop_says_what_helps_and_how_to_go_on(whole):
     folder, message = whole
     assert "raise kl_coef (0.05, 0.1, 0.2), or set kl_target" in message
     assert f"ckpt_path={folder.last_checkpoint}" in message
-    assert "stops if the alarm stays for 2 iterations more" in message
+    assert "actions.on_alarm=none" in message

@@ -61,10 +61,7 @@ def test_the_newest_checkpoint_of_a_killed_run_becomes_a_model_folder(sft, tmp_p
         assert torch.equal(weights[name], value), name
     assert AutoTokenizer.from_pretrained(made).eos_token == "<eos>"
     said = card(made)
-    assert (
-        "**A checkpoint of a run that has not finished, after iteration 3. No gate was held "
-        "against it.**" in said
-    )
+    assert "**A checkpoint of a run that has not finished, after iteration 3. " in said
     assert "| sft/loss |" in said
     assert "throughput" not in said
     assert not (sft.path / "export").exists()
@@ -269,7 +266,7 @@ def test_an_adapter_is_not_merged_with_another_scale_than_it_was_trained_with(
     saved = OmegaConf.load(config)
     saved.lora.alpha = 64
     OmegaConf.save(saved, config)
-    with pytest.raises(ConfigError, match=r"r=4 alpha=64, .*trained with r=4 alpha=32"):
+    with pytest.raises(ConfigError, match=r"r=4 alpha=64, .*checkpoint r=4 alpha=32"):
         export(moved, tmp_path)
 
 

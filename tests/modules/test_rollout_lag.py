@@ -329,7 +329,7 @@ def test_prompts_and_responses_that_are_missing_or_others_are_errors():
     module = with_steps(tiny_module(ppo=ppo_hparams(**LAGGED)), 4)
     with pytest.raises(ValueError, match=r"rollout_lag=1 needs .* has 0 for 8: .*PromptData"):
         module.training_step(batch(0)[:8], 0)
-    with pytest.raises(RuntimeError, match="responses of iteration 3 were not sampled"):
+    with pytest.raises(RuntimeError, match="responses of iteration 3 are missing"):
         module.training_step(batch(2), 2)
     module.training_step(batch(0), 0)
     with pytest.raises(ValueError, match="iteration 2 were sampled for other prompts"):

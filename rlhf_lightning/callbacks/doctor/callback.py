@@ -177,7 +177,7 @@ class Doctor(Callback):
         self.detectors = Detectors(self.thresholds, 0)
         self.policy = InterventionPolicy(actions or ActionSettings())
         self.request: EndRequest | None = None
-        self.logged = LoggedNames()
+        self.logged_names = LoggedNames()
         self.largest_score = 0.0  # the largest |mean score| of an iteration so far
 
     # -- hooks ------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Doctor(Callback):
             quality = sum(last) / len(last) - costs * bool(levels)
             quality -= _SERIOUS_COSTS_ALERTS * costs * bool(serious_alarms(active))
         values["doctor/quality"] = quality
-        module.log_dict(self.logged.with_nans(values), on_step=True)
+        module.log_dict(self.logged_names.with_nans(values), on_step=True)
 
     # -- state ------------------------------------------------------------------------------
 
