@@ -64,7 +64,7 @@ def draw(tokens, colours, title, notes=None):
 
 
 # %% [markdown]
-# ## Supervised fine-tuning: the answer and its EOS
+# ## Supervised fine-tuning: the response and its EOS
 #
 # Grey is given and not learnt, blue is learnt, dark blue is EOS, white is padding. If EOS were not
 # learnt, the policy would never stop.
@@ -106,8 +106,8 @@ draw(words(torch.where(labels == -100, pad, labels)), colours,
 # %% [markdown]
 # ## The reward model reads one position: the last real token
 #
-# Chosen and rejected answer of one pair. The score stands at the dark box, found from the attention
-# mask. `ids != pad` would read the orange one, the token before EOS, where pad is EOS.
+# Chosen and rejected response of one pair. The score is read at the dark box, found from the attention
+# mask. Where pad is EOS, `ids != pad` would read the orange one, the token before EOS.
 
 # %%
 pair = next(
@@ -135,9 +135,9 @@ colours = [
 draw(words(ids), colours, "reward model: chosen, rejected")
 
 # %% [markdown]
-# ## A rollout: prompts on the left, answers on the right
+# ## A rollout: prompts on the left, responses on the right
 #
-# Prompts are padded on the left, so that generation continues real tokens. The mask of an answer goes
+# Prompts are padded on the left, so generation continues real tokens. The mask of a response goes
 # up to and **including** the first EOS: stopping is an action, and gets credit only if it counts.
 
 # %%
@@ -255,9 +255,9 @@ plt.show()
 assert (ppo_gradient > 0).equal(counts)
 
 # %% [markdown]
-# ## Advantages stop where the answer stops
+# ## Advantages stop where the response stops
 #
-# Rewards and values stand only on tokens that count. Without a mask the last token bootstraps from
+# Only tokens that count have rewards and values. Without a mask the last token bootstraps from
 # the value of padding: here the value model says 1 on every padded position.
 
 # %%
@@ -283,8 +283,8 @@ print(
 # %% [markdown]
 # | stage | counts | does not | code |
 # |---|---|---|---|
-# | SFT | answer, EOS | prompt, padding | `functional/sequences.py: next_token_labels` |
+# | SFT | response, EOS | prompt, padding | `functional/sequences.py: next_token_labels` |
 # | reward model | last real token | everything else | `functional/sequences.py: last_token_index` |
-# | PPO | answer up to and with the first EOS | prompt, what follows EOS | `functional/sequences.py: response_mask` |
+# | PPO | response up to and including the first EOS | prompt, tokens after EOS | `functional/sequences.py: response_mask` |
 #
 # Next: [PPO by hand](02_ppo_by_hand.ipynb).

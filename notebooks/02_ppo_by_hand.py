@@ -9,9 +9,9 @@
 # %% [markdown]
 # # PPO by hand, on one batch
 #
-# Two articles' pseudo-code of PPO for language models, step by step, beside what is right. Each step
-# prints what the error costs and draws it. The right versions are calls of
-# `rlhf_lightning.functional`; the end is a loop that learns, and the same loop with one error each.
+# Two articles' pseudo-code of PPO for language models, step by step, next to the correct code. Each step
+# prints the cost of the error and draws it. The correct versions are calls of
+# `rlhf_lightning.functional`. At the end there is a loop that learns, and the same loop with one error each.
 
 # %%
 import copy
@@ -66,8 +66,8 @@ def prompts_of(count, longest, seed=0, first_row=0):
 # %% [markdown]
 # ## One batch
 #
-# A GPT-2 of two layers with random weights answers 64 prompts; each answer is scored by how often it
-# says the word 5. The grey part of the picture is padding: in real batches it is often most of it.
+# A GPT-2 of two layers with random weights responds to 64 prompts; each response is scored by how often it
+# has the word 5. The grey part of the picture is padding: in real batches it is often most of it.
 
 # %%
 policy = small_gpt2(0.2)
@@ -130,7 +130,7 @@ effects["mask from ids != pad"] = f"{eos_actions} stop actions lost of {eos_acti
 # ## 3 · The ratio must be 1 before the first update
 #
 # Old and new log-probabilities belong to one policy here, so each ratio should be exactly 1. It is not
-# if the sampler's own log-probabilities are kept (bf16), if sampling was truncated (`top_k`, on by
+# if the sampler's log-probabilities are kept (bf16), if sampling was truncated (`top_k`, on by
 # default in many checkpoints), if it was at another temperature, or if positions ignore padding.
 
 # %%
@@ -171,7 +171,7 @@ assert (ratios["recomputed"] == 1).all()
 # %% [markdown]
 # ## 4 · `rewards - rewards.mean() / (std + eps)`, and a batch of one
 #
-# The first is a missing pair of brackets. The second comes of `prompts[ep % n : (ep + 1) % n]`, which
+# The first is a missing pair of brackets. The second comes from `prompts[ep % n : (ep + 1) % n]`, which
 # is one prompt, and none at every wrap; the standard deviation of one number is NaN.
 
 # %%
@@ -207,7 +207,7 @@ effects["gamma = 0.99"] = (
 # ## 6 · Where the KL belongs, and which one
 #
 # One token, eight words, known scores: the optimum is `softmax(log ref + score / beta)`. PPO finds it
-# with k1 in the reward, or k2 in the loss. With the others every curve looks healthy and the end is
+# with k1 in the reward, or k2 in the loss. With the others every curve looks healthy, but the run ends
 # elsewhere (distance 0: the optimum; the last bar has no KL at all).
 
 # %%
@@ -270,8 +270,8 @@ for name in ("k2 in the reward", "k3 in the reward", "k1 in the loss (articles)"
 # ## 7 · Advantages: the mask, and whitening over everything
 #
 # Rewards and values of our batch. Orange, left: GAE without a mask bootstraps from the value of
-# padding. Middle: statistics over padding too. Right: each of two processes whitens its own half, so
-# the same token counts more or less with the process that it fell to.
+# padding. Middle: statistics over padding too. Right: each of two processes whitens its half, so
+# the weight of a token depends on its process.
 
 # %%
 trunk = small_gpt2(0.2, seed=1).model.base_model
@@ -313,7 +313,7 @@ plt.show()
 # ## 8 · The mean of means depends on the micro-batch
 #
 # The same minibatch, split into micro-batches. `sum / (tokens of the whole step)` gives one gradient;
-# the mean of each micro-batch's own mean gives another one for each size. A mean by row is the limit.
+# the mean of the micro-batches' means gives a different one for each size. A mean by row is the limit.
 
 # %%
 scale = 1.05  # a policy that has moved a little, so that the gradient is not degenerate
@@ -401,7 +401,7 @@ effects["one gradient norm for both"] = f"policy step {joint:.2f} instead of {al
 # ## The loop
 #
 # All of it together, and the same loop with one error each: 64 rollouts of up to 8 tokens, 2 epochs of
-# 2 minibatches, mean of 3 seeds. Score: an eighth for every word 5, less 1 if it does not stop.
+# 2 minibatches, mean of 3 seeds. Score: an eighth for every word 5, minus 1 if it does not stop.
 
 # %%
 UPDATES = 30
@@ -505,6 +505,6 @@ for name, effect in effects.items():
     print(f"{name:{width}}  {effect}")
 
 # %% [markdown]
-# The loop that is used in training is `PPOModule.training_step` in `rlhf_lightning/modules/ppo.py`;
+# The training loop itself is `PPOModule.training_step` in `rlhf_lightning/modules/ppo.py`;
 # `docs/implementation_details.md` lists every choice with its line. Next:
 # [reading a run](03_reading_a_run.ipynb).

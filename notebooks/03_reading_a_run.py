@@ -10,8 +10,8 @@
 # # Reading a run
 #
 # Two PPO runs of a tiny policy, trained here in seconds: one with sensible settings (blue), one with twelve
-# times the learning rate and no KL penalty (orange). The reward is a rule that checks whether an answer is
-# right and polite. Everything below is read from what a run leaves in its folder.
+# times the learning rate and no KL penalty (orange). The reward is a rule that checks whether a response is
+# right and polite. Everything below is read from the run's folder.
 
 # %%
 import math
@@ -74,8 +74,8 @@ for run, folder in runs.items():
 # %% [markdown]
 # ## 2 · Six curves
 #
-# The green band is where a healthy run keeps a value (`docs/metrics.md`). The order to look in: does the
-# score rise, how far has the policy moved, does the update stay small, do answers end, does the critic
+# The green band is the range of a healthy run (`docs/metrics.md`). Look in this order: does the
+# score rise, how far has the policy moved, does the update stay small, do responses end, does the critic
 # learn, is there variety left.
 
 # %%
@@ -98,7 +98,7 @@ axes[0, 0].legend(fontsize=7)
 plt.show()
 
 # %% [markdown]
-# ## 3 · What was paid for it
+# ## 3 · The cost
 #
 # Reward over the root of the KL from the SFT policy, on held-out prompts. Where gold falls while the learnt
 # score rises, the policy has found what the reward model cannot see.
@@ -122,7 +122,7 @@ plt.show()
 # %% [markdown]
 # ## 4 · Every domain
 #
-# One figure for all prompts hides the domain that is forgotten. The line is what the SFT policy gives.
+# One figure for all prompts hides a domain that is forgotten. The line is the SFT policy.
 
 # %%
 first = [s for s in read_samples(runs["healthy"].samples) if "baseline_response" not in s]
@@ -161,7 +161,7 @@ plt.show()
 # %% [markdown]
 # ## 5 · Length
 #
-# Each dot is one answer: at first (grey) and at the end. A score that is a function of length is a warning.
+# Each dot is one response: at the start (grey) and at the end. A score that is a function of length is a warning.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), sharey=True, sharex=True)
@@ -176,7 +176,7 @@ for ax, (run, folder) in zip(axes, runs.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# ## 6 · The answers
+# ## 6 · The responses
 #
 # Read these before you believe a figure.
 
@@ -190,9 +190,9 @@ for run, folder in runs.items():
             print(f"   {who}  {textwrap.shorten(text, 90)}")
 
 # %% [markdown]
-# ## 7 · The doctor's words, and the time
+# ## 7 · The doctor's alerts, and the time
 #
-# It watches every rollout and says what it sees, with cause and remedy.
+# The doctor watches every rollout and names each problem, with cause and remedy.
 
 # %%
 for run, folder in runs.items():
@@ -214,5 +214,4 @@ ax.legend(fontsize=7, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.5))
 plt.show()
 
 # %% [markdown]
-# All this is in `report.html` of every run, and `python -m rlhf_lightning.report RUN RUN` lays two runs over
-# each other. Next: [reward hacking, live](04_reward_hacking.ipynb).
+# All this is in `report.html` of every run, and `python -m rlhf_lightning.report RUN RUN` overlays two runs. Next: [reward hacking, live](04_reward_hacking.ipynb).

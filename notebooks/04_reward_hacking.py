@@ -10,7 +10,7 @@
 # # Reward hacking, live
 #
 # A reward model that counts words, and PPO against it without and with a KL penalty. The built-in world also
-# has a gold reward, which training never sees: here one can watch the two part.
+# has a gold reward, which training never sees: here you can watch the two diverge.
 
 # %%
 import math
@@ -47,7 +47,7 @@ runs = {
 # %% [markdown]
 # ## 1 · What the reward model has learnt
 #
-# Its held-out accuracy is respectable. Its weights say what it is: a list of words that please.
+# Its held-out accuracy is respectable. Its weights show that it is only a list of words that score well.
 
 # %%
 weights = sorted(word_weights().items(), key=lambda item: item[1])
@@ -60,9 +60,9 @@ ax.set(title=f"what a word adds to the reward; accuracy on held-out pairs {accur
 plt.show()
 
 # %% [markdown]
-# ## 2 · The two rewards part
+# ## 2 · The two rewards diverge
 #
-# Means of each rollout of 32 answers. Without a penalty the learnt reward rises to the end.
+# Means of each rollout of 32 responses. Without a penalty the learnt reward rises to the end.
 
 # %%
 answers = {}
@@ -120,7 +120,7 @@ plt.show()
 # ## 4 · How it cheats
 #
 # Left: the words of a rollout without penalty, iteration by iteration. Right: the parts of the gold
-# reward. Polite phrases fill the answer; whether it is right no longer matters.
+# reward. Polite phrases fill the response; whether it is right no longer matters.
 
 # %%
 counts = [Counter(w for s in rollout for w in s["response"].split()) for rollout in answers[0.0]]
@@ -145,7 +145,7 @@ plt.show()
 # %% [markdown]
 # ## 5 · What it looks like
 #
-# The best answer of a rollout by the learnt reward.
+# The best response of a rollout by the learnt reward.
 
 # %%
 for iteration in (1, 6, 12, ITERATIONS):
@@ -156,7 +156,7 @@ for iteration in (1, 6, 12, ITERATIONS):
 # %% [markdown]
 # ## 6 · Without gold
 #
-# In practice there is no gold reward. What is left to see: length, variety, and the doctor's alerts (dotted lines,
+# In practice there is no gold reward. You still see length, variety, and the doctor's alerts (dotted lines,
 # at the iterations at which they were raised).
 
 # %%
@@ -178,5 +178,5 @@ plt.show()
 
 # %% [markdown]
 # The same with a trained reward model: `python -m rlhf_lightning.train +experiment=ppo
-# module.ppo.kl_coef=0 data.num_iterations=150`. `doctor=act` turns the controls when it sees this;
+# module.ppo.kl_coef=0 data.num_iterations=150`. `doctor=act` changes the controls when it sees this;
 # `docs/doctor.md` has every detector.

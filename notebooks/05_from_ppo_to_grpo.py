@@ -9,9 +9,9 @@
 # %% [markdown]
 # # From PPO to GRPO in four edits, with what each does
 #
-# PPO on the built-in world, and four changes of settings that make GRPO of it. After each stands what it
-# changes. Every run samples 64 answers an iteration, takes two optimizer steps on them and is scored by
-# the same rule: whether an answer is right and polite.
+# PPO on the built-in world, and four changes of settings that turn it into GRPO, each with its effect.
+# Every run samples 64 responses per iteration, takes two optimizer steps on them and is scored by
+# the same rule: whether a response is right and polite.
 #
 # These are single runs of a tiny policy. They show what the edits do, not which objective is better:
 # for that see `docs/objectives.md` and `rlhf-study objectives`.
@@ -79,11 +79,11 @@ PASSES = "module.ppo.num_ppo_epochs=1"  # as many as GRPO makes
 runs["PPO"] = train_ppo("ppo", PASSES, *SHARED, reward="rule")
 
 # %% [markdown]
-# ## Edit 1 · Several answers to a prompt
+# ## Edit 1 · Several responses to a prompt
 #
-# `data.batch_size=8 data.num_generations=8`: 8 prompts with 8 answers each in place of 64 prompts with one.
-# It is still PPO with its value model. Now answers can be compared: the same prompt, several scores. A row
-# of one colour is a prompt whose answers all score alike; `rollout/informative_groups` is the share of the
+# `data.batch_size=8 data.num_generations=8`: 8 prompts with 8 responses each instead of 64 prompts with one.
+# It is still PPO with its value model. Now responses can be compared: the same prompt, several scores. A row
+# of one colour is a prompt whose responses all score the same; `rollout/informative_groups` is the share of the
 # others.
 
 # %%
@@ -95,15 +95,15 @@ between = scores.mean(-1).var(unbiased=False) / scores.var(unbiased=False)
 print(f"share of the scores' variance between prompts or iterations: {between:.0%}")
 
 # %% [markdown]
-# ## Edit 2 · The mean of the group in place of the value model
+# ## Edit 2 · The mean of the group instead of the value model
 #
-# `+experiment=grpo module.grpo.scale=none module.grpo.kl_in=reward`: the advantage of an answer is its
-# reward less the mean of its group, the same at every token. There is no value model, no GAE and no
-# whitening. On the left the scores of an iteration, on the right what is left of them.
+# `+experiment=grpo module.grpo.scale=none module.grpo.kl_in=reward`: the advantage of a response is its
+# reward minus the mean of its group, the same at every token. There is no value model, no GAE and no
+# whitening. On the left the scores of an iteration, on the right the advantages.
 #
-# Both baselines take away what a prompt's answers have in common. The value model has to learn it, and
-# `ppo/explained_variance` says how much of the returns it knows; the group's mean needs no learning, but
-# eight answers. The mean counts the answer itself: `baseline=leave_one_out` (RLOO) leaves it out, which
+# Both baselines remove what a prompt's responses have in common. The value model must learn it, and
+# `ppo/explained_variance` is the share of the returns that it explains. The group's mean needs no learning, but
+# eight responses. The mean includes the response itself: `baseline=leave_one_out` (RLOO) leaves it out, which
 # makes every advantage 8/7 times as large.
 
 # %%
@@ -121,12 +121,12 @@ print(f"leave-one-out over mean: {(others[kept] / mean[kept]).mean():.3f}")
 # %% [markdown]
 # ## Edit 3 · Divide by the spread of the group
 #
-# `module.grpo.scale=group_std`: every group with a difference now weighs about the same, whether its answers
-# differ by much or by little (right). Without it (left) a group counts as much as it is spread. Dr. GRPO
-# leaves the division out again: it raises the weight of prompts whose answers are nearly all good or nearly
+# `module.grpo.scale=group_std`: every group with a difference now weighs about the same, whether its responses
+# differ by much or by little (right). Without it (left) the weight of a group is its spread. Dr. GRPO
+# leaves the division out again, because division raises the weight of prompts whose responses are nearly all good or nearly
 # all bad. A group without any difference has advantages of 0 either way.
 #
-# The advantages have another size now, and so has the gradient. Adam takes most of that away, but
+# The advantages have another size now, and so has the gradient. Adam removes most of that, but
 # `max_grad_norm` and an entropy bonus do not.
 
 # %%
@@ -150,10 +150,10 @@ print(f"largest over median spread of a group: {spread.max() / spread.median():.
 # %% [markdown]
 # ## Edit 4 · The KL from the reward into the loss
 #
-# `module.grpo.kl_in=loss`, the default: now this is `+experiment=grpo`. In the reward the KL of an answer is
-# compared with that of its group and divided by the group's spread, as the score is. Left, the answers of
+# `module.grpo.kl_in=loss`, the default: now this is `+experiment=grpo`. In the reward the KL of a response is
+# compared with that of its group and divided by the group's spread, like the score. Left, the responses of
 # edit 3's last rollout: their advantages with the KL over those without it. In the loss the penalty
-# stands beside the surrogate, at every token, and no group changes its weight.
+# is added to the surrogate at every token, and no group changes its weight.
 #
 # `kl_estimator=k2` has the gradient of KL(policy || reference). The paper's k3 has that of
 # KL(reference || policy) and is there for comparison.
@@ -177,8 +177,8 @@ print(f"the KL moves an advantage by {share:.0%} of the advantages' own spread")
 # %% [markdown]
 # ## All five
 #
-# On held-out prompts, at the end. One seed, 16 iterations of 64 answers, 64 prompts: intervals that overlap say
-# nothing about which is better, and one that holds 50 % nothing about SFT. The rule is not the gold reward.
+# On held-out prompts, at the end. One seed, 16 iterations of 64 responses, 64 prompts: intervals that overlap say
+# nothing about which is better, and one that includes 50 % nothing about SFT. The rule is not the gold reward.
 
 # %%
 for run, folder in runs.items():
@@ -189,6 +189,6 @@ for run, folder in runs.items():
           f"  gold win rate {metrics['val/gold_win_rate']:.0%} ({low:.0%} to {high:.0%})")  # fmt: skip
 
 # %% [markdown]
-# From here one more setting each: `module.grpo.loss_reduction=constant` with `scale=none` is Dr. GRPO,
-# `surrogate=gspo` one ratio for a whole answer, `surrogate=cispo` clipped weights. Their experiments have
-# these names; `docs/objectives.md` says which is for what.
+# From here it is one more setting each: `module.grpo.loss_reduction=constant` with `scale=none` is Dr. GRPO,
+# `surrogate=gspo` one ratio for a whole response, `surrogate=cispo` clipped weights. Their experiments have
+# these names; `docs/objectives.md` says when to use which.
