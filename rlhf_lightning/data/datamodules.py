@@ -256,7 +256,7 @@ class PromptDataModule(RecordDataModule):
 
     @property
     def whole_spares(self) -> bool:  # type: ignore[override]
-        """Whether each rank is given these batches whole, to use any of their prompts."""
+        """True if each rank is given these batches whole, to use any of their prompts."""
         return bool(getattr(self._algorithm, "max_resampling_rounds", 0))
 
     @property

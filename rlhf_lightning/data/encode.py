@@ -13,7 +13,7 @@ r"""Records to token ids: the one place where prompts, responses and EOS meet.
   the first, which has nothing before it. With `loss_on="all"` each turn of the assistant is such a
   response, behind the prompt that a policy is given there. Turns whose tokens are the start of a
   later row are learnt in it. A turn that the template writes in another way later (many drop its
-  thoughts) is a row of its own.
+  thoughts) is a separate row.
 * Special tokens that a text spells are text: `<|im_end|>` in a message ends no turn. A template's
   own markers are tokens, and so is what a record spells that says `rendered`.
 * Over-long records are dropped, or their prompt is cut from the left. A response is never cut: a
@@ -346,7 +346,7 @@ def _demonstration(
 ) -> EncodedSequence | None:
     encoder = text_encoder(tokenizer)
     found = prompt_and_responses(record.prompt, [record.completion], encoder, **options)
-    answer = found.answers[0]
+    answer = found.responses[0]
     fitted = _fit(found.prompt, len(answer), max_length, over_long, encoder.bos, report)
     if fitted is None:
         return None
@@ -375,7 +375,7 @@ def encode_preference(
     with _placed(record, report) as options:
         sides = (record.chosen, record.rejected)
         found = prompt_and_responses(record.prompt, sides, encoder, **options)
-        chosen, rejected = found.answers
+        chosen, rejected = found.responses
         if chosen == rejected:
             report.dropped[IDENTICAL] += 1
             return None
@@ -442,14 +442,14 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _fit(
     prompt: list[int],
-    num_answer: int,
+    num_response: int,
     max_length: int,
     over_long: OverLong,
     bos: int | None,
     report: EncodingReport,
 ) -> list[int] | None:
     """Return the prompt, cut from the left if it must and may be; None if the record is dropped."""
-    room = max_length - num_answer
+    room = max_length - num_response
     if len(prompt) <= room:
         return prompt
     if not _may_cut(over_long):

@@ -377,7 +377,7 @@ def written_responses(
                 losses=[] if record.origin.lossy else None,
             )
             given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
-            rows.append((replace(row, input_ids=given), found.answers[0]))
+            rows.append((replace(row, input_ids=given), found.responses[0]))
             texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     result = PolicyResponses([], [], [], [], [], [], [])
     for start in range(0, len(rows), batch_size):

@@ -1,4 +1,4 @@
-"""Adapters on disk, in PEFT's format, and adapters merged into the weights they stand on.
+"""Adapters on disk, in PEFT's format, and adapters merged into their base's weights.
 
 A folder holds `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes and reads them,
 and `rlhf_lightning.json` with what PEFT has no place for: the kind of model, the reward's offset

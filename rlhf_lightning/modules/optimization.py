@@ -70,7 +70,7 @@ def accumulate_gradients(
         models: whose gradients the terms give, if each is of one model alone.
 
     Raises:
-        TypeError: if a term returns something else than a loss with its measures.
+        TypeError: if a term does not return a loss with its metrics.
     """
     count = agreed_max(len(parts), module.device)
     measured: Measured = {}

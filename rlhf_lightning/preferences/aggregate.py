@@ -22,7 +22,7 @@ class Verdict:
 
     Args:
         pair: pair that the labels are about.
-        choice: the better answer; None if the pair is no preference.
+        choice: the better response; None if the pair is no preference.
         margin: certainty, 0 to 1.
         votes: all votes by choice; `both_bad` counts as `tie`.
         by_people: whether people's votes decided.

@@ -36,8 +36,8 @@ class Annotator(Protocol):
     resumes with the rest.
 
     Attributes:
-        name: of the annotator; stands in every label.
-        kind: what sort of annotator it is.
+        name: name of the annotator, written to every label.
+        kind: kind of annotator.
         batch_size: pairs of one call, whose labels reach the disk together.
     """
 

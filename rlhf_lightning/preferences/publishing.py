@@ -39,7 +39,7 @@ def write_collection(
         folder: gets `train.jsonl`, `validation.jsonl` and `reliability.json`.
         collection: what the lab has made.
         hparams: settings of the lab.
-        gold: scores answers as they truly are, where that is known; it changes no label.
+        gold: the true reward, where it is known; it changes no label.
     """
     figures = describe(collection, gold=gold)
     with replacing_folder(folder, ours=True) as staging:

@@ -1,6 +1,6 @@
 """A reward model as an annotator: it prefers the response that it scores higher.
 
-Legend: B answers, T tokens.
+Legend: B responses, T tokens.
 """
 
 from __future__ import annotations

@@ -119,30 +119,30 @@ def collect_rollout(
             )
         generated = time.perf_counter()
         skip = parts.skip_special_tokens
-        answers = make_responses(prompts, sampled, parts.tokenizer, skip_special_tokens=skip)
-        scores = parts.scorer(answers)
+        responses = make_responses(prompts, sampled, parts.tokenizer, skip_special_tokens=skip)
+        scores = parts.scorer(responses)
         seconds["generate"] += generated - started
         seconds["score"] += time.perf_counter() - generated
-        return answers, scores
+        return responses, scores
 
     rounds = 0
     if max_resampling_rounds:
-        answers, scores, rounds = resampled(
+        responses, scores, rounds = resampled(
             answered, prompts, max_rounds=max_resampling_rounds, score_clip=shaping.score_clip
         )
     else:
-        answers, scores = answered(prompts)
+        responses, scores = answered(prompts)
     started = time.perf_counter()
     rollout = assemble_rollout(
         parts,
-        answers,
+        responses,
         scores,
         temperature=temperature,
         shaping=shaping,
         max_new_tokens=max_new_tokens,
     )
     if max_resampling_rounds:
-        rollout = replace(rollout, resampled=answers.prompts.spare, resampling_rounds=rounds)
+        rollout = replace(rollout, resampled=responses.prompts.spare, resampling_rounds=rounds)
     release_freed_memory()
     seconds["score"] += time.perf_counter() - started
     return rollout, seconds
@@ -186,7 +186,7 @@ def begin_responses(
 
 def assemble_rollout(
     parts: RolloutParts,
-    answers: Responses,
+    responses: Responses,
     scores: Scores,
     *,
     temperature: float,
@@ -194,14 +194,14 @@ def assemble_rollout(
     max_new_tokens: int,
 ) -> RolloutBatch:
     """Return the rollout of scored responses: evaluate, shape, estimate advantages."""
-    prompts, mask = answers.prompts, answers.response_mask  # [B, R]
+    prompts, mask = responses.prompts, responses.response_mask  # [B, R]
     logprobs, entropy, ref_logprobs, values = evaluate_responses(
-        parts, answers, temperature=temperature
+        parts, responses, temperature=temperature
     )
     by_domain = [shaping.domain_weights.get(name, 1.0) for name in prompts.domains]
     weights, estimator = scores.total.new_tensor(by_domain), shaping.estimator
     weighed = scores.total if estimator.scale_free else scores.total * weights
-    adjusted = _adjusted(weighed, answers, shaping, max_new_tokens)
+    adjusted = _adjusted(weighed, responses, shaping, max_new_tokens)
     kl = kl_k1(logprobs, ref_logprobs)  # [B, R]
     rows = torch.arange(len(mask), device=mask.device)
     scored = torch.ones_like(mask[:, 0]) if scores.applies is None else scores.applies
@@ -212,8 +212,8 @@ def assemble_rollout(
     if estimator.scale_free:
         advantages = advantages * weights.unsqueeze(-1)
     return RolloutBatch(
-        sequences=answers.sequences,
-        attention_mask=answers.attention_mask,
+        sequences=responses.sequences,
+        attention_mask=responses.attention_mask,
         response_mask=mask,
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
@@ -223,41 +223,41 @@ def assemble_rollout(
         advantages=advantages,
         returns=returns,
         entropy=entropy,
-        finish_reason=answers.generation.finish_reason,
+        finish_reason=responses.generation.finish_reason,
         row_ids=prompts.row_ids,
         prompt_length=prompts.input_ids.shape[1],
         domains=prompts.domains,
         score_components=dict(scores.components),
         group_ids=prompts.group_ids,
         scored=scored,
-        sampler_logprobs=answers.generation.logprobs,
+        sampler_logprobs=responses.generation.logprobs,
     )
 
 
 def _adjusted(
-    worth: Tensor, answers: Responses, shaping: RewardShaping, max_new_tokens: int
+    worth: Tensor, responses: Responses, shaping: RewardShaping, max_new_tokens: int
 ) -> Tensor:
     """Return `[B]` what each response is worth, before the KL penalty."""
     if shaping.diversity_bonus:
-        worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(answers))
+        worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(responses))
     adjusted = adjust_scores(
         worth,
-        answers.finished,
+        responses.finished,
         clip=shaping.score_clip,
         missing_eos_penalty=shaping.missing_eos_penalty,
     )
     if shaping.overlong_buffer is None:
         return adjusted
-    lengths = answers.response_mask.sum(-1)
+    lengths = responses.response_mask.sum(-1)
     return adjusted + overlong_penalty(
         lengths, max_length=max_new_tokens, buffer=shaping.overlong_buffer
     )
 
 
-def novelty(answers: Responses) -> list[float]:
+def novelty(responses: Responses) -> list[float]:
     """Return the share of each response's bigrams that no other response of any rank has, `[B]`."""
-    mask = answers.response_mask.cpu()
-    ids = answers.sequences[:, -mask.shape[1] :].cpu()
+    mask = responses.response_mask.cpu()
+    ids = responses.sequences[:, -mask.shape[1] :].cpu()
     own = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
     ranks = gathered(own)
     start = sum(len(rows) for rows in ranks[: rank()])
@@ -266,7 +266,7 @@ def novelty(answers: Responses) -> list[float]:
 
 
 def evaluate_responses(
-    parts: RolloutParts, answers: Responses, *, temperature: float
+    parts: RolloutParts, responses: Responses, *, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask.
 
@@ -274,12 +274,14 @@ def evaluate_responses(
     """
 
     def policy(rows: Tensor) -> tuple[Tensor, ...]:
-        statistics = response_statistics(parts.policy, answers.rows(rows), temperature=temperature)
+        statistics = response_statistics(
+            parts.policy, responses.rows(rows), temperature=temperature
+        )
         assert statistics.entropy is not None  # asked for
         return statistics.logprobs, statistics.entropy
 
     def reference(rows: Tensor) -> tuple[Tensor, ...]:
-        batch = answers.rows(rows)
+        batch = responses.rows(rows)
         return (
             response_statistics(
                 parts.reference, batch, temperature=temperature, with_entropy=False
@@ -293,12 +295,12 @@ def evaluate_responses(
 
     def values(rows: Tensor) -> tuple[Tensor, ...]:
         assert value_model is not None  # or it is not called
-        return (response_values(value_model, answers.rows(rows)),)
+        return (response_values(value_model, responses.rows(rows)),)
 
     def of_rows(function: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return by_micro_batch(
             function,
-            answers.attention_mask,
+            responses.attention_mask,
             parts.micro_batch_size,
             agree=agreed_max,
             run=None if beside is None else beside.run,

@@ -59,19 +59,20 @@ def resampled(
         score_clip: scores are compared as advantages see them, clipped to +-score_clip.
 
     Returns:
-        Answers and scores of as many prompts as are not spare, and the rounds that were needed.
+        Responses and scores of as many prompts as are not spare, and the rounds that were needed.
 
     Source: Yu et al. 2025, "DAPO", section 3.2.
     """
     spares = prompts[prompts.spare]
     size = int((prompts.group_ids == prompts.group_ids[0]).sum())
-    answers, scores = answered(prompts[~prompts.spare])
+    responses, scores = answered(prompts[~prompts.spare])
     start = 0  # first spare group of the round
     for rounds in range(max_rounds):
-        lacking = _uninformative(answers, scores, score_clip)[::size].nonzero().flatten()  # groups
+        dull = _uninformative(responses, scores, score_clip)[::size]
+        lacking = dull.nonzero().flatten()  # groups
         counts = gathered(len(lacking))
         if not (num_asked := sum(counts)):
-            return answers, scores, rounds
+            return responses, scores, rounds
         share = -(-num_asked // world_size())  # of each rank: all of them run equally often
         places = rank() * share + torch.arange(share, device=lacking.device)
         groups = (start + places).clamp(max=len(spares) // size - 1)
@@ -83,40 +84,40 @@ def resampled(
         taken = taken[sum(counts[: rank()]) :][: len(lacking)]
         if taken:
             replaced = _rows_of(lacking[: len(taken)], size)
-            answers, scores = _with_rows(answers, scores, replaced, taken, prompts)
+            responses, scores = _with_rows(responses, scores, replaced, taken, prompts)
         start += num_asked
-    return answers, scores, max_rounds
+    return responses, scores, max_rounds
 
 
 def _rows_of(groups: Tensor, size: int) -> Tensor:
     return (groups.unsqueeze(1) * size + torch.arange(size, device=groups.device)).flatten()
 
 
-def _uninformative(answers: Responses, scores: Scores, score_clip: float | None) -> Tensor:
+def _uninformative(responses: Responses, scores: Scores, score_clip: float | None) -> Tensor:
     compared = adjust_scores(
-        scores.total, answers.finished, clip=score_clip, missing_eos_penalty=0.0
+        scores.total, responses.finished, clip=score_clip, missing_eos_penalty=0.0
     )
-    return ~informative_groups(compared, answers.prompts.group_ids, scores.applies)  # [B]
+    return ~informative_groups(compared, responses.prompts.group_ids, scores.applies)  # [B]
 
 
-def _sampled(answers: Responses, scores: Scores, rows: Tensor) -> Sampled:
+def _sampled(responses: Responses, scores: Scores, rows: Tensor) -> Sampled:
     """Return these rows, on the CPU."""
-    generation = answers.generation
-    responses = generation.sequences[:, -generation.response_mask.shape[1] :]
+    generation = responses.generation
+    sampled = generation.sequences[:, -generation.response_mask.shape[1] :]
     return Sampled(
-        answers.prompts.row_ids[rows].cpu(),
-        replace(generation, sequences=responses)[rows].to("cpu"),
-        tuple(answers.completions[row] for row in rows.tolist()),
+        responses.prompts.row_ids[rows].cpu(),
+        replace(generation, sequences=sampled)[rows].to("cpu"),
+        tuple(responses.completions[row] for row in rows.tolist()),
         _joined([scores], rows, "cpu"),
     )
 
 
 def _with_rows(
-    answers: Responses, scores: Scores, rows: Tensor, new: Sequence[Sampled], prompts: PromptBatch
+    responses: Responses, scores: Scores, rows: Tensor, new: Sequence[Sampled], prompts: PromptBatch
 ) -> tuple[Responses, Scores]:
     """Return responses and scores with `new` in place of these rows; `prompts` has all prompts."""
     device = rows.device
-    own = _sampled(answers, scores, torch.arange(len(scores.total), device=device))
+    own = _sampled(responses, scores, torch.arange(len(scores.total), device=device))
     every = [own, *new]
     order = torch.arange(len(own.row_ids))
     order[rows.cpu()] = len(order) + torch.arange(len(rows))

@@ -22,20 +22,20 @@ from rlhf_lightning.text.turn_end import first_stop
 
 PLAIN = "plain"
 BETWEEN_TURNS = "\n\n"
-# Stands where the answer goes while the template is asked what it writes around it.
+# Placeholder for the response, to find the text that the template writes around it.
 _PLACEHOLDER = "\ue000answer\ue001"
 
 
 class ResponseText(NamedTuple):
-    """One answer as text.
+    """One response as text.
 
     Args:
-        prompt: as the policy sees it: plain, or a conversation as the policy's template writes it.
-        messages: the conversation that the answer ends; a plain prompt has none.
-        completion: what the policy wrote.
-        finished: it ended by itself.
+        prompt: the prompt as the policy sees it: plain, or rendered by the policy's template.
+        messages: the conversation that the response ends; a plain prompt has none.
+        completion: text of the response, as the policy wrote it.
+        finished: whether it ended by itself.
         rendered: special tokens that a plain prompt spells are tokens.
-        variables: further ones of a chat template, such as `tools`.
+        variables: further variables of a chat template, such as `tools`.
     """
 
     prompt: str
@@ -48,23 +48,23 @@ class ResponseText(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """A text in three: what stands before the answer, the answer, what the template closes with."""
+    """A text in three parts: before the response, the response, the template's closing."""
 
     before: str
-    answer: str
+    response: str
     after: str
 
 
 class Renderer:
-    """Writes prompts and answers as a reward model's texts.
+    """Writes prompts and responses as a reward model's texts.
 
-    What an answer, a message or a plain prompt spells of the tokenizer's special tokens stays text:
-    a token would end the text early, or open a turn that was never written. Until `encode` it
-    stands under names that no text holds, see `ControlTokens`.
+    Special tokens that a response, a message or a plain prompt spells stay text: a token would end
+    the text early, or open a turn that was never written. Until `encode` they have names that no
+    text contains, see `ControlTokens`.
 
     Args:
-        tokenizer: the reward model's.
-        chat_template: see `TextRewardModelHparams`.
+        tokenizer: tokenizer of the reward model.
+        chat_template: file of a template or `plain`, see `TextRewardModelHparams`.
 
     Raises:
         ValueError: if the template's file does not exist.
@@ -80,13 +80,13 @@ class Renderer:
         self.encode = self._control.encoding
 
     def parts(self, row: ResponseText) -> Parts:
-        """Return prompt, answer and closing marks as one text in three parts.
+        """Return prompt, response and closing marks as one text in three parts.
 
         Raises:
-            ValueError: if a conversation meets no chat template, or one that writes something else
-                around this answer than around others.
+            ValueError: if a conversation meets no chat template, or one that writes other text
+                around this response than around others.
         """
-        completion = self.answer(row)
+        completion = self.response(row)
         if row.messages is None:
             return Parts(self.question(row), completion, "")
         if self.plain:
@@ -95,7 +95,7 @@ class Renderer:
         before, _, after = asked.partition(_PLACEHOLDER)
         full = self._render(row, _turn(row.completion))
         if not full.startswith(before) and full.startswith(self.question(row)):
-            # What a template writes in front of an answer may depend on the answer.
+            # The text before a response may depend on the response.
             before = self.question(row)
         fits = len(before) + len(after) <= len(full)
         if not (fits and full.startswith(before) and full.endswith(after)):
@@ -118,17 +118,17 @@ class Renderer:
             return BETWEEN_TURNS.join(self._text(message["content"]) for message in row.messages)
         return self._render(row)
 
-    def answer(self, row: ResponseText) -> str:
-        """Return the answer by itself."""
+    def response(self, row: ResponseText) -> str:
+        """Return the response by itself."""
         return self._text(row.completion)
 
-    def _render(self, row: ResponseText, *answer: Mapping[str, str]) -> str:
+    def _render(self, row: ResponseText, *response: Mapping[str, str]) -> str:
         if self.template is None and not self.tokenizer.chat_template:
             raise ValueError(
                 "the reward model's tokenizer has no chat template, and prompts are conversations: "
                 "set scorer.chat_template=FILE, or =plain for turns with empty lines between"
             )
-        conversation = [dict(self._control.hidden(m)) for m in (*(row.messages or ()), *answer)]
+        conversation = [dict(self._control.hidden(m)) for m in (*(row.messages or ()), *response)]
         for message in conversation:
             if message["content"] != _PLACEHOLDER:
                 message["content"] = message["content"].replace(_PLACEHOLDER, "")
@@ -172,9 +172,9 @@ class Tokens(NamedTuple):
     """The token ids that a reward model reads.
 
     Args:
-        ids: token ids.
+        ids: token ids of the text.
         type_ids: 0 for the first text of a pair, 1 for the second.
-        over_long: the answer alone did not fit: its end is missing, EOS included.
+        over_long: the response alone did not fit: its end is missing, EOS included.
     """
 
     ids: list[int]
@@ -186,9 +186,9 @@ class LastTokenInputs:
     """Tokens for a decoder whose score is read at the last one.
 
     Args:
-        renderer: writes the texts.
-        ending: see `TextRewardModelHparams`. An answer that did not finish gets no ending of any
-            kind: its score is read at its last token, as a packed reward model does.
+        renderer: renderer of the texts.
+        ending: see `TextRewardModelHparams`. A response that did not finish gets no ending: its
+            score is read at its last token, as for a packed reward model.
         max_length: longest text in tokens, None for any.
 
     Raises:
@@ -214,7 +214,7 @@ class LastTokenInputs:
         closed = row.finished and self.ending != "none"
         encoding, num_before = self.renderer.encode(
             parts.before,
-            parts.answer + (self._closing(parts.after) if closed else ""),
+            parts.response + (self._closing(parts.after) if closed else ""),
             # A chat template writes its special tokens itself.
             add_special_tokens=row.messages is None or self.renderer.plain,
         )
@@ -227,47 +227,47 @@ class LastTokenInputs:
             stop <= num_before for _, stop in encoding.offsets[num_front:end]
         )
         back = ids[end:] if closed and self.ending == "template" else []
-        answer = [*ids[prompt_end:end], *back]
+        response = [*ids[prompt_end:end], *back]
         eos = self.tokenizer.eos_token_id
         ended = parts.after and first_stop(parts.after, self.tokenizer) is not None
-        if closed and self.ending == "eos" and not ended and (not answer or answer[-1] != eos):
-            answer.append(int(eos))
-        kept, over_long = self._fit(ids[:num_front], ids[num_front:prompt_end], answer)
+        if closed and self.ending == "eos" and not ended and (not response or response[-1] != eos):
+            response.append(int(eos))
+        kept, over_long = self._fit(ids[:num_front], ids[num_front:prompt_end], response)
         return Tokens(kept, [0] * len(kept), over_long)
 
     def _closing(self, after: str) -> str:
-        """Return what the template writes behind the answer, up to its first stop token."""
+        """Return what the template writes behind the response, up to its first stop token."""
         end = first_stop(after, self.tokenizer) if self.ending == "eos" else None
         return after if end is None else after[: len(after) - len(end.behind)]
 
     def _fit(
-        self, front: list[int], prompt: list[int], answer: list[int]
+        self, front: list[int], prompt: list[int], response: list[int]
     ) -> tuple[list[int], bool]:
-        """Cut the prompt from the left; without room for the whole answer, cut that at its end."""
-        if self.max_length is None or len(front) + len(prompt) + len(answer) <= self.max_length:
+        """Cut the prompt from the left; without room for the whole response, cut its end."""
+        if self.max_length is None or len(front) + len(prompt) + len(response) <= self.max_length:
             # Nothing at all to read: the end of an empty text.
-            return [*front, *prompt, *answer] or [int(self.tokenizer.eos_token_id or 0)], False
-        room = self.max_length - len(front) - len(answer)
+            return [*front, *prompt, *response] or [int(self.tokenizer.eos_token_id or 0)], False
+        room = self.max_length - len(front) - len(response)
         if room < 0:
-            return [*front, *answer[: self.max_length - len(front)]], True
+            return [*front, *response[: self.max_length - len(front)]], True
         bos = self.tokenizer.bos_token_id
         if room > 1 and prompt[0] == bos and prompt.count(bos) == 1:
-            return [prompt[0], *prompt[len(prompt) - room + 1 :], *answer], False
-        return [*front, *prompt[len(prompt) - room :], *answer], False
+            return [prompt[0], *prompt[len(prompt) - room + 1 :], *response], False
+        return [*front, *prompt[len(prompt) - room :], *response], False
 
 
 class ClassifierInputs:
-    """Tokens for a classifier that is called as it is: its tokenizer's own text or pair of texts.
+    """Tokens for a classifier that is called unchanged: its tokenizer's text or pair of texts.
 
-    Such a text carries no sign of whether the answer finished.
+    Such a text does not show whether the response finished.
 
     Args:
-        renderer: writes the texts.
-        input_format: see `TextRewardModelHparams`.
+        renderer: renderer of the texts.
+        input_format: form of the input, see `TextRewardModelHparams`.
         max_length: longest input in tokens, special ones included, None for any.
 
     Raises:
-        ValueError: if `max_length` leaves no token for the answer.
+        ValueError: if `max_length` leaves no token for the response.
     """
 
     def __init__(self, renderer: Renderer, *, input_format: str, max_length: int | None) -> None:
@@ -290,32 +290,32 @@ class ClassifierInputs:
 
     def _tokens(self, row: ResponseText) -> Tokens:
         if self.pair:
-            prompt, answer = self.renderer.question(row), self.renderer.answer(row)
-            first, second = self.renderer.encode(prompt)[0], self.renderer.encode(answer)[0]
-            num_answer = len(second)
+            prompt, response = self.renderer.question(row), self.renderer.response(row)
+            first, second = self.renderer.encode(prompt)[0], self.renderer.encode(response)[0]
+            num_response = len(second)
         else:
             (first, num_before), second = self.renderer.encode(*self._text(row)), None
-            num_answer = sum(stop > num_before for _, stop in first.offsets)
-        over_long = self.room is not None and num_answer > self.room
+            num_response = sum(stop > num_before for _, stop in first.offsets)
+        over_long = self.room is not None and num_response > self.room
         if self.room is not None:
-            self._cut(first, second, num_answer, self.room)
+            self._cut(first, second, num_response, self.room)
         encoding = self.tokenizer.backend_tokenizer.post_process(first, second, True)
         return Tokens(encoding.ids, encoding.type_ids, over_long)
 
     def _text(self, row: ResponseText) -> tuple[str, str]:
-        """Return what stands before the answer, and the rest."""
+        """Return the text before the response, and the rest."""
         if self.input_format == "completion":
-            return "", self.renderer.answer(row)
+            return "", self.renderer.response(row)
         parts = self.renderer.parts(row)
-        return parts.before, parts.answer + parts.after
+        return parts.before, parts.response + parts.after
 
     @staticmethod
-    def _cut(first: Any, second: Any, num_answer: int, room: int) -> None:
+    def _cut(first: Any, second: Any, num_response: int, room: int) -> None:
         if second is None:
             if len(first) > room:
-                first.truncate(max(room, num_answer), direction="left")
+                first.truncate(max(room, num_response), direction="left")
                 first.truncate(room)
             return
         if len(first) + len(second) > room:
-            first.truncate(max(room - num_answer, 0), direction="left")
+            first.truncate(max(room - num_response, 0), direction="left")
             second.truncate(room)

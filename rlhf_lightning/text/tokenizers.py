@@ -233,7 +233,7 @@ def check_same_tokenizer(
 ) -> None:
     """Check that the tokenizer of `source` gives every token the same id as `tokenizer` does.
 
-    It may know further tokens: an exported reward model has a pad token of its own.
+    It may know further tokens: an exported reward model has its own pad token.
 
     Args:
         tokenizer: the tokenizer of the policy.

@@ -34,16 +34,16 @@ NUM_TOKENIZED_TOGETHER = 256
 
 
 class Continued(NamedTuple):
-    """A prompt with answers to it.
+    """A prompt with responses to it.
 
     Args:
-        prompt: ids, the same in front of every answer.
-        answers: the ids behind it, of each answer, with the one that ends it.
-        is_merged: the end of the prompt has other tokens where it stands alone.
+        prompt: ids of the prompt, the same in front of every response.
+        responses: ids of each response, with the one that ends it.
+        is_merged: whether the end of the prompt has other tokens where it is alone.
     """
 
     prompt: list[int]
-    answers: list[list[int]]
+    responses: list[list[int]]
     is_merged: bool
 
 
@@ -61,7 +61,7 @@ class TextEncoder:
     It may take the place of `tokenizer` in the functions below.
 
     Args:
-        tokenizer: the tokenizer.
+        tokenizer: tokenizer to wrap.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -83,7 +83,7 @@ class TextEncoder:
         self._changes: dict[tuple[str, str], bool] = {}
 
     def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Tokenize plain prompts, each with an answer to it or alone, and forget others."""
+        """Tokenize plain prompts, each with a response to it or alone, and forget others."""
         self._known = {}
         keys = sorted({(p, 0) if a is None else self.joined(p, a) for p, a in texts})
         for start in range(0, len(keys), NUM_TOKENIZED_TOGETHER):
@@ -92,11 +92,11 @@ class TextEncoder:
             for key, (encoding, ids) in zip(some, found, strict=True):
                 self._known[key] = self._cut(encoding, ids, key[1], text=key[0])
 
-    def joined(self, prompt: str, answer: str) -> tuple[str, int]:
-        """Return prompt and answer as one text, and where the answer starts in it."""
-        words = self._words_only and prompt and answer
-        apart = words and not (prompt[-1].isspace() or answer[0].isspace())
-        return f"{prompt} {answer}" if apart else prompt + answer, len(prompt)
+    def joined(self, prompt: str, response: str) -> tuple[str, int]:
+        """Return prompt and response as one text, and where the response starts in it."""
+        words = self._words_only and prompt and response
+        apart = words and not (prompt[-1].isspace() or response[0].isspace())
+        return f"{prompt} {response}" if apart else prompt + response, len(prompt)
 
     def cut(self, text: str, at: int) -> _Cut:
         """Return the ids of a text, none of them added, cut at a character.
@@ -140,14 +140,14 @@ class TextEncoder:
         encodings = encoded.encodings or [None] * len(texts)
         return zip(encodings, map(list, encoded["input_ids"]), strict=True)
 
-    def _changes_before(self, end: str, answer: str) -> bool:
-        """Return True if white space that ends a prompt has other tokens in front of an answer."""
-        if not (end[-1:].isspace() and answer):
+    def _changes_before(self, end: str, response: str) -> bool:
+        """Return True if white space that ends a prompt has other tokens in front of a response."""
+        if not (end[-1:].isspace() and response):
             return False
-        if (end, answer) not in self._changes:
-            (_, alone), (_, whole) = self._tokenized([end, end + answer])
-            self._changes[end, answer] = alone != whole[: len(alone)]
-        return self._changes[end, answer]
+        if (end, response) not in self._changes:
+            (_, alone), (_, whole) = self._tokenized([end, end + response])
+            self._changes[end, response] = alone != whole[: len(alone)]
+        return self._changes[end, response]
 
     def _cut(self, encoding: Any, ids: list[int], at: int, *, text: str = "") -> _Cut:
         if not at:
@@ -204,14 +204,14 @@ def prompt_ids(
 
 def prompt_and_responses(
     prompt: Text,
-    answers: Sequence[Text],
+    responses: Sequence[Text],
     tokenizer: PreTrainedTokenizerBase | TextEncoder,
     *,
     rendered: bool = False,
     variables: Mapping[str, Any] | None = None,
     losses: list[str] | None = None,
 ) -> Continued:
-    """Return a prompt and answers to it, each up to and including the id that ends it.
+    """Return a prompt and responses to it, each up to and including the id that ends it.
 
     For a conversation: what the template adds to the rendered prompt, up to the first stop token
     behind the content, where a rollout stops: `<end_of_turn>` and not EOS for Gemma. Where neither
@@ -219,12 +219,12 @@ def prompt_and_responses(
     unless they are `rendered`.
 
     Args:
-        prompt: plain or a conversation.
-        answers: at least one, of the same form.
-        tokenizer: the tokenizer.
+        prompt: a text, or a list of messages.
+        responses: responses in the form of the prompt, at least one.
+        tokenizer: tokenizer, or its `TextEncoder`.
         rendered: special tokens that the texts spell are tokens.
-        variables: those of `render_chat`, and so are `losses`.
-        losses: takes what the template does not write, in place of an error.
+        variables: variables of the chat template, as in `render_chat`.
+        losses: collects what the template does not write, in place of an error.
 
     Raises:
         ValueError: if the rendered prompt is not the start of the rendered conversation, or the
@@ -232,10 +232,10 @@ def prompt_and_responses(
     """
     encoder = text_encoder(tokenizer)
     if isinstance(prompt, str):
-        wholes = [_plain(prompt, answer, encoder, rendered) for answer in answers]
+        wholes = [_plain(prompt, response, encoder, rendered) for response in responses]
     else:
         options = {"variables": variables, "losses": losses}
-        wholes = _conversations(prompt, answers, encoder, rendered, options)
+        wholes = _conversations(prompt, responses, encoder, rendered, options)
     first = wholes[0].ids[: min(whole.num_prompt for whole in wholes)]
     num_prompt = min(_num_same(first, whole.ids) for whole in wholes)
     tails = [whole.ids[num_prompt:] for whole in wholes]
@@ -262,19 +262,19 @@ def end_with_eos(ids: Sequence[int], eos: int | None) -> list[int]:
     return list(ids) if ids and ids[-1] == eos else [*ids, int(eos)]
 
 
-def _plain(prompt: str, answer: Text, encoder: TextEncoder, rendered: bool) -> _Cut:
-    if not isinstance(answer, str):
+def _plain(prompt: str, response: Text, encoder: TextEncoder, rendered: bool) -> _Cut:
+    if not isinstance(response, str):
         raise TypeError(
             "the prompt is plain text but its response is a conversation: make them alike"
         )
-    text, at = encoder.joined(prompt, answer)
+    text, at = encoder.joined(prompt, response)
     guarded = not rendered and encoder.control.spelled_in(text)
     return encoder.cut_guarded(text, at) if guarded else encoder.cut(text, at)
 
 
 def _conversations(
     prompt: Any,
-    answers: Sequence[Any],
+    responses: Sequence[Any],
     encoder: TextEncoder,
     rendered: bool,
     options: dict[str, Any],
@@ -282,14 +282,14 @@ def _conversations(
     """Return each rendered conversation, cut behind the rendered prompt."""
     control, tokenizer = encoder.control, encoder.tokenizer
     variables = options["variables"]
-    guarded = not rendered and control.spelled_in(prompt, *answers, variables or {})
+    guarded = not rendered and control.spelled_in(prompt, *responses, variables or {})
     if guarded:
-        prompt, answers = control.hide(prompt), [control.hide(answer) for answer in answers]
+        prompt, responses = control.hide(prompt), [control.hide(response) for response in responses]
         options = options | {"variables": control.hidden(variables)}
     start = write_chat(prompt, tokenizer, variables=options["variables"])
     fulls = []
-    for answer in answers:
-        whole = (*prompt, *answer)
+    for response in responses:
+        whole = (*prompt, *response)
         learnt = range(len(prompt), len(whole))
         full = render_chat(whole, tokenizer, add_generation_prompt=False, learnt=learnt, **options)
         if not full.startswith(start):
@@ -310,7 +310,7 @@ def _with_front(ids: list[int], encoder: TextEncoder) -> list[int]:
 
 
 def _end(ids: list[int], encoder: TextEncoder) -> int | None:
-    """Return how many of an answer's ids go up to its first stop token behind the content."""
+    """Return how many of a response's ids go up to its first stop token behind the content."""
     end = encoder.turn_end
     if end is None:
         return None

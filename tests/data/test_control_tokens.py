@@ -47,7 +47,7 @@ every_tokenizer = pytest.mark.parametrize(
 
 
 def answer_of(prompt, answer, tokenizer, **options):
-    return prompt_and_responses(prompt, [answer], tokenizer, **options).answers[0]
+    return prompt_and_responses(prompt, [answer], tokenizer, **options).responses[0]
 
 
 def user(content):

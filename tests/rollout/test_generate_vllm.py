@@ -136,7 +136,7 @@ def test_weights_that_did_not_arrive_end_the_run(engine):
     generator = server(engine)
     settings = {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
     request = Request(ROWS, list(range(5)), settings)
-    answers = generator.answers(model, request)
+    answers = generator.responses(model, request)
     generator.check_logprobs(model, request, answers)
     change(model)
     with pytest.raises(RuntimeError, match=r"nats a token .* has not arrived"):

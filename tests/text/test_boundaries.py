@@ -168,7 +168,7 @@ def test_both_sides_of_a_pair_share_the_tokens_of_the_prompt(tokenizers, kind):
         PROMPTS, itertools.permutations(ANSWERS, 2)
     ):
         found = prompt_and_responses(prompt, [chosen, rejected], tokenizer)
-        for answer, ids in zip((chosen, rejected), found.answers, strict=True):
+        for answer, ids in zip((chosen, rejected), found.responses, strict=True):
             whole = tokenizer(prompt + answer, add_special_tokens=False).input_ids
             front = [tokenizer.bos_token_id] * (found.prompt[:1] == [tokenizer.bos_token_id])
             assert [*found.prompt, *ids] == [*front, *whole, tokenizer.eos_token_id]
@@ -179,7 +179,7 @@ def test_special_tokens_around_a_text_stay_at_its_front_alone(kind):
     tokenizer = made(kind, bos=True, eos=True)
     found = prompt_and_responses("2+2=", ["4", " 4"], tokenizer)
     assert found.prompt[0] == tokenizer.bos_token_id
-    assert [ids.count(tokenizer.eos_token_id) for ids in (found.prompt, *found.answers)] == [
+    assert [ids.count(tokenizer.eos_token_id) for ids in (found.prompt, *found.responses)] == [
         0,
         1,
         1,
@@ -192,7 +192,7 @@ def test_special_tokens_around_a_text_stay_at_its_front_alone(kind):
 def test_what_the_boundary_spells_is_text():
     tokenizer = made("byte level")
     found = prompt_and_responses("say </", ["s> now"], tokenizer)
-    assert tokenizer.eos_token_id not in found.prompt + found.answers[0][:-1]
+    assert tokenizer.eos_token_id not in found.prompt + found.responses[0][:-1]
 
 
 def test_a_control_token_that_takes_white_space_behind_it_is_the_prompts():
@@ -207,7 +207,7 @@ def test_a_control_token_that_takes_white_space_behind_it_is_the_prompts():
             prompt, [({"role": "assistant", "content": content},)], tokenizer
         )
         assert found.prompt == prompt_ids(prompt, tokenizer)
-        assert tokenizer.convert_ids_to_tokens(found.answers[0]) == ["▁4", "</s>"]
+        assert tokenizer.convert_ids_to_tokens(found.responses[0]) == ["▁4", "</s>"]
         assert not found.is_merged
 
 
@@ -235,7 +235,7 @@ def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
     tokenizer = tiny_tokenizer()
     for answer in ("w5 w6", " w5 w6"):
         found = prompt_and_responses("w3 w4", [answer], tokenizer)
-        assert (found.prompt, found.answers, found.is_merged) == ([3, 4], [[5, 6, 1]], False)
+        assert (found.prompt, found.responses, found.is_merged) == ([3, 4], [[5, 6, 1]], False)
 
 
 def test_white_space_that_has_other_tokens_in_front_of_an_answer_is_counted():

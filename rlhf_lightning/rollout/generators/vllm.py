@@ -21,7 +21,7 @@ from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.functional.logprobs import token_logprobs
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.generators.vllm_engine import Answer, Engine
+from rlhf_lightning.rollout.generators.vllm_engine import Completion, Engine
 from rlhf_lightning.rollout.generators.vllm_weights import named_weights, weight_files
 from rlhf_lightning.rollout.noise import RowNoise
 
@@ -52,26 +52,26 @@ class Request(NamedTuple):
         return Request(self.rows[:num_rows], self.seeds[:num_rows], settings)
 
 
-def check_responses(answers: Sequence[Answer], request: Request, *, num_tokens: int) -> None:
+def check_responses(responses: Sequence[Completion], request: Request, *, num_tokens: int) -> None:
     """Check that vLLM can have written these responses to `request`.
 
     A log-probability may be NaN or -inf: where no loss reads it, it is counted.
 
     Args:
-        answers: tokens and their log-probabilities, a row each.
+        responses: tokens and their log-probabilities, a row each.
         request: the request that they respond to.
         num_tokens: size of the vocabulary.
 
     Raises:
         RuntimeError: naming vLLM, the row and the value.
     """
-    for row, answer in enumerate(answers):
+    for row, answer in enumerate(responses):
         problem = _problem(answer, request.settings, num_tokens)
         if problem:
             raise RuntimeError(f"vLLM's response to row {row} {problem}")
 
 
-def _problem(answer: Answer, settings: Mapping[str, Any], num_tokens: int) -> str | None:
+def _problem(answer: Completion, settings: Mapping[str, Any], num_tokens: int) -> str | None:
     tokens, logprobs = answer
     longest, stops = settings["max_new_tokens"], settings["stop_ids"]
     strange = [t for t in tokens if type(t) is not int or not 0 <= t < num_tokens]
@@ -149,10 +149,10 @@ class VllmGenerator:
                 vLLM's; see `check_responses`.
         """
         request = self.request(prompts, noise, temperature, max_new_tokens)
-        answers = self.answers(model, request)
+        responses = self.responses(model, request)
         num_tokens = model.config.vocab_size
-        generation = self.generation(prompts, request, answers, num_tokens=num_tokens)
-        self.check_logprobs(model, request, answers)
+        generation = self.generation(prompts, request, responses, num_tokens=num_tokens)
+        self.check_logprobs(model, request, responses)
         return generation
 
     def request(
@@ -170,7 +170,12 @@ class VllmGenerator:
         return Request(rows, seeds, settings)
 
     def generation(
-        self, prompts: PromptBatch, request: Request, answers: Sequence[Answer], *, num_tokens: int
+        self,
+        prompts: PromptBatch,
+        request: Request,
+        responses: Sequence[Completion],
+        *,
+        num_tokens: int,
     ) -> Generation:
         """Return the responses to `prompts`, of a vocabulary of `num_tokens`, as tensors.
 
@@ -178,20 +183,20 @@ class VllmGenerator:
             RuntimeError: if one is impossible; see `check_responses`.
         """
         width, device = request.settings["max_new_tokens"], prompts.input_ids.device
-        check_responses(answers, request, num_tokens=num_tokens)
-        responses = _padded([ids for ids, _ in answers], width, self.pad_token_id)
-        logprobs = _padded([values for _, values in answers], width, 0.0)
+        check_responses(responses, request, num_tokens=num_tokens)
+        sampled = _padded([ids for ids, _ in responses], width, self.pad_token_id)
+        logprobs = _padded([values for _, values in responses], width, 0.0)
         if request.settings["temperature"] == 0:
             logprobs.zero_()  # there is one possible token
         return as_generation(
             prompts.input_ids,
-            responses.to(device),
+            sampled.to(device),
             self.stop_ids,
             self.pad_token_id,
             logprobs.to(device),
         )
 
-    def answers(self, model: PreTrainedModel, request: Request) -> list[Answer]:
+    def responses(self, model: PreTrainedModel, request: Request) -> list[Completion]:
         """Send the weights of `model`, and return what vLLM writes with them.
 
         Raises:
@@ -228,7 +233,7 @@ class VllmGenerator:
 
     @torch.no_grad()
     def check_logprobs(
-        self, model: PreTrainedModel, request: Request, answers: Sequence[Answer]
+        self, model: PreTrainedModel, request: Request, responses: Sequence[Completion]
     ) -> None:
         """Compare vLLM's log-probabilities of some responses with those of `model`.
 
@@ -240,7 +245,7 @@ class VllmGenerator:
         gaps: list[Tensor] = []
         # Every rank runs the same number of forwards: one with fewer rows repeats some.
         for number in range(self.checked_rows):
-            row, (tokens, theirs) = rows[number % len(rows)], answers[number % len(rows)]
+            row, (tokens, theirs) = rows[number % len(rows)], responses[number % len(rows)]
             kept = tokens[:CHECKED_TOKENS]
             ids = torch.tensor([[*row, *kept]], device=model.device)
             logits = model(input_ids=ids).logits[:, len(row) - 1 : -1]

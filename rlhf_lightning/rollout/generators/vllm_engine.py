@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 GRACE = 5.0  # seconds for a server to end in order when the other side is gone
 
-Answer = tuple[list[int], list[float]]  # tokens of a response and their log-probabilities
+Completion = tuple[list[int], list[float]]  # tokens of a response and their log-probabilities
 
 
 class Engine:
@@ -90,7 +90,7 @@ class Engine:
         max_new_tokens: int,
         stop_ids: Sequence[int],
         stay_awake: bool = False,
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         """Return a response to each prompt of `rows`, its stop token included.
 
         The log-probabilities are those of softmax(logits / temperature), or of softmax(logits) at
@@ -119,10 +119,10 @@ class Engine:
         # Cut prompts, or responses in another order, would belong to other rows.
         if [list(output.prompt_token_ids) for output in outputs] != [list(row) for row in rows]:
             raise RuntimeError("vLLM answered other prompts than it was asked")
-        return [_answer(output) for output in outputs]
+        return [_completion(output) for output in outputs]
 
 
-def _answer(output: Any) -> Answer:
+def _completion(output: Any) -> Completion:
     (response,) = output.outputs
     tokens = list(response.token_ids)
     pairs = zip(tokens, response.logprobs, strict=True)

@@ -36,7 +36,7 @@ from rlhf_lightning.rollout.generators.vllm import (
     VllmGenerator,
     check_responses,
 )
-from rlhf_lightning.rollout.generators.vllm_engine import Answer
+from rlhf_lightning.rollout.generators.vllm_engine import Completion
 from rlhf_lightning.rollout.generators.vllm_weights import weight_files
 from rlhf_lightning.rollout.noise import RowNoise
 
@@ -217,9 +217,9 @@ class ServerPool:
         asked: Sequence[Request],
         start: dict[str, Any],
         *,
-        probe: tuple[Sequence[Request], list[Answer]] | None = None,
+        probe: tuple[Sequence[Request], list[Completion]] | None = None,
         stay_awake: bool = False,
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         """Return the responses to the rows of all ranks, one rank after the other.
 
         Args:
@@ -330,7 +330,7 @@ def _dealt(asked: Sequence[Request], count: int) -> list[dict[str, Any]]:
     return [{"rows": rows[i::count], "seeds": seeds[i::count], **settings} for i in range(count)]
 
 
-def _check_same(again: Sequence[Answer], before: Sequence[Answer], number: int) -> None:
+def _check_same(again: Sequence[Completion], before: Sequence[Completion], number: int) -> None:
     """Raise RuntimeError if a server's responses to the same prompts come from other weights."""
     gaps: list[float] = []
     for (tokens, logprobs), (old_tokens, old_logprobs) in zip(again, before, strict=True):
@@ -384,7 +384,7 @@ class VllmServerGenerator(VllmGenerator):
         if not replicas:
             raise ValueError("rollout.replicas=[] has no server: [{}] is one")
         self.pool = ServerPool(Path(python), replicas, timeout=timeout, start_timeout=start_timeout)
-        self.under_way: Future[list[Answer]] | None = None  # on rank 0
+        self.under_way: Future[list[Completion]] | None = None  # on rank 0
         weakref.finalize(self, self.pool.end)  # at the end of this process too
 
     @property
@@ -392,7 +392,7 @@ class VllmServerGenerator(VllmGenerator):
         """Number of rows of a rank's batch that are compared: one of each server at least."""
         return max(CHECKED_ROWS, len(self.pool.replicas))
 
-    def answers(self, model: PreTrainedModel, request: Request) -> list[Answer]:
+    def responses(self, model: PreTrainedModel, request: Request) -> list[Completion]:
         """Send the weights of `model`, and return what the servers write with them.
 
         Raises:
@@ -400,7 +400,7 @@ class VllmServerGenerator(VllmGenerator):
         """
         with self._sent(model) as start:
             asked = gathered(request)
-            return _own(asked, self._answers(asked, start))
+            return _own(asked, self._responses(asked, start))
 
     @torch.no_grad()
     def begin(
@@ -426,7 +426,7 @@ class VllmServerGenerator(VllmGenerator):
         with ExitStack() as stack:
             start = stack.enter_context(self._sent(model))
             probes = gathered(probe)
-            written = self._answers(probes, start, stay_awake=True)
+            written = self._responses(probes, start, stay_awake=True)
             own = _own(probes, written)
             check_responses(own, probe, num_tokens=model.config.vocab_size)
             self.check_logprobs(model, probe, own)
@@ -460,22 +460,24 @@ class VllmServerGenerator(VllmGenerator):
                 self.pool.load(start)
             yield start
 
-    def _answers(self, asked: Sequence[Request], start: dict[str, Any], **how: Any) -> list[Answer]:
+    def _responses(
+        self, asked: Sequence[Request], start: dict[str, Any], **how: Any
+    ) -> list[Completion]:
         """Return the responses to the rows of all ranks, on every rank."""
         made = self.pool.generate(asked, start, **how) if rank() == 0 else []
-        answers: list[Answer] = gathered(made)[0]
-        return answers
+        responses: list[Completion] = gathered(made)[0]
+        return responses
 
 
-def _own(asked: Sequence[Request], answers: Sequence[Answer]) -> list[Answer]:
+def _own(asked: Sequence[Request], responses: Sequence[Completion]) -> list[Completion]:
     """Return the responses to this rank's rows."""
     before = sum(len(request.rows) for request in asked[: rank()])
-    return list(answers[before : before + len(asked[rank()].rows)])
+    return list(responses[before : before + len(asked[rank()].rows)])
 
 
-def _in_background(function: Callable[[], list[Answer]]) -> Future[list[Answer]]:
+def _in_background(function: Callable[[], list[Completion]]) -> Future[list[Completion]]:
     """Run `function` in a thread that does not hold up the end of this process."""
-    future: Future[list[Answer]] = Future()
+    future: Future[list[Completion]] = Future()
 
     def run() -> None:
         try:

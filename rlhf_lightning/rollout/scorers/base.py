@@ -110,15 +110,15 @@ def make_responses(
     return Responses(prompts, generation, attention_mask, tuple(texts))
 
 
-def response_texts_of(answers: Responses) -> list[ResponseText]:
+def response_texts_of(responses: Responses) -> list[ResponseText]:
     """Return the responses as texts, row by row."""
-    columns = answers.prompts.columns
-    conversations = columns.get(CONVERSATION, ("",) * len(answers.prompts))
+    columns = responses.prompts.columns
+    conversations = columns.get(CONVERSATION, ("",) * len(responses.prompts))
     rows = zip(
         columns["prompt"],
         conversations,
-        answers.completions,
-        answers.finished.tolist(),
+        responses.completions,
+        responses.finished.tolist(),
         strict=True,
     )
     found = []
@@ -147,7 +147,7 @@ class Scorer(Protocol):
             base: the base of the policy's adapters, for reward models that are adapters too.
         """
 
-    def __call__(self, answers: Responses) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Return one score a row."""
 
 
@@ -193,12 +193,12 @@ class RewardModelScorer:
         return [self.model]
 
     @torch.no_grad()
-    def __call__(self, answers: Responses) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Return the reward model's scores."""
         model = self.model
         if model is None:
             raise RuntimeError("RewardModelScorer.build() was not called")
-        ids, mask = answers.sequences, answers.attention_mask
+        ids, mask = responses.sequences, responses.attention_mask
         beside = side_by_side(model) if world_size() == 1 else None
         (total,) = by_micro_batch(
             lambda rows: (sequence_scores(model, ids[rows], mask[rows]),),
@@ -249,7 +249,7 @@ class FunctionScorer:
         """Return no models."""
         return []
 
-    def __call__(self, answers: Responses) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Return the function's numbers; NaN where it does not apply.
 
         Raises:
@@ -258,8 +258,8 @@ class FunctionScorer:
             ValueError: if it needs a column that is missing, or returns something else than a
                 finite number or None for each completion.
         """
-        what, completions = self._what, answers.completions
-        values = self._values(answers)
+        what, completions = self._what, responses.completions
+        values = self._values(responses)
         columns = sorted(set(values) - set(OURS))
         positional, keyword = self._form.arguments(values, what)
 
@@ -278,13 +278,13 @@ class FunctionScorer:
                 f"{what} returned {kind}, which is no list of scores: return a list with one "
                 "number a completion"
             )
-        total = read_scores(found, completions, what).to(answers.sequences.device)
+        total = read_scores(found, completions, what).to(responses.sequences.device)
         return Scores(total, {self.name: total}, ~total.isnan())
 
-    def _values(self, answers: Responses) -> dict[str, list[Any]]:
+    def _values(self, responses: Responses) -> dict[str, list[Any]]:
         """Return copies, which the function may change."""
         hidden = ("prompt", CONVERSATION)
-        columns = {k: v for k, v in answers.prompts.columns.items() if k not in hidden}
+        columns = {k: v for k, v in responses.prompts.columns.items() if k not in hidden}
         for name in OURS:
             if name in columns:
                 raise ValueError(
@@ -292,10 +292,10 @@ class FunctionScorer:
                     f"{name} themselves: rename the column"
                 )
         values = {k: [deepcopy(value) for value in v] for k, v in columns.items()}
-        values["prompts"] = list(answers.prompts.columns["prompt"])
-        values["completions"] = list(answers.completions)
-        if any(answers.prompts.domains) or "domain" in self._form.keywords:
-            values["domain"] = list(answers.prompts.domains)
+        values["prompts"] = list(responses.prompts.columns["prompt"])
+        values["completions"] = list(responses.completions)
+        if any(responses.prompts.domains) or "domain" in self._form.keywords:
+            values["domain"] = list(responses.prompts.domains)
         return values
 
 
@@ -341,20 +341,20 @@ class WeightedScorer:
         """Build every scorer; return all their models."""
         return [model for scorer in self.scorers.values() for model in scorer.build(base)]
 
-    def __call__(self, answers: Responses) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Return the weighted sum of what applies to a row; components are the unweighted parts."""
-        rows, device = len(answers.prompts), answers.sequences.device
+        rows, device = len(responses.prompts), responses.sequences.device
         total = torch.zeros(rows, device=device)
         applied = torch.zeros(rows, dtype=torch.bool, device=device)  # a part, with a weight
         lacking = applied
         components: dict[str, Tensor] = {}
         for name, scorer in self.scorers.items():
-            part = scorer(answers)
+            part = scorer(responses)
             components[name] = part.total
             weights = torch.tensor(
                 [
                     self.domain_weights.get(domain, {}).get(name, self.weights.get(name, 1.0))
-                    for domain in answers.prompts.domains
+                    for domain in responses.prompts.domains
                 ],
                 device=device,
             )

@@ -67,12 +67,12 @@ class RewardEnsembleScorer:
         """Load every member, frozen."""
         return [model for member in self.members for model in member.build(base)]
 
-    def __call__(self, answers: Responses) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Return the combined score; components are the members' scores and their `disagreement`.
 
         The disagreement is their standard deviation, `[B]`.
         """
-        scores = {member.name: member(answers).total for member in self.members}
+        scores = {member.name: member(responses).total for member in self.members}
         stacked = torch.stack(list(scores.values()))  # [members, B]
         total, std = combined(stacked, self.hparams)
         return Scores(total, {**scores, DISAGREEMENT: std})

@@ -120,7 +120,7 @@ class RewardService:
             raise _UnavailableError(f"scorer.deadline={self.hparams.deadline:g} s is over")
         try:
             async with asyncio.timeout(seconds):
-                answer = await client.post(self.url, content=payload)
+                reply = await client.post(self.url, content=payload)
         except TimeoutError as error:
             raise _UnavailableError(f"no reply within {seconds:.3g} s") from error
         except httpx.InvalidURL as error:
@@ -134,7 +134,7 @@ class RewardService:
                 ) from error
             found = f"{type(cause).__name__}: {cause}{unused_proxy(self.url)}"
             raise _UnavailableError(found) from error
-        status, body = answer.status_code, answer.content
+        status, body = reply.status_code, reply.content
         if len(body) > MOST_BYTES:
             raise ServiceError(
                 f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
@@ -143,7 +143,7 @@ class RewardService:
             )
         if status == 429 or status >= 500:
             what = f"HTTP {status}: {self._shown(body)}"
-            raise _UnavailableError(what, _seconds(answer.headers.get("Retry-After")))
+            raise _UnavailableError(what, _seconds(reply.headers.get("Retry-After")))
         if not 200 <= status < 300:
             raise ServiceError(
                 f"{self.url} refused the request with HTTP {status}: "
@@ -242,19 +242,19 @@ class HttpScorer:
         """Return no models."""
         return []
 
-    def __call__(self, answers: Responses) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Return the service's numbers.
 
         Raises:
             ServiceError: on every rank, if the service failed on one of them.
             ValueError: if `request` names a column that the prompts do not have.
         """
-        rows = self._rows(answers)
-        device = answers.sequences.device
+        rows = self._rows(responses)
+        device = responses.sequences.device
         values: list[float] = []
         failure: ServiceError | None = None
         try:
-            values = run_async(lambda: self._ask(rows, len(answers.prompts)))
+            values = run_async(lambda: self._ask(rows, len(responses.prompts)))
         except ServiceError as error:
             failure = error
         if agreed_max(int(failure is not None), device):
@@ -265,13 +265,13 @@ class HttpScorer:
         total = (scores - self.hparams.mean) / self.hparams.std
         return Scores(total, {self.name: total})
 
-    def _rows(self, answers: Responses) -> Rows:
+    def _rows(self, responses: Responses) -> Rows:
         """Return what is sent, by JSON key."""
-        texts = response_texts_of(answers)
+        texts = response_texts_of(responses)
         known: dict[str, Sequence[Any]] = {
             **{
                 name: json.loads(json.dumps(values, default=as_text))
-                for name, values in answers.prompts.columns.items()
+                for name, values in responses.prompts.columns.items()
                 if name != CONVERSATION
             },
             "prompts": [row.prompt for row in texts],
@@ -295,20 +295,20 @@ class HttpScorer:
 
             async def scores_of(first: int) -> list[float]:
                 batch = {key: list(values[first : first + size]) for key, values in rows.items()}
-                answer = await self.service.post(client, batch | self.extra, deadline=deadline)
-                return self._scores(answer, first, min(size, num_rows - first))
+                reply = await self.service.post(client, batch | self.extra, deadline=deadline)
+                return self._scores(reply, first, min(size, num_rows - first))
 
             starts = range(0, num_rows, size)
             found = await request_all(scores_of, starts, concurrency=self.hparams.concurrency)
         return [score for scores in found for score in scores]
 
-    def _scores(self, answer: Any, first: int, count: int) -> list[float]:
+    def _scores(self, reply: Any, first: int, count: int) -> list[float]:
         """Return the scores in a reply about `count` rows from row `first` on.
 
         Raises:
             ServiceError: if scores are missing, too many or not finite.
         """
-        found = self._find(answer, self.path)
+        found = self._find(reply, self.path)
         if not isinstance(found, list) or len(found) != count:
             got = f"{len(found)} scores" if isinstance(found, list) else type(found).__name__
             raise ServiceError(

@@ -117,13 +117,13 @@ class TextRewardModelScorer:
         )
 
     @torch.no_grad()
-    def __call__(self, answers: Responses) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Return the reward model's scores and which responses were over-long."""
         model = self.model
         if model is None:
             raise RuntimeError("TextRewardModelScorer.build() was not called")
-        rows = self.encode(response_texts_of(answers))
-        device = answers.sequences.device
+        rows = self.encode(response_texts_of(responses))
+        device = responses.sequences.device
         padded = pad(rows, self.pad_id, left=self.pad_left)
         ids, types, mask = (part.to(device) for part in padded)  # [B, T]
         has_types = "token_type_ids" in self.tokenizer.model_input_names
