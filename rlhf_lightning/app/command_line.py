@@ -22,7 +22,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import ConfigError, composed, conf_dir, primary, register
+from rlhf_lightning.app.config.compose import (
+    CONFIG_DIR,
+    ConfigError,
+    composed,
+    conf_dir,
+    primary,
+    register,
+)
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
@@ -72,7 +79,12 @@ def _arguments() -> list[str]:
     """
     outlast_terminal()
     home = str(Path.home())
-    sys.argv[1:] = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
+    words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
+    flag = CONFIG_DIR.rstrip("=")
+    while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs
+        at = words.index(flag)
+        words[at : at + 2] = [CONFIG_DIR + words[at + 1]]
+    sys.argv[1:] = words
     return sys.argv[1:]
 
 
@@ -83,11 +95,11 @@ def check_command_line(entry: str) -> Any:
         entry: the command, and its file in `conf/`.
 
     Returns:
-        The settings; None for a sweep, which checks each of its jobs, and where flags are given,
-        which are Hydra's to read.
+        The settings; None for a sweep, which checks each of its jobs, and where flags but
+        `--config-dir` are given, which are Hydra's to read.
     """
     overrides = _arguments()
-    if any(argument.startswith("-") for argument in overrides):
+    if any(word.startswith("-") and not word.startswith(CONFIG_DIR) for word in overrides):
         return None
     try:
         cfg = composed(entry, overrides)

@@ -270,7 +270,8 @@ def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyper-parameters that decide what was learnt, flat."""
-    module, stage = config["module"], find_stage(config["stage"]).settings
+    module = config["module"]
+    stage = find_stage(config["stage"], module["_target_"]).settings
     groups = {
         stage: module.get(stage),
         "sampling": module.get("sampling"),

@@ -44,7 +44,7 @@ from rlhf_lightning.app.finalize import finish, finish_tracking
 from rlhf_lightning.app.fit import fit
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.run_summary import memory_advice, start_settings
-from rlhf_lightning.app.stages.spec import Stage, run_kind
+from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.app.sweep import goes_on, in_sweep
 from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.wandb_content import early_end_alerted
@@ -253,8 +253,10 @@ def _job(cfg: Any) -> float | None:
     folder, overrides, several = this_job()
     if several:
         as_single_run(overrides)
+    kind = str(cfg["stage"]).replace(".", "_").lower()  # of a configuration that is refused
     try:
         settings = read_settings(TrainSettings, cfg)
+        kind = settings.kind
         summary = run(settings, folder, overrides)
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         try:
@@ -262,7 +264,7 @@ def _job(cfg: Any) -> float | None:
                 fail(str(error))
             exit_with(error)
         except SystemExit:
-            if not goes_on(folder, error, kind=run_kind(cfg["stage"]), seed=cfg["seed"]):
+            if not goes_on(folder, error, kind=kind, seed=cfg["seed"]):
                 raise
         return None  # which a search takes for a trial that failed
     finally:
@@ -287,8 +289,8 @@ def main() -> None:
 
 
 def _print_program() -> None:
-    overrides = sys.argv[1:]
     settings = check_command_line("train")
+    overrides = sys.argv[1:]
     if settings is None:
         fail(f"{AS_PYTHON} prints one run: leave -m and other flags out")
     try:

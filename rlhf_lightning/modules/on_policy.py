@@ -277,7 +277,7 @@ class OnPolicyModule(RLHFModule):
         models, terms = self.models_by_norm(), self.loss_terms(iteration)
         sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.scored.sum()])
         counts = StepCounts(*global_sum(sizes))
-        parts = micro_batches(minibatch.attention_mask, self.algorithm.micro_batch_size)
+        parts = self.micro_batches(minibatch)
         measured = accumulate_gradients(
             self, minibatch, parts, terms, counts, list(models.values())
         )
@@ -297,6 +297,10 @@ class OnPolicyModule(RLHFModule):
         if norms is not None:
             steps.add(measured | norms)
         return True
+
+    def micro_batches(self, minibatch: RolloutBatch) -> list[Tensor]:
+        """Return the rows of each micro-batch; a loss that compares rows keeps those together."""
+        return micro_batches(minibatch.attention_mask, self.algorithm.micro_batch_size)
 
     def _is_too_far(self, measured: Measured) -> bool:
         name, target = f"{self.stage}/approx_kl", self.algorithm.target_approx_kl

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir
-from rlhf_lightning.app.stages.spec import Stage, StageError, find_stage, run_kind, stage_names
+from rlhf_lightning.app.stages.spec import Stage, StageError, find_stage, stage_names
 from tests.builders.command_lines import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,10 +97,6 @@ def test_what_is_no_stage_is_refused(name: object) -> None:
         find_stage(name)
 
 
-def test_a_command_that_is_no_stage_is_called_by_its_own_name() -> None:
-    assert [run_kind(name) for name in ("pipeline", "ppo", None)] == ["pipeline", "ppo", "None"]
-
-
 def test_a_stage_of_another_package_needs_the_users_trust(tmp_path, monkeypatch) -> None:
     (tmp_path / "brought.py").write_text(
         "from rlhf_lightning.app.stages.sft import SFTStage\n"
@@ -117,5 +113,5 @@ def test_a_stage_of_another_package_needs_the_users_trust(tmp_path, monkeypatch)
     settings = settings_of(*words)
     stage = settings.spec
     assert isinstance(stage, Stage)
-    assert run_kind(settings.stage) == "brought"
+    assert settings.kind == "brought"
     assert (stage.name, stage.settings, stage.starts_from) == ("brought", "sft", "base")

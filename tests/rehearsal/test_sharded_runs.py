@@ -15,6 +15,7 @@ from rlhf_lightning.app.memory_plan.phases import plan
 from rlhf_lightning.app.memory_plan.report import make_report
 from rlhf_lightning.app.memory_plan.run import Run, Scoring, Shape, Style
 from rlhf_lightning.app.memory_plan.simulation import Simulation, simulate
+from rlhf_lightning.app.stages.spec import find_stage
 
 # FSDP2 warns where a model returns a view, whose hooks an in-place operation would lose.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("error:FSDP2-wrapped")]
@@ -46,7 +47,7 @@ LARGER = LARGE | {
 
 def sft(shape: dict[str, Any], num_devices: int, **changes: Any) -> Run:
     run = Run(
-        stage="sft",
+        spec=find_stage("sft"),
         shape=Shape(shape),
         style=Style("32-true", torch.bfloat16, activation_checkpointing=True),
         device="cuda",

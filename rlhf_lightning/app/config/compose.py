@@ -22,6 +22,8 @@ from rlhf_lightning.distributed.launch import launch_time
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
+CONFIG_DIR = "--config-dir="  # of Hydra: a folder of the user's, with the groups of conf/
+
 
 class ConfigError(Exception):
     """The configuration asks for something that does not exist or is not allowed."""
@@ -43,7 +45,7 @@ HPARAMS: dict[str, Any] = {
     **{
         name.removesuffix("Hparams").lower(): cls
         for name, cls in vars(hparams).items()
-        if name.endswith("Hparams") and not cls.__subclasses__()
+        if name.endswith("Hparams") and cls is not hparams.OnPolicyHparams
     },
 }
 
@@ -74,13 +76,24 @@ def _folder_name(value: object) -> str:
 def composed(entry: str, overrides: list[str]) -> DictConfig:
     """Return what a command line composes, with the node `hydra`.
 
+    Args:
+        entry: the command, and its file in `conf/`.
+        overrides: of the command line, `--config-dir=FOLDER` among them.
+
     Raises:
         hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: if it does not.
     """
-    if GlobalHydra.instance().is_initialized():  # by the command line, in the same folder
-        return compose(entry, overrides=overrides, return_hydra_config=True)
+    words = [word for word in overrides if not word.startswith(CONFIG_DIR)]
+    if GlobalHydra.instance().is_initialized():  # by the command line, in the same folders
+        return compose(entry, overrides=words, return_hydra_config=True)
+    folders = [word.removeprefix(CONFIG_DIR) for word in overrides if word.startswith(CONFIG_DIR)]
+    if folders:
+        found = OmegaConf.create(primary(entry)).hydra.get("searchpath", [])
+        found = [*found, *(f"file://{Path(folder).absolute()}" for folder in folders)]
+        quoted = ", ".join("'" + place.replace("'", "\\'") + "'" for place in found)
+        words.append(f"hydra.searchpath=[{quoted}]")
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose(entry, overrides=overrides, return_hydra_config=True)
+        return compose(entry, overrides=words, return_hydra_config=True)
 
 
 def choices(group: str) -> list[str]:

@@ -18,7 +18,6 @@ from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, describe_interpolation
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
-from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import agree_on, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
@@ -72,7 +71,7 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
     """
     if not continues(settings, folder):
         begun = in_sweep() or not HydraConfig.initialized()
-        check_free(folder, run_kind(settings.stage), log=hydra_log(), begun=begun)
+        check_free(folder, settings.kind, log=hydra_log(), begun=begun)
     target = settings.select("artifacts.publish")
     if target is not None and settings.paths.publish:
         check_replaceable(target, key="artifacts.publish=")
@@ -130,7 +129,7 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
         return folder.checkpoints.resolve() == Path(settings.ckpt_path).absolute().parent.resolve()
     summary = summary_or_none(folder)
     if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
-        return summary is not None and run_kind(settings.stage) == summary.stage
+        return summary is not None and settings.kind == summary.stage
     if getattr(settings, "resume", "never") != "auto" or summary is None:
         return False
     if summary.config_hash != settings.config_hash:

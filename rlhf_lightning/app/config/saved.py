@@ -136,7 +136,7 @@ def best_of_early_stopping(folder: RunFolder) -> Path | None:
         return None
     try:
         cfg = read_yaml(folder.config)
-        validates = not find_stage(cfg["stage"]).rolls_out
+        validates = not find_stage(cfg["stage"], cfg["module"]["_target_"]).rolls_out
         stops = validates and cfg["callbacks"]["early_stopping"] is not None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -197,6 +197,11 @@ class RunSettings(CommandSettings):
     seed: Seed = 1
 
     @property
+    def kind(self) -> str:
+        """What its summary calls the run."""
+        return self.stage
+
+    @property
     def only_runs(self) -> bool:
         """True if it shows that it runs and nothing is judged, as with `debug=fast`."""
         return self.paths.apart is not None
@@ -264,11 +269,16 @@ class TrainSettings(RunSettings):
     @property
     def spec(self) -> Stage:
         """The stage."""
-        return find_stage(self.stage)
+        return find_stage(self.stage, self.module.path)
+
+    @property
+    def kind(self) -> str:
+        """The name of the stage."""
+        return self.spec.name
 
     @property
     def hparams(self) -> Any:
-        """The hyper-parameters of the stage: of `module.sft`, `.reward` or `.ppo`."""
+        """The hyper-parameters of the stage, such as those of `module.ppo`."""
         return self._hparams[self.spec.settings]
 
     @property

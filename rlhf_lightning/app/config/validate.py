@@ -90,7 +90,7 @@ def read_settings(
             raise ConfigError(f"unknown top-level key {key!r}{_top_level_hint(settings, key)}")
     trains = issubclass(settings, TrainSettings)
     if trains:
-        _check_stage(written.get("stage"))
+        _check_stage(written)
     if not saved:
         _check_open_groups(settings, written)
     try:
@@ -132,11 +132,13 @@ def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
     )
 
 
-def _check_stage(stage: object) -> None:
+def _check_stage(written: Mapping[str, Any]) -> None:
+    stage, module = written.get("stage"), written.get("module")
+    target = module.get("_target_") if isinstance(module, Mapping) else None
     try:
-        find_stage(stage)
+        find_stage(stage, None if target is None else str(target))
     except StageError as error:
-        if "." in str(stage):
+        if "." in str(error):
             raise ConfigError(str(error)) from error
         raise ConfigError(
             f"stage={stage}: choose what to train with +experiment=NAME, one of "

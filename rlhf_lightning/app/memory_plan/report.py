@@ -144,7 +144,7 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
         lengths = f"{run.prompt_length} + {run.response_length} tokens"
     share = run.micro_rows // run.sequences_per_row
     rows = "pairs" if run.sequences_per_row == 2 else "rows"
-    title = run_title(run.stage, run.objective) if run.objective else run.spec.title
+    title = run_title(run.spec.name, run.objective) if run.objective else run.spec.title
     where = f"{run.num_devices} x {run.device}"
     if run.num_devices > 1:
         where += f", {run.strategy}"

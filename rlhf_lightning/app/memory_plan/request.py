@@ -55,7 +55,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
     length = data.arguments["max_prompt_length" if stage.rolls_out else "max_length"]
     sampling = settings.all_hparams.get("sampling")
     run = Run(
-        stage=settings.stage,
+        spec=stage,
         shape=shape,
         style=_style(settings),
         device=_device(settings, plan),

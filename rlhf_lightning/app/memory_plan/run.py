@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhf_lightning.app.stages.spec import Stage, find_stage
+from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import set_dropout
 from rlhf_lightning.runs.reading import read_json
@@ -151,7 +151,7 @@ class Run:
     """One stage on one device of `num_devices`.
 
     Args:
-        stage: its name, as `find_stage` takes it.
+        spec: the stage.
         shape: shape of the policy.
         style: precision, adapters and checkpointing of its models.
         device: kind of device, `cpu` or `cuda`.
@@ -175,7 +175,7 @@ class Run:
         objective: kind of DPO's loss; KTO's rows are single responses in an update.
     """
 
-    stage: str
+    spec: Stage
     shape: Shape
     style: Style
     device: Literal["cpu", "cuda"]
@@ -197,11 +197,6 @@ class Run:
     shard_over: int | None = None
     served: bool = False
     objective: str | None = None
-
-    @property
-    def spec(self) -> Stage:
-        """The stage itself."""
-        return find_stage(self.stage)
 
     @property
     def sequences_per_row(self) -> int:

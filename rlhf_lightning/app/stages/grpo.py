@@ -8,13 +8,16 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.ppo import PPOStage
 from rlhf_lightning.app.stages.spec import POLICY
+from rlhf_lightning.hparams import GRPOHparams
 from rlhf_lightning.modules.grpo import PolicyGradientModule
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 
 
 class GRPOStage(PPOStage):
     """Policy gradients with a baseline of a group of responses to one prompt."""
 
     module = PolicyGradientModule
+    family = OnPolicyModule  # every objective on own responses without a value model
     title = "GRPO"
     rates: ClassVar = {"learning_rate": "policy"}
     trains = (POLICY,)
@@ -27,12 +30,12 @@ class GRPOStage(PPOStage):
             ConfigError: with the key, what it got and what it wants.
         """
         super().check(settings)
-        size, baseline = settings.data.num_generations, settings.hparams.baseline
-        if size < 2 and baseline != "none":
+        size, hparams = settings.data.num_generations, settings.hparams
+        if size < 2 and isinstance(hparams, GRPOHparams) and hparams.baseline != "none":
             raise ConfigError(
-                f"data.num_generations={size}: module.grpo.baseline={baseline} compares the "
-                "responses to one prompt, use 2 or more (8 is usual), or module.grpo.baseline=none "
-                "with module.grpo.scale=global_std (REINFORCE++)"
+                f"data.num_generations={size}: module.grpo.baseline={hparams.baseline} compares "
+                "the responses to one prompt, use 2 or more (8 is usual), or "
+                "module.grpo.baseline=none with module.grpo.scale=global_std (REINFORCE++)"
             )
 
 

@@ -28,6 +28,7 @@ from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import held_out_comparison
 from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
 from rlhf_lightning.models.ppo_models import ADAPTER
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.rollout.scorers.hparams import check_scorer
@@ -38,7 +39,7 @@ from rlhf_lightning.text.tokenizers import check_same_tokenizer
 class PPOStage(Stage):
     """Policy gradients on responses of the policy, with a value model and a reference."""
 
-    module: ClassVar[Any] = PPOModule
+    module: type[RLHFModule] = PPOModule
     title = "PPO"
     rates: ClassVar = {"learning_rate": "policy", "value_learning_rate": "value"}
     starts_from = "sft"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from rlhf_lightning.app.config.targets import trusted_targets
+from rlhf_lightning.app.config.targets import TargetError, resolve, trusted_targets
 
 if TYPE_CHECKING:
     import lightning as L
@@ -53,6 +55,8 @@ class Stage:
     Attributes:
         module: trains. Its `stage` is the key of its hyper-parameters below `module`, its `kinds`
             are their classes.
+        family: the class whose subclasses are trained like this, whatever they call themselves;
+            None for `module`.
         title: in a sentence.
         rates: what each learning rate among its settings is the rate of.
         starts_from: the key below `artifacts` of the model that it starts from.
@@ -72,7 +76,8 @@ class Stage:
         shortened_by: the setting that makes its rows shorter.
     """
 
-    module: ClassVar[type[RLHFModule]]
+    module: type[RLHFModule]
+    family: ClassVar[type[RLHFModule] | None] = None
     title: ClassVar[str]
     rates: ClassVar[dict[str, Kind]]
     starts_from: ClassVar[str]
@@ -101,6 +106,12 @@ class Stage:
     def settings(self) -> str:
         """The key below `module` of its hyper-parameters."""
         return self.module.stage
+
+    def of(self, module: type[RLHFModule]) -> Stage:
+        """Return the stage that trains another module in the same way."""
+        own = copy(self)
+        own.module = module
+        return own
 
     @property
     def trains_policy(self) -> bool:
@@ -166,24 +177,61 @@ class Stage:
         return []
 
 
-def find_stage(name: object) -> Stage:
+def find_stage(name: object, module: str | None = None) -> Stage:
     """Return the stage of a name, or of the dotted path at which another package holds one.
 
-    A path must be below a prefix that `RLHF_ALLOWED_TARGETS` lists.
+    A name that is none of ours is that of an objective without a stage of its own: what the class
+    `module` calls itself. It is trained as the nearest class that it inherits from.
+
+    Args:
+        name: of the stage. A path must be below a prefix that `RLHF_ALLOWED_TARGETS` lists.
+        module: dotted name of the class that is trained; None for the stage's own.
 
     Raises:
         StageError: if there is none, or if it may not be imported.
     """
-    text = str(name)
-    short = _NAME.fullmatch(text) is not None
-    if not short and not text.startswith(trusted_targets() or ("\0",)):
+    text, trained = str(name), _module(module)
+    if text in stage_names():
+        found = _imported(f"{FOLDER}.{text}.STAGE", text)
+        is_variant = trained is not None and issubclass(trained, found.family or found.module)
+        return found.of(trained) if trained and is_variant and trained.stage == text else found
+    if _NAME.fullmatch(text) is None:
+        if not text.startswith(trusted_targets() or ("\0",)):
+            raise StageError(
+                f"stage={text} is no stage of ours ({', '.join(stage_names())}), and not below "
+                "what RLHF_ALLOWED_TARGETS lists (prefixes, separated by commas)"
+            )
+        return _imported(text, text)
+    if trained is None or trained.stage != text:
+        own = "" if trained is None else f", or stage={trained.stage} with module={module}"
+        raise StageError(f"stage={text} must be one of {', '.join(stage_names())}{own}")
+    ours = [find_stage(own) for own in stage_names()]
+    like = {stage.family or stage.module: stage for stage in ours}
+    nearest = next((like[base] for base in trained.__mro__ if base in like), None)
+    if nearest is None:
         raise StageError(
-            f"stage={text} is no stage of ours ({', '.join(stage_names())}), and not below what "
-            "RLHF_ALLOWED_TARGETS lists (prefixes, separated by commas)"
+            f"stage={text}: {module} inherits from none of {', '.join(c.__name__ for c in like)}, "
+            "which says how it is trained: inherit from one, or write a Stage and name it by its "
+            "path, as docs/architecture.md has it"
         )
-    if short and text not in stage_names():
-        raise StageError(f"stage={text} must be one of {', '.join(stage_names())}")
-    module, _, attribute = (f"{FOLDER}.{text}.STAGE" if short else text).rpartition(".")
+    return nearest.of(trained)
+
+
+def _module(name: str | None) -> type[RLHFModule] | None:
+    """Return the class that a configuration trains; None where its name says none of ours."""
+    if name is None:
+        return None
+    try:
+        found: Any = resolve(name, "module")
+    except TargetError:  # which is told where the module is read
+        return None
+    if not inspect.isclass(found) or not hasattr(found, "stage"):
+        return None
+    return cast("type[RLHFModule]", found)
+
+
+def _imported(path: str, text: str) -> Stage:
+    module, _, attribute = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -197,11 +245,3 @@ def stage_names() -> list[str]:
     """Return the names of our stages; imports none of them."""
     folder = importlib.import_module(FOLDER).__path__
     return sorted(module.name for module in pkgutil.iter_modules(folder) if module.name != "spec")
-
-
-def run_kind(stage: object) -> str:
-    """Return what summaries call a run: by the name of its stage, else by that of its command."""
-    try:
-        return find_stage(stage).name
-    except StageError:
-        return str(stage)

@@ -1,0 +1,170 @@
+"""An objective and a scorer of a user's: a class and a YAML file each, and all works with them.
+
+`tests/own` is the user's package, and its `conf` the user's folder of configurations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhf_lightning import PromptDataModule, SamplingHparams, compare, trainer_arguments
+from rlhf_lightning.app import plan, train
+from rlhf_lightning.app.as_python import as_python
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.stages.spec import StageError, find_stage
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.summary import read_summary
+from tests.builders.command_lines import ROOT, SMALL, settings_of
+from tests.own.online_dpo import OnlineDPOHparams, OnlineDPOModule
+from tests.own.words import WordScorer
+
+SHORT = SamplingHparams(max_new_tokens=6)
+SIZES: Any = {
+    "batch_size": 4,
+    "num_generations": 2,
+    "num_iterations": 2,
+    "max_prompt_length": 16,
+}
+CONF = f"--config-dir={ROOT / 'tests/own/conf'}"
+TARGET = "tests.own.online_dpo.OnlineDPOModule"
+WORDS = [
+    CONF,
+    "+experiment=online_dpo",
+    *SMALL,
+    "module.sampling.max_new_tokens=6",
+    "module.online_dpo.micro_batch_size=4",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trusted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_ALLOWED_TARGETS", "tests.own.")
+        yield
+
+
+@pytest.fixture(scope="module")
+def command(start: Path, trusted: None, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The folder of a whole run."""
+    return trained(start, tmp_path_factory.mktemp("command") / "run")
+
+
+def settings(start: Path, *more: str) -> TrainSettings:
+    found: TrainSettings = settings_of(*WORDS, f"artifacts.sft={start}", *more)
+    return found
+
+
+def trained(start: Path, folder: Path, *more: str) -> RunFolder:
+    made = RunFolder(folder).create()
+    train.run(settings(start, *more), made, [])
+    return made
+
+
+def figures(folder: RunFolder) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+        for row in read_metrics(folder.metrics)
+    ]
+
+
+def same_weights(one: RunFolder, other: RunFolder) -> bool:
+    files = [folder.export / "model.safetensors" for folder in (one, other)]
+    return files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
+    start, command, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(as_python(settings(start), WORDS), "program", "exec"), names)
+    (found,) = tmp_path.glob("outputs/*/program/summary.json")
+    program = RunFolder(found.parent)
+    assert same_weights(program, command)
+    assert figures(program) == figures(command)
+    summary = read_summary(command)
+    assert (summary.stage, summary.status) == ("online_dpo", "completed")
+    assert {"val/gold_win_rate", "val/score_win_rate"} <= set(summary.metrics)
+    rows = figures(command)
+    assert len(rows) == 3
+    assert {"online_dpo/loss", "online_dpo/accuracy", "online_dpo/grad_norm"} <= set(rows[0])
+    assert rows[0]["online_dpo/loss"] == pytest.approx(math.log(2), rel=0.01)  # at first ratio 1
+
+
+def test_its_pairs_are_not_cut_by_micro_batches(start, command, tmp_path) -> None:
+    parts = trained(start, tmp_path / "parts", "module.online_dpo.micro_batch_size=1")
+    for one, other in zip(figures(command), figures(parts), strict=True):
+        assert one["online_dpo/margin"] == pytest.approx(other["online_dpo/margin"], abs=1e-6)
+
+
+def test_a_run_of_it_goes_on_from_a_checkpoint_to_the_same_bits(start, command, tmp_path) -> None:
+    (checkpoint,) = command.checkpoints.glob("*2.ckpt")
+    resumed = trained(start, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
+    assert len(figures(resumed)) == 3 or len(figures(resumed)) == 1
+    assert same_weights(command, resumed)
+
+
+def test_from_python_it_is_trained_read_from_a_checkpoint_and_compared(start, tmp_path) -> None:
+    module = OnlineDPOModule.from_pretrained(
+        start, WordScorer(wanted=3), online_dpo=OnlineDPOHparams(beta=0.2), sampling=SHORT
+    )
+    prompts = [{"prompt": f"what is {n} ?"} for n in range(8)]
+    data = PromptDataModule(prompts, module.tokenizer, **SIZES)
+    trainer = L.Trainer(**trainer_arguments(tmp_path / "mine", max_iterations=2, devices=1))
+    trainer.fit(module, data)
+    read = OnlineDPOModule.load_from_checkpoint(
+        tmp_path / "mine/checkpoints/last.ckpt", WordScorer(wanted=3)
+    )
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, read.state_dict()[name]), name
+    found = compare(read, start, data, num_prompts=2, batch_size=2)
+    assert 0 <= found.win_rate <= 1
+
+
+def test_commands_take_its_folder_of_configurations(start, monkeypatch, capsys) -> None:
+    given = ["--config-dir", CONF.partition("=")[2], *WORDS[1:], f"artifacts.sft={start}"]
+    monkeypatch.setattr("sys.argv", ["plan", *given, "plan.device=cpu", "plan.format=json"])
+    plan.main()
+    assert {"generate", "update"} <= set(json.loads(capsys.readouterr().out)["phases"])
+    monkeypatch.setattr("sys.argv", ["train", *given, "--as-python"])
+    train.main()
+    assert "\n    WordScorer(wanted=6),\n" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["train", *given, "module.online_dpo.betta=1"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "did you mean module.online_dpo.beta" in capsys.readouterr().err
+
+
+def test_adapters_gates_and_the_doctor_work_with_it(start, tmp_path) -> None:
+    made = trained(start, tmp_path / "run", "lora=lora", "gates=ppo", "doctor=act")
+    summary = read_summary(made)
+    assert (summary.status, bool(summary.gates)) == ("completed", True)
+    assert (made.export / "adapter").is_dir()
+
+
+def test_a_variant_of_a_module_of_ours_is_trained_as_that_one() -> None:
+    assert find_stage("grpo", "rlhf_lightning.modules.ppo.PPOModule") == find_stage("grpo")
+    own = find_stage("online_dpo", TARGET)
+    assert (own.name, own.module, own.rolls_out) == ("online_dpo", OnlineDPOModule, True)
+    assert "value_learning_rate" not in own.rates
+
+
+@pytest.mark.parametrize(
+    ("stage", "module", "told"),
+    [
+        ("mine", TARGET, "or stage=online_dpo with module=" + TARGET),
+        ("mine", "tests.own.words.WordScorer", "must be one of dpo"),
+        ("base_only", "rlhf_lightning.modules.base.RLHFModule", "must be one of dpo"),
+    ],
+)
+def test_a_name_that_no_class_has_is_refused(stage: str, module: str, told: str) -> None:
+    with pytest.raises(StageError, match=told.replace("(", r"\(")):
+        find_stage(stage, module)

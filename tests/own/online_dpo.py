@@ -1,0 +1,106 @@
+"""Online DPO: two responses of the policy to each prompt, the better and the worse by the scorer.
+
+Source: Guo et al. 2024, "Direct language model alignment from online AI feedback".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, Unpack
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.batches import RolloutBatch
+from rlhf_lightning.functional.masked import zero_off_mask
+from rlhf_lightning.functional.preference_losses import dpo_loss
+from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, number
+from rlhf_lightning.models.forward import micro_batches, response_statistics
+from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
+from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, OnPolicyParts
+from rlhf_lightning.modules.optimization import Measured, StepCounts
+from rlhf_lightning.rollout.estimators import Returns
+
+
+@dataclass(frozen=True)
+class OnlineDPOHparams(OnPolicyHparams):
+    """Online DPO.
+
+    Args:
+        kl_coef: 0: the loss itself holds the policy to the reference.
+        beta: weight of the log-ratio to the reference.
+    """
+
+    kl_coef: float = number(0.0, at_least=0, at_most=0)
+    beta: float = number(0.1, above=0, usual=(0.01, 0.5))
+
+    @property
+    def num_passes(self) -> int:
+        return 1
+
+
+class OnlineDPOModule(OnPolicyModule):
+    """DPO on pairs of the policy's own responses."""
+
+    stage = "online_dpo"
+    kinds: ClassVar = {"online_dpo": OnlineDPOHparams, "sampling": SamplingHparams}
+    whole_groups = True
+    algorithm: OnlineDPOHparams
+
+    @checked
+    def __init__(
+        self,
+        *,
+        online_dpo: OnlineDPOHparams,
+        models: Callable[[], PolicyModels],
+        **parts: Unpack[OnPolicyParts],
+    ) -> None:
+        super().__init__(online_dpo, models, Returns(whiten=False), **parts)
+
+    @classmethod
+    @checked(but=("reward",))
+    def from_pretrained(
+        cls,
+        policy: PathOrName,
+        reward: Any,
+        *,
+        online_dpo: OnlineDPOHparams | None = None,
+        **options: Unpack[OnPolicyOptions],
+    ) -> Self:
+        def build(policy: str, _scorer: Any, **how: Any) -> PolicyModels:
+            return policy_models(policy, **how)
+
+        hparams = {"online_dpo": online_dpo or OnlineDPOHparams()}
+        return pretrained.of_policy(cls, policy, reward, build, hparams, options)
+
+    def micro_batches(self, minibatch: RolloutBatch) -> list[Tensor]:
+        either = minibatch.attention_mask.unflatten(0, (-1, 2)).any(1)  # [B / 2, P + R]
+        size = self.algorithm.micro_batch_size
+        pairs = micro_batches(either, None if size is None else max(size // 2, 1))
+        return [torch.stack([2 * rows, 2 * rows + 1], 1).flatten() for rows in pairs]
+
+    def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
+        mask, scores = micro_batch.loss_mask, micro_batch.scores.view(-1, 2)
+        new = response_statistics(self.policy, micro_batch, temperature=self.controls.temperature)
+        policy = zero_off_mask(new.logprobs, mask).sum(-1)  # [b]
+        reference = zero_off_mask(micro_batch.ref_logprobs, mask).sum(-1)
+        better = scores.argmax(-1) + 2 * torch.arange(len(scores), device=scores.device)
+        worse = better ^ 1
+        result = dpo_loss(
+            policy[better],
+            policy[worse],
+            reference[better],
+            reference[worse],
+            beta=self.algorithm.beta,
+            label_smoothing=0.0,
+            kind="sigmoid",
+            num_pairs=counts.num_sequences / 2,
+        )
+        return result.loss, {
+            "online_dpo/loss": result.loss,
+            "online_dpo/accuracy": result.accuracy,
+            "online_dpo/margin": result.chosen_reward - result.rejected_reward,
+        }
