@@ -9,13 +9,16 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
+from rlhf_lightning.arguments import is_union  # noqa: E402
+from rlhf_lightning.hparams import Usual  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 WHERE = {
@@ -49,7 +52,7 @@ ELSEWHERE = {
     "[Your model and data](your_model_and_data.md#the-data).",
 }
 NOT_SHOWN = ("experiment", "model", "module")
-SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
+SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 INTRODUCTION = """\
 # Configuration
 
@@ -91,31 +94,43 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def ranges(metadata: Any) -> tuple[str, str]:
-    """Return what is possible and what is usual."""
-    limits = {k: v for k, v in metadata.get("limits", {}).items() if v is not None}
-    usual = metadata.get("usual")
-    possible = ", ".join(f"{SIGNS[name]} {limit:g}" for name, limit in limits.items())
-    return possible, "" if usual is None else f"{usual[0]:g} to {usual[1]:g}"
+def of_annotation(hint: Any) -> tuple[str, list[str], str]:
+    """Return the type of an annotation, what is possible and what is usual."""
+    if get_origin(hint) is Literal:
+        return "str", [", ".join(f"`{choice}`" for choice in get_args(hint))], ""
+    if is_union(hint):
+        kinds, possible, usual = zip(*map(of_annotation, get_args(hint)), strict=True)
+        kind = " or ".join(dict.fromkeys(kinds))
+        return kind, list(dict.fromkeys(chain.from_iterable(possible))), "".join(usual)
+    if get_origin(hint) is not Annotated:
+        return "null" if hint is type(None) else hint.__name__, [], ""
+    kind, possible, usual = of_annotation(get_args(hint)[0])
+    for marker in get_args(hint)[1:]:
+        if isinstance(marker, Usual):
+            usual = f"{marker.low:g} to {marker.high:g}"
+        for limit in getattr(marker, "metadata", ()):
+            possible += [
+                f"{sign} {getattr(limit, name):g}"
+                for name, sign in SIGNS.items()
+                if getattr(limit, name, 2**63) < 2**63  # beyond is no number of anything
+            ]
+    return kind, possible, usual
 
 
 def hparams_section() -> Iterator[str]:
     """Yield one table for each dataclass of hyper-parameters."""
     for name, where in WHERE.items():
         cls = HPARAMS[name]
-        meanings, hints = {}, get_type_hints(cls)
+        meanings, hints = {}, get_type_hints(cls, include_extras=True)
         for base in reversed(cls.__mro__):
             meanings |= arguments(base.__doc__ or "")
         yield f"\n## {TITLES[name]}\n\n`{where}.*`\n"
         yield "| key | type | default | possible | usual | meaning |\n|---|---|---|---|---|---|"
         for item in fields(cls):
-            hint = hints[item.name]
-            kind = getattr(hint, "__name__", None) or str(hint)
-            kind = kind.replace("NoneType", "null").replace("None", "null").replace(" | ", " or ")
-            possible, usual = ranges(item.metadata)
+            kind, possible, usual = of_annotation(hints[item.name])
             default = "" if item.default is MISSING else f"`{shown(item.default)}`"
             yield (
-                f"| `{where}.{item.name}` | {kind} | {default} | {possible} | {usual} | "
+                f"| `{where}.{item.name}` | {kind} | {default} | {', '.join(possible)} | {usual} | "
                 f"{meanings[item.name]} |"
             )
 

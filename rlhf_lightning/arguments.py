@@ -11,12 +11,14 @@ protocol by its methods, a function by the number of its parameters. Limits stan
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import os
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -33,6 +35,7 @@ from typing import (
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -46,8 +49,7 @@ from pydantic import (
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 LARGEST = 1e30  # larger sizes overflow in float32, where models compute, and 1 / LARGEST vanishes
 LOWEST_TEMPERATURE = 0.01
-_SCALARS = (int, float, str, bool)
-YAML_NUMBER = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)"
+_OTHER_WORDS = {"world": "dataset"}  # that difflib does not find alike
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+AtLeast1 = Annotated[float, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareAbove0 = Annotated[float, Field(gt=0, le=1)]
+Rate = Annotated[float, Field(gt=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]  # of a timer
 Epochs = Annotated[float, Field(gt=0, le=1e9)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -130,7 +137,7 @@ def fitting(key: str, value: Any, hint: Any) -> Any:
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
-        raise _problem(key, value, hint, error) from None
+        raise misfit(key, value, hint, error) from None
 
 
 def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
@@ -195,19 +202,19 @@ def _signature(call: Callable[..., Any]) -> inspect.Signature:
 def annotations_of(call: Any) -> dict[str, Any]:
     """Return the annotations of a function, or of the constructor of a class, markers included."""
     found = inspect.unwrap(call.__init__ if inspect.isclass(call) else call)
-    hints = typing.get_type_hints(found, include_extras=True)
+    fields_of = call if inspect.isclass(call) and "__dataclass_params__" in vars(call) else found
+    hints = typing.get_type_hints(fields_of, include_extras=True)  # in the modules of its bases
     own = inspect.signature(found).parameters
     options = {k: p.annotation for k, p in _signature(found).parameters.items() if k not in own}
     return options | {name: hint for name, hint in hints.items() if get_origin(hint) is not Unpack}
 
 
-def is_number(text: str) -> bool:
-    """Return whether `text` reads as a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" for the closest known words, or ""."""
+    first, dot, rest = word.partition(".")
+    word = f"{_OTHER_WORDS.get(first, first)}{dot}{rest}"
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def without_markers(hint: Any) -> Any:
@@ -293,7 +300,7 @@ def _strict(hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[(_strict(arguments[0]), *arguments[1:])]  # type: ignore[return-value]
-    if hint in _SCALARS:
+    if hint in (int, float, str, bool):
         limits = (_IN_FLOAT32,) if hint in (int, float) else ()
         return Annotated[(hint, Strict(), BeforeValidator(_plain_scalar), *limits)]  # type: ignore[return-value]
     if hint in (Any, None, type(None), Ellipsis) or origin is Literal:
@@ -366,30 +373,75 @@ def _plain_scalar(value: Any) -> Any:
     return value.item() if is_scalar else value
 
 
-def _problem(key: str, value: Any, hint: Any, error: ValidationError) -> Exception:
-    found = error.errors(include_url=False, include_context=False)
-    places = [_inside(value, item["loc"]) for item in found]
-    place = max(places, key=len)  # of several alternatives, that of the one which fits so far
-    found = [item for item, where in zip(found, places, strict=True) if where == place]
-    for part in place:
-        key, value = f"{key}[{part}]", value[part]
-    words = dict.fromkeys(_WORDS.get(item["type"], item["msg"]) for item in found)
-    wanted = " or ".join(
-        word.removeprefix("Input should be ").removeprefix("Assertion failed, ")
-        for word in (text.rpartition(" must be ")[2] for text in words)
+def misfit(key: str, value: Any, hint: Any, error: ValidationError) -> TypeError | ValueError:
+    """Return what pydantic found in one line: key, got, wanted, nearest name.
+
+    Args:
+        key: name of the value; "" for a whole configuration.
+        value: that was refused.
+        hint: its annotation.
+        error: of pydantic, for that annotation.
+    """
+    items = [(_inside(value, item["loc"]), item) for item in error.errors(include_url=False)]
+    # A key that is mistyped explains one that is missing; else the alternative that fits so far.
+    order = {"extra_forbidden": -2, "value_error": -1}
+    place, found = min(
+        items, key=lambda one: (order.get(one[1]["type"], 0), -len(one[0]) if key else 0)
     )
+    for part in place:
+        value = value[part]
+    full = _joined(key, place)
+    if found["type"] == "extra_forbidden":
+        names = [_joined(key, (*place[:-1], name)) for name in _fields(hint, place[:-1])]
+        return ValueError(f"unknown key {full}{did_you_mean(full, names)}")
+    if found["type"] == "missing":
+        whole = f", or choose {full.partition('.')[0]} as a whole" if place else ""
+        return ValueError(f"{_joined(key, found['loc'])} is missing: set it{whole}")
+    alike = [item for where, item in items if where == place]
+    if len(alike) == 1 and found["type"] == "value_error":
+        text = str(found["ctx"]["error"])
+        return ValueError(f"{full}{text}" if text.startswith(("=", ".", "[", " ")) else text)
+    return _wrong(full, value, _annotation(hint, place), alike)
+
+
+def _wrong(key: str, value: Any, hint: Any, items: list[Any]) -> TypeError | ValueError:
+    """Return the error of one value that fits none of its alternatives."""
+    wanted = " or ".join(dict.fromkeys(_wanted(item) for item in items))
     if isinstance(value, Built):
         given = getattr(value.product, "__name__", value.product)
         return TypeError(
             f"{key}._target_={value.name} is not allowed there: it gives {given}, expected {wanted}"
         )
     shown = " ".join(repr(value).split())
-    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
-    if all(item["type"] in _VALUE_ERRORS for item in found):
-        return ValueError(f"{key}={shown} must be {wanted}")
-    wanted += " or None" if not place and len(found) == 1 and type(None) in get_args(hint) else ""
-    fix = YAML_NUMBER if isinstance(value, str) and "e" in value and is_number(value) else ""
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    if all(item["type"] in _VALUE_ERRORS for item in items):
+        names = re.findall(r"'([^']*)'", wanted) if isinstance(value, str) else []
+        return ValueError(f"{key}={shown} must be {wanted}{did_you_mean(str(value), names)}")
+    wanted += " or None" if type(None) in get_args(without_markers(hint)) else ""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
+    fix = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if is_number else ""
     return TypeError(f"{key}={shown} is {type(value).__name__}, expected {wanted}{fix}")
+
+
+def _joined(key: str, place: Iterable[int | str]) -> str:
+    """Return the name of a place: of a configuration with dots, of a Python value with brackets."""
+    of_configuration = not key or "." in key
+    for part in place:
+        dotted = of_configuration and isinstance(part, str)
+        key = f"{key}.{part}".lstrip("." if not key else "") if dotted else f"{key}[{part}]"
+    return key
+
+
+def _wanted(item: Any) -> str:
+    """Return what one alternative wants."""
+    kind, context = item["type"], item.get("ctx", {})
+    if kind in _SIGNS:
+        bound = context[_SIGNS[kind][1]]
+        return f"{_SIGNS[kind][0]} {bound if isinstance(bound, int) else format(bound, 'g')}"
+    if kind == "literal_error":
+        return str(context["expected"])
+    text = str(context.get("error", item["msg"]))
+    return _WORDS.get(kind, text.rpartition(" must be ")[2].removeprefix("Input should be "))
 
 
 def _inside(value: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -403,21 +455,46 @@ def _inside(value: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return tuple(place)
 
 
-_LONGEST = 100  # characters of a value in a message
-_WORDS = {"sequence_str": "a list", "tuple_type": "a list", "int_type": "int"}
-_WORDS |= {"float_type": "float", "bool_type": "bool"}
-_WORDS |= {"string_type": "str", "none_required": "None", "dict_type": "a mapping"}
-_WORDS |= {
+def _annotation(hint: Any, place: Iterable[int | str]) -> Any:
+    """Return the annotation of what stands at a place; Any where it does not say."""
+    for part in place:
+        options = [without_markers(one) for one in (get_args(hint) if is_union(hint) else (hint,))]
+        known = [*(one.model_fields[part].annotation for one in options if part in _fields(one))]
+        known += [get_args(one)[-1] for one in options if get_args(one)]
+        hint = without_markers(known[0]) if known else Any
+    return hint
+
+
+def _fields(hint: Any, place: Iterable[int | str] = ()) -> Mapping[Any, Any]:
+    """Return the fields of the group of settings at a place."""
+    found = _annotation(hint, place)
+    options = get_args(found) if is_union(found) else (found,)
+    models = (one for one in options if inspect.isclass(one) and issubclass(one, BaseModel))
+    return next((one.model_fields for one in models), {})
+
+
+_WORDS = {
+    "sequence_str": "a list",
+    "list_type": "a list",
+    "tuple_type": "a list",
     "is_instance_of": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a group of settings",
+    "int_type": "int",
+    "int_from_float": "int",
+    "float_type": "float",
+    "bool_type": "bool",
+    "string_type": "str",
+    "path_type": "a path",
+    "none_required": "None",
     "finite_number": "finite",
     "too_long": "fewer items",
     "too_short": "not empty",
-    "missing": "more items",
 }
-_VALUE_ERRORS: tuple[str, ...] = (
-    "greater_than",
-    "greater_than_equal",
-    "less_than",
-    "less_than_equal",
-)
-_VALUE_ERRORS += ("finite_number", "literal_error", "too_short", "value_error")
+_SIGNS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
+_VALUE_ERRORS = (*_SIGNS, "finite_number", "literal_error", "too_short", "value_error")

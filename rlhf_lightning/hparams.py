@@ -6,97 +6,73 @@ that can work but lies outside the usual range is a warning that names that rang
 
 from __future__ import annotations
 
-import typing
 import warnings
-from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
-from rlhf_lightning.arguments import LOWEST_TEMPERATURE, fitting
+from pydantic import Field
+
+from rlhf_lightning.arguments import (
+    LOWEST_TEMPERATURE,
+    Above0,
+    AtLeast0,
+    AtLeast1,
+    Count,
+    CountOrZero,
+    Fraction,
+    Rate,
+    Share,
+    ShareAbove0,
+    Size,
+    annotations_of,
+    fitting,
+)
+
+# Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
+Precision = Literal["32-true", "bf16-mixed"]
 
 
 class UnusualHparamWarning(UserWarning):
     """A hyper-parameter lies outside the range that published runs use."""
 
 
-def number(
-    default: Any,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    usual: tuple[float, float] | None = None,
-) -> Any:
-    """Return a dataclass field whose value `Checked` holds against limits.
+@dataclass(frozen=True)
+class Usual:
+    """Marks an annotation with the range of published runs; `Checked` warns outside of it."""
 
-    Args:
-        default: of the field.
-        above: the value must be larger.
-        at_least: the value must be as large.
-        below: the value must be smaller.
-        at_most: the value must be as small.
-        usual: outside of this range it warns.
-    """
-    limits = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
-    return field(default=default, metadata={"limits": limits, "usual": usual})
-
-
-def choice(default: str, *others: str) -> Any:
-    """Return a dataclass field whose value `Checked` holds against a list of names."""
-    return field(default=default, metadata={"choices": (default, *others)})
-
-
-_HOLDS = {
-    "above": lambda value, limit: value > limit,
-    "at_least": lambda value, limit: value >= limit,
-    "below": lambda value, limit: value < limit,
-    "at_most": lambda value, limit: value <= limit,
-}
-_WORDS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
+    low: float
+    high: float
 
 
 class Checked:
-    """Mixin: check every field against its annotation, its limits and its usual range."""
+    """Mixin: hold every field against its annotation and its usual range."""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self), include_extras=True)
-        for item in fields(self):  # type: ignore[arg-type]
-            key = f"{type(self).__name__}.{item.name}"
-            value = fitting(key, getattr(self, item.name), hints[item.name])
-            object.__setattr__(self, item.name, value)
-            choices = item.metadata.get("choices", (value,))
-            if value not in choices:
-                raise ValueError(f"{key}={value!r}: use {', '.join(choices)}")
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                _check_limits(key, value, item.metadata, self._usual(item))
+        hints, names = annotations_of(type(self)), [one.name for one in fields(self)]  # type: ignore[arg-type]
+        for name in names:
+            object.__setattr__(self, name, fitting(name, getattr(self, name), hints[name]))
+        for name in names:
+            value, usual = getattr(self, name), self._usual(name, hints[name])
+            if usual is None or isinstance(value, bool | str | None):
+                continue
+            if not usual.low <= value <= usual.high:
+                warnings.warn(
+                    f"{type(self).__name__}.{name}={value:g} is outside the usual range "
+                    f"{usual.low:g} to {usual.high:g}",
+                    UnusualHparamWarning,
+                    stacklevel=3,
+                )
 
-    def _usual(self, item: Field[Any]) -> tuple[float, float] | None:
+    def _usual(self, name: str, hint: Any) -> Usual | None:
         """Return the usual range of a field; None: whatever is possible."""
-        usual: tuple[float, float] | None = item.metadata.get("usual")
-        return usual
-
-
-def _shown(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _check_limits(key: str, value: float, metadata: Any, usual: tuple[float, float] | None) -> None:
-    limits = {k: v for k, v in metadata.get("limits", {}).items() if v is not None}
-    if any(not _HOLDS[name](value, limit) for name, limit in limits.items()):
-        wanted = " and ".join(f"{_WORDS[name]} {_shown(limit)}" for name, limit in limits.items())
-        raise ValueError(f"{key}={_shown(value)} is impossible: it must be {wanted}")
-    if usual is not None and not usual[0] <= value <= usual[1]:
-        warnings.warn(
-            f"{key}={value:g} is outside the usual range {usual[0]:g} to {usual[1]:g}",
-            UnusualHparamWarning,
-            stacklevel=4,
-        )
+        markers = getattr(hint, "__metadata__", ())
+        return next((one for one in markers if isinstance(one, Usual)), None)
 
 
 # The ratio of a whole sequence hardly moves; a weight without a lower bound may rise far.
 _USUAL_OF_SURROGATE = {
-    "gspo": dict.fromkeys(("cliprange", "cliprange_high"), (1e-4, 1e-2)),
-    "cispo": {"cliprange": (0.05, 1.0), "cliprange_high": (0.05, 10.0)},
+    "gspo": dict.fromkeys(("cliprange", "cliprange_high"), Usual(1e-4, 1e-2)),
+    "cispo": {"cliprange": Usual(0.05, 1.0), "cliprange_high": Usual(0.05, 10.0)},
 }
 
 _OFF_POLICY_BOUNDS = {
@@ -119,10 +95,10 @@ class SamplingHparams(Checked):
             are given; the ids are trained on as they are.
     """
 
-    temperature: float = number(1.0, at_least=LOWEST_TEMPERATURE, at_most=10, usual=(0.7, 1.0))
-    max_new_tokens: int = number(64, at_least=1, at_most=10**9)
-    top_k: int = number(0, at_least=0)
-    top_p: float = number(1.0, above=0, at_most=1)
+    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE, le=10), Usual(0.7, 1.0)] = 1.0
+    max_new_tokens: Size = 64
+    top_k: CountOrZero = 0
+    top_p: ShareAbove0 = 1.0
     skip_special_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +106,7 @@ class SamplingHparams(Checked):
         super().__post_init__()
         if self.top_k != 0 or self.top_p != 1.0:
             raise ValueError(
-                f"SamplingHparams.top_k={self.top_k}, top_p={self.top_p:g}: rollouts sample the "
+                f"top_k={self.top_k}, top_p={self.top_p:g}: rollouts sample the "
                 "full distribution (top_k=0, top_p=1), or the ratio is wrong before any update"
             )
 
@@ -147,10 +123,10 @@ class SFTHparams(Checked):
             gradient is not finite, before the run stops; 0 stops at the first.
     """
 
-    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-6, 5e-3))
-    micro_batch_size: int | None = number(None, at_least=1)
-    max_grad_norm: float = number(1.0, above=0)
-    max_skipped_steps: int = number(10, at_least=0)
+    learning_rate: Annotated[Rate | None, Usual(1e-6, 5e-3)] = None
+    micro_batch_size: Count | None = None
+    max_grad_norm: Above0 = 1.0
+    max_skipped_steps: CountOrZero = 10
 
 
 @dataclass(frozen=True)
@@ -169,14 +145,14 @@ class RewardHparams(Checked):
         normalization_samples: responses of the SFT policy that fix mean 0 and std 1; 0 skips it.
     """
 
-    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-6, 5e-3))
-    micro_batch_size: int | None = number(None, at_least=1)
-    max_grad_norm: float = number(1.0, above=0)
-    max_skipped_steps: int = number(10, at_least=0)
+    learning_rate: Annotated[Rate | None, Usual(1e-6, 5e-3)] = None
+    micro_batch_size: Count | None = None
+    max_grad_norm: Above0 = 1.0
+    max_skipped_steps: CountOrZero = 10
     use_margin: bool = True
-    label_smoothing: float = number(0.0, at_least=0, below=0.5, usual=(0, 0.2))
-    center_coef: float = number(0.01, at_least=0, usual=(0, 0.1))
-    normalization_samples: int = number(512, at_least=0, at_most=10**9)
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Usual(0, 0.2)] = 0.0
+    center_coef: Annotated[AtLeast0, Usual(0, 0.1)] = 0.01
+    normalization_samples: Annotated[int, Field(ge=0, le=10**9)] = 512
 
 
 @dataclass(frozen=True)
@@ -197,32 +173,30 @@ class DPOHparams(Checked):
         undesirable_weight: weight of answers whose label is false, of `kind="kto"` alone.
     """
 
-    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
-    micro_batch_size: int | None = number(None, at_least=1)
-    max_grad_norm: float = number(1.0, above=0)
-    max_skipped_steps: int = number(10, at_least=0)
-    beta: float = number(0.1, above=0, usual=(0.01, 0.5))
-    label_smoothing: float = number(0.0, at_least=0, below=0.5, usual=(0, 0.3))
-    kind: str = choice("sigmoid", "ipo", "kto")
-    desirable_weight: float = number(1.0, at_least=0, usual=(0.1, 10))
-    undesirable_weight: float = number(1.0, at_least=0, usual=(0.1, 10))
+    learning_rate: Annotated[Rate | None, Usual(1e-7, 1e-3)] = None
+    micro_batch_size: Count | None = None
+    max_grad_norm: Above0 = 1.0
+    max_skipped_steps: CountOrZero = 10
+    beta: Annotated[Above0, Usual(0.01, 0.5)] = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Usual(0, 0.3)] = 0.0
+    kind: Literal["sigmoid", "ipo", "kto"] = "sigmoid"
+    desirable_weight: Annotated[AtLeast0, Usual(0.1, 10)] = 1.0
+    undesirable_weight: Annotated[AtLeast0, Usual(0.1, 10)] = 1.0
 
     def __post_init__(self) -> None:
         """Check that they go together."""
         super().__post_init__()
         if self.kind != "sigmoid" and self.label_smoothing:
             raise ValueError(
-                f"DPOHparams.label_smoothing={self.label_smoothing:g} is of kind=sigmoid alone: "
+                f"label_smoothing={self.label_smoothing:g} is of kind=sigmoid alone: "
                 f"use 0 with kind={self.kind}"
             )
         weights = (self.desirable_weight, self.undesirable_weight)
         if not any(weights):
-            raise ValueError(
-                "DPOHparams.desirable_weight=0, undesirable_weight=0 learn from no row: use 1"
-            )
+            raise ValueError("desirable_weight=0, undesirable_weight=0 learn from no row: use 1")
         if self.kind != "kto" and weights != (1, 1):
             raise ValueError(
-                f"DPOHparams.desirable_weight={weights[0]:g}, undesirable_weight={weights[1]:g} "
+                f"desirable_weight={weights[0]:g}, undesirable_weight={weights[1]:g} "
                 f"are of kind=kto alone: use 1 with kind={self.kind}"
             )
 
@@ -241,18 +215,18 @@ class LoraHparams(Checked):
         quantization: "none", or "nf4" for a 4-bit base (QLoRA, Dettmers et al. 2023).
     """
 
-    r: int = number(16, at_least=1, at_most=10**9, usual=(4, 128))
-    alpha: int = number(32, at_least=1, usual=(8, 256))
-    dropout: float = number(0.0, at_least=0, below=1, usual=(0, 0.1))
+    r: Annotated[Size, Usual(4, 128)] = 16
+    alpha: Annotated[Count, Usual(8, 256)] = 32
+    dropout: Annotated[Fraction, Usual(0, 0.1)] = 0.0
     target_modules: str = "all-linear"
-    base_precision: str = choice("32-true", "bf16-mixed")
-    quantization: str = choice("none", "nf4")
+    base_precision: Precision = "32-true"
+    quantization: Literal["none", "nf4"] = "none"
 
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
         if not self.target_modules.strip(", "):
-            raise ValueError("LoraHparams.target_modules is empty: use all-linear, or name modules")
+            raise ValueError("target_modules is empty: use all-linear, or name modules")
 
 
 @dataclass(frozen=True)
@@ -299,58 +273,56 @@ class OnPolicyHparams(Checked):
             an iteration are sampled before the update of the one before.
     """
 
-    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
-    kl_coef: float = number(0.05, at_least=0, usual=(0.001, 0.5))
-    kl_in: str = choice("reward", "loss")
-    kl_estimator: str = choice("k2", "k3")
-    kl_target: float | None = number(None, above=0, usual=(1, 30))
-    kl_horizon: int = number(10_000, at_least=1)
-    surrogate: str = choice("ppo", "gspo", "cispo")
-    loss_reduction: str = choice("token", "sequence", "constant")
-    cliprange: float = number(0.2, above=0, at_most=1, usual=(0.05, 0.4))
-    cliprange_high: float | None = number(None, above=0, usual=(0.05, 0.5))
-    dual_clip: float | None = number(None, above=1)
-    num_minibatches: int = number(1, at_least=1, usual=(1, 32))
-    micro_batch_size: int | None = number(None, at_least=1)
-    max_grad_norm: float = number(1.0, above=0)
-    max_skipped_steps: int = number(10, at_least=0)
-    missing_eos_penalty: float = number(1.0, at_least=0)
-    score_clip: float | str | None = number("auto", above=0)
-    overlong_buffer: int | None = number(None, at_least=1)
-    target_approx_kl: float | None = number(None, above=0, usual=(0.005, 0.5))
-    entropy_coef: float = number(0.0, at_least=0, usual=(0, 0.05))
-    off_policy: str = choice("none", "truncated", "masked")
-    off_policy_cap: float = number(2.0, at_least=1, usual=(1, 10))
-    off_policy_low: float = number(0.5, at_least=0, at_most=1)
-    off_policy_high: float = number(2.0, at_least=1, usual=(1, 10))
-    rollout_lag: int = number(0, at_least=0, at_most=1)
+    learning_rate: Annotated[Rate | None, Usual(1e-7, 1e-3)] = None
+    kl_coef: Annotated[AtLeast0, Usual(0.001, 0.5)] = 0.05
+    kl_in: Literal["reward", "loss"] = "reward"
+    kl_estimator: Literal["k2", "k3"] = "k2"
+    kl_target: Annotated[Above0 | None, Usual(1, 30)] = None
+    kl_horizon: Count = 10_000
+    surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
+    loss_reduction: Literal["token", "sequence", "constant"] = "token"
+    cliprange: Annotated[ShareAbove0, Usual(0.05, 0.4)] = 0.2
+    cliprange_high: Annotated[Above0 | None, Usual(0.05, 0.5)] = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    num_minibatches: Annotated[Count, Usual(1, 32)] = 1
+    micro_batch_size: Count | None = None
+    max_grad_norm: Above0 = 1.0
+    max_skipped_steps: CountOrZero = 10
+    missing_eos_penalty: AtLeast0 = 1.0
+    score_clip: Above0 | Literal["auto"] | None = "auto"
+    overlong_buffer: Count | None = None
+    target_approx_kl: Annotated[Above0 | None, Usual(0.005, 0.5)] = None
+    entropy_coef: Annotated[AtLeast0, Usual(0, 0.05)] = 0.0
+    off_policy: Literal["none", "truncated", "masked"] = "none"
+    off_policy_cap: Annotated[AtLeast1, Usual(1, 10)] = 2.0
+    off_policy_low: Share = 0.5
+    off_policy_high: Annotated[AtLeast1, Usual(1, 10)] = 2.0
+    rollout_lag: Annotated[int, Field(ge=0, le=1)] = 0
 
     def __post_init__(self) -> None:
         """Check the values, and warn of an estimator with another fixed point."""
         super().__post_init__()
         name = type(self).__name__
-        if isinstance(self.score_clip, str) and self.score_clip != "auto":
-            raise ValueError(f"{name}.score_clip={self.score_clip!r}: use a number, null or auto")
         if self.kl_in == "reward" and self.kl_estimator != "k2":
             raise ValueError(
-                f"{name}.kl_estimator={self.kl_estimator} is of a KL in the loss: use kl_in=loss, "
+                f"kl_estimator={self.kl_estimator} is of a KL in the loss: use kl_in=loss, "
                 "or leave it out (in the reward it is k1)"
             )
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError(
-                f"{name}.kl_target={self.kl_target:g} with kl_coef=0 does nothing: the controller "
+                f"kl_target={self.kl_target:g} with kl_coef=0 does nothing: the controller "
                 "multiplies kl_coef; start from kl_coef=0.05, or leave kl_target out"
             )
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ValueError(
-                f"{name}.dual_clip={self.dual_clip:g} is of no use with surrogate=cispo, which "
+                f"dual_clip={self.dual_clip:g} is of no use with surrogate=cispo, which "
                 "bounds the weight itself: use null, and a lower cliprange_high"
             )
         for item in fields(self):
             mode = _OFF_POLICY_BOUNDS.get(item.name, self.off_policy)
             if mode != self.off_policy and getattr(self, item.name) != item.default:
                 raise ValueError(
-                    f"{name}.{item.name}={getattr(self, item.name):g} is of off_policy={mode}, and "
+                    f"{item.name}={getattr(self, item.name):g} is of off_policy={mode}, and "
                     f"off_policy={self.off_policy} here: leave it out, or use off_policy={mode}"
                 )
         if self.rollout_lag and self.off_policy == "none":
@@ -369,8 +341,8 @@ class OnPolicyHparams(Checked):
                 stacklevel=3,
             )
 
-    def _usual(self, item: Field[Any]) -> tuple[float, float] | None:
-        return _USUAL_OF_SURROGATE.get(str(self.surrogate), {}).get(item.name, super()._usual(item))
+    def _usual(self, name: str, hint: Any) -> Usual | None:
+        return _USUAL_OF_SURROGATE.get(self.surrogate, {}).get(name, super()._usual(name, hint))
 
     @property
     def num_passes(self) -> int:
@@ -405,15 +377,15 @@ class PPOHparams(OnPolicyHparams):
         critic_warmup_iterations: first iterations that train the value model alone.
     """
 
-    value_learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 3e-3))
-    cliprange_value: float | None = number(0.2, above=0)
-    vf_coef: float = number(0.1, at_least=0, usual=(0.05, 0.2))
-    gamma: float = number(1.0, at_least=0, at_most=1, usual=(1, 1))
-    gae_lambda: float = number(0.95, at_least=0, at_most=1, usual=(0.9, 1))
-    gae_lambda_value: float | None = number(None, at_least=0, at_most=1, usual=(0.9, 1))
-    gae_length_alpha: float | None = number(None, above=0, usual=(0.01, 1))
-    num_ppo_epochs: int = number(4, at_least=1, usual=(1, 8))
-    critic_warmup_iterations: int = number(0, at_least=0)
+    value_learning_rate: Annotated[Rate | None, Usual(1e-7, 3e-3)] = None
+    cliprange_value: Above0 | None = 0.2
+    vf_coef: Annotated[AtLeast0, Usual(0.05, 0.2)] = 0.1
+    gamma: Annotated[Share, Usual(1, 1)] = 1.0
+    gae_lambda: Annotated[Share, Usual(0.9, 1)] = 0.95
+    gae_lambda_value: Annotated[Share | None, Usual(0.9, 1)] = None
+    gae_length_alpha: Annotated[Above0 | None, Usual(0.01, 1)] = None
+    num_ppo_epochs: Annotated[Count, Usual(1, 8)] = 4
+    critic_warmup_iterations: CountOrZero = 0
 
     @property
     def num_passes(self) -> int:
@@ -437,34 +409,34 @@ class GRPOHparams(OnPolicyHparams):
             sampling); 0 never.
     """
 
-    kl_in: str = choice("loss", "reward")
-    baseline: str = choice("mean", "leave_one_out", "none")
-    scale: str = choice("group_std", "global_std", "none")
-    num_epochs: int = number(1, at_least=1, usual=(1, 8))
-    max_resampling_rounds: int = number(0, at_least=0, usual=(0, 10))
+    kl_in: Literal["loss", "reward"] = "loss"
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    scale: Literal["group_std", "global_std", "none"] = "group_std"
+    num_epochs: Annotated[Count, Usual(1, 8)] = 1
+    max_resampling_rounds: Annotated[CountOrZero, Usual(0, 10)] = 0
 
     def __post_init__(self) -> None:
         """Check the values, and that they go together."""
         super().__post_init__()
         if self.baseline == "none" and self.scale == "group_std":
             raise ValueError(
-                "GRPOHparams.scale=group_std needs a group's baseline: use baseline=mean, or "
+                "scale=group_std needs a group's baseline: use baseline=mean, or "
                 "scale=global_std (REINFORCE++)"
             )
         if self.baseline == "none" and self.surrogate == "gspo":
             raise ValueError(
-                "GRPOHparams.surrogate=gspo has one ratio a response, and baseline=none one "
+                "surrogate=gspo has one ratio a response, and baseline=none one "
                 "advantage a token: use baseline=mean"
             )
         if self.baseline == "none" and self.max_resampling_rounds:
             raise ValueError(
-                f"GRPOHparams.max_resampling_rounds={self.max_resampling_rounds} needs a group's "
+                f"max_resampling_rounds={self.max_resampling_rounds} needs a group's "
                 "baseline: without one responses of equal scores teach too; use baseline=mean, or "
                 "max_resampling_rounds=0"
             )
         if self.rollout_lag and self.max_resampling_rounds:
             raise ValueError(
-                f"GRPOHparams.max_resampling_rounds={self.max_resampling_rounds} and rollout_lag=1 "
+                f"max_resampling_rounds={self.max_resampling_rounds} and rollout_lag=1 "
                 "do not go together: prompts that take the place of others are sampled in the "
                 "iteration itself; use one of the two"
             )

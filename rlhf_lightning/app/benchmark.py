@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.app.command_line import say
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.evaluate_parts import load_side
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import PromptRecord
@@ -32,14 +31,13 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
     """
     assert settings.benchmark is not None
     try:
-        settings.check_targets()
         benchmark = settings.benchmark.build()
         if isinstance(benchmark, LmEvalBenchmark):
             sides = [load_side(settings, one) for one in (settings.policy, settings.baseline)]
             with in_precision(settings.trainer.precision, sides[0].model.device):
                 return benchmark.measure(*sides)
         return benchmark.measure(_scored(settings, benchmark))
-    except (TargetError, BadRecordError, OSError, ValueError, TypeError, ImportError) as error:
+    except (BadRecordError, OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from rlhf_lightning.app.config.commands import AdversarialSettings, CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import ModelSettings, Target
-from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.data.records import PromptRecord, prompt_key
 from rlhf_lightning.preferences.annotators import Annotator
 from rlhf_lightning.preferences.best_of_n import RejectionSampler
 from rlhf_lightning.preferences.candidates import LoadedPolicy, Sampling, load_candidate_policy
-from rlhf_lightning.preferences.collection import Lab, LabHparams
+from rlhf_lightning.preferences.collection import Lab
 from rlhf_lightning.preferences.decoding import grid
 from rlhf_lightning.preferences.pairing import WorstSamples
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
@@ -31,18 +30,17 @@ def build_lab(settings: CollectSettings, folder: Path) -> Lab:
     """
     annotator = settings.annotator
     try:
-        settings.check_targets()
         return Lab(
             folder=folder,
             sampling=_sampling(settings),
             annotators=_annotators([*(annotator.automatic or {}).values(), settings.judge]),
             people=None if annotator.people is None else annotator.people.build(),
             budget=settings.budget.build(),
-            hparams=LabHparams(**settings.lab.model_dump(), seed=settings.seed),
+            hparams=settings.lab.build(),
             score=None if settings.score is None else settings.score.build(),
             worst=_worst(settings.adversarial, settings.trainer.precision),
         )
-    except (TargetError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -57,7 +55,6 @@ def build_rejection_sampler(
     candidates, gold = settings.candidates, settings.dataset.gold
     longest = candidates.max_prompt_length + candidates.max_new_tokens
     try:
-        settings.check_targets()
         return RejectionSampler(
             folder=folder,
             sampling=_sampling(settings),
@@ -66,11 +63,11 @@ def build_rejection_sampler(
                 max_length=longest,
                 precision=settings.trainer.precision,
             ).scores,
-            keep_unfinished=settings.lab.keep_unfinished,
+            keep_unfinished=settings.lab.get("keep_unfinished", False),
             gold=None if gold is None else gold.build(),
             say=say,
         )
-    except (TargetError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
 
 

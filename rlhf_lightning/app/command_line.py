@@ -25,12 +25,11 @@ from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import (
     CONFIG_DIR,
     ConfigError,
-    composed,
     conf_dir,
     primary,
     register,
 )
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
@@ -102,7 +101,7 @@ def check_command_line(entry: str) -> Any:
     if any(word.startswith("-") and not word.startswith(CONFIG_DIR) for word in overrides):
         return None
     try:
-        cfg = composed(entry, overrides)
+        cfg = composition(entry, overrides)
         if cfg.hydra.mode == RunMode.MULTIRUN:
             return None
         with warnings.catch_warnings():
@@ -110,8 +109,6 @@ def check_command_line(entry: str) -> Any:
             return command_settings(entry, cfg, overrides)
     except ConfigError as error:
         fail(str(error))
-    except COMPOSE_ERRORS as error:
-        fail(explain(error, overrides, entry))
 
 
 def run_command(entry: str, run: Callable[[Any], object], config: str | None = None) -> None:

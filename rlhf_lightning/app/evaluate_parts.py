@@ -10,7 +10,6 @@ from typing import Any
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import MODELS
-from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.prerequisites import is_available, prepare_inputs
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
@@ -123,7 +122,6 @@ def _judges(settings: EvaluateSettings) -> tuple[Any, Judges, Any]:
     """Return the source of prompts, the judges, and the scorer or None."""
     gold, safety, scorer = settings.evaluation.gold, settings.safety, settings.scorer
     try:
-        settings.check_targets()
         judges = Judges(
             None if gold is None else gold.build(),
             scored=scorer is not None,
@@ -131,7 +129,7 @@ def _judges(settings: EvaluateSettings) -> tuple[Any, Judges, Any]:
         )
         built = None if scorer is None else scorer.build()
         return settings.dataset.source.build(), judges, built
-    except (TargetError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -31,7 +31,6 @@ from rlhf_lightning.app.config.local_files import digests_of
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.config.validate import check_devices, check_run, read_settings
 from rlhf_lightning.app.failures import (
     exit_with,
@@ -295,7 +294,7 @@ def _print_program() -> None:
         fail(f"{AS_PYTHON} prints one run: leave -m and other flags out")
     try:
         say(as_python(settings, overrides))
-    except (ConfigError, TargetError) as error:
+    except ConfigError as error:
         fail(str(error))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from rlhf_lightning.doctor import interventions, readings
 from rlhf_lightning.doctor.metrics import DOMAIN
-from rlhf_lightning.doctor.spec import DetectorSpec, Source, bounds
-from rlhf_lightning.hparams import number
+from rlhf_lightning.doctor.spec import DetectorSpec, Source, bounds, threshold
 
 _ALL = (
     DetectorSpec(
@@ -22,7 +21,7 @@ _ALL = (
         "score a few responses of samples.jsonl by hand; a reward of 0 and 1 needs prompts that "
         "are sometimes solved; there is nothing to learn before scores differ",
         Source("score_std", readings.iterations_with_equal_scores, begins=readings.from_first),
-        bounds("constant", 0, 2, at_least=0),
+        bounds("constant", 0, 2, ge=0),
         counts_iterations=True,
     ),
     DetectorSpec(
@@ -34,7 +33,7 @@ _ALL = (
         "language itself is usually gone",
         "raise kl_coef (0.05, 0.1, 0.2), or set kl_target; stop earlier; read samples.jsonl",
         Source("kl_per_token", readings.latest, begins=readings.from_first),
-        bounds("kl_high", 1.0, 2.0, above=0),
+        bounds("kl_high", 1.0, 2.0, gt=0),
         action=interventions.RAISE_KL_COEF,
         serious=True,
     ),
@@ -48,11 +47,11 @@ _ALL = (
         "lower kl_coef to 0.01, or raise learning_rate; look at rollout/score_std",
         Source("kl_per_token", readings.kl_where_score_is_flat, begins=readings.from_share_of_run),
         {
-            "kl_low_floor": number(0.05, at_least=0),
+            "kl_low_floor": threshold(0.05, ge=0),
             # of the score since the first iterations, standard deviations: below that it is flat
-            "kl_low_gain": number(0.1),
+            "kl_low_gain": threshold(0.1),
             # of the run that must have passed before
-            "kl_low_share": number(0.25, at_least=0, at_most=1),
+            "kl_low_share": threshold(0.25, ge=0, le=1),
         },
         action=interventions.LOWER_KL_COEF,
     ),
@@ -71,8 +70,8 @@ _ALL = (
             missing="no second scorer",
         ),
         {
-            **bounds("hacking", 0.3, 0.6, above=0),
-            "hacking_gain": number(0.1),  # rise of the score in that time, standard deviations
+            **bounds("hacking", 0.3, 0.6, gt=0),
+            "hacking_gain": threshold(0.1),  # rise of the score in that time, standard deviations
         },
         action=interventions.RAISE_KL_COEF,
         serious=True,
@@ -92,7 +91,7 @@ _ALL = (
             missing="one of the two scores does not vary",
             missing_with="reward_hacking",
         ),
-        bounds("agreement", 0.2, 0.0, floor="_floor", at_least=-1, at_most=1),
+        bounds("agreement", 0.2, 0.0, floor="_floor", ge=-1, le=1),
     ),
     DetectorSpec(
         "length_bias",
@@ -106,7 +105,7 @@ _ALL = (
             readings.recent_size,
             missing="within a domain, score or length does not vary",
         ),
-        bounds("length_bias", 0.5, 0.8, at_least=0, at_most=1),
+        bounds("length_bias", 0.5, 0.8, ge=0, le=1),
     ),
     DetectorSpec(
         "length_drift",
@@ -117,7 +116,7 @@ _ALL = (
         "look at length_bias and at samples; balance the reward model's pairs by length; check "
         "missing_eos_penalty and gamma",
         Source("response_length", readings.relative_change, begins=readings.from_baseline),
-        bounds("length_drift", 0.8, 1.5, above=0),
+        bounds("length_drift", 0.8, 1.5, gt=0),
     ),
     DetectorSpec(
         "diversity",
@@ -127,7 +126,7 @@ _ALL = (
         "the policy repeats a few phrases that score well",
         "raise kl_coef; add a diversity bonus; read samples.jsonl",
         Source("distinct_2", readings.ratio, begins=readings.from_baseline),
-        bounds("diversity", 0.35, 0.2, floor="_floor", at_least=0),
+        bounds("diversity", 0.35, 0.2, floor="_floor", ge=0),
         action=interventions.DIVERSIFY,
         serious=True,
     ),
@@ -139,7 +138,7 @@ _ALL = (
         'one response scores well on any prompt, such as a refusal or "I don\'t know"',
         "read that response and its score; label it against real responses; raise kl_coef",
         Source("most_common", readings.recent),
-        bounds("duplicates", 0.3, 0.5, above=0, at_most=1),
+        bounds("duplicates", 0.3, 0.5, gt=0, le=1),
         action=interventions.DIVERSIFY,
         serious=True,
     ),
@@ -151,7 +150,7 @@ _ALL = (
         "it has settled on one response a prompt and explores no more",
         "raise kl_coef or entropy_coef; lower the learning rate",
         Source("entropy", readings.ratio, begins=readings.from_baseline),
-        bounds("entropy", 0.25, 0.1, floor="_floor", at_least=0),
+        bounds("entropy", 0.25, 0.1, floor="_floor", ge=0),
         action=interventions.DIVERSIFY,
     ),
     DetectorSpec(
@@ -169,10 +168,10 @@ _ALL = (
             missing="fewer than two domains",
         ),
         {
-            **bounds("domain", 1.0, 1.5, above=0),
+            **bounds("domain", 1.0, 1.5, gt=0),
             # and this many standard errors, as neighbouring iterations tell them, more than the
             # best recent mean of so many is too high by chance
-            "domain_sigmas": number(3.5, at_least=0),
+            "domain_sigmas": threshold(3.5, ge=0),
         },
         action=interventions.WEIGH_DOMAIN,
         serious=True,
@@ -192,8 +191,8 @@ _ALL = (
             missing="no value model, or all returns are equal",
         ),
         {
-            **bounds("critic", 0.05, -0.5, floor="_floor", at_most=1),
-            "critic_grace": number(8, at_least=0),  # first iterations in which it may still learn
+            **bounds("critic", 0.05, -0.5, floor="_floor", le=1),
+            "critic_grace": threshold(8, ge=0),  # first iterations in which it may still learn
         },
     ),
     DetectorSpec(
@@ -204,7 +203,7 @@ _ALL = (
         "the reward model has no more to say about these responses; whitened advantages are noise",
         "stop here, or refresh the reward model with pairs of this policy",
         Source("score_std", readings.ratio, begins=readings.from_baseline),
-        bounds("saturation", 0.25, 0.1, floor="_floor", at_least=0),
+        bounds("saturation", 0.25, 0.1, floor="_floor", ge=0),
     ),
     DetectorSpec(
         "groups",
@@ -222,7 +221,7 @@ _ALL = (
             begins=readings.from_baseline,
             missing="one response to a prompt",
         ),
-        bounds("groups", 0.3, 0.1, floor="_floor", at_least=0),
+        bounds("groups", 0.3, 0.1, floor="_floor", ge=0),
     ),
     DetectorSpec(
         "clipped_scores",
@@ -233,7 +232,7 @@ _ALL = (
         "raise score_clip, or normalise the scorer (mean, std); a run that got there by training "
         "is over-optimised",
         Source("clipped", readings.recent, missing="no score_clip"),
-        bounds("clipped", 0.25, 0.5, above=0, at_most=1),
+        bounds("clipped", 0.25, 0.5, gt=0, le=1),
     ),
     DetectorSpec(
         "missing_eos",
@@ -245,7 +244,7 @@ _ALL = (
         "compare the tokenizer's EOS and the generation config's with the SFT data; raise "
         "max_new_tokens or missing_eos_penalty",
         Source("eos_fraction", readings.recent),
-        bounds("eos", 0.9, 0.7, floor="_floor", at_least=0, at_most=1),
+        bounds("eos", 0.9, 0.7, floor="_floor", ge=0, le=1),
     ),
     DetectorSpec(
         "sampler_mismatch",
@@ -258,8 +257,8 @@ _ALL = (
         "weights of each iteration",
         Source("sampler_bias", readings.bias_of_sampler),
         {
-            **bounds("sampler", 0.03, 0.1, above=0),
-            "sampler_sigmas": number(6.0, above=0),  # and this many standard errors from 0
+            **bounds("sampler", 0.03, 0.1, gt=0),
+            "sampler_sigmas": threshold(6.0, gt=0),  # and this many standard errors from 0
         },
         serious=True,
     ),
@@ -278,7 +277,7 @@ _ALL = (
             begins=readings.from_first,
             missing="the generator gives no log-probabilities",
         ),
-        bounds("engine_weights", 0.05, 0.2, above=0),
+        bounds("engine_weights", 0.05, 0.2, gt=0),
         serious=True,
     ),
     DetectorSpec(
@@ -293,10 +292,10 @@ _ALL = (
             "refusal_rate", readings.fall_of_refusals, missing="no prompt of doctor.harmful_domains"
         ),
         {
-            **bounds("safety", 0.2, 0.4, above=0, at_most=1),
+            **bounds("safety", 0.2, 0.4, gt=0, le=1),
             # and this many standard errors, as the number of harmful prompts tells them, more than
             # the best recent mean of so many is too high by chance
-            "safety_sigmas": number(3.0, at_least=0),
+            "safety_sigmas": threshold(3.0, ge=0),
         },
         action=interventions.RAISE_KL_COEF,
         serious=True,
@@ -316,7 +315,7 @@ _ALL = (
             missing="no update was made",
             unread="one optimizer step an iteration: there the KL is 0",
         ),
-        bounds("update", 0.1, 0.5, above=0),
+        bounds("update", 0.1, 0.5, gt=0),
         action=interventions.SLOW_DOWN,
         serious=True,
     ),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.arguments import Above0, AtLeast0, AtLeast1, Count, CountOrZero, ShareAbove0
+from rlhf_lightning.hparams import Checked
 
-ON_ALARM = ("none", "stop", "rollback")
 UNNAMED = "without a name"  # the subject where rows have no domain
 
 
@@ -36,30 +36,22 @@ class ActionSettings(Checked):
         max_rollbacks: after so many rollbacks the fit stops.
     """
 
-    cooldown: int = number(4, at_least=1)
-    kl_coef_low: float = number(0.01, at_least=0)
-    kl_coef_first: float = number(0.05, above=0)
-    kl_coef_second: float = number(0.1, above=0)
-    kl_coef_third: float = number(0.2, above=0)
-    temperature_step: float = number(0.1, at_least=0)
-    max_temperature: float = number(1.3, above=0)
-    diversity_step: float = number(0.1, at_least=0)
-    max_diversity: float = number(0.3, at_least=0)
-    domain_factor: float = number(1.5, at_least=1)
-    max_domain_weight: float = number(3.0, at_least=1)
-    learning_rate_factor: float = number(0.5, above=0, at_most=1)
-    min_learning_rate_factor: float = number(0.125, above=0, at_most=1)
-    on_alarm: str = "none"
-    alarm_patience: int = number(6, at_least=1)
-    max_rollbacks: int = number(2, at_least=0)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if self.on_alarm not in ON_ALARM:
-            raise ValueError(
-                f"ActionSettings.on_alarm={self.on_alarm!r} must be one of {', '.join(ON_ALARM)}"
-            )
+    cooldown: Count = 4
+    kl_coef_low: AtLeast0 = 0.01
+    kl_coef_first: Above0 = 0.05
+    kl_coef_second: Above0 = 0.1
+    kl_coef_third: Above0 = 0.2
+    temperature_step: AtLeast0 = 0.1
+    max_temperature: Above0 = 1.3
+    diversity_step: AtLeast0 = 0.1
+    max_diversity: AtLeast0 = 0.3
+    domain_factor: AtLeast1 = 1.5
+    max_domain_weight: AtLeast1 = 3.0
+    learning_rate_factor: ShareAbove0 = 0.5
+    min_learning_rate_factor: ShareAbove0 = 0.125
+    on_alarm: Literal["none", "stop", "rollback"] = "none"
+    alarm_patience: Count = 6
+    max_rollbacks: CountOrZero = 2
 
 
 @dataclass(frozen=True)

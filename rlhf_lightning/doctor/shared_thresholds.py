@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.arguments import Count
+from rlhf_lightning.hparams import Checked
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class SharedThresholds(Checked):
         window: iterations of a recent mean.
     """
 
-    raise_after: int = number(2, at_least=1)
-    clear_after: int = number(3, at_least=1)
-    baseline_iterations: int = number(4, at_least=1)
-    window: int = number(4, at_least=1)
+    raise_after: Count = 2
+    clear_after: Count = 3
+    baseline_iterations: Count = 4
+    window: Count = 4
 
     if TYPE_CHECKING:  # the fields that a detector adds
 

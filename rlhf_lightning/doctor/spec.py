@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from rlhf_lightning.doctor.history import History
 from rlhf_lightning.doctor.interventions import Action
 from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
-from rlhf_lightning.hparams import number
 
 HEALTHY, WARN, ALARM = 0, 1, 2
 LEVELS = ("healthy", "warn", "alarm")
@@ -109,7 +110,7 @@ class DetectorSpec:
     cause: str
     remedy: str
     source: Source
-    thresholds: Mapping[str, Any]
+    thresholds: Mapping[str, Threshold]
     counts_iterations: bool = False
     action: Action | None = None
     serious: bool = False
@@ -158,7 +159,22 @@ class DetectorSpec:
         return self.source.begins(limits, num_iterations) + self.raise_after(limits) - 1
 
 
-def bounds(prefix: str, warn: float, alarm: float, floor: str = "", **limits: float) -> Any:
+class Threshold(NamedTuple):
+    """A field of `DoctorThresholds`: its annotation, and its default."""
+
+    hint: Any
+    default: float
+
+
+def threshold(default: float, **limits: float) -> Threshold:
+    """Return a threshold of the type of its default, within limits of pydantic's `Field`."""
+    keywords: Any = limits
+    return Threshold(Annotated[type(default), Field(**keywords)], default)
+
+
+def bounds(
+    prefix: str, warn: float, alarm: float, floor: str = "", **limits: float
+) -> dict[str, Threshold]:
     """Return the threshold fields `<prefix>_warn` and `<prefix>_alarm`, with `floor` behind.
 
     Args:
@@ -166,8 +182,7 @@ def bounds(prefix: str, warn: float, alarm: float, floor: str = "", **limits: fl
         warn: default of the warning's bound.
         alarm: default of the alarm's bound.
         floor: "_floor" for those of a detector that alerts below them.
-        **limits: limits of their values, as `number` takes them.
+        **limits: limits of their values, as `threshold` takes them.
     """
-    both: Any = {"warn": warn, "alarm": alarm}
-    keywords: Any = limits
-    return {f"{prefix}_{n}{floor}": number(value, **keywords) for n, value in both.items()}
+    both = {"warn": warn, "alarm": alarm}
+    return {f"{prefix}_{n}{floor}": threshold(value, **limits) for n, value in both.items()}

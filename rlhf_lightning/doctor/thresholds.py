@@ -26,7 +26,7 @@ else:
     DoctorThresholds = make_dataclass(
         "DoctorThresholds",
         [
-            (key, type(item.default), item)
+            (key, item.hint, item.default)
             for spec in DETECTORS.values()
             for key, item in spec.thresholds.items()
         ],

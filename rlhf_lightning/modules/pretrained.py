@@ -64,7 +64,7 @@ def trainer_precision(module: L.LightningModule) -> str:
 
 def of_trainer(module: L.LightningModule, lora: LoraHparams | None) -> dict[str, Any]:
     """Return the precision of a module's Trainer, and adapters whose base is held in it."""
-    precision = trainer_precision(module)
+    precision: Any = trainer_precision(module)
     if lora is not None and precision in TRAINED_IN:
         lora = replace(lora, base_precision=precision)
     return {"lora": lora, "precision": precision}

@@ -13,6 +13,7 @@ from rich import get_console
 from rich.markup import escape
 from rich.progress import Progress
 
+from rlhf_lightning.arguments import AtLeast0, checked
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import told
 from rlhf_lightning.data.records import asked_columns
@@ -64,20 +65,19 @@ class RuleAnnotator:
     kind: AnnotatorKind = "rule"
     batch_size = 1000
 
+    @checked(but=("rules",))
     def __init__(
         self,
         rules: Sequence[Rule | Sequence[Rule]],
         *,
         name: str = "rules",
-        tie_below: float = 0.0,
+        tie_below: AtLeast0 = 0.0,
     ) -> None:
         flat: list[Rule] = []
         for rule in rules:
             flat += [rule] if callable(rule) else rule
         if not flat or not all(callable(rule) for rule in flat):
-            raise ValueError("RuleAnnotator.rules must hold at least one rule, and only rules")
-        if tie_below < 0:
-            raise ValueError(f"RuleAnnotator.tie_below={tie_below} must be 0 or more")
+            raise ValueError("rules must hold at least one rule, and only rules")
         self.rules = flat
         self.name = name
         self.tie_below = tie_below

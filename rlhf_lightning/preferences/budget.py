@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from scipy.stats import rankdata
 
+from rlhf_lightning.arguments import Above0, AtLeast0, Count, Fraction, Share
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
 SECONDS_AN_HOUR = 3600.0
@@ -35,21 +37,21 @@ class BudgetHparams(Checked):
         seed: seeds the choice of held-out prompts.
     """
 
-    automatic_share: float = number(0.65, at_least=0, at_most=1, usual=(0.6, 0.7))
-    validation_share: float = number(0.1, at_least=0, below=1, usual=(0.02, 0.2))
-    people_votes: int = number(1, at_least=1)
-    validation_votes: int = number(3, at_least=1)
-    seconds_per_label: float = number(30.0, above=0)
-    hourly_wage: float = number(25.0, at_least=0)
+    automatic_share: Annotated[Share, Usual(0.6, 0.7)] = 0.65
+    validation_share: Annotated[Fraction, Usual(0.02, 0.2)] = 0.1
+    people_votes: Count = 1
+    validation_votes: Count = 3
+    seconds_per_label: Above0 = 30.0
+    hourly_wage: AtLeast0 = 25.0
     currency: str = "USD"
-    seed: int = number(1)
+    seed: int = 1
 
     def __post_init__(self) -> None:
         """Check the values, and that the two shares leave room for each other."""
         super().__post_init__()
         if self.automatic_share + self.validation_share > 1:
             raise ValueError(
-                f"BudgetHparams.automatic_share={self.automatic_share} and validation_share="
+                f"automatic_share={self.automatic_share} and validation_share="
                 f"{self.validation_share} must not sum to more than 1: people label the second"
             )
 

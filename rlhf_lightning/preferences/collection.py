@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from rlhf_lightning.arguments import AtLeast0, Count, ShareAbove0
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.aggregate import Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.budget import (
@@ -67,14 +69,14 @@ class LabHparams(Checked):
     """
 
     pairing: Pairing = "random"
-    pairs_per_prompt: int = number(2, at_least=1)
-    num_pairs: int | None = number(None, at_least=1)
+    pairs_per_prompt: Count = 2
+    num_pairs: Count | None = None
     keep_unfinished: bool = False
     aggregation: Method = "people_first"
-    margin_scale: float = number(1.0, at_least=0)
-    near_duplicate: float = number(0.7, above=0, at_most=1, usual=(0.5, 0.95))
-    near_duplicate_n: int = number(3, at_least=1)
-    seed: int = number(1)
+    margin_scale: AtLeast0 = 1.0
+    near_duplicate: Annotated[ShareAbove0, Usual(0.5, 0.95)] = 0.7
+    near_duplicate_n: Count = 3
+    seed: int = 1
 
 
 @dataclass(frozen=True)

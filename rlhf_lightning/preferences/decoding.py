@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.arguments import CountOrZero, ShareAbove0, Temperature
+from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 
 
@@ -29,9 +30,9 @@ class Decoding(Checked):
         top_k: keep at most this many tokens; 0 keeps all.
     """
 
-    temperature: float = number(1.0, at_least=0, at_most=10, usual=(0.3, 1.3))
-    top_p: float = number(1.0, above=0, at_most=1)
-    top_k: int = number(0, at_least=0)
+    temperature: Annotated[Temperature, Usual(0.3, 1.3)] = 1.0
+    top_p: ShareAbove0 = 1.0
+    top_k: CountOrZero = 0
 
     @property
     def settings(self) -> dict[str, float]:

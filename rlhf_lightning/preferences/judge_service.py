@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rlhf_lightning.arguments import Address, SecretName
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.arguments import Above0, Address, AtLeast0, Count, CountOrZero, SecretName
+from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
 from rlhf_lightning.rollout.service_client import ServiceClient, key_in, root_cause, unused_proxy
@@ -54,24 +54,24 @@ class JudgeHparams(Checked):
     model: str
     base_url: Address | None = None
     api_key_env: SecretName | None = "OPENAI_API_KEY"
-    timeout: float = number(60.0, above=0)
-    max_retries: int = number(5, at_least=0)
-    concurrency: int = number(4, at_least=1)
-    requests_per_minute: float | None = number(None, above=0)
-    temperature: float | None = number(0.0, at_least=0)
-    max_tokens: int | None = number(16, at_least=1)
-    max_completion_tokens: int | None = number(None, at_least=1)
-    input_price: float = number(0.0, at_least=0)
-    output_price: float = number(0.0, at_least=0)
-    max_cost: float | None = number(None, above=0)
+    timeout: Above0 = 60.0
+    max_retries: CountOrZero = 5
+    concurrency: Count = 4
+    requests_per_minute: Above0 | None = None
+    temperature: AtLeast0 | None = 0.0
+    max_tokens: Count | None = 16
+    max_completion_tokens: Count | None = None
+    input_price: AtLeast0 = 0.0
+    output_price: AtLeast0 = 0.0
+    max_cost: Above0 | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
         if not self.model:
-            raise ValueError("JudgeHparams.model is empty: name the judge as its service does")
+            raise ValueError("model is empty: name the judge as its service does")
         if self.base_url is not None:
-            check_url(self.base_url, "JudgeHparams.base_url", "api_key_env")
+            check_url(self.base_url, "base_url", "api_key_env")
 
     def options(self, *, logprobs: bool) -> dict[str, Any]:
         """Return what a request says beside model and messages; what is None is left out.

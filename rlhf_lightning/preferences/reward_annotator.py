@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from rlhf_lightning.arguments import Count
+from rlhf_lightning.arguments import AtLeast0, Count
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord, Text
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.preferences.annotators import by_gap, now
@@ -55,7 +55,7 @@ class RewardModelAnnotator(Checked):
     _: KW_ONLY
     name: str = "reward_model"
     max_length: Count = 1024
-    tie_below: float = number(0.0, at_least=0)
+    tie_below: AtLeast0 = 0.0
     batch_size: Count = 256
     micro_batch_size: Count = 32
     revision: str | None = None

@@ -91,7 +91,7 @@ class PhraseRule:
     def __post_init__(self) -> None:
         """Check that there is something to look for."""
         if not self.phrases or not all(isinstance(p, str) and p.strip() for p in self.phrases):
-            raise ValueError("PhraseRule.phrases must name at least one phrase, none of them empty")
+            raise ValueError("phrases must name at least one phrase, none of them empty")
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return the weight times the number of finds."""

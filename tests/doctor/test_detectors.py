@@ -334,7 +334,7 @@ def test_detectors_restored_in_the_middle_go_on_as_if_nothing_had_been(name: str
 
 
 def test_thresholds_name_the_key_of_a_value_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"DoctorThresholds.clipped_warn=1.5 is impossible"):
+    with pytest.raises(ValueError, match=r"^clipped_warn=1.5 must be <= 1"):
         DoctorThresholds(clipped_warn=1.5)
-    with pytest.raises(TypeError, match=r"DoctorThresholds.window='4' is str"):
+    with pytest.raises(TypeError, match=r"^window='4' is str"):
         DoctorThresholds(window="4")  # type: ignore[arg-type]

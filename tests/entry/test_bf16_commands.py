@@ -105,7 +105,7 @@ def test_an_evaluation_runs_at_bf16(tmp_path: Path, kind: str) -> None:
 
 def test_an_evaluation_of_another_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer\.precision=16-mixed must be one of 32-true, bf16-mixed"
+        ConfigError, match=r"trainer\.precision='16-mixed' must be '32-true' or 'bf16-mixed'"
     ):
         evaluated(tmp_path, tmp_path, tmp_path, tmp_path, "trainer.precision=16-mixed")
 

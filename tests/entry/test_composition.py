@@ -37,7 +37,7 @@ def test_presets_set_the_articles_values_and_warn_of_what_is_unusual(preset):
 def test_defaults_of_the_command_line_are_those_of_the_dataclass():
     register()
     cfg = compose.composed("train", ["module=ppo", "scorer=reward_model"])
-    assert build_hparams(PPOHparams, cfg.module.ppo) == PPOHparams()
+    assert build_hparams(PPOHparams, cfg.module.ppo, "module.ppo") == PPOHparams()
 
 
 def test_what_is_read_from_the_environment_counts_in_the_hash_but_for_secrets(monkeypatch):
@@ -90,19 +90,23 @@ def test_a_configuration_that_would_run_something_else_is_refused(overrides, mes
         composed(*overrides)
 
 
-def test_a_target_that_the_user_lists_is_allowed(monkeypatch):
+def test_a_target_that_the_user_lists_is_allowed(tmp_path, monkeypatch):
     given = ["+experiment=ppo", "+callbacks.extra.mine._target_=my_package.Callback"]
     with pytest.raises(ConfigError, match=r"my_package\.Callback is not allowed"):
         composed(*given)
     monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "my_package.")
+    (tmp_path / "my_package.py").write_text(
+        "from lightning import Callback as Base\nclass Callback(Base): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     assert composed(*given).callbacks.extra["mine"].path == "my_package.Callback"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("module.ppo.gamma=1.5", r"module\.ppo\.gamma=1.5 is impossible: it must be >= 0 and <= 1"),
-        ("module.ppo.kl_coef=-1", r"module\.ppo\.kl_coef=-1 is impossible"),
+        ("module.ppo.gamma=1.5", r"module\.ppo\.gamma=1.5 must be <= 1"),
+        ("module.ppo.kl_coef=-1", r"module\.ppo\.kl_coef=-1 must be >= 0"),
         ("module.ppo.num_ppo_epochs=2.5", r"num_ppo_epochs=2.5 is float, expected int"),
         ("module.ppo.kl_coef=abc", r"kl_coef='abc' is str, expected float"),
         ("module.sampling.top_k=50", r"top_k=50.*full distribution"),

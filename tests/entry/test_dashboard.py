@@ -110,7 +110,7 @@ def test_runs_are_named_by_folder_or_by_id(tracked, tmp_path):
     [
         ([], "wandb login"),
         (["compare=[one]"], "give two, or none"),
-        (["action=show"], "must be one of save, print"),
+        (["action=show"], "must be 'save' or 'print'"),
         (["projekt=x"], "unknown key projekt"),
     ],
 )

@@ -66,7 +66,7 @@ def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["doctor.thresholds.kl_high_warn=-1"], "doctor.thresholds.kl_high_warn=-1 is impossible"),
+        (["doctor.thresholds.kl_high_warn=-1"], "doctor.thresholds.kl_high_warn=-1 must be > 0"),
         (["+doctor.thresholds.kl_hihg=1"], "unknown key doctor.thresholds.kl_hihg; did you mean"),
         (["doctor.thresholds.window=two"], "doctor.thresholds.window='two' is str, expected int"),
         (["+doctor.refusal=x"], "unknown key doctor.refusal; did you mean doctor.refusals"),
@@ -75,7 +75,7 @@ def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):
         (["doctor.second_every_n_iterations=0"], "doctor.second_every_n_iterations=0"),
         (
             ["doctor=act", "doctor.actions.on_alarm=restart"],
-            "doctor.actions.on_alarm='restart' must be one of",
+            "doctor.actions.on_alarm='restart' must be 'none'",
         ),
         (
             ["doctor=act", "callbacks.checkpoint.monitor=null"],

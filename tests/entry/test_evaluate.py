@@ -207,7 +207,7 @@ def test_safety_prompts_that_nobody_could_be_asked_are_refused(tmp_path: Path, s
         (["human=import"], "human=import needs people.run=FOLDER"),
         (["human=export", "+people.num_pair=3"], "unknown key people.num_pair; did you mean"),
         (["policy=/no/such/folder"], "policy=/no/such/folder does not exist"),
-        (["prompts.split=test"], "prompts.split=test must be one of train, validation"),
+        (["prompts.split=test"], "prompts.split='test' must be 'train' or 'validation'"),
         (["evaluation.num_prompts=0"], "evaluation.num_prompts=0"),
         (["evaluation.every_n_iterations=3"], "evaluation.every_n_iterations is for training"),
         (["+gates.g={metric: val/x}"], "gates.g"),

@@ -141,8 +141,8 @@ def test_only_an_unfinished_run_of_the_same_settings_is_gone_on_with(tmp_path: P
         (["+experiments.pp=ppo"], "unknown key experiments.pp; did you mean ppo"),
         (["overrides.sft=2"], "overrides.sft=2 must be a list of texts: write sft:key=value"),
         (["evaluation_gates=pp"], "evaluation_gates=pp is none of conf/gates; did you mean ppo"),
-        (["resume=yes"], "resume=yes must be one of never, auto"),
-        (["rounds=0"], "rounds=0 is impossible: it must be >= 1"),
+        (["resume=yes"], "resume='yes' must be 'never' or 'auto'"),
+        (["rounds=0"], "rounds=0 must be >= 1"),
         (["rounds=1.5"], "rounds=1.5 is float, expected int"),
         (
             ["rounds=2", "round_2/ppo:a=1", "+overrides.round_2.pppo=[a]"],

@@ -108,7 +108,7 @@ def test_sft_trains_on_the_best_answers(collected: RunFolder, start: Path, tmp_p
     ("overrides", "message"),
     [
         (["artifacts.reward=null"], "records=demonstrations needs the reward model"),
-        (["records=best"], "records=best must be one of preferences, demonstrations"),
+        (["records=best"], "records='best' must be 'preferences' or 'demonstrations'"),
         (["adversarial.run=somewhere"], "adversarial.run makes pairs"),
     ],
 )

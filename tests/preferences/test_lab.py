@@ -241,8 +241,8 @@ def test_without_two_answers_to_a_prompt_it_says_what_to_do(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pairing": "best"}, "LabHparams.pairing='best'"),
-        ({"aggregation": "mean"}, "LabHparams.aggregation='mean'"),
+        ({"pairing": "best"}, "^pairing='best'"),
+        ({"aggregation": "mean"}, "^aggregation='mean'"),
         ({"pairs_per_prompt": 0}, "pairs_per_prompt"),
     ],
 )

@@ -84,10 +84,10 @@ def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_datac
         (["scorer=http", "scorer.url=http://h:99999/"], "scorer.url='http://h:99999/' must be"),
         (["scorer=http", "scorer.url='http://h\\n/'"], "must be http://"),
         (["scorer=http", "scorer.url='http://[::1/'"], "must be http://"),
-        (["scorer=http", URL, "scorer.timeout=0"], "scorer.timeout=0 is impossible"),
+        (["scorer=http", URL, "scorer.timeout=0"], "scorer.timeout=0 must be > 0"),
         (["scorer=http", URL, "scorer.batch_size=1.5"], "batch_size=1.5 is float, expected int"),
         (["scorer=text_reward_model", "scorer.source=x", "scorer.ending=eot"], "ending='eot' must"),
-        (["scorer=text_reward_model", "scorer.source=x", "scorer.std=0"], "std=0 is impossible"),
+        (["scorer=text_reward_model", "scorer.source=x", "scorer.std=0"], "std=0 must be > 0"),
         (["scorer=text_reward_model", "scorer.source=x", "scorer.output=p"], "output='p' must be"),
     ],
 )
@@ -100,7 +100,7 @@ def test_the_scorers_of_a_sum_are_checked_too():
     target = "rlhf_lightning.rollout.scorers.http.HttpScorer"
     both = f"{{http: {{_target_: {target}, url: 'http://h/', max_retries: -1}}}}"
     total = "scorer._target_=rlhf_lightning.rollout.scorers.base.WeightedScorer"
-    with pytest.raises(ConfigError, match="max_retries=-1 is impossible: it must be >= 0"):
+    with pytest.raises(ConfigError, match="max_retries=-1 must be >= 0"):
         settings_of("+experiment=ppo", "scorer=none", f"+{total}", f"+scorer.scorers={both}")
 
 

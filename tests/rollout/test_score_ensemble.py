@@ -77,9 +77,9 @@ def test_an_ensemble_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp
         ([], r"scorer\.sources is not set"),
         (["scorer.sources=[a]"], "an ensemble needs two or more different reward models"),
         (["scorer.sources=[a,a]"], "an ensemble needs two or more different reward models"),
-        (["scorer.sources=a"], "an ensemble needs two or more different reward models"),
-        (["scorer.sources=[a,b]", "scorer.combine=mean"], "combine='mean' must be one of mean_mi"),
-        (["scorer.sources=[a,b]", "scorer.std_coef=-1"], "std_coef=-1 is impossible"),
+        (["scorer.sources=a"], r"scorer\.sources='a' is str, expected a list"),
+        (["scorer.sources=[a,b]", "scorer.combine=mean"], "combine='mean' must be 'mean_mi"),
+        (["scorer.sources=[a,b]", "scorer.std_coef=-1"], "std_coef=-1 must be >= 0"),
     ],
 )
 def test_an_ensemble_that_cannot_work_is_refused_before_anything_runs(overrides, message):

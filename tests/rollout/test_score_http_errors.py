@@ -72,9 +72,9 @@ def test_a_token_that_is_not_there_is_an_error_before_anything_is_asked(monkeypa
         ({"url": "http://me:pw@h/"}, "holds credentials for h: leave them out"),
         ({"request": {}}, "scorer.request is empty"),
         ({"extra": {"prompts": 1}}, r"both have \['prompts'\]"),
-        ({"batch_size": 0}, "batch_size=0 is impossible: it must be >= 1"),
-        ({"timeout": 0}, "timeout=0 is impossible: it must be > 0"),
-        ({"std": 0.0}, "std=0 is impossible"),
+        ({"batch_size": 0}, "batch_size=0 must be >= 1"),
+        ({"timeout": 0}, "timeout=0 must be > 0"),
+        ({"std": 0.0}, "std=0.0 must be > 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

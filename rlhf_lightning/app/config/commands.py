@@ -26,7 +26,6 @@ from rlhf_lightning.app.config.groups import (
     ModelSettings,
     OptionalPath,
     PathsSettings,
-    Precision,
     Resume,
     Rollout,
     Safety,
@@ -45,6 +44,7 @@ from rlhf_lightning.app.config.settings import (
     TrainSettings,
 )
 from rlhf_lightning.arguments import Count, Seed
+from rlhf_lightning.hparams import Precision
 from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.runs.resume import config_hash
@@ -171,19 +171,6 @@ class CandidatesSettings(Settings):
     skip_special_tokens: bool = False
 
 
-class LabSettings(Settings):
-    """Pairing and aggregation of answers."""
-
-    pairing: str = "random"
-    pairs_per_prompt: int = 2
-    num_pairs: int | None = 5000
-    keep_unfinished: bool = False
-    aggregation: str = "people_first"
-    margin_scale: float = 1.0
-    near_duplicate: float = 0.7
-    near_duplicate_n: int = 3
-
-
 class AdversarialSettings(Settings):
     """Pairs of an earlier collection's overrated answers and better ones."""
 
@@ -216,7 +203,7 @@ class CollectSettings(FiguresSettings):
     records: Literal["preferences", "demonstrations"] = "preferences"
     artifacts: ArtifactsSettings
     candidates: CandidatesSettings
-    lab: LabSettings
+    lab: Annotated[Target, builds("rlhf_lightning.preferences.collection.LabHparams")]
     adversarial: AdversarialSettings
     score: Annotated[Target, builds("rlhf_lightning.preferences.pairing.ScoreFunction")] | None = (
         None
@@ -442,6 +429,9 @@ class DashboardSettings(CommandSettings):
         return runs
 
 
+_Page: Any = Annotated[hparams_of(PageSettings, "page"), BeforeValidator(_hosts_joined)]
+
+
 class AnnotateSettings(CommandSettings):
     """Settings of `rlhf-annotate`: the page where people label pairs."""
 
@@ -455,9 +445,9 @@ class AnnotateSettings(CommandSettings):
     labels: Literal["aggregated", "raw"] = "aggregated"
     method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
     ratings_per_pair: Count = 1
-    sharing: hparams_of(Sharing)  # type: ignore[valid-type]
+    sharing: hparams_of(Sharing, "sharing")  # type: ignore[valid-type]
     # It knows the token.
-    page: Annotated[hparams_of(PageSettings), BeforeValidator(_hosts_joined)] = Field(repr=False)  # type: ignore[valid-type]
+    page: _Page = Field(repr=False)
 
     @model_validator(mode="after")
     def _check_file(self) -> Self:

@@ -17,15 +17,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning import hparams
-from rlhf_lightning.app.config.groups import check_path_name
 from rlhf_lightning.distributed.launch import launch_time
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 CONFIG_DIR = "--config-dir="  # of Hydra: a folder of the user's, with the groups of conf/
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
-class ConfigError(Exception):
+class ConfigError(ValueError):
     """The configuration asks for something that does not exist or is not allowed."""
 
 
@@ -64,6 +64,21 @@ def register() -> None:
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
         target = f"{cls.__module__}.{cls.__qualname__}"
         store.store(group="hparams", name=name, node={"_target_": target, **defaults})
+
+
+def check_path_name(value: object) -> str:
+    """Return a text that is to name one folder, unless it would name another one.
+
+    Raises:
+        ValueError: if it has separators, begins with a dot, or holds what a shell would change.
+    """
+    text = str(value)
+    if not _NAME.fullmatch(text) or ".." in text or len(text) > 100:
+        raise ValueError(
+            f"={text!r} becomes the name of a folder: use letters, digits and _ . + - (no / and "
+            "no .., at most 100)"
+        )
+    return text
 
 
 def _folder_name(value: object) -> str:

@@ -1,26 +1,39 @@
-"""Errors of a configuration in one line: key, got, wanted, nearest key, fix."""
+"""Errors of what does not compose, in one line: key, got, wanted, nearest key, fix."""
 
 from __future__ import annotations
 
 import re
-import types
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
 
-from rlhf_lightning.app.config.compose import choices, composed, describe_interpolation
-from rlhf_lightning.app.config.targets import did_you_mean, listed
-from rlhf_lightning.arguments import is_number
+from rlhf_lightning.app.config.compose import (
+    ConfigError,
+    choices,
+    composed,
+    describe_interpolation,
+)
+from rlhf_lightning.app.config.targets import listed
+from rlhf_lightning.arguments import did_you_mean
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 OF_TRAINING = ("logger=", "logger.", "debug=")  # how words begin that training alone takes
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
+
+
+def composition(entry: str, overrides: Sequence[str]) -> DictConfig:
+    """Return what a command line composes, with the node `hydra`.
+
+    Raises:
+        ConfigError: if it does not, with what can be written.
+    """
+    try:
+        return composed(entry, list(overrides))
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(explain(error, list(overrides), entry)) from error
 
 
 def explain(error: Exception, overrides: list[str], config_name: str = "train") -> str:
@@ -132,131 +145,3 @@ def _paths(node: object, where: str = "") -> Iterator[str]:
             yield path
             if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
                 yield from _paths(node[key], path)
-
-
-_TYPES = {"int": "int", "float": "float", "string": "str", "bool": "bool", "list": "a list"}
-_TYPES["path"] = "a path"
-_GROUPS = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
-_BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}
-_BOUNDS["less_than_equal"] = "<="
-_HPARAMS = re.compile(r"\b\w*(?:Hparams|Thresholds|ActionSettings|Sharing|PageSettings)(?=[.=])")
-
-
-def explain_invalid(
-    error: ValidationError, settings: type[BaseModel], written: Mapping[str, Any]
-) -> str:
-    """Return the first error of a configuration in one line.
-
-    Args:
-        error: of the settings of a command.
-        settings: their class.
-        written: the configuration with its interpolations, which are named where they are wrong.
-    """
-    found = error.errors()
-    # A key that is mistyped explains one that is missing, and a node those that refer to it.
-    order = ("extra_forbidden", "value_error")
-    found.sort(
-        key=lambda item: (
-            order.index(item["type"]) if item["type"] in order else len(order),
-            item["loc"][:1] not in (("dataset",), ("model",)),
-        )
-    )
-    text = _explain(dict(found[0]), settings)
-    named = re.match(r"[\w.]+(?==)", text)  # deeper than pydantic's place, for dataclasses
-    node: Any = written
-    for part in named[0].split(".") if named else found[0]["loc"]:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    given = f" ({node})" if isinstance(node, str) and "${" in node else ""
-    return f"{text}{given}"
-
-
-def _explain(error: dict[str, Any], settings: type[BaseModel]) -> str:
-    loc = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
-    key, value, kind = ".".join(loc), error["input"], error["type"]
-    context = error.get("ctx", {})
-    optional = type(None) in typing.get_args(_annotation(settings, loc))
-    if value == "???":
-        return f"{key} is not set: add {key}=..."
-    if kind == "extra_forbidden":
-        names = [".".join([*loc[:-1], name]) for name in _fields(settings, loc[:-1])]
-        return f"unknown key {key}{did_you_mean(key, names)}"
-    if kind == "missing":
-        first = loc[0]
-        whole = f", or choose {first} as a whole ({first}=NAME)" if choices(first) else ""
-        return f"{key} is missing: set it{whole}"
-    if kind == "literal_error":
-        return _choice(key, value, _annotation(settings, loc))
-    if kind in _BOUNDS:
-        bound = next(v for k, v in context.items() if k in ("gt", "ge", "lt", "le"))
-        return f"{key}={_shown(value)} is impossible: it must be {_BOUNDS[kind]} {_shown(bound)}"
-    if kind == "finite_number":
-        return f"{key}={value} must be finite"
-    if kind in ("string_too_short", "too_short"):
-        return f"{key}={value!r} must not be empty"
-    if kind == "value_error":
-        text = str(context["error"])
-        if text.startswith(("=", ".", " ")):
-            return f"{key}{text}".replace(" ._target_", f" {key}._target_")
-        return _HPARAMS.sub(key, text) if key else text
-    if kind in _GROUPS:
-        if optional:
-            return f"{key}={value!r} must be null or a group of settings{_example(settings, loc)}"
-        return f"{key}={value!r} must be a group of settings: {key}.KEY=VALUE changes one of them"
-    wanted = _TYPES.get(kind.split("_")[0], kind)
-    if optional:
-        wanted += " or None"
-    number = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)"
-    written = isinstance(value, str) and is_number(value)
-    return (
-        f"{key}={value!r} is {type(value).__name__}, expected {wanted}{number if written else ''}"
-    )
-
-
-def _example(settings: type[BaseModel], loc: list[str]) -> str:
-    model = _model(_annotation(settings, loc))
-    for name, field in model.model_fields.items() if model is not None else ():
-        if not field.is_required():
-            return f", such as {{{name}: {field.default}}}"
-    return ""
-
-
-def _shown(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _choice(key: str, value: object, annotation: Any) -> str:
-    options = typing.get_args(annotation) or (annotation,)
-    allowed = [
-        item
-        for option in options
-        for item in (typing.get_args(option) or ([None] if option is type(None) else [option]))
-    ]
-    words = ["null" if item is None else str(item) for item in allowed]
-    return f"{key}={value} must be one of {', '.join(words)}{did_you_mean(str(value), words)}"
-
-
-def _fields(settings: Any, loc: list[str]) -> list[str]:
-    model = settings if not loc else _annotation(settings, loc)
-    found = _model(model)
-    return list(found.model_fields) if found is not None else []
-
-
-def _annotation(settings: Any, loc: list[str]) -> Any:
-    """Return the annotation of the field at a place; Any where it is not known."""
-    found: Any = settings
-    for part in loc:
-        model = _model(found)
-        if model is None or part not in model.model_fields:
-            return Any
-        found = model.model_fields[part].annotation
-    return found
-
-
-def _model(annotation: Any) -> type[BaseModel] | None:
-    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
-    return models[0] if models else None
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

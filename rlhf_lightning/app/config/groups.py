@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,39 +18,24 @@ from pydantic import (
     model_validator,
 )
 
+from rlhf_lightning.app.config.compose import ConfigError, check_path_name
 from rlhf_lightning.app.config.targets import (
     LOOKUPS,
     Kind,
     Node,
     TargetError,
     check_names,
-    did_you_mean,
     read_node,
+    refuse_unknown,
 )
 from rlhf_lightning.arguments import Count, CountOrZero, RunsCode, Temperature
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
-from rlhf_lightning.hparams import Checked
+from rlhf_lightning.hparams import Checked, Precision
 from rlhf_lightning.runs.stopping import deadline
 
 MOST_MINUTES = 1_000_000  # two years
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-
-
-def check_path_name(value: object) -> str:
-    """Return a text that is to name one folder, unless it would name another one.
-
-    Raises:
-        ValueError: if it has separators, begins with a dot, or holds what a shell would change.
-    """
-    text = str(value)
-    if not _NAME.fullmatch(text) or ".." in text or len(text) > 100:
-        raise ValueError(
-            f"={text!r} becomes the name of a folder: use letters, digits and _ . + - (no / and "
-            "no .., at most 100)"
-        )
-    return text
 
 
 FolderName = Annotated[str, AfterValidator(check_path_name)]
@@ -61,33 +44,28 @@ Resume = Literal["never", "auto"]
 Dtype = Literal["auto", "fp32", "bf16"]
 FilePath = Annotated[Path, Field(strict=False)]
 OptionalPath = Annotated[Path | None, Field(strict=False)]
-# Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
-Precision = Literal["32-true", "bf16-mixed"]
 MatmulPrecision = Literal["highest", "high"]
 
 
-def hparams_of(cls: type[Checked]) -> Any:
+def hparams_of(cls: type[Checked], where: str) -> Any:
     """Return the type of a node that holds the hyper-parameters `cls`."""
-    return Annotated[Any, BeforeValidator(functools.partial(build_hparams, cls))]
+    return Annotated[Any, BeforeValidator(lambda node: build_hparams(cls, node, where))]
 
 
-def build_hparams(cls: type[Any], node: object) -> Any:
+def build_hparams(cls: type[Any], node: object, where: str) -> Any:
     """Return `cls` made of a node, whose `_target_` is not looked at.
 
     Raises:
-        ValueError: with the field as `Class.name`, for an unknown key, a wrong type or range.
+        ConfigError: for an unknown key, a wrong type or range.
     """
     if not isinstance(node, Mapping):
-        raise ValueError(f"{cls.__name__}={node!r} must be a group of settings")
+        raise ConfigError(f"{where}={node!r} must be a group of settings")
     values = {str(key): value for key, value in node.items() if key != "_target_"}
-    known = list(cls.__dataclass_fields__)
-    for key in values:
-        if key not in known:
-            raise ValueError(f"unknown key {cls.__name__}.{key}{did_you_mean(key, known)}")
+    refuse_unknown(values, cls.__dataclass_fields__, cls.__name__, where)
     try:
         return cls(**values)
-    except TypeError as error:  # of a field; pydantic takes ValueError alone
-        raise ValueError(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}.{error}") from error
 
 
 class Settings(BaseModel):
@@ -319,8 +297,8 @@ class CallbacksSettings(Settings):
 class DoctorSettings(Settings):
     """Detectors of a PPO run, and what they may change."""
 
-    thresholds: hparams_of(DoctorThresholds)  # type: ignore[valid-type]
-    actions: hparams_of(ActionSettings) | None = None  # type: ignore[valid-type]
+    thresholds: hparams_of(DoctorThresholds, "doctor.thresholds")  # type: ignore[valid-type]
+    actions: hparams_of(ActionSettings, "doctor.actions") | None = None  # type: ignore[valid-type]
     preflight: bool = False
     second_scorer: Scorer | None = None
     second_every_n_iterations: Count = 1

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import ValidationError
 
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, primary
-from rlhf_lightning.app.config.errors import explain_invalid
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.local_files import (
     UNREADABLE,
@@ -226,10 +224,7 @@ def _updated(
     # What they say is said by all that refers to them, such as the data set's source.
     named = {k: OmegaConf.select(cfg, k) for k in keys if k.startswith(("artifacts.", "dataset."))}
     computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
-    try:
-        return trained.updated(moved | named | computed)
-    except ValidationError as error:
-        raise ConfigError(explain_invalid(error, TrainSettings, trained.written)) from error
+    return trained.updated(moved | named | computed)
 
 
 def _stays(group: str, trained: TrainSettings) -> bool:

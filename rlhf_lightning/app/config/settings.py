@@ -9,13 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from omegaconf import OmegaConf
-from pydantic import (
-    AfterValidator,
-    Field,
-    PrivateAttr,
-    model_validator,
-)
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
+from rlhf_lightning.app.config.compose import ConfigError, describe_interpolation
 from rlhf_lightning.app.config.groups import (
     ArtifactsSettings,
     CallbacksSettings,
@@ -30,7 +27,6 @@ from rlhf_lightning.app.config.groups import (
     ModelSettings,
     PathsSettings,
     PlanGroup,
-    Precision,
     Resume,
     Rollout,
     Safety,
@@ -44,8 +40,8 @@ from rlhf_lightning.app.config.groups import (
     hparams_of,
 )
 from rlhf_lightning.app.stages.spec import Stage, find_stage
-from rlhf_lightning.arguments import Seed
-from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams
+from rlhf_lightning.arguments import Seed, misfit
+from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams, Precision
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.secrets import is_secret
 
@@ -129,14 +125,26 @@ class CommandSettings(Settings):
             hashed: the configuration that `config_hash` is of; None for this one.
 
         Raises:
-            pydantic.ValidationError: for a key or value that is wrong.
-            omegaconf.errors.OmegaConfBaseException: for an interpolation that leads nowhere.
+            ConfigError: for a key or value that is wrong, an interpolation that leads nowhere, and
+                what is not set.
         """
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(written)), resolve=True)
+        try:
+            resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(written)), resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(describe_interpolation(error)) from error
+        _check_nothing_missing(resolved)
         context = {"written": dict(written), "resolved": resolved, "hashed": hashed or written}
         # `debug` and `launcher` are groups that only change others.
         kept = {k: v for k, v in resolved.items() if k not in ("debug", "launcher")}
-        return cls.model_validate(kept, context=context)
+        try:
+            return cls.model_validate(kept, context=context)
+        except ValidationError as error:
+            text = str(misfit("", kept, cls, error))
+        node: Any = written
+        for part in text.partition("=")[0].split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        referred = isinstance(node, str) and "${" in node
+        raise ConfigError(f"{text} ({node})" if referred else text)
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
         """Return the settings with other values, and all that refers to them.
@@ -171,12 +179,21 @@ class CommandSettings(Settings):
             target.read(where)
 
     def targets(self) -> dict[str, Target]:
-        """Return everything that is built by name, by its place.
+        """Return everything that is built by name, by its place."""
+        return dict(_targets(self, ""))
 
-        Nodes that others refer to come first: an error names the place where it is written.
-        """
-        first = {key: self.__dict__.get(key) for key in ("dataset", "model")}
-        return dict(_targets(first | self.__dict__, ""))
+
+def _check_nothing_missing(node: Any, where: str = "") -> None:
+    # A model that is made from scratch waits for its tokenizer.
+    if where in ("model", "module.policy.from_scratch"):
+        return
+    if node == "???":
+        raise ConfigError(f"{where} is not set: add {where}=...")
+    items: Any = node.items() if isinstance(node, Mapping) else ()
+    if isinstance(node, list):
+        items = enumerate(node)
+    for key, value in items:
+        _check_nothing_missing(value, f"{where}.{key}" if where else str(key))
 
 
 def _targets(node: Any, where: str) -> Iterator[tuple[str, Target]]:
@@ -225,6 +242,9 @@ class FiguresSettings(RunSettings):
 class TrainSettings(RunSettings):
     """Settings of `rlhf-train`: one stage."""
 
+    # What others refer to stands first: an error names the place where it is written.
+    model: ModelSettings
+    dataset: DatasetSettings
     resume: Resume = "never"
     ckpt_path: str | None = None
     artifacts: ArtifactsSettings
@@ -240,10 +260,8 @@ class TrainSettings(RunSettings):
     safety: Safety | None = None
     gates: Gates = Field(default_factory=dict)
     module: Annotated[Target, builds("lightning.LightningModule")]
-    model: ModelSettings
-    lora: hparams_of(LoraHparams) | None = None  # type: ignore[valid-type]
+    lora: hparams_of(LoraHparams, "lora") | None = None  # type: ignore[valid-type]
     data: Annotated[DataSettings, builds("lightning.LightningDataModule")]
-    dataset: DatasetSettings
     rollout: Rollout
     scorer: Scorer | None = None
 
@@ -259,11 +277,7 @@ class TrainSettings(RunSettings):
                     f"{self.module.path}: use module={self.spec.settings}, or the experiment of "
                     "another stage"
                 )
-            try:
-                self._hparams[key] = build_hparams(cls, node)
-            except ValueError as error:
-                text = str(error).replace(f"{cls.__name__}.", f"module.{key}.")
-                raise ValueError(text.replace(f"{cls.__name__}=", f"module.{key}=")) from error
+            self._hparams[key] = build_hparams(cls, node, f"module.{key}")
         return self
 
     @property

@@ -7,7 +7,6 @@ arguments are held against its own annotations in the same way, before anything 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -20,32 +19,24 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
-from rlhf_lightning.arguments import Built, NamedAgain, annotations_of, fitting
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.arguments import Built, NamedAgain, annotations_of, did_you_mean, fitting
 
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them
 # They return what `path` names without calling it.
 LOOKUPS = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
 MOST_LISTED = 15  # names in a message
-OTHER_WORDS = {"world": "dataset"}  # that difflib does not find alike
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
 
 
-class TargetError(ValueError):
+class TargetError(ConfigError):
     """A configuration names something that it may not build, or arguments that it does not take."""
 
 
 def trusted_targets() -> tuple[str, ...]:
     """Return the prefixes of `_target_` that the user trusts besides ours."""
     return tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Return "; did you mean ...?" for the closest known words, or ""."""
-    first, dot, rest = word.partition(".")
-    word = f"{OTHER_WORDS.get(first, first)}{dot}{rest}"
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def listed(known: list[str]) -> str:
@@ -155,7 +146,7 @@ def _read(value: Any, where: str) -> Any:
     looked_up = name in LOOKUPS
     if looked_up:
         path = given.pop("path", None)
-        _refuse_unknown(given, {"path": None}, name, where)
+        refuse_unknown(given, {"path": None}, name, where)
         name = str(path)
     found, trusted = resolve(name, where), name.startswith(trusted_targets() or ("\0",))
     returns = found if inspect.isclass(found) else annotations_of(found).get("return")
@@ -175,11 +166,9 @@ def check_arguments(node: Node, where: str) -> None:
         TargetError: for an unknown one, one that is not set, or one of another type.
     """
     hints = parameters(node.call)
-    _refuse_unknown(node.arguments, hints, node.name, where)
+    refuse_unknown(node.arguments, hints, node.name, where)
     for key, value in node.arguments.items():
         place, hint = f"{where}.{key}", hints[key]
-        if value == "???":
-            raise TargetError(f"{place} is not set: add {place}=...")
         _place(place, value, hint)
         is_code = isinstance(value, Node) and (value.is_looked_up or value.is_partial)
         if value and _is_marked(hint) and (is_code or not isinstance(value, Node)):
@@ -240,9 +229,14 @@ class _Open(dict[str, Any]):
         return True
 
 
-def _refuse_unknown(
+def refuse_unknown(
     given: Mapping[str, Any], known: Mapping[str, Any], name: str, where: str
 ) -> None:
+    """Refuse arguments that a call does not take.
+
+    Raises:
+        TargetError: with the nearest ones.
+    """
     for key in given:
         if key.startswith("_") or key not in known:
             raise TargetError(

@@ -14,30 +14,26 @@ from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
 
 from rlhf_lightning.app.batch_arithmetic import minibatches_key
 from rlhf_lightning.app.config.compose import (
     ConfigError,
     choices,
-    composed,
     describe_interpolation,
     primary,
     written_keys,
 )
-from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, explain, explain_invalid
+from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
 from rlhf_lightning.app.config.targets import (
     Node,
-    TargetError,
     check_arguments,
-    did_you_mean,
     listed,
     resolve,
 )
 from rlhf_lightning.app.stages.spec import StageError, find_stage
-from rlhf_lightning.arguments import fitting
+from rlhf_lightning.arguments import did_you_mean, fitting
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
@@ -60,10 +56,7 @@ def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -
     Raises:
         ConfigError: if it does not compose, or with the key, what it got and what it wants.
     """
-    try:
-        return read_settings(settings, composed(entry, overrides))
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(explain(error, overrides, entry)) from error
+    return read_settings(settings, composition(entry, overrides))
 
 
 def read_settings(
@@ -93,13 +86,8 @@ def read_settings(
         _check_stage(written)
     if not saved:
         _check_open_groups(settings, written)
-    try:
-        found = settings.of(_with_models_apart(written))
-    except ValidationError as error:
-        raise ConfigError(explain_invalid(error, settings, written)) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(describe_interpolation(error)) from error
-    _check_nothing_missing(found.resolved)
+    found = settings.of(_with_models_apart(written))
+    found.check_targets()
     if isinstance(found, TrainSettings):
         _check_training(found)
         if not saved:  # earlier versions trained with settings that did nothing
@@ -165,19 +153,6 @@ def _places(where: str, node: Any, typed: Container[str], text: str) -> Iterator
         whole = place in typed or f"${{{place}}}" in text
         if isinstance(value, Mapping) and "_target_" not in value and not whole:
             yield from _places(place, value, typed, text)
-
-
-def _check_nothing_missing(node: Any, where: str = "") -> None:
-    # A model that is made from scratch waits for its tokenizer.
-    if where in ("model", "module.policy.from_scratch"):
-        return
-    if node == "???":
-        raise ConfigError(f"{where} is not set: add {where}=...")
-    items: Any = node.items() if isinstance(node, Mapping) else ()
-    if isinstance(node, list):
-        items = enumerate(node)
-    for key, value in items:
-        _check_nothing_missing(value, f"{where}.{key}" if where else str(key))
 
 
 def _check_training(settings: TrainSettings) -> None:
@@ -299,14 +274,10 @@ def check_run(settings: TrainSettings) -> None:
     """
     from rlhf_lightning.modules.optimization import check_divisor
 
-    try:
-        settings.check_targets()
-        if (stops := settings.select(EARLY_STOPPING)) is not None:
-            name = "lightning.pytorch.callbacks.EarlyStopping"
-            call = resolve(name, EARLY_STOPPING)
-            check_arguments(Node(name, call, call=call, arguments=stops), EARLY_STOPPING)
-    except TargetError as error:
-        raise ConfigError(str(error)) from error
+    if (stops := settings.select(EARLY_STOPPING)) is not None:
+        name = "lightning.pytorch.callbacks.EarlyStopping"
+        call = resolve(name, EARLY_STOPPING)
+        check_arguments(Node(name, call, call=call, arguments=stops), EARLY_STOPPING)
     for key, wanted in (("data.path", "file or folder of records"), ("ckpt_path", "checkpoint")):
         _check_exists(key, settings.select(key), wanted)
     for path in settings.data.get("also") or ():

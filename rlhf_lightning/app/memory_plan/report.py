@@ -11,7 +11,7 @@ from rlhf_lightning.app.memory_plan.phases import Phase, Plan, plan
 from rlhf_lightning.app.memory_plan.run import Run
 from rlhf_lightning.app.memory_plan.simulation import Simulation
 from rlhf_lightning.app.memory_plan.sizes import GIB
-from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.hparams import LoraHparams, Precision
 from rlhf_lightning.runs.summary import run_title
 
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
@@ -148,7 +148,7 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
     where = f"{run.num_devices} x {run.device}"
     if run.num_devices > 1:
         where += f", {run.strategy}"
-    compute = run.style.precision
+    compute: str = run.style.precision
     if run.style.compute_dtype is not None:
         compute = f"{compute}, gathered in {str(run.style.compute_dtype).removeprefix('torch.')}"
     if run.style.activation_checkpointing:
@@ -234,7 +234,7 @@ def _recomputed(run: Run, _: Plan) -> Iterator[Option]:
         yield Option(settings, SPEED, replace(run, style=style))
 
 
-def _with_precision(run: Run, precision: str, compute_dtype: torch.dtype | None) -> Run:
+def _with_precision(run: Run, precision: Precision, compute_dtype: torch.dtype | None) -> Run:
     lora = run.style.lora and replace(run.style.lora, base_precision=precision)
     style = replace(run.style, precision=precision, compute_dtype=compute_dtype, lora=lora)
     return replace(run, style=style)

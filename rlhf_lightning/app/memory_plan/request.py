@@ -13,7 +13,6 @@ import torch
 from rlhf_lightning.app.config.compose import ConfigError, choices, named_model
 from rlhf_lightning.app.config.groups import ModelSettings, PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.memory_plan.run import (
     Evaluation,
     Run,
@@ -24,6 +23,7 @@ from rlhf_lightning.app.memory_plan.run import (
     read_shape,
 )
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
+from rlhf_lightning.arguments import did_you_mean
 
 
 @dataclass(frozen=True)

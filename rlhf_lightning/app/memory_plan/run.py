@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from rlhf_lightning.app.stages.spec import Stage
-from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.hparams import LoraHparams, Precision
 from rlhf_lightning.models.factory import set_dropout
 from rlhf_lightning.runs.reading import read_json
 
@@ -89,7 +89,7 @@ class Style:
         activation_checkpointing: whether trained models use it.
     """
 
-    precision: str
+    precision: Precision
     compute_dtype: torch.dtype | None = None
     lora: LoraHparams | None = None
     activation_checkpointing: bool = False

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.command_line import check_command_line, fail, run_job
-from rlhf_lightning.app.config.compose import ConfigError, composed
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.local_files import UNREADABLE
 from rlhf_lightning.app.config.run_claim import check_folder
@@ -109,7 +110,7 @@ class Run:
     def settings(self) -> Any:
         """The settings, as the command reads them."""
         words = list(self.words)
-        return command_settings(self.command, composed(self.command, words), words)
+        return command_settings(self.command, composition(self.command, words), words)
 
     @property
     def published(self) -> list[Path]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rlhf_lightning.app.config.commands import RowSettings, StudySettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.study.engine import Run
@@ -123,8 +122,6 @@ def _planned(
     )
     try:
         _ = run.settings
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(f"runs.{name}: {explain(error, list(run.words), row.command)}") from error
     except ConfigError as error:
         raise ConfigError(f"runs.{name}: {error}") from error
     return run

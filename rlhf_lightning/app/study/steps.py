@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.config.commands import COMMANDS, PipelineSettings
-from rlhf_lightning.app.config.compose import ConfigError, choices, composed, primary
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.compose import ConfigError, choices, primary
+from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import (
     command_settings,
     named_again,
@@ -20,10 +20,10 @@ from rlhf_lightning.app.config.inherit import (
 )
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.config.validate import load_settings, read_settings
 from rlhf_lightning.app.study.engine import ATTEMPTS, Run
 from rlhf_lightning.app.study.words import STAGES, given, key_of
+from rlhf_lightning.arguments import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, is_claimed
 from rlhf_lightning.runs.resume import newest_complete_checkpoint
@@ -75,7 +75,7 @@ class Step(Run):
             self.place.parent.mkdir(parents=True, exist_ok=True)
             write_settings(self.lead.settings_file, _settings_of(self.lead))
         words = self._placed_words()
-        return command_settings(self.command, composed(self.command, words), words)
+        return command_settings(self.command, composition(self.command, words), words)
 
     def command_line(self) -> list[str]:
         """Return the command that starts the step in its folder, or continues it."""
@@ -180,10 +180,7 @@ def _check_follower(step: Step, lead: Step) -> None:
     models = {kind: trained.artifacts.of(kind) for kind in ("base", "sft", "reward")}
     models[trained.spec.name] = str(HERE / lead.name / "export")
     try:
-        cfg = composed(entry, words)
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(f"{step.name}: {explain(error, words, entry)}") from error
-    try:
+        cfg = composition(entry, words)
         read_settings(COMMANDS[entry], take_over(entry, cfg, words, trained, models))
     except ConfigError as error:
         raise ConfigError(f"{step.name}: {error}") from error

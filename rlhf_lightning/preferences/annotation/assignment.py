@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, cast
 
-from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.arguments import Above0, CountOrZero, Share
+from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotation.database import StoreError
 from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side
 
@@ -88,9 +89,9 @@ class Sharing(Checked):
         seed: seeds the order of the two responses, and the places of the gold questions.
     """
 
-    gold_share: float = number(0.1, at_least=0, at_most=1)
-    lease_seconds: float = number(1800.0, above=0)
-    seed: int = number(1, at_least=0)
+    gold_share: Share = 0.1
+    lease_seconds: Above0 = 1800.0
+    seed: CountOrZero = 1
 
 
 def one(db: sqlite3.Connection, query: str, *values: object) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class RewardEnsembleScorer:
         *,
         policy: PathOrName | None = None,
         micro_batch_size: Count | None = None,
-        combine: str = "mean_minus_std",
+        combine: Literal["mean_minus_std", "minimum"] = "mean_minus_std",
         std_coef: float = 1.0,
     ) -> None:
         self.hparams = RewardEnsembleHparams(combine=combine, std_coef=std_coef)

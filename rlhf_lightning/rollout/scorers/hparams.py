@@ -8,16 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from rlhf_lightning.arguments import Address, SecretName
-from rlhf_lightning.hparams import Checked, number
+from pydantic import Field
 
-INPUT_FORMATS = ("text", "pair", "completion")
-ENDINGS = ("eos", "template", "none")
-OUTPUTS = ("logit", "log_odds", "probability")
-COMBINATIONS = ("mean_minus_std", "minimum")
+from rlhf_lightning.arguments import (
+    Above0,
+    Address,
+    AtLeast0,
+    Count,
+    CountOrZero,
+    Seconds,
+    SecretName,
+)
+from rlhf_lightning.hparams import Checked, Usual
 
 
 @dataclass(frozen=True)
@@ -43,32 +48,16 @@ class TextRewardModelHparams(Checked):
         micro_batch_size: rows in one forward; None takes all rows of one length bucket.
     """
 
-    input_format: str = "text"
+    input_format: Literal["text", "pair", "completion"] = "text"
     chat_template: str | Path | None = None
-    ending: str | None = None
-    max_length: int | None = number(None, at_least=2)
+    ending: Literal["eos", "template", "none"] | None = None
+    max_length: Annotated[int, Field(ge=2)] | None = None
     label: str | int | None = None
-    output: str = "log_odds"
-    mean: float = number(0.0)
-    std: float = number(1.0, above=0)
-    dtype: str = "float32"
-    micro_batch_size: int | None = number(None, at_least=1)
-
-    def __post_init__(self) -> None:
-        """Check the values and the choices."""
-        super().__post_init__()
-        choices = {
-            "input_format": INPUT_FORMATS,
-            "ending": (None, *ENDINGS),
-            "output": OUTPUTS,
-            "dtype": ("float32", "bfloat16", "auto"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{type(self).__name__}.{name}={getattr(self, name)!r} must be one of "
-                    f"{', '.join(map(str, known))}"
-                )
+    output: Literal["log_odds", "logit", "probability"] = "log_odds"
+    mean: float = 0.0
+    std: Above0 = 1.0
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    micro_batch_size: Count | None = None
 
 
 def check_url(url: str, key: str, secret: str) -> None:
@@ -105,7 +94,7 @@ class FunctionScorerHparams(Checked):
         timeout_seconds: longest time of one call, with all responses of a rank.
     """
 
-    timeout_seconds: float = number(300.0, above=0, at_most=1e9)
+    timeout_seconds: Seconds = 300.0
 
 
 @dataclass(frozen=True)
@@ -126,21 +115,21 @@ class HttpScorerHparams(Checked):
     """
 
     url: Address
-    batch_size: int = number(64, at_least=1)
-    concurrency: int = number(4, at_least=1, at_most=256)
-    timeout: float = number(60.0, above=0)
-    deadline: float = number(600.0, above=0)
-    max_retries: int = number(5, at_least=0)
-    backoff: float = number(0.5, at_least=0)
-    max_backoff: float = number(30.0, at_least=0)
+    batch_size: Count = 64
+    concurrency: Annotated[int, Field(ge=1, le=256)] = 4
+    timeout: Above0 = 60.0
+    deadline: Above0 = 600.0
+    max_retries: CountOrZero = 5
+    backoff: AtLeast0 = 0.5
+    max_backoff: AtLeast0 = 30.0
     token_env: SecretName | None = None
-    mean: float = number(0.0)
-    std: float = number(1.0, above=0)
+    mean: float = 0.0
+    std: Above0 = 1.0
 
     def __post_init__(self) -> None:
         """Check the values and the URL."""
         super().__post_init__()
-        check_url(self.url, "HttpScorerHparams.url", "token_env")
+        check_url(self.url, "url", "token_env")
 
 
 @dataclass(frozen=True)
@@ -153,17 +142,8 @@ class RewardEnsembleHparams(Checked):
         std_coef: what a unit of disagreement costs; 0 is the plain mean.
     """
 
-    combine: str = "mean_minus_std"
-    std_coef: float = number(1.0, at_least=0, usual=(0.0, 4.0))
-
-    def __post_init__(self) -> None:
-        """Check the values and the choice."""
-        super().__post_init__()
-        if self.combine not in COMBINATIONS:
-            raise ValueError(
-                f"RewardEnsembleHparams.combine={self.combine!r} must be one of "
-                f"{', '.join(COMBINATIONS)}"
-            )
+    combine: Literal["mean_minus_std", "minimum"] = "mean_minus_std"
+    std_coef: Annotated[AtLeast0, Usual(0.0, 4.0)] = 1.0
 
 
 def check_members(sources: Any) -> list[str]:
@@ -208,8 +188,7 @@ def check_scorer(node: Any, where: str = "scorer") -> None:
             try:
                 settings(**{key: value for key, value in node.items() if key in names})
             except (TypeError, ValueError) as error:
-                text = str(error).replace(f"{settings.__name__}.", f"{where}.")
-                raise ValueError(text) from error
+                raise ValueError(f"{where}.{error}") from error
         if node.get("_target_") == _ENSEMBLE:
             check_members(node.get("sources"))
         for key, value in node.items():

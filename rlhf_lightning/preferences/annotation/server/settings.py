@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Annotated
 
-from rlhf_lightning.hparams import Checked, number
+from pydantic import Field
+
+from rlhf_lightning.hparams import Checked
 
 SHORTEST_TOKEN = 16
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -30,7 +33,7 @@ class PageSettings(Checked):
     """
 
     host: str = "127.0.0.1"
-    port: int = number(8000, at_least=0, at_most=65535)
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
     hosts: str = ""
     token: str | None = None
     title: str = "Which answer is better?"
@@ -40,22 +43,21 @@ class PageSettings(Checked):
         """Check the values; the token itself is never told."""
         super().__post_init__()
         object.__setattr__(self, "token", self.token or None)
-        name = type(self).__name__
         if self.token is None and not self.is_private:
             raise ValueError(
-                f"{name}.host={self.host} and {name}.hosts={self.hosts or 'none'} let other "
+                f"host={self.host} and hosts={self.hosts or 'none'} let other "
                 f"machines in, which needs a token: set RLHF_ANNOTATE_TOKEN, e.g. to what "
                 f"{NEW_TOKEN} prints, or use host=127.0.0.1"
             )
         if self.token is not None and len(self.token) < SHORTEST_TOKEN:
             raise ValueError(
-                f"{name}.token has {len(self.token)} characters, which can be guessed: use at "
+                f"token has {len(self.token)} characters, which can be guessed: use at "
                 f"least {SHORTEST_TOKEN}, e.g. what {NEW_TOKEN} prints"
             )
         if self._address is not None and self._address.is_unspecified and not self._names:
             raise ValueError(
-                f"{name}.host={self.host} is no host name: set {name}.hosts=[...] to the names or "
-                "addresses that raters type into their browsers"
+                f"host={self.host} is no host name: set hosts=[...] to the names or addresses that "
+                "raters type into their browsers"
             )
 
     @property
