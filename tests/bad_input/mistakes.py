@@ -67,7 +67,7 @@ VALUES = [
     Mistake("+experiment=ppo name=${nosuch:1}", "name", "nosuch", "Unsupported interpolation"),
     Mistake("+experiment=ppo ckpt_path=7", "ckpt_path=", "7 is int", "expected str or None"),
     Mistake("+experiment=ppo ckpt_path=nosuch.ckpt", "ckpt_path=", "nosuch.ckpt", "not exist"),
-    Mistake("+experiment=ppo stage=pppo", "stage=", "pppo", "+experiment=NAME, one of base"),
+    Mistake("+experiment=ppo stage=pppo", "stage=", "pppo", "must be one of"),
     Mistake("+experiment=ppo trainer.devices=0", "trainer.devices=", "0", "must be >= 1"),
     Mistake("+experiment=ppo trainer.devices=auto", "trainer.devices=", "'auto'", "expected int"),
     Mistake("+experiment=ppo trainer.num_nodes=1.5", "trainer.num_nodes=", "1.5", "expected int"),
