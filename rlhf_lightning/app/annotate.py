@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 def run(settings: AnnotateSettings) -> None:
     """Serve, import, export or show the state of the store, and print the result.
 
-    Args:
-        settings: validated settings of the command.
-
     Raises:
         ConfigError: if the files do not allow it.
     """

@@ -217,11 +217,6 @@ def measured_best_of(
     """Return `best_of/<n>/...` of policy against baseline, and the scores of the pool.
 
     Both are empty if the best of n is not requested.
-
-    Args:
-        settings: settings of the command.
-        sides: both sides of the evaluation.
-        theirs: responses of the baseline.
     """
     if not settings.best_of.n:
         return {}, []

@@ -27,9 +27,6 @@ class SaveFaultyBatch(Callback):
 
     `rank_0.safetensors` holds its tensors by field, `rank_0.jsonl` a line a row with the texts and
     the names of the fields that are not finite.
-
-    Args:
-        folder: folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:

@@ -19,9 +19,6 @@ class MetricsLog(Callback):
 
     A run that resumes cuts the file back to the iteration of its checkpoint; one that starts
     from nothing empties it.
-
-    Args:
-        folder: folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:

@@ -52,11 +52,7 @@ class ExactMatchGold:
 
 
 class NumberGold:
-    """1.0 where the response gives the right number, else 0.0, whatever the reward pays for it.
-
-    Args:
-        reward: reward that reads the numbers.
-    """
+    """1.0 where the response gives the right number, else 0.0, whatever the reward pays for it."""
 
     def __init__(self, reward: NumberReward) -> None:
         self.reward = reward

@@ -18,11 +18,6 @@ def find_references(
     """Return the demonstrated responses to prompts, by the number of the prompt.
 
     Of several to one prompt the first; a source without demonstrations has none.
-
-    Args:
-        source: source of the dataset.
-        records: records of the prompts.
-        split: split of the demonstrations.
     """
     try:
         demonstrations = source.records("demonstrations", split)

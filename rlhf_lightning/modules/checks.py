@@ -184,11 +184,6 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     Added tokens of a base model, such as those of a chat template, may have untrained rows:
     (nearly) 0, or the same as that of another one. The first gradients are then huge.
 
-    Args:
-        model: model of transformers.
-        tokenizer: tokenizer of the data.
-        used: token ids in the data.
-
     Raises:
         ValueError: if there is no embedding for one of them.
     """

@@ -194,11 +194,6 @@ def label_pairs(
 
     Labels reach the journal batch by batch, so a killed run continues where it was.
 
-    Args:
-        annotator: annotator that is asked for the labels.
-        pairs: pairs to label.
-        journal: journal of all labels.
-
     Raises:
         AnnotationError: if the annotator fails; its earlier labels are in the journal.
     """

@@ -167,11 +167,6 @@ def sample_candidates(
 ) -> list[Candidate]:
     """Return every response, by policy, way to decode and prompt; do only units not yet done.
 
-    Args:
-        prompts: prompts to sample for.
-        sampling: policies and decoding.
-        journal: journal of finished units.
-
     Raises:
         ValueError: if the journal is that of other prompts or settings, or a rendered prompt spells
             special tokens.

@@ -26,12 +26,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class LengthRule(Checked):
-    """Prefers responses of about so many words: minus the log of the factor by which they miss it.
-
-    Args:
-        words: preferred length in words.
-        weight: weight of the rule.
-    """
+    """Prefers responses of about so many words: minus the log of the factor by which they miss it."""
 
     words: Count
     weight: float = 1.0
@@ -44,11 +39,7 @@ class LengthRule(Checked):
 
 @dataclass(frozen=True)
 class RepetitionRule:
-    """Dislikes repetitive responses: minus the share of word pairs that came before.
-
-    Args:
-        weight: weight of the rule.
-    """
+    """Dislikes repetitive responses: minus the share of word pairs that came before."""
 
     weight: float = 1.0
 

@@ -59,9 +59,6 @@ class TextEncoder:
     """A tokenizer that tokenizes many texts in one go, twice as fast as one by one, and remembers.
 
     It may take the place of `tokenizer` in the functions below.
-
-    Args:
-        tokenizer: tokenizer to wrap.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -37,10 +37,6 @@ class Request:
 def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
     """Return the run that the settings describe.
 
-    Args:
-        settings: settings of the run.
-        plan: settings of the plan.
-
     Raises:
         ConfigError: if the shape of a model, or a number that matters, cannot be found.
     """

@@ -73,10 +73,6 @@ class PlannedRun(Run):
 def plan(settings: StudySettings, folder: Path) -> list[PlannedRun]:
     """Return all runs of a study, all settings of a seed before the next seed.
 
-    Args:
-        settings: settings of the study.
-        folder: folder of the study.
-
     Raises:
         ConfigError: if a command line does not compose, with the row.
     """

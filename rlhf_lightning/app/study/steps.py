@@ -232,10 +232,6 @@ def accepted(settings: PipelineSettings, step: Step) -> bool:
 def plan(settings: PipelineSettings, folder: Path) -> list[Step]:
     """Return the steps of a pipeline in their order.
 
-    Args:
-        settings: settings of the pipeline.
-        folder: folder of the pipeline, where its models are kept.
-
     Raises:
         ConfigError: if a training does not compose, or its model cannot be evaluated or labelled.
     """
