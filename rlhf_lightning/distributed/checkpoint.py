@@ -70,7 +70,8 @@ def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
         with naming_full_disk(path):
             _write_shared(shared, staging)
             sums: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(sums, {p.name: checksum(p) for p in _shards_of_rank(staging)})
+            own = sorted(staging.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
+            dist.all_gather_object(sums, {file.name: checksum(file) for file in own})
         outcome: list[OSError | None] = [None]
         if first:
             try:
@@ -243,10 +244,6 @@ def _files(shared: Mapping[str, DTensor]) -> Iterator[tuple[str, int]]:
         if size > _FILE_BYTES:
             number, size = number + 1, 0
         yield name, number
-
-
-def _shards_of_rank(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
 
 
 def _complete(

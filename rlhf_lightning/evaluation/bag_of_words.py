@@ -49,7 +49,8 @@ class BagOfWords:
             raise ValueError(
                 f"{len(positive)} positive and {len(negative)} negative texts: give some of each"
             )
-        counts = [_feature_counts(texts) for texts in (positive, negative)]
+        both = (positive, negative)  # in how many texts of each class does a feature occur?
+        counts = [Counter(f for text in texts for f in features(text)) for texts in both]
         vocabulary = counts[0].keys() | counts[1].keys()
         prior = self.smoothing * len(vocabulary)
         totals = [math.log(sum(count.values()) + prior) for count in counts]
@@ -98,11 +99,6 @@ def features(text: str) -> frozenset[str]:
     words = WORD.findall(text.lower())
     pairs = (f"{first} {second}" for first, second in pairwise(words))
     return frozenset((*words, *pairs))
-
-
-def _feature_counts(texts: Sequence[str]) -> Counter[str]:
-    """Return in how many texts each feature stands."""
-    return Counter(feature for text in texts for feature in features(text))
 
 
 class SentimentGold:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
@@ -88,7 +88,7 @@ def save_adapter(
         lora_dropout=lora.dropout,
         target_modules=model.base.targets,
         modules_to_save=["score"] if is_scalar else None,
-        fan_in_fan_out=_is_transposed(model.base.model),
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.base.model.modules()),
         inference_mode=True,
     ).save_pretrained(str(folder))
     tensors = {
@@ -288,7 +288,3 @@ def _key(path: str) -> str:
     """Return the key in a view's adapter of PEFT's `{module path}.lora_A.weight`."""
     module, part, _ = path.rsplit(".", 2)
     return f"{module.replace('.', '/')}/{part}.weight"
-
-
-def _is_transposed(model: nn.Module) -> bool:
-    return any(isinstance(module, Conv1D) for module in model.modules())

@@ -251,7 +251,8 @@ def dawid_skene(
     item, annotator, said = votes.cells.T  # [N] each
     num_categories = counts.shape[1]
     posterior = counts / counts.sum(1, keepdims=True)
-    pseudo = smoothing * _lenient(num_categories)
+    other = 0.5 / max(num_categories - 1, 1)
+    pseudo = smoothing * np.where(np.eye(num_categories, dtype=bool), 0.5, other)
     previous, iteration = -np.inf, 0
     while iteration < max_iterations:
         iteration += 1
@@ -275,11 +276,6 @@ def dawid_skene(
     return RaterModel(
         votes.annotators, votes.categories, posterior, confusion, prior, likelihood, iteration
     )
-
-
-def _lenient(num_categories: int) -> Floats:
-    other = 0.5 / max(num_categories - 1, 1)
-    return np.where(np.eye(num_categories, dtype=bool), 0.5, other)
 
 
 def _shares(values: Floats) -> Floats:

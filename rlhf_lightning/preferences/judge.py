@@ -290,7 +290,10 @@ class JudgeAnnotator:
                     reply = await service.ask(
                         client, question.messages, logprobs=logprobs, extra=self.extra
                     )
-                    self._keep(self._judgement(*item, question, reply))
+                    judgement = self._judgement(*item, question, reply)
+                    self._remember(judgement)
+                    if self._journal is not None:
+                        self._journal.append([judgement])
                     self._check(reply)
                 except Exception as error:  # requests under way are paid for: they end first
                     failures.append(error)
@@ -310,11 +313,6 @@ class JudgeAnnotator:
     @property
     def _readable(self) -> bool:
         return any(judgement.verdict is not None for judgement in self._known.values())
-
-    def _keep(self, judgement: Judgement) -> None:
-        self._remember(judgement)
-        if self._journal is not None:
-            self._journal.append([judgement])
 
     def _remember(self, judgement: Judgement) -> None:
         self._made.append(judgement)

@@ -26,7 +26,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class LengthRule(Checked):
-    """Prefers responses of about so many words: minus the log of the factor by which they miss it."""
+    """Prefers responses of about so many words: minus the log of the factor between the two."""
 
     words: Count
     weight: float = 1.0

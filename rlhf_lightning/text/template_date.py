@@ -39,7 +39,7 @@ def with_fixed_date(template: str, date_string: str | None = None) -> str:
             )
         return template
     day = DATE if date_string is None else date_string
-    written = _CALL.sub(lambda call: json.dumps(_formatted(day, call.group(2))), template)
+    written = _CALL.sub(lambda call: json.dumps(_parsed(day).strftime(call.group(2))), template)
     if re.search(r"\bstrftime_now\(", written):
         raise ValueError(
             "the chat template asks strftime_now for today's date in a format that is no text, so "
@@ -56,10 +56,6 @@ def leading_settings(template: str) -> dict[str, str]:
         found[setting.group(1)] = setting.group(2)
         at = setting.end()
     return found
-
-
-def _formatted(day: str, form: str) -> str:
-    return _parsed(day).strftime(form)
 
 
 def _parsed(day: str) -> date:

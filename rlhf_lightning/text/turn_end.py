@@ -52,7 +52,7 @@ def first_stop(text: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     added = {t.content: (i, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
     special = [content for content, (_, special) in added.items() if special]
     for candidates in (special, list(added)):
-        match = _any_of(candidates, text)
+        match = next(iter(_all_of(candidates, text)), None)
         if match is not None:
             stops = {match.group(), str(tokenizer.eos_token)}
             return TurnEnd(
@@ -62,10 +62,6 @@ def first_stop(text: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
                 num_stops=sum(m.group() in stops for m in _all_of(added, text)),
             )
     return None
-
-
-def _any_of(contents: list[str], text: str) -> re.Match[str] | None:
-    return next(iter(_all_of(contents, text)), None)
 
 
 def _all_of(contents: object, text: str) -> list[re.Match[str]]:

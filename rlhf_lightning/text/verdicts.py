@@ -288,7 +288,11 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\?\bboxed\s*\{([^{}]*)\}", r" [[\1]] ", text)
     text = re.sub(r"<(\w+)>\s*([^<>\n]{1,30}?)\s*</\1>", _tagged, text)
     if not re.search(r"(?<![A-Za-z0-9])[AB](?![A-Za-z0-9])", text):  # all in lower case
-        text = re.sub(rf"(?<![\w'])(?:b(?![\w'])|a(?={_NO_ARTICLE}))", _upper, text)
+        text = re.sub(
+            rf"(?<![\w'])(?:b(?![\w'])|a(?={_NO_ARTICLE}))",
+            lambda found: found.group().upper(),
+            text,
+        )
     return _TABLE.sub(_without_table, text)
 
 
@@ -299,10 +303,6 @@ def _decimal(found: re.Match[str]) -> str:
 def _tagged(found: re.Match[str]) -> str:
     letter = _letter_of_key(found.group(1)) if found.group(2).isdigit() else None
     return f" {letter}: {found.group(2)}, " if letter else f" [[{found.group(2)}]] "
-
-
-def _upper(found: re.Match[str]) -> str:
-    return found.group().upper()
 
 
 def _without_table(table: re.Match[str]) -> str:

@@ -136,17 +136,13 @@ def _results(planned: PlannedRun) -> list[Any]:
     return [
         replace(
             result,
-            setting=_joined(result.setting, f"n={size}"),
+            setting=f"{result.setting} n={size}".strip(),
             metrics=_of_best(result.metrics, f"best_of/{size}/"),
             kl_is_bound=True,
         )
         for size in sizes
         if size > 1  # the policy itself
     ] or [result]
-
-
-def _joined(*parts: str) -> str:
-    return " ".join(filter(None, parts))
 
 
 def _of_best(metrics: Mapping[str, Any], head: str) -> dict[str, Any]:
