@@ -68,7 +68,12 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     keep_secrets(settings, folder)
     prepare_inputs(settings, overrides)
     folder = _start(settings, folder)
-    summary = new_summary("collect", seed=settings.seed, config_hash=settings.config_hash)
+    summary = new_summary(
+        "collect",
+        seed=settings.seed,
+        config_hash=settings.config_hash,
+        title="preference collection",
+    )
     claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
     with claimed, computing(**settings.model.computing):
         try:

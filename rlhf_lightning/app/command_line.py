@@ -63,7 +63,7 @@ def started(folder: RunFolder, summary: Summary, lines: Mapping[str, object]) ->
     """Print the first screen of a command and write it into its summary, which is returned."""
     from rlhf_lightning.callbacks.console import print_start
 
-    print_start(summary.stage, folder, lines)
+    print_start(summary.title, folder, lines)
     about = {key: without_folders(str(value)) for key, value in lines.items()}
     summary = replace(summary, about=about)
     write_summary(folder, summary)

@@ -91,7 +91,9 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     check_folder(settings, folder)
     keep_secrets(settings, folder)
     settings = prepare_sides(settings, overrides)
-    summary = new_summary("evaluate", seed=settings.seed, config_hash=settings.config_hash)
+    summary = new_summary(
+        "evaluate", seed=settings.seed, config_hash=settings.config_hash, title="evaluation"
+    )
     summary = replace(summary, judged=not settings.only_runs)
     claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
     with claimed, computing(**settings.model.computing):

@@ -218,15 +218,17 @@ def _describe(
         checkpoint=outcome.checkpoint,
         reward={} if stage.trains_policy or is_adapter else _reward_facts(folder),
         is_adapter=is_adapter,
-        against=_against(settings.scorer),
+        against=_against(settings.scorer) if stage.rolls_out else None,
         needs=_needs(folder) if is_adapter else None,
         rounding=rounding,
+        title=settings.title,
+        is_reward=not stage.trains_policy,
     )
     write_model_card(folder, facts)
 
 
 def _against(scorer: Target | None) -> str:
-    """Return the source of the scores of PPO."""
+    """Return what scored the responses."""
     if scorer is None:
         return "scores of no scorer"
     name = scorer.class_name

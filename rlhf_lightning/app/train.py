@@ -105,7 +105,9 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     if starts != settings.artifacts.models():
         settings = settings.updated({f"artifacts.{kind}": one for kind, one in starts.items()})
     folder, checkpoint = _agreed_start(settings, folder)
-    summary = new_summary(settings.spec.name, seed=settings.seed, config_hash=settings.config_hash)
+    summary = new_summary(
+        settings.kind, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
+    )
     summary = replace(
         summary,
         seconds=_spent(folder, checkpoint),
@@ -181,7 +183,8 @@ def _train(
     settings = parts.settings  # with what was found out since
     if global_rank() == 0:
         lines = start_settings(settings, parts, checkpoint)
-        print_start(settings.name, folder, lines)
+        named = settings.name == settings.kind
+        print_start(settings.title if named else settings.name, folder, lines)
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
     parts = fit(folder, parts, checkpoint, summary)

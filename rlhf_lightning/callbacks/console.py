@@ -24,7 +24,7 @@ from rlhf_lightning.reports.curves import FIRST
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration, quantity
-from rlhf_lightning.runs.summary import Summary, run_title
+from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
 
 COURSE_LENGTH = 16  # characters, one a value or a mean of neighbours
@@ -223,7 +223,7 @@ class ProgressBar(LightningProgressBar):
 
 
 def print_start(
-    stage: str,
+    title: str,
     folder: RunFolder,
     settings: Mapping[str, object],
     *,
@@ -234,7 +234,6 @@ def print_start(
     table = _grid()
     for name, value in settings.items():
         table.add_row(Text(str(name)), Text(str(value)))
-    title = run_title(stage, str(settings.get("objective")).partition(",")[0])
     console.print(Panel(table, title=escape(title), title_align="left", border_style="dim"))
     _print_place("run folder", folder.path, console)
 
@@ -272,7 +271,7 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     outer = Table.grid()
     outer.add_row(head)
     outer.add_row(table)
-    title = f"{run_title(summary.stage, summary.about.get('objective'))}: {summary.status}"
+    title = f"{summary.title}: {summary.status}"
     console.print(Panel(outer, title=escape(title), title_align="left", border_style=colour))
     for name, path in (
         ("report", folder.report),

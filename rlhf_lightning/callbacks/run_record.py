@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +22,7 @@ from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
-from rlhf_lightning.modules.dpo import DPOModule
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -68,16 +68,17 @@ class RunRecord(Callback):
         Raises:
             FolderTakenError: on every rank, if it is not.
         """
-        stage: Any = pl_module.stage
+        module = cast(RLHFModule, pl_module)
+        stage, title = module.stage, module.title_of(module.algorithm)
         resumes, self._resumes, self._summary = self._resumes, False, None
         taken = self._take(stage, resumes) if trainer.is_global_zero else None
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
         self._started = time.perf_counter()
         seed = pl_module.hparams.get("seed")
-        begun = new_summary(stage, seed=seed, config_hash=None)
+        begun = new_summary(stage, seed=seed, config_hash=None, title=title)
         spent = {"total": spent_seconds(self.folder)} if resumes else {}
-        self._summary = replace(begun, seconds=spent, about=_about(trainer, pl_module))
+        self._summary = replace(begun, seconds=spent, about=_about(trainer, module))
         if trainer.is_global_zero:
             write_summary(self.folder, self._summary)
 
@@ -197,14 +198,14 @@ def _held_out(trainer: Trainer, module: LightningModule) -> Findings:
     return Findings(measures, values=values)
 
 
-def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
+def _about(trainer: Trainer, module: RLHFModule) -> dict[str, str]:
     """Return from what, on what and against what a module trains, and what is not the default."""
     given: Any = module.hparams
     data, scorer = getattr(trainer, "datamodule", None), getattr(module, "scorer", None)
     about = {"trained from": _start(module) or type(module).__name__}
     about["data"] = "batches of its own" if data is None else _data(data)
-    if isinstance(module, DPOModule):
-        about["objective"] = module.algorithm.kind
+    if (objective := getattr(module.algorithm, "kind", None)) is not None:
+        about["objective"] = str(objective)
     if scorer is not None:
         about["reward"] = _reward(given.get("reward") or scorer)
         about["baseline"] = "the policy that it was trained from"

@@ -121,6 +121,7 @@ class RLHFModule(L.LightningModule):
 
     Attributes:
         stage: first part of the names of its metrics, and its place in a configuration.
+        title: the training in words, as in a sentence; by default the stage.
         kinds: classes of its hyper-parameters, by the names of the arguments.
         data: the DataModule that it trains on.
         batch: what that DataModule gives.
@@ -130,6 +131,7 @@ class RLHFModule(L.LightningModule):
     """
 
     stage: ClassVar[str]
+    title: ClassVar[str] = ""
     kinds: ClassVar[Mapping[str, type]] = {}
     data: ClassVar[type[RecordDataModule]]
     batch: ClassVar[type[TensorBatch]]
@@ -210,6 +212,11 @@ class RLHFModule(L.LightningModule):
         """Check that a checkpoint's arguments build the module without running code."""
 
     # -- models and optimizer ---------------------------------------------------------------
+
+    @classmethod
+    def title_of(cls, algorithm: Any) -> str:
+        """Return the training in words, with these hyper-parameters."""
+        return cls.title or cls.stage
 
     @property
     def record_kinds(self) -> Sequence[str]:

@@ -68,6 +68,7 @@ class DPOModule(RLHFModule):
     """
 
     stage = "dpo"
+    title = "DPO"
     kinds: ClassVar = {"dpo": DPOHparams}
     data = PreferenceDataModule
     batch = PreferenceBatch
@@ -84,6 +85,11 @@ class DPOModule(RLHFModule):
         names = ("pairs", *MEASURES)
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.validated: list[list[float]] = []  # of KTO, by row: see `validation_step`
+
+    @classmethod
+    def title_of(cls, algorithm: Any) -> str:
+        """Return IPO or KTO, if it is one of these."""
+        return {"ipo": "IPO", "kto": "KTO"}.get(algorithm.kind, cls.title)
 
     @property
     def record_kinds(self) -> tuple[str, ...]:

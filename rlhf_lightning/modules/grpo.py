@@ -34,6 +34,7 @@ class PolicyGradientModule(OnPolicyModule):
     """
 
     stage = "grpo"
+    title = "GRPO"
     kinds: ClassVar = {"grpo": GRPOHparams, "sampling": SamplingHparams}
     whole_groups = True
     algorithm: GRPOHparams

@@ -36,6 +36,7 @@ class PPOModule(OnPolicyModule):
     """
 
     stage = "ppo"
+    title = "PPO"
     kinds: ClassVar = {"ppo": PPOHparams, "sampling": SamplingHparams}
     algorithm: PPOHparams
 

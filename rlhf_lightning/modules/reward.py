@@ -44,6 +44,7 @@ class RewardModule(RLHFModule):
     """
 
     stage = "reward"
+    title = "reward model"
     kinds: ClassVar = {"reward": RewardHparams}
     data = PreferenceDataModule
     batch = PreferenceBatch

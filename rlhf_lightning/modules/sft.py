@@ -36,6 +36,7 @@ class SFTModule(RLHFModule):
     """
 
     stage = "sft"
+    title = "supervised fine-tuning"
     kinds: ClassVar = {"sft": SFTHparams}
     data = DemonstrationDataModule
     batch = SFTBatch

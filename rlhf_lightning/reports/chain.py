@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.pictures import pictures
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.summary import Summary, read_summary, run_title
+from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import verdict
 
 _STEP = re.compile(r"round_[1-9]\d*/[a-z][a-z0-9_]*")
@@ -33,7 +33,7 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
             lines = read_samples(own.distributions)
             metrics = found.metrics if found.judged else {}
             shown = pictures(read_metrics(own.metrics), metrics, lines)
-            card["title"] += f": {run_title(found.stage, found.about.get('objective'))}"
+            card["title"] += f": {found.title}"
             card |= {"summary": found, "result": verdict(found), "picture": shown.headline}
         cards.append(card)
     return render("chain.html", cards=cards) if cards else ""

@@ -20,7 +20,7 @@ from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.saved_yaml import read_yaml
-from rlhf_lightning.runs.summary import Summary, read_summary, run_title
+from rlhf_lightning.runs.summary import Summary, read_summary
 
 SCORE_WINS = "val/score_win_rate"
 KL = "val/kl_per_token"
@@ -117,7 +117,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     if len(folders) < 2:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
-    titles = {run_title(r.summary.stage, r.summary.about.get("objective")) for r in runs}
+    titles = {r.summary.title for r in runs}
     stages = ", ".join(sorted(titles))
     columns = [n for n in COLUMNS if any(run.metrics.get(n) is not None for run in runs)]
     logged = {name for run in runs for row in run.rows for name in row} - {ITERATION}

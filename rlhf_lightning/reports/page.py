@@ -35,7 +35,7 @@ from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_
 from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
 from rlhf_lightning.runs.reading import read_file
 from rlhf_lightning.runs.secrets import redacted_yaml
-from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, run_title
+from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from rlhf_lightning.runs.verdict import verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
@@ -107,7 +107,7 @@ def render_report(folder: RunFolder) -> str:
         _times(rows, {} if summary is None else summary.seconds),
         _settings(summary, folder),
     )
-    stage = "" if summary is None else run_title(summary.stage, summary.about.get("objective"))
+    stage = "" if summary is None else summary.title
     body = Markup().join(sections)
     title = f"{stage} {folder.name}".strip()
     footer = f"rlhf_lightning · {place_of(folder.path)}"
@@ -125,7 +125,7 @@ def _verdict(
         "verdict.html",
         summary=summary,
         result=verdict(short),
-        stage=run_title(summary.stage, summary.about.get("objective")),
+        stage=summary.title,
         name=folder.name,
         tone=_STATUS_TONE[summary.status],
         failed=sum(not gate.passed for gate in summary.gates),

@@ -20,8 +20,10 @@ from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
-_STAGES = ("base", "sft", "reward", "ppo", "grpo", "dpo")
 _CHUNK_BYTES = 1 << 22
+_FIX = (
+    "make it with the experiment that publishes it: python -m rlhf_lightning.train +experiment=NAME"
+)
 _SETTLED_NS = 2_000_000_000  # no file system counts time more coarsely
 
 
@@ -73,7 +75,7 @@ def fingerprint(folder: Path | str) -> str:
     if not (folder / "config.json").is_file() or not weights:
         raise ManifestError(
             f"{folder} is no model folder: it needs config.json and at least one *.safetensors; "
-            + _fix(folder)
+            + _FIX
         )
     files = (folder / "config.json", folder / "tokenizer.json", *weights)
     return _hash_of(path for path in files if path.is_file())
@@ -147,7 +149,7 @@ def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
         if manifest == former:
             raise ManifestError(
                 f"{folder} is not what its {MANIFEST} says: {problem}; the files were changed or "
-                f"only partly copied: {_fix(folder)}"
+                f"only partly copied: {_FIX}"
             )
         # It was published again while its files were read.
     return manifest
@@ -156,12 +158,12 @@ def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
 def _parsed(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise ManifestError(f"{folder} has no {MANIFEST}: {_fix(folder)}")
+        raise ManifestError(f"{folder} has no {MANIFEST}: {_FIX}")
     try:
         return parse(Manifest, read_file(path, follow=True))
     except ValueError as error:
         raise ManifestError(
-            f"{path} is damaged ({error}): {_fix(folder)}; delete the file if something else "
+            f"{path} is damaged ({error}): {_FIX}; delete the file if something else "
             "than this project has written it"
         ) from error
 
@@ -253,11 +255,6 @@ def _sync_files(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def _fix(folder: Path) -> str:
-    stage = folder.name if folder.name in _STAGES else "<stage>"
-    return f"make it with `python -m rlhf_lightning.train +experiment={stage}`"
 
 
 def source_fingerprint(source: str, revision: str | None = None) -> str:

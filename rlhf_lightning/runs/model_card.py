@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,27 +16,12 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.hub import UNKNOWN
 from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
-from rlhf_lightning.runs.summary import GateResult, run_title
+from rlhf_lightning.runs.summary import GateResult
 from rlhf_lightning.runs.verdict import prefers_longer
 
 CONFIG = "training_config.yaml"
 OTHER_LICENCE = "license-of-the-base-model"  # its name beside `license: other`
 
-
-class _Kind(NamedTuple):
-    """The title of the cards of a stage, and whether its models score."""
-
-    title: str
-    is_reward: bool = False
-
-
-_KINDS = {
-    "sft": _Kind("SFT policy"),
-    "reward": _Kind("Reward model", is_reward=True),
-    "dpo": _Kind("DPO policy"),
-    "ppo": _Kind("PPO policy"),
-    "grpo": _Kind("GRPO policy"),
-}
 
 RoundingCost = tuple[float, float | None]  # relative error, kept share of what was learnt
 
@@ -46,7 +31,7 @@ class CardFacts:
     """The content of a model card.
 
     Args:
-        stage: "sft", "reward", "ppo", "grpo" or "dpo".
+        stage: name of the stage, a tag.
         run: name of the run folder.
         base: what it was trained from, as the configuration names it; None for random weights.
         data: name of the data.
@@ -60,9 +45,11 @@ class CardFacts:
         checkpoint: says which checkpoint this is, for one that is not the end of a finished run.
         reward: what config.json says of a reward model: `reward_offset` and the pad token.
         is_adapter: whether the folder holds an adapter alone.
-        against: the judge that scored the responses of PPO.
+        against: what scored the responses in training; None where nothing did.
         needs: base model that an adapter needs.
         rounding: what rounding the weights to bf16 has cost; None where they are in fp32.
+        title: the training in words, such as "PPO"; by default the stage.
+        is_reward: whether the model scores responses.
     """
 
     stage: str
@@ -79,20 +66,19 @@ class CardFacts:
     checkpoint: str | None = None
     reward: Mapping[str, Any] = field(default_factory=dict)
     is_adapter: bool = False
-    against: str = "a reward model"
+    against: str | None = None
     needs: str | None = None
     rounding: RoundingCost | None = None
+    title: str = ""
+    is_reward: bool = False
 
 
 def write_model_card(folder: Path, facts: CardFacts) -> Path:
     """Write `README.md` beside the weights, with the front matter that the hub reads."""
-    kind = _KINDS.get(facts.stage, _Kind(f"{facts.stage} model"))
-    if (objective := facts.settings.get(f"{facts.stage}.kind")) is not None:
-        kind = _Kind(f"{run_title(facts.stage, objective)} policy")
     text = _TEMPLATES.get_template("model_card.md").render(
         facts=facts,
-        front_matter=_front_matter(facts, kind).to_yaml(),
-        kind=kind,
+        front_matter=_front_matter(facts).to_yaml(),
+        title=facts.title or facts.stage,
         base="random weights" if facts.base is None else without_folders(facts.base),
         config=CONFIG,
         warning=prefers_longer(facts.metrics),
@@ -142,7 +128,7 @@ def _rows(figures: Mapping[str, float]) -> list[tuple[str, float, str]]:
     return rows
 
 
-def _front_matter(facts: CardFacts, kind: _Kind) -> ModelCardData:
+def _front_matter(facts: CardFacts) -> ModelCardData:
     return ModelCardData(
         library_name="peft" if facts.is_adapter else "transformers",
         license=facts.licence,
@@ -150,8 +136,8 @@ def _front_matter(facts: CardFacts, kind: _Kind) -> ModelCardData:
         base_model=facts.hub_base,
         base_model_relation=facts.hub_base and ("adapter" if facts.is_adapter else "finetune"),
         datasets=list(facts.datasets) or None,
-        pipeline_tag="text-classification" if kind.is_reward else "text-generation",
-        tags=["rlhf_lightning", facts.stage, *(["reward-model"] if kind.is_reward else [])],
+        pipeline_tag="text-classification" if facts.is_reward else "text-generation",
+        tags=["rlhf_lightning", facts.stage, *(["reward-model"] if facts.is_reward else [])],
     )
 
 

@@ -21,24 +21,6 @@ _STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages b
 
 _PACKAGES = ("rlhf_lightning", "torch", "lightning", "transformers", "hydra-core", "wandb")
 
-STAGES = {
-    "base": "Base model",
-    "sft": "Supervised fine-tuning",
-    "reward": "Reward model",
-    "dpo": "DPO",
-    "ppo": "PPO",
-    "grpo": "GRPO",
-    "collect": "Preference collection",
-    "evaluate": "Evaluation",
-    "pipeline": "Pipeline",
-}
-_OBJECTIVES = {"ipo": "IPO", "kto": "KTO"}  # of the stage dpo
-
-
-def run_title(stage: str, objective: object = None) -> str:
-    """Return the title of a stage, of DPO by its objective."""
-    return _OBJECTIVES.get(str(objective)) or STAGES.get(stage, stage)
-
 
 @dataclass(frozen=True)
 class GateResult:
@@ -86,6 +68,8 @@ class Summary:
         about: what was trained from what, on what and against what, in words.
         judged: False where the run only shows that it runs, as with `debug=fast`.
         read: SHA-256 of the files and models that training was given, by key of the configuration.
+        title: the kind of run in words, such as "PPO"; the stage where a run of an earlier
+            version has none.
     """
 
     stage: str
@@ -103,15 +87,17 @@ class Summary:
     about: Mapping[str, str] = field(default_factory=dict)
     judged: bool = True
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    title: str = ""
 
     def __post_init__(self) -> None:
-        """Check the two words."""
+        """Check the two words, and fill in the title."""
         if not isinstance(self.stage, str) or not _STAGE.fullmatch(self.stage):
             raise ValueError(f"Summary.stage={self.stage!r}, expected a name such as sft or ppo")
         if self.status not in get_args(Status):
             raise ValueError(
                 f"Summary.status={self.status!r}, expected one of {', '.join(get_args(Status))}"
             )
+        object.__setattr__(self, "title", self.title or self.stage)
 
     @property
     def passed(self) -> bool:
@@ -119,7 +105,9 @@ class Summary:
         return all(gate.passed for gate in self.gates)
 
 
-def new_summary(stage: str, *, seed: int | None, config_hash: str | None) -> Summary:
+def new_summary(
+    stage: str, *, seed: int | None, config_hash: str | None, title: str = ""
+) -> Summary:
     """Return the summary of a run that begins: status `running`, versions and commit filled in."""
     return Summary(
         stage=stage,
@@ -128,6 +116,7 @@ def new_summary(stage: str, *, seed: int | None, config_hash: str | None) -> Sum
         versions=installed_versions(),
         git_commit=git_commit(),
         config_hash=config_hash,
+        title=title[:1].upper() + title[1:],
     )
 
 

@@ -150,6 +150,9 @@ def _write_samples(folder: RunFolder, last: int, compared: bool, noise: random.R
         appender.append(iteration, samples)
 
 
+TITLES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "ppo": "PPO"}
+
+
 def _finish(
     folder: RunFolder,
     stage: str,
@@ -168,6 +171,7 @@ def _finish(
         versions=VERSIONS,
         git_commit="0f3c1d2e" * 5,
         config_hash="9b1f22c07d5e4a31",
+        title=TITLES[stage],
     )
     write_summary(folder, summary)
     folder.config.parent.mkdir(exist_ok=True)

@@ -48,6 +48,7 @@ LARGER = LARGE | {
 def sft(shape: dict[str, Any], num_devices: int, **changes: Any) -> Run:
     run = Run(
         spec=find_stage("sft"),
+        title="SFT",
         shape=Shape(shape),
         style=Style("32-true", torch.bfloat16, activation_checkpointing=True),
         device="cuda",

@@ -63,8 +63,7 @@ def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_p
 def test_what_trained_the_policy_is_titled_by_its_own_objective(tmp_path: Path) -> None:
     run = pipeline(tmp_path)
     trained = fake_ppo_run(tmp_path / STAGES[2], 20)
-    about = {"objective": "kto"}
-    write_summary(trained, replace(read_summary(trained), stage="dpo", about=about))
+    write_summary(trained, replace(read_summary(trained), stage="dpo", title="KTO"))
     titles = re.findall(r"<h3><b>(.*?)</b>", write_report(run).read_text())
     assert titles == ["sft: Supervised fine-tuning", "reward: Reward model", "ppo: KTO", "evaluate"]
 

@@ -73,7 +73,7 @@ def test_the_fingerprint_changes_with_config_tokenizer_and_weights_and_nothing_e
 
 
 def test_an_artefact_that_is_missing_damaged_or_changed_names_the_command(tmp_path):
-    fix = r"python -m rlhf_lightning\.train \+experiment=sft"
+    fix = r"python -m rlhf_lightning\.train \+experiment=NAME"
     folder = tmp_path / "sft"
     with pytest.raises(ManifestError, match=rf"no manifest\.json.*{fix}"):
         read_manifest(folder)

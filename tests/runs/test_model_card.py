@@ -13,7 +13,7 @@ NORMALIZED = "mean 0 and standard deviation 1"
 
 def facts(stage="reward", **changes):
     given = {"run": "run", "base": "sft", "data": "world", "licence": "apache-2.0"}
-    return CardFacts(stage=stage, **(given | changes))
+    return CardFacts(stage=stage, is_reward=stage == "reward", **(given | changes))
 
 
 @pytest.mark.parametrize(("metrics", "said"), [({"reward/sample_std": 2.0}, True), ({}, False)])
@@ -27,6 +27,13 @@ def test_the_card_of_a_model_from_scratch_does_not_call_it_fine_tuned(tmp_path):
     text = write_model_card(tmp_path, facts("sft", base=None)).read_text()
     assert "trained from random weights" in text
     assert "fine-tuning" not in text
+
+
+def test_a_card_says_the_training_in_the_words_that_it_is_given(tmp_path):
+    said = {"title": "online DPO", "against": "a reward function (mine.py:score)"}
+    text = write_model_card(tmp_path, facts("online_dpo", **said)).read_text()
+    assert "# Policy after online DPO: world" in text
+    assert "after online DPO against a reward function (mine.py:score)." in text
 
 
 def test_the_hub_can_read_the_front_matter(tmp_path):

@@ -38,6 +38,7 @@ KEYS = [
     "about",
     "judged",
     "read",
+    "title",
 ]
 
 

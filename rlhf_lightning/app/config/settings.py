@@ -219,6 +219,11 @@ class RunSettings(CommandSettings):
         return self.stage
 
     @property
+    def title(self) -> str:
+        """The kind of the run in words."""
+        return self.kind
+
+    @property
     def only_runs(self) -> bool:
         """True if it shows that it runs and nothing is judged, as with `debug=fast`."""
         return self.paths.apart is not None
@@ -289,6 +294,11 @@ class TrainSettings(RunSettings):
     def kind(self) -> str:
         """The name of the stage."""
         return self.spec.name
+
+    @property
+    def title(self) -> str:
+        """The training in words, such as PPO, or KTO where DPO's loss is that one."""
+        return self.spec.module.title_of(self.hparams)
 
     @property
     def hparams(self) -> Any:

@@ -12,7 +12,6 @@ from rlhf_lightning.app.memory_plan.run import Run
 from rlhf_lightning.app.memory_plan.simulation import Simulation
 from rlhf_lightning.app.memory_plan.sizes import GIB
 from rlhf_lightning.hparams import LoraHparams, Precision
-from rlhf_lightning.runs.summary import run_title
 
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
@@ -144,7 +143,6 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
         lengths = f"{run.prompt_length} + {run.response_length} tokens"
     share = run.micro_rows // run.sequences_per_row
     rows = "pairs" if run.sequences_per_row == 2 else "rows"
-    title = run_title(run.spec.name, run.objective) if run.objective else run.spec.title
     where = f"{run.num_devices} x {run.device}"
     if run.num_devices > 1:
         where += f", {run.strategy}"
@@ -158,7 +156,7 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
         f"{run.shape.num_layers} layers, vocabulary {run.shape.vocab_size:,}"
     )
     return {
-        "stage": f"{title}, {trained}",
+        "stage": f"{run.title}, {trained}",
         "model": model,
         "batch": f"{run.batch_size} {rows} of up to {lengths}, {share} at once",
         "compute": compute,

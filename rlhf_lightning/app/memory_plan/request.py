@@ -52,6 +52,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
     sampling = settings.all_hparams.get("sampling")
     run = Run(
         spec=stage,
+        title=settings.title,
         shape=shape,
         style=_style(settings),
         device=_device(settings, plan),

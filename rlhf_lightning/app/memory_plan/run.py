@@ -152,6 +152,7 @@ class Run:
 
     Args:
         spec: the stage.
+        title: the training in words.
         shape: shape of the policy.
         style: precision, adapters and checkpointing of its models.
         device: kind of device, `cpu` or `cuda`.
@@ -176,6 +177,7 @@ class Run:
     """
 
     spec: Stage
+    title: str
     shape: Shape
     style: Style
     device: Literal["cpu", "cuda"]

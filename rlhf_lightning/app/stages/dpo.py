@@ -18,7 +18,6 @@ class DPOStage(Stage):
     """DPO, IPO or KTO; a scorer only measures the result."""
 
     module = DPOModule
-    title = "DPO"
     rates: ClassVar = {"learning_rate": "policy"}
     starts_from = "sft"
     uses = ("sft",)

@@ -18,7 +18,6 @@ class GRPOStage(PPOStage):
 
     module = PolicyGradientModule
     family = OnPolicyModule  # every objective on own responses without a value model
-    title = "GRPO"
     rates: ClassVar = {"learning_rate": "policy"}
     trains = (POLICY,)
     factory = "rlhf_lightning.models.ppo_models.policy_models"

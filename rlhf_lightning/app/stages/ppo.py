@@ -40,7 +40,6 @@ class PPOStage(Stage):
     """Policy gradients on responses of the policy, with a value model and a reference."""
 
     module: type[RLHFModule] = PPOModule
-    title = "PPO"
     rates: ClassVar = {"learning_rate": "policy", "value_learning_rate": "value"}
     starts_from = "sft"
     uses = ("sft", "reward", "ppo")

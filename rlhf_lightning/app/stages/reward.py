@@ -31,7 +31,6 @@ class RewardStage(Stage):
     """A Bradley-Terry reward model, normalized on responses of the policy that it starts from."""
 
     module = RewardModule
-    title = "reward model"
     rates: ClassVar = {"learning_rate": "reward"}
     starts_from = "sft"
     uses = ("sft",)

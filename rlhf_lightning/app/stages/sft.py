@@ -16,7 +16,6 @@ class SFTStage(Stage):
     """Supervised fine-tuning on demonstrations or plain texts."""
 
     module = SFTModule
-    title = "supervised fine-tuning"
     rates: ClassVar = {"learning_rate": "sft"}
     starts_from = "base"
     uses = ("base",)

@@ -57,7 +57,6 @@ class Stage:
             are their classes.
         family: the class whose subclasses are trained like this, whatever they call themselves;
             None for `module`.
-        title: in a sentence.
         rates: what each learning rate among its settings is the rate of.
         starts_from: the key below `artifacts` of the model that it starts from.
         uses: the keys below `artifacts` of all models that it loads.
@@ -78,7 +77,6 @@ class Stage:
 
     module: type[RLHFModule]
     family: ClassVar[type[RLHFModule] | None] = None
-    title: ClassVar[str]
     rates: ClassVar[dict[str, Kind]]
     starts_from: ClassVar[str]
     uses: ClassVar[tuple[str, ...]]
@@ -101,6 +99,11 @@ class Stage:
     def name(self) -> str:
         """Its name in summaries, manifests and messages."""
         return self.module.stage
+
+    @property
+    def title(self) -> str:
+        """Its name in a sentence."""
+        return self.module.title or self.name
 
     @property
     def settings(self) -> str:

@@ -406,7 +406,7 @@ def recorded(
     Returns:
         The summary as it begins, and the descriptor of the claim.
     """
-    summary = new_summary(kind, seed=settings.seed, config_hash=settings.config_hash)
+    summary = new_summary(kind, seed=settings.seed, config_hash=settings.config_hash, title=kind)
     with (
         claim_run(folder.path, lambda: check_folder(settings, folder)) as claim,
         stopping_on_signals(),
