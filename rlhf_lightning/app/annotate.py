@@ -8,15 +8,15 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import AnnotateSettings
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.preferences.annotation.assignment import iso_time
+from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.preferences.annotation.store import LabelStore, describe_store
 from rlhf_lightning.runs.stopping import RunStoppedError
-
-if TYPE_CHECKING:
-    from rlhf_lightning.preferences.annotation.store import LabelStore
 
 
 def run(settings: AnnotateSettings) -> None:
@@ -25,10 +25,6 @@ def run(settings: AnnotateSettings) -> None:
     Raises:
         ConfigError: if the files do not allow it.
     """
-    from rlhf_lightning.data.errors import BadRecordError
-    from rlhf_lightning.preferences.annotation.database import StoreError
-    from rlhf_lightning.preferences.annotation.store import LabelStore
-
     if not settings.store.exists() and (settings.file is None or settings.action == "export"):
         raise ConfigError(
             f"store={settings.store} does not exist: add file=PAIRS to take "
@@ -39,8 +35,6 @@ def run(settings: AnnotateSettings) -> None:
             if settings.action == "export":
                 _export(settings, store)
             elif settings.action == "status":
-                from rlhf_lightning.preferences.annotation.store import describe_store
-
                 say(describe_store(store))
             else:
                 if settings.action == "serve":
@@ -65,7 +59,7 @@ def _keep_question(settings: AnnotateSettings, store: LabelStore) -> None:
 
 
 def _import(settings: AnnotateSettings, store: LabelStore) -> None:
-    from rlhf_lightning.preferences.annotation.assignment import iso_time
+    # brings transformers: the page and its status start without it
     from rlhf_lightning.preferences.formats.io import read_collection
 
     assert settings.file is not None
@@ -104,6 +98,7 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
 
 
 def _export(settings: AnnotateSettings, store: LabelStore) -> None:
+    # brings transformers: the page and its status start without it
     from rlhf_lightning.preferences.formats.io import Collection, write_collection
 
     assert settings.file is not None
@@ -127,6 +122,7 @@ def _digest(file: Path) -> str:
 
 def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
     try:
+        # of the extra `annotate`, which may be missing
         from rlhf_lightning.preferences.annotation.server.serve import PortError, serve
     except ModuleNotFoundError as error:
         raise ConfigError(

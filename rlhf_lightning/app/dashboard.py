@@ -142,6 +142,7 @@ def require_login() -> None:
     Raises:
         ConfigError: if there is none.
     """
+    # brings torch and lightning, which action=print does without
     from rlhf_lightning.callbacks.wandb_logger import is_logged_in
 
     if not is_logged_in():
@@ -153,6 +154,7 @@ def require_login() -> None:
 
 def default_entity() -> str:
     """Return the entity of the user who is logged in."""
+    # takes seconds, and only publishing needs it
     import wandb
 
     return str(wandb.Api().default_entity)
@@ -171,6 +173,7 @@ def _panel(metric: str) -> Any:
 
 def _libraries() -> tuple[Any, Any]:
     try:
+        # of the extra `dashboards`, which may be missing
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ModuleNotFoundError as error:

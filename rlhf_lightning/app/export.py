@@ -13,6 +13,7 @@ from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.hub import HubError, push_folder
 from rlhf_lightning.runs.lock import is_claimed
 from rlhf_lightning.runs.model_folder import is_adapter, of_adapter
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
@@ -37,6 +38,7 @@ def run(settings: ExportSettings) -> list[str]:
     else:
         run_folder, checkpoint = find_checkpoint(settings.run)
         folder = find_target(settings, run_folder)
+        # brings torch: a mistake on the command line is told before
         from rlhf_lightning.app.reexport import reexport
 
         reexport(
@@ -44,8 +46,6 @@ def run(settings: ExportSettings) -> list[str]:
         )
         places.append(str(folder))
     if settings.push_to_hub is not None:
-        from rlhf_lightning.runs.hub import HubError, push_folder
-
         try:
             address = push_folder(folder, settings.push_to_hub, private=not settings.public)
         except HubError as error:

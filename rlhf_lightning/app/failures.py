@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from hydra.errors import InstantiationException
 
 from rlhf_lightning.distributed.launch import global_rank
+from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk, write_text
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
@@ -149,8 +150,6 @@ def record_failure(
         else:
             write_text(folder.traceback, redacted("".join(traceback.format_exception(error))))
             error.add_note(f"the traceback is in {folder.traceback}")
-        from rlhf_lightning.reports.page import write_report
-
         write_report(folder)
     except (OSError, ValueError) as problem:
         logger.warning("how the run ended could not be recorded: %s", problem)
@@ -219,6 +218,7 @@ def explain_lost_rank(error: BaseException, timeout_minutes: float) -> RunFailed
     """
     if "torch" not in sys.modules:
         return None
+    # brings torch: commands that compute nothing fail without it
     from rlhf_lightning.distributed.collectives import exchange_failure_reasons, rank, world_size
 
     ours, size = rank(), world_size()
@@ -290,6 +290,7 @@ def watch_children(trainer: Any, folder: RunFolder, summary: Summary) -> None:
         folder: folder of the run.
         summary: summary of the run while it is under way.
     """
+    # brings torch: commands that compute nothing fail without it
     from rlhf_lightning.callbacks.children import WatchChildren
 
     trainer.callbacks.insert(0, WatchChildren(_teller(folder, summary)))
@@ -298,6 +299,7 @@ def watch_children(trainer: Any, folder: RunFolder, summary: Summary) -> None:
 def _teller(folder: RunFolder, summary: Summary) -> Callable[[dict[int, int]], None]:
 
     def tell(failed: dict[int, int]) -> None:
+        # brings torch: commands that compute nothing fail without it
         from rlhf_lightning.distributed.collectives import failure_reasons_so_far, world_size
 
         causes = {r: said for r, said in failure_reasons_so_far().items() if said != LOST}

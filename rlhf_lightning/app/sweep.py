@@ -17,6 +17,7 @@ from hydra.types import RunMode
 
 from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, global_rank
+from rlhf_lightning.reports.compare import write_comparison
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.saved_yaml import read_yaml
@@ -101,8 +102,6 @@ def finish_sweep(sweep: Path) -> None:
     runs = [RunFolder(job) for job in jobs]
     begun = [run for run in runs if run.summary.is_file()]
     if len(begun) > 1:
-        from rlhf_lightning.reports.compare import write_comparison
-
         page = write_comparison(begun, sweep / "comparison.html")
         sys.stdout.write(f"comparison of the {len(begun)} jobs: {page}\n")
     failed = [(run, why) for run in runs if (why := _failure(run)) is not None]

@@ -44,6 +44,7 @@ MAX_FILE_LINES = 500
 MAX_ENTRY_POINT_LINES = 10
 MAX_FOLDERS = 14
 MAX_FUNCTION_LINES = 50
+MAX_IMPORTS_INSIDE = 30
 
 
 def part_of(path: Path) -> str:
@@ -107,6 +108,23 @@ def forbidden_inside(part: str, wanted: str) -> str | None:
             "imports point strictly down"
         )
     return None
+
+
+def imports_without_a_reason(source: str) -> list[int]:
+    """List the lines of imports inside functions with no comment on the same or the line before."""
+    lines, found = source.splitlines(), set()
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            group = 0  # the last line of the imports above, which share a comment
+            for node in ast.walk(function):
+                if not isinstance(node, ast.Import | ast.ImportFrom):
+                    continue
+                above = lines[node.lineno - 2].strip()
+                if "#" in lines[node.lineno - 1] or above.startswith("#") or node.lineno == group:
+                    group = (node.end_lineno or node.lineno) + 1
+                else:
+                    found.add(node.lineno)
+    return sorted(found)
 
 
 def long_functions(source: str) -> list[str]:
@@ -346,3 +364,34 @@ def test_an_entry_point_imports_nothing_heavy_before_main(script: str) -> None:
     loaded = set(result.stdout.split())
     assert "rlhf_lightning" in loaded
     assert not loaded & HEAVY
+
+
+def test_an_import_inside_a_function_of_app_says_why() -> None:
+    sources = {file: file.read_text() for file in (PACKAGE / "app").rglob("*.py")}
+    found = {
+        str(f): lines for f, text in sources.items() if (lines := imports_without_a_reason(text))
+    }
+    assert not found
+    inside = [
+        node
+        for text in sources.values()
+        for function in ast.walk(ast.parse(text))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert len(inside) <= MAX_IMPORTS_INSIDE
+
+
+@pytest.mark.parametrize(
+    ("body", "lines"),
+    [
+        ("import os", [2]),
+        ("import os  # takes a second", []),
+        ("# takes a second\n    import os\n    import re", []),
+        ("# takes a second\n    import os\n    x = 1\n    import re", [5]),
+        ("def g():\n        import os", [3]),
+    ],
+)
+def test_an_import_without_a_reason_is_found(body: str, lines: list[int]) -> None:
+    assert imports_without_a_reason(f"def f():\n    {body}\n") == lines

@@ -72,6 +72,7 @@ def _of_call(node: Node) -> Iterator[Named]:
 
 def _of_source(node: Node) -> Iterator[Named]:
     """Yield the files that a source of records reads, by the argument that names them."""
+    # brings torch: a mistake on the command line is told before
     from rlhf_lightning.data.identity import files_of
 
     for key, value in node.arguments.items():

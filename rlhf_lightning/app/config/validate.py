@@ -272,6 +272,7 @@ def check_run(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
+    # brings torch: a mistake on the command line is told before
     from rlhf_lightning.modules.optimization import check_divisor
 
     if (stops := settings.select(EARLY_STOPPING)) is not None:
@@ -301,6 +302,7 @@ def check_devices(settings: TrainSettings) -> None:
     Raises:
         ConfigError: if it has none, or fewer devices.
     """
+    # brings torch: a mistake on the command line is told before
     import torch
 
     kind, count = settings.trainer.accelerator, settings.trainer.devices
@@ -351,6 +353,7 @@ def _described(where: str, target: Target | Node, error: BaseException) -> str:
 
 
 def _parameter() -> Any:
+    # brings torch: a mistake on the command line is told before
     import torch
 
     return torch.nn.Parameter(torch.zeros(1))

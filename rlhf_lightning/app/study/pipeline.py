@@ -30,6 +30,7 @@ from rlhf_lightning.app.study.engine import (
 )
 from rlhf_lightning.app.study.steps import Step, accepted, check_pipeline, plan
 from rlhf_lightning.app.study.words import as_overrides
+from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
@@ -157,8 +158,6 @@ def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
 
 
 def _write_page(folder: RunFolder) -> None:
-    from rlhf_lightning.reports.page import write_report
-
     try:
         write_report(folder)
     except (OSError, ValueError) as error:
@@ -166,6 +165,7 @@ def _write_page(folder: RunFolder) -> None:
 
 
 def _tell(folder: RunFolder, summary: Summary) -> None:
+    # brings torch: a mistake on the command line is told before
     from rlhf_lightning.callbacks.console import print_verdict
 
     print_verdict(summary, folder)

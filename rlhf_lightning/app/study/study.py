@@ -34,6 +34,8 @@ from rlhf_lightning.app.study.engine import (
 )
 from rlhf_lightning.app.study.rows import PlannedRun, plan
 from rlhf_lightning.app.study.words import as_overrides, given
+from rlhf_lightning.reports.study import write_study
+from rlhf_lightning.reports.study_results import Result, RewardModel, Study
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
@@ -102,9 +104,6 @@ def _prepare(runs: Sequence[PlannedRun], folder: Path) -> None:
 
 
 def _write_pages(settings: StudySettings, runs: Sequence[PlannedRun], folder: Path) -> None:
-    from rlhf_lightning.reports.study import write_study
-    from rlhf_lightning.reports.study_results import RewardModel, Study
-
     results = tuple(result for planned in runs for result in _results(planned))
     study = Study(
         settings.name,
@@ -154,8 +153,6 @@ def _of_best(metrics: Mapping[str, Any], head: str) -> dict[str, Any]:
 
 
 def _result(planned: PlannedRun) -> Any:
-    from rlhf_lightning.reports.study_results import Result
-
     folder, tries = planned.folder(), planned.attempts()
     status, cause = outcome(planned)
     ended = [row for row in tries if row.code is not None]
