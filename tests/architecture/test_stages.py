@@ -19,6 +19,7 @@ OTHER_NAMES = {
     "app/study/steps.py": "the steps of a pipeline, which are experiments",
     "app/study/words.py": "the steps that words of a command line are for",
     "functional/surrogates.py": "names of surrogates",
+    "hparams.py": "names of surrogates",
     "models/learning_rates.py": "kinds of learning rates",
 }
 HOMONYMS = {"reward"}  # also an argument, a model and a kind of KL: alone it says nothing

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, Unpack
+from typing import Annotated, Any, ClassVar, Self, Unpack
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.arguments import Above0, PathOrName, checked
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.preference_losses import dpo_loss
-from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, number
+from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, Usual
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules import pretrained
@@ -34,8 +35,8 @@ class OnlineDPOHparams(OnPolicyHparams):
         beta: weight of the log-ratio to the reference.
     """
 
-    kl_coef: float = number(0.0, at_least=0, at_most=0)
-    beta: float = number(0.1, above=0, usual=(0.01, 0.5))
+    kl_coef: Annotated[float, Field(ge=0, le=0)] = 0.0
+    beta: Annotated[Above0, Usual(0.01, 0.5)] = 0.1
 
     @property
     def num_passes(self) -> int:
