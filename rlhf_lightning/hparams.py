@@ -88,11 +88,11 @@ class SamplingHparams(Checked):
 
     Args:
         temperature: divides the logits when sampling and in every log-probability.
-        max_new_tokens: longest response, in tokens, its EOS included.
+        max_new_tokens: longest response in tokens, EOS included.
         top_k: must stay 0; PPO's ratio needs samples of the full distribution.
         top_p: must stay 1.0, for the same reason.
-        skip_special_tokens: leave special tokens out of the texts that rewards, judges and people
-            are given; the ids are trained on as they are.
+        skip_special_tokens: leave special tokens out of the texts for rewards, judges and people;
+            training still uses all ids.
     """
 
     temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE, le=10), Usual(0.7, 1.0)] = 1.0
@@ -116,11 +116,11 @@ class SFTHparams(Checked):
     """Supervised fine-tuning.
 
     Args:
-        learning_rate: peak of the schedule; None: by the model's size.
-        micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
+        learning_rate: peak learning rate of the schedule; None follows the model's size.
+        micro_batch_size: rows in one forward; None takes a rank's whole share at once.
         max_grad_norm: bound on the gradient norm.
-        max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
-            gradient is not finite, before the run stops; 0 stops at the first.
+        max_skipped_steps: consecutive optimizer steps that may be skipped because the loss or the
+            gradient is not finite; one more stops the run, so 0 stops it at the first.
     """
 
     learning_rate: Annotated[Rate | None, Usual(1e-6, 5e-3)] = None
@@ -134,15 +134,16 @@ class RewardHparams(Checked):
     """Pairwise reward model (Bradley-Terry).
 
     Args:
-        learning_rate: peak of the schedule; None: by the model's size.
+        learning_rate: peak learning rate of the schedule; None follows the model's size.
         micro_batch_size: pairs in one forward (both sides of a pair go in together).
         max_grad_norm: bound on the gradient norm.
-        max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
-            gradient is not finite, before the run stops; 0 stops at the first.
+        max_skipped_steps: consecutive optimizer steps that may be skipped because the loss or the
+            gradient is not finite; one more stops the run, so 0 stops it at the first.
         use_margin: subtract the records' margin from the difference of the scores.
-        label_smoothing: share of labels taken to be wrong.
+        label_smoothing: share of labels assumed to be wrong.
         center_coef: weight of mean((chosen + rejected)^2), which keeps scores near 0.
-        normalization_samples: responses of the SFT policy that fix mean 0 and std 1; 0 skips it.
+        normalization_samples: responses of the SFT policy over which scores get mean 0 and std 1;
+            0 skips it.
     """
 
     learning_rate: Annotated[Rate | None, Usual(1e-6, 5e-3)] = None
@@ -160,17 +161,17 @@ class DPOHparams(Checked):
     """Direct preference optimization.
 
     Args:
-        learning_rate: peak of the schedule; None: by the model's size.
+        learning_rate: peak learning rate of the schedule; None follows the model's size.
         micro_batch_size: pairs in one forward (both sides of a pair go in together).
         max_grad_norm: bound on the gradient norm.
-        max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
-            gradient is not finite, before the run stops; 0 stops at the first.
-        beta: weight of the log-ratio to the reference; the smaller, the farther the policy moves.
-        label_smoothing: share of labels taken to be wrong (cDPO), of `kind="sigmoid"` alone.
+        max_skipped_steps: consecutive optimizer steps that may be skipped because the loss or the
+            gradient is not finite; one more stops the run, so 0 stops it at the first.
+        beta: weight of the log-ratio to the reference; the policy moves farther if it is small.
+        label_smoothing: share of labels assumed to be wrong (cDPO); only for `kind="sigmoid"`.
         kind: "sigmoid" for DPO, "ipo" for the squared loss whose margin is bounded, "kto" for
-            single answers with a label (`data.kind=unpaired`).
-        desirable_weight: weight of answers whose label is true, of `kind="kto"` alone.
-        undesirable_weight: weight of answers whose label is false, of `kind="kto"` alone.
+            single responses with a label (`data.kind=unpaired`).
+        desirable_weight: weight of responses whose label is true; only for `kind="kto"`.
+        undesirable_weight: weight of responses whose label is false; only for `kind="kto"`.
     """
 
     learning_rate: Annotated[Rate | None, Usual(1e-7, 1e-3)] = None
@@ -208,8 +209,9 @@ class LoraHparams(Checked):
     Args:
         r: rank of each adapter.
         alpha: the adapter's output is scaled by alpha / r.
-        dropout: on the adapter's input; must be 0 for PPO, whose ratio would not start at 1.
-        target_modules: "all-linear" (every Linear but the head), or names separated by commas.
+        dropout: dropout on the adapter's input; must be 0 for PPO, or its ratio does not start at
+            1.
+        target_modules: "all-linear" (every Linear except the head), or names separated by commas.
         base_precision: the Trainer's; under `bf16-mixed` the frozen Linear weights are held in
             bf16, which autocast would round them to anyway.
         quantization: "none", or "nf4" for a 4-bit base (QLoRA, Dettmers et al. 2023).
@@ -234,43 +236,44 @@ class OnPolicyHparams(Checked):
     """Coefficients that PPO and its relatives share: shaping, surrogate, optimizer steps.
 
     Args:
-        learning_rate: of the policy, at the start of the schedule; None: by its size.
+        learning_rate: the policy's rate at the start of the schedule; None follows its size.
         kl_coef: weight of the KL penalty.
-        kl_in: "reward", a k1 penalty in the token rewards, or "loss", in units of advantages.
-        kl_estimator: of a penalty in the loss: "k2", whose gradient is that of the KL, or "k3" of
-            the GRPO paper, whose gradient is that of the reverse KL.
-        kl_target: nats per response that an adaptive kl_coef aims at; None keeps it fixed.
-        kl_horizon: episodes over which the adaptive controller moves.
+        kl_in: place of the penalty: "reward" (k1, in the token rewards) or "loss" (in units of
+            advantages).
+        kl_estimator: estimator of a penalty in the loss: "k2", which has the gradient of the KL, or
+            "k3" of the GRPO paper, which has that of the reverse KL.
+        kl_target: target of an adaptive kl_coef, in nats per response; None keeps kl_coef fixed.
+        kl_horizon: episodes over which the adaptive controller reacts.
         surrogate: "ppo" (clipped ratio of each token), "gspo" (of each sequence) or "cispo"
             (clipped weights, every token keeps its gradient).
         loss_reduction: "token" (mean over all tokens of an optimizer step), "sequence" (mean over
-            responses of their means) or "constant" (sum over `max_new_tokens` a response).
-        cliprange: the ratio is clipped to 1 - cliprange .. 1 + cliprange; 1 is no lower bound.
-        cliprange_high: other upper bound ("clip higher"); None uses cliprange.
-        dual_clip: bound on the loss where the advantage is negative; None is plain PPO, and all
-            that "cispo" takes.
-        num_minibatches: optimizer steps in one pass.
-        micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
+            responses of their means) or "constant" (sum divided by rows times `max_new_tokens`).
+        cliprange: the ratio is clipped to 1 - cliprange .. 1 + cliprange; 1 sets no lower bound.
+        cliprange_high: separate upper bound ("clip higher"); None uses cliprange.
+        dual_clip: bound on the loss where the advantage is negative; None is plain PPO. "cispo"
+            needs None.
+        num_minibatches: optimizer steps per pass over a rollout.
+        micro_batch_size: rows in one forward; None takes a rank's whole share at once.
         max_grad_norm: bound on each gradient norm.
-        max_skipped_steps: optimizer steps in a row that are skipped because the loss, a gradient
-            or the rollout (one step) is not finite, before the run stops; 0 stops at the first.
-        missing_eos_penalty: subtracted, after clipping, from the score of a response cut off.
-        score_clip: scores are clipped to -score_clip .. score_clip; None does not clip; "auto" is 5
-            where the scorer is normalized (reward models), else None.
-        overlong_buffer: tokens before max_new_tokens in which a response loses up to 1 of its
-            score, growing with its length; None takes nothing.
+        max_skipped_steps: consecutive optimizer steps that may be skipped because the loss, a
+            gradient or the rollout (one step) is not finite; one more stops the run.
+        missing_eos_penalty: subtracted, after clipping, from the score of a cut-off response.
+        score_clip: scores are clipped to -score_clip .. score_clip; None does not clip. "auto" is 5
+            if the scorer is normalized (reward models), else None.
+        overlong_buffer: last tokens before max_new_tokens, over which a penalty on the score grows
+            from 0 to 1; None sets no penalty.
         target_approx_kl: stop the updates of a rollout when a minibatch's approx_kl, reduced over
             ranks, is above this; None never stops.
         entropy_coef: weight of an entropy bonus.
-        off_policy: correction for tokens that were sampled by another distribution than the old
-            policy (an engine in another precision or with older weights): "none", "truncated"
-            (each token weighs min(ratio, off_policy_cap)) or "masked" (each response weighs its
-            ratio, and nothing outside off_policy_low .. off_policy_high).
+        off_policy: correction for tokens that were not sampled by the old policy (an engine with
+            another precision or older weights): "none", "truncated" (each token weighs
+            min(ratio, off_policy_cap)) or "masked" (each response weighs its ratio, or 0 outside
+            off_policy_low .. off_policy_high).
         off_policy_cap: largest weight of a token, with off_policy=truncated.
         off_policy_low: smallest ratio of a response that counts, with off_policy=masked.
-        off_policy_high: largest one.
-        rollout_lag: iterations between sampling and training: 0, or 1, with which the responses of
-            an iteration are sampled before the update of the one before.
+        off_policy_high: largest ratio of a response that counts, with off_policy=masked.
+        rollout_lag: iterations between sampling and training, 0 or 1. With 1, responses are sampled
+            before the update of the previous iteration.
     """
 
     learning_rate: Annotated[Rate | None, Usual(1e-7, 1e-3)] = None
@@ -365,16 +368,16 @@ class PPOHparams(OnPolicyHparams):
     """PPO with a KL penalty in the reward; the other settings are those of `OnPolicyHparams`.
 
     Args:
-        value_learning_rate: of the value model; None: by its size.
-        cliprange_value: bound on the move of a value from its old one; None does not clip.
+        value_learning_rate: the value model's learning rate; None follows its size.
+        cliprange_value: bound on the change of a value from its old one; None does not clip.
         vf_coef: weight of the value loss.
-        gamma: discount; 1.0 for responses.
+        gamma: discount factor; use 1.0 for responses.
         gae_lambda: lambda of generalized advantage estimation.
-        gae_lambda_value: of the value model's targets; None uses gae_lambda.
-        gae_length_alpha: None, or the lambda of a response's advantages grows with its length:
-            1 - 1 / (gae_length_alpha * length).
+        gae_lambda_value: lambda of the value model's targets; None uses gae_lambda.
+        gae_length_alpha: makes the lambda of a response's advantages grow with its length:
+            1 - 1 / (gae_length_alpha * length); None uses gae_lambda.
         num_ppo_epochs: passes over one rollout.
-        critic_warmup_iterations: first iterations that train the value model alone.
+        critic_warmup_iterations: number of first iterations that train only the value model.
     """
 
     value_learning_rate: Annotated[Rate | None, Usual(1e-7, 3e-3)] = None
@@ -398,15 +401,15 @@ class GRPOHparams(OnPolicyHparams):
     """GRPO and its relatives, without a value model; the other settings: `OnPolicyHparams`.
 
     Args:
-        kl_in: "loss" or "reward".
-        baseline: "mean" of the prompt's responses, "leave_one_out" (of the others), or "none",
-            with which every token gets its rewards to go.
+        kl_in: place of the KL penalty: "loss" or "reward".
+        baseline: "mean" of the prompt's responses, "leave_one_out" (mean of the others), or "none"
+            (every token gets its rewards to go).
         scale: "group_std" divides by the standard deviation of the prompt's responses,
             "global_std" whitens over all actions of all ranks, "none" does neither.
         num_epochs: passes over one rollout.
-        max_resampling_rounds: how often at most an iteration asks following prompts of the data in
-            place of those whose responses all have one score, which teach nothing (DAPO's dynamic
-            sampling); 0 never.
+        max_resampling_rounds: largest number of rounds in which an iteration replaces prompts whose
+            responses all score the same by the next prompts of the data (DAPO's dynamic sampling);
+            0 disables it.
     """
 
     kl_in: Literal["loss", "reward"] = "loss"
