@@ -1,4 +1,4 @@
-"""Check the arguments of a call against the annotations of what is called.
+"""Checks of a call's arguments against the annotations of the callee.
 
 One mechanism for calls from Python (`checked`), for hyper-parameters and for what a configuration
 builds. Numbers, texts and truth values are strict: no text is read as a number, no truth value as
@@ -127,8 +127,8 @@ def fitting(key: str, value: Any, hint: Any) -> Any:
 
     Args:
         key: name of the argument, for the message.
-        value: any object.
-        hint: annotation.
+        value: value to check, any object.
+        hint: annotation of the argument.
 
     Raises:
         TypeError: for another type, naming the argument, what it got and what it wants.
@@ -229,11 +229,11 @@ def is_union(hint: Any) -> bool:
 
 @dataclass
 class Built:
-    """What a configuration is going to build, in the place of the object.
+    """Placeholder for an object that a configuration will build.
 
     Args:
-        name: dotted name that it is built by.
-        product: annotation of what comes out.
+        name: dotted name of its class or function.
+        product: annotation of the built object.
         is_placed: a parameter whose annotation allows it has received it.
     """
 

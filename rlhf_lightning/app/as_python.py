@@ -144,8 +144,8 @@ def as_python(settings: TrainSettings, overrides: Sequence[str]) -> str:
     """Return the program.
 
     Args:
-        settings: of the command.
-        overrides: of its command line, for the first line.
+        settings: settings of the command.
+        overrides: overrides of its command line, for the first line.
 
     Raises:
         ConfigError: for a setting that has no argument in Python, with its key.

@@ -67,9 +67,9 @@ def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
     monitor = settings.callbacks.checkpoint.monitor
     if doctor.actions is not None and doctor.actions.on_alarm == "rollback" and monitor is None:
         raise ConfigError(
-            "doctor.actions.on_alarm=rollback goes back to the best checkpoint, and "
-            "callbacks.checkpoint.monitor=null keeps none: set it to doctor/quality with "
-            "callbacks.checkpoint.mode=max, as doctor=act does"
+            "doctor.actions.on_alarm=rollback needs the best checkpoint, "
+            "callbacks.checkpoint.monitor=null keeps none: set it to doctor/quality and "
+            "callbacks.checkpoint.mode=max"
         )
     given = {"domains": doctor.harmful_domains, "patterns": doctor.refusals}
     try:
@@ -348,8 +348,8 @@ def make_trainer(
             limit_val_batches=given.limit_val_batches if not settings.spec.rolls_out else 0,
         )
     )
-    # Lightning's handlers exchange data inside the handler, which hangs where one rank alone is
-    # told, and put Slurm jobs back into the queue from a checkpoint of their own.
+    # Lightning's handlers exchange data inside the handler, which hangs if only one rank gets the
+    # signal, and requeue Slurm jobs from another checkpoint.
     cast(Any, trainer)._signal_connector.register_signal_handlers = lambda: None
     return trainer
 

@@ -51,9 +51,9 @@ class Outcome:
 
     Args:
         run: name of the run folder.
-        metrics: final ones.
-        gates: their outcome.
-        checkpoint: for a model that is not the end of a finished run: which one it is.
+        metrics: final metrics of the run.
+        gates: outcomes of its gates.
+        checkpoint: name of the checkpoint, for a model that is not the end of a finished run.
     """
 
     run: str
@@ -75,25 +75,25 @@ def write_model_folder(
     dtype: str | None = None,
     full: Path | None = None,
 ) -> None:
-    """Write what a run has trained as a Hugging Face folder.
+    """Write the trained model of a run as a Hugging Face folder.
 
-    An adapter is merged into its base, and stands by itself in `adapter/`.
+    An adapter is merged into its base, and also written alone to `adapter/`.
 
     Args:
-        settings: of the run.
-        folder: a new one.
-        model: what was trained.
+        settings: settings of the run.
+        folder: a new folder.
+        model: the trained model.
         tokenizer: the one it was trained with.
         state: full state dict of `model`, on the CPU.
-        outcome: what the card says of it.
+        outcome: end of the run, for the card.
         source: the model that the run started from; None for random weights.
         adapter_only: write the adapter and nothing of its base.
-        dtype: of the weights: fp32, bf16 or auto; None takes that of the configuration.
+        dtype: dtype of the weights: fp32, bf16 or auto; None takes that of the configuration.
         full: gets the same in fp32, if `folder` is not.
 
     Raises:
-        ValueError: if only an adapter is asked for and none was trained.
-        ManifestError: if another model than the adapter's base is in its place by now.
+        ValueError: if only an adapter is requested and none was trained.
+        ManifestError: if the adapter's base has been replaced by another model.
     """
     start = settings.start
     adapted = model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
@@ -167,7 +167,7 @@ def export_dtypes(
 ) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype of the exported weights, and that of the model at the root.
 
-    `auto` is the latter, where the fp32 weights are published besides; else fp32.
+    `auto` is the latter if the fp32 weights are published as well; else fp32.
     """
     start = settings.start
     base = torch.float32
@@ -241,7 +241,7 @@ def _against(scorer: Target | None) -> str:
 
 
 def _needs(folder: Path) -> str:
-    """Return what an adapter stands on, without folders of the machine."""
+    """Return the base that an adapter needs, without folders of the machine."""
     config = read_json(folder / ADAPTER_CONFIG)
     base, revision = config["base_model_name_or_path"], config.get("revision")
     if not Path(base).is_dir():
@@ -263,7 +263,7 @@ def _reward_facts(folder: Path) -> dict[str, Any]:
 
 
 def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
-    """Return the hub names of data sets that `dataset` reads."""
+    """Return the hub names of datasets that `dataset` reads."""
     hub = dataset.source.class_name.endswith("HubSource")
     names = [dataset.hub_name, dataset.source.get("name") if hub else None]
     found = [str(name) for name in names if name and _HUB_DATA.fullmatch(str(name))]

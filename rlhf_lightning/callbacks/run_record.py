@@ -45,7 +45,7 @@ class RunRecord(Callback):
     """Keep `summary.json` and `report.html` of a run folder, and refuse to run over another run.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -59,11 +59,11 @@ class RunRecord(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note that a run goes on."""
+        """Note that a run is continued."""
         self._resumes = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the folder, which has to be free unless its run goes on.
+        """Claim the folder, which must be free unless its run is continued.
 
         Raises:
             FolderTakenError: on every rank, if it is not.
@@ -109,16 +109,16 @@ class RunRecord(Callback):
         baseline: str,
         judge: object,
     ) -> None:
-        """Add what `compare` measured of the trained policy to the summary and the report.
+        """Add the results of `compare` to the summary and the report.
 
         A comparison while the run is under way is not added.
 
         Args:
-            trainer: of the policy.
-            findings: of the comparison.
-            gates: what was reached.
-            baseline: what it compared with.
-            judge: what it compared by: a name, a function or a scorer.
+            trainer: Trainer of the policy.
+            findings: results of the comparison.
+            gates: results of the gates.
+            baseline: name of the other policy.
+            judge: judge of the comparison: a name, a function or a scorer.
         """
         if not trainer.is_global_zero or not self.folder.summary.is_file():
             return
@@ -203,7 +203,7 @@ def _about(trainer: Trainer, module: RLHFModule) -> dict[str, str]:
     given: Any = module.hparams
     data, scorer = getattr(trainer, "datamodule", None), getattr(module, "scorer", None)
     about = {"trained from": _start(module) or type(module).__name__}
-    about["data"] = "batches of its own" if data is None else _data(data)
+    about["data"] = "other batches" if data is None else _data(data)
     if (objective := getattr(module.algorithm, "kind", None)) is not None:
         about["objective"] = str(objective)
     if scorer is not None:
@@ -248,12 +248,13 @@ def _reward(scorer: Any) -> str:
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Answer Lightning's question which checkpoint `ckpt_path="last"` means; saves nothing itself.
+    """Tell Lightning which checkpoint `ckpt_path="last"` means; save nothing itself.
 
-    Lightning asks callbacks of this class alone, and without one starts anew with a warning.
+    Lightning only asks callbacks of this class, and without one starts from the beginning with a
+    warning.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:

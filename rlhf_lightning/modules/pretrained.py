@@ -83,8 +83,8 @@ def as_scorer(
             folder or hub name of a reward model, read by its own tokenizer if that is another one;
             or `path.py:name` of a function; or a list of these, whose sum is the score.
         policy: folder or hub name of the policy.
-        tokenizer: of the policy.
-        weights: of a list, one each; 1 by default.
+        tokenizer: tokenizer of the policy.
+        weights: one weight per reward of a list; 1 by default.
 
     Raises:
         TypeError: if it is none of these.
@@ -156,12 +156,12 @@ def of_one_model(
     """Return a module that trains the model which `load` loads from `source`.
 
     Args:
-        cls: of the module.
+        cls: class of the module.
         source: folder or hub name.
         load: a function of `models.factory`.
         argument: the name under which `cls` takes what builds the model.
         hparams: hyper-parameters, by the names under which `cls` takes them.
-        options: all of `ModuleOptions`.
+        options: options as in `ModuleOptions`, all of them.
     """
     start = Start.read(source, "source", options)
 
@@ -187,12 +187,12 @@ def of_policy(
     """Return a module that trains `policy` on its own scored responses.
 
     Args:
-        cls: of the module.
+        cls: class of the module.
         policy: folder or hub name of the policy to start from, which is the reference too.
-        reward: see `as_scorer`.
+        reward: reward, as in `as_scorer`.
         build: (policy, scorer, options) -> models, by a function of `models.ppo_models`.
         hparams: hyper-parameters, by the names under which `cls` takes them.
-        options: all of `OnPolicyOptions`.
+        options: options as in `OnPolicyOptions`, all of them.
         kept: further arguments, for the checkpoint.
     """
     lora, weights = options["lora"], options["reward_weights"]
@@ -260,13 +260,13 @@ def naming_argument(key: str, source: str | Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Start:
-    """What a module starts from: a model's source as it is now, its tokenizer, and the options.
+    """The starting point of a module: a model's source as it is now, its tokenizer, the options.
 
     Args:
-        source: of the model.
-        tokenizer: of the model, with `template` in place of its own.
+        source: source of the model.
+        tokenizer: tokenizer of the model, with `template` if there is one.
         template: a chat template, if one was given.
-        options: all of `ModuleOptions`.
+        options: options as in `ModuleOptions`, all of them.
     """
 
     source: Source
@@ -280,8 +280,8 @@ class Start:
 
         Args:
             name: folder or hub name.
-            argument: that it was given as.
-            options: all of `ModuleOptions`.
+            argument: name of the argument that gave it.
+            options: options as in `ModuleOptions`, all of them.
         """
         given = options["chat_template"]
         template = None if given is None else read_template(given)
@@ -294,7 +294,7 @@ class Start:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """How models are loaded."""
+        """Arguments for loading models."""
         names = ("activation_checkpointing", "seed", "revision", "trust_remote_code")
         return {name: self.options[name] for name in names}
 
@@ -316,10 +316,10 @@ class Start:
 
 
 def plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given as values that a checkpoint can hold.
+    """Return the arguments as values that a checkpoint can hold.
 
-    What has no plain form, a reward function or an optimizer of one's own, is left out and has to
-    be given again.
+    Values without a plain form, such as a reward function or a custom optimizer, are left out and
+    have to be given again.
     """
     kept: dict[str, Any] = {}
     for name, value in given.items():
@@ -357,12 +357,12 @@ def read_checkpoint(
     """Return a checkpoint, read as data on the CPU, and the hyper-parameters in it.
 
     Args:
-        path: of the checkpoint.
+        path: checkpoint of a module.
         changes: arguments of `from_pretrained` that the caller gives.
 
     Raises:
-        ValueError: if it holds none: its module was not built by `from_pretrained`; or if they
-            would run code and the caller does not say so.
+        ValueError: if there are no hyper-parameters, as the module was not built by
+            `from_pretrained`; or if they would run code and the caller does not allow it.
     """
     try:
         checkpoint = (read_full if Path(path).is_dir() else read_data)(Path(path))

@@ -89,14 +89,15 @@ def _folder_name(value: object) -> str:
 
 
 def composed(entry: str, overrides: list[str]) -> DictConfig:
-    """Return what a command line composes, with the node `hydra`.
+    """Return the composed configuration of a command line, with the node `hydra`.
 
     Args:
         entry: the command, and its file in `conf/`.
-        overrides: of the command line, `--config-dir=FOLDER` among them.
+        overrides: overrides of the command line, `--config-dir=FOLDER` among them.
 
     Raises:
-        hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: if it does not.
+        hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: if it does not
+        compose.
     """
     words = [word for word in overrides if not word.startswith(CONFIG_DIR)]
     if GlobalHydra.instance().is_initialized():  # by the command line, in the same folders

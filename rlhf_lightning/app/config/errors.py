@@ -37,12 +37,12 @@ def composition(entry: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def explain(error: Exception, overrides: list[str], config_name: str = "train") -> str:
-    """Return a composition error in one line, with a did-you-mean for what is mistyped.
+    """Return a composition error in one line, with a did-you-mean for mistyped names.
 
     Args:
         error: what `hydra.compose` raised, one of `COMPOSE_ERRORS`.
-        overrides: of the command line.
-        config_name: what was composed.
+        overrides: overrides of the command line.
+        config_name: name of the composed configuration.
     """
     if (file := _a_file(overrides)) is not None:
         return file
@@ -66,7 +66,7 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
 
 
 def _a_file(overrides: list[str]) -> str | None:
-    """Say how a file of records is given, where one stands in the place of a data set's name."""
+    """Explain how to give a file of records, if one is in the place of a dataset's name."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "dataset" and Path(value).is_file():

@@ -16,7 +16,7 @@ GROUPS = (
     ("debug", "look into a run, or only see that it runs"),
     ("lora", "adapters in place of whole models"),
     ("strategy", "how several devices share the work"),
-    ("logger", "where metrics go besides metrics.csv"),
+    ("logger", "where metrics go in addition to metrics.csv"),
     ("launcher", "jobs of Slurm or of this machine"),
     ("dataset", "what is learnt from"),
     ("model", "models and their learning rates"),
@@ -36,7 +36,7 @@ def register_help() -> None:
 
 
 def help_text(entry: str) -> str:
-    """Return the help of a command, which stands in its file of `conf/`."""
+    """Return the help of a command, from its file in `conf/`."""
     register_help()
     return str(OmegaConf.load(conf_dir() / f"{entry}.yaml").hydra.help.template)
 

@@ -66,8 +66,8 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
     """Check that a run with these settings may write into a folder, and where it publishes.
 
     Raises:
-        FolderTakenError: if another run is complete there or could be continued, or if something
-            of somebody else stands there.
+        FolderTakenError: if another run is complete there or could be continued, or if the folder
+            has foreign files.
     """
     if not continues(settings, folder):
         begun = in_sweep() or not HydraConfig.initialized()
@@ -98,8 +98,8 @@ def _check_where_hydra_writes(hydra: Any) -> None:
     subdir, words = str(written["sweep"]["subdir"]), str(written["job"].get("override_dirname"))
     if not _is_inside(subdir.replace("${hydra.job.override_dirname}", words)):
         raise ConfigError(
-            f"hydra.sweep.subdir={subdir} is no folder inside that of the sweep: give each job one "
-            "of its own, such as ${hydra.job.num}"
+            f"hydra.sweep.subdir={subdir} is no folder inside that of the sweep: give each job a "
+            "different one, such as ${hydra.job.num}"
         )
     for group in ("job_logging", "hydra_logging"):
         for name, handler in ((written[group] or {}).get("handlers") or {}).items():
@@ -120,7 +120,7 @@ def _is_inside(path: str) -> bool:
 
 
 def continues(settings: RunSettings, folder: RunFolder) -> bool:
-    """Return whether a run goes on with what stands in its folder.
+    """Return whether a run continues the run in its folder.
 
     That is so with a checkpoint of the folder itself, with `resume=auto` where the folder's run is
     an unfinished one of the same settings, and in the folder of a study.
@@ -143,8 +143,8 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
 def runs_to_continue(settings: TrainSettings | CollectSettings) -> Iterator[RunFolder]:
     """Yield the unfinished runs of these settings, for `resume=auto`: the newest first.
 
-    A job of a sweep goes on with one of an earlier sweep, a single run with a single one or, where
-    there is none, with a job of a sweep.
+    A job of a sweep continues one of an earlier sweep, a single run a single one or, if there is
+    none, a job of a sweep.
     """
     outputs, digest = Path(settings.paths.outputs), settings.config_hash
     if not in_sweep():
@@ -170,5 +170,5 @@ def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:
             f"{key}={folder} cannot be written ({reason}: {error.filename}): give a folder that "
             "can, with it or with paths.outputs="
         )
-    except RuntimeError as error:  # of the first rank, told by it
+    except RuntimeError as error:  # of the first rank
         fail(str(error))

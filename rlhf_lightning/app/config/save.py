@@ -28,11 +28,11 @@ def keep_secrets(settings: RunSettings, folder: RunFolder | None) -> None:
     """Remove secrets of the settings and of the environment from saved files and every log.
 
     What the configuration reads from the environment is saved as its value, unless it is a secret:
-    nobody who reads the folder later reads an environment for it.
+    reading the folder later must not need the environment.
 
     Args:
-        settings: of the run.
-        folder: of the run, in whose `.hydra/` the configuration is; None rewrites no file.
+        settings: settings of the run.
+        folder: folder of the run, in whose `.hydra/` the configuration is; None rewrites no file.
     """
     learn_secrets(settings.resolved, settings.written)
     redact_logs()
@@ -44,12 +44,12 @@ def keep_secrets(settings: RunSettings, folder: RunFolder | None) -> None:
 
 
 def keep_changes(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> None:
-    """Write how the settings differ from their experiment as it is shipped.
+    """Write the differences between the settings and their experiment as shipped.
 
     Args:
-        settings: of the run.
-        folder: of the run.
-        overrides: of the command line. Without an experiment there is nothing to compare with.
+        settings: settings of the run.
+        folder: folder of the run.
+        overrides: overrides of the command line. Without an experiment nothing is compared.
     """
     experiment = [o for o in overrides if o.removeprefix("+").startswith("experiment=")]
     if not experiment or not GlobalHydra.instance().is_initialized():

@@ -1,4 +1,4 @@
-"""Settings of an earlier run, read from its folder as data: validated anew, targets included."""
+"""Settings of an earlier run, read from its folder as data: validated again, targets included."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_saved(settings: type[SettingsT], file: Path) -> SettingsT:
     check_interpolations(content)
     found = read_settings(settings, content, saved=True)
     for where, text in _texts(found.resolved, ""):
-        if "${" in text:  # it would be resolved by whoever composes with it
+        if "${" in text:  # composing with it would resolve it
             raise ConfigError(f"{where} becomes the interpolation {text!r}: write its value")
     return found
 

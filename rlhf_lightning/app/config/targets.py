@@ -1,4 +1,4 @@
-"""What a configuration builds: nodes with `_target_`, held against the annotation that wants them.
+"""The calls that a configuration describes: nodes with `_target_`, checked by annotations.
 
 A node is a call by keyword of a class or a function. It may stand only where the parameter that
 receives it is annotated with what the call gives: a `Scorer` where a scorer belongs. Its own
@@ -35,7 +35,7 @@ class TargetError(ConfigError):
 
 
 def trusted_targets() -> tuple[str, ...]:
-    """Return the prefixes of `_target_` that the user trusts besides ours."""
+    """Return the further prefixes of `_target_` that the user trusts."""
     return tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
 
 
@@ -48,7 +48,7 @@ def listed(known: list[str]) -> str:
 
 
 class Kind(NamedTuple):
-    """What may stand at a place of the configuration.
+    """The kind of object that a place of the configuration takes.
 
     Args:
         name: dotted name of a class, a protocol or an alias.
@@ -67,14 +67,14 @@ class Kind(NamedTuple):
 
 @dataclass
 class Node(Built):
-    """A call that a configuration describes: checked, and made by `make`.
+    """A call that a configuration describes: checked here, executed by `make`.
 
     Args:
         call: the class or function.
-        arguments: by name; nodes may stand in them.
+        arguments: arguments by name, some of them nodes.
         is_partial: further arguments come later.
-        is_looked_up: `call` itself is wanted.
-        where: its place.
+        is_looked_up: `call` itself is the value.
+        where: place in the configuration.
         named_again: its arguments that run code or send data away, by their places.
     """
 
@@ -117,9 +117,9 @@ def read_node(value: Mapping[str, Any], kind: Kind, where: str) -> Node:
     """Return the call that a node describes; imports what it names, and calls nothing.
 
     Args:
-        value: plain dicts and lists.
-        kind: what its place takes.
-        where: its place.
+        value: node as plain dicts and lists.
+        kind: kind of object that its place takes.
+        where: place in the configuration.
 
     Raises:
         TargetError: for what may not stand there, and for unknown or wrong arguments: with the
