@@ -26,7 +26,7 @@ from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
-from rlhf_lightning.distributed.launch import agree_on, launch_time
+from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.preferences.publishing import (
@@ -210,7 +210,7 @@ def _run_or_wait(settings: CollectSettings, folder: RunFolder, overrides: list[s
 
 def main() -> None:
     """Run the command line."""
-    agree_on("launch time", launch_time)
+    broadcast_from_rank0("launch time", launch_time)
     check_command_line("collect")
     run_job("collect", _job)
 

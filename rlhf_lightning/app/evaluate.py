@@ -34,7 +34,7 @@ from rlhf_lightning.app.evaluate_parts import (
 from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.distributed.launch import agree_on, launch_time
+from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.generate import side_by_side, values_of
@@ -330,7 +330,7 @@ def _job(cfg: Any) -> None:
 
 def main() -> None:
     """Run the command line."""
-    agree_on("launch time", launch_time)
+    broadcast_from_rank0("launch time", launch_time)
     settings = check_command_line("evaluate")
     if settings is None or settings.human != "import":
         run_job("evaluate", _job)

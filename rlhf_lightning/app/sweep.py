@@ -30,7 +30,7 @@ def in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def goes_on(
+def should_continue(
     folder: RunFolder,
     error: BaseException,
     *,

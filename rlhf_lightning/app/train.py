@@ -44,14 +44,14 @@ from rlhf_lightning.app.fit import fit
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.run_summary import memory_advice, start_settings
 from rlhf_lightning.app.stages.spec import Stage
-from rlhf_lightning.app.sweep import goes_on, in_sweep
+from rlhf_lightning.app.sweep import in_sweep, should_continue
 from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.wandb_content import early_end_alerted
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
-    agree_on,
     as_single_run,
     begin,
+    broadcast_from_rank0,
     forget_agreements,
     forget_ranks,
     global_rank,
@@ -101,7 +101,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     def prepared() -> str:
         return json.dumps(prepare_inputs(settings, overrides).artifacts.models())
 
-    starts = json.loads(agree_on("inputs", prepared, patience=timedelta(days=1)))
+    starts = json.loads(broadcast_from_rank0("inputs", prepared, patience=timedelta(days=1)))
     if starts != settings.artifacts.models():
         settings = settings.updated({f"artifacts.{kind}": one for kind, one in starts.items()})
     folder, checkpoint = _agreed_start(settings, folder)
@@ -222,7 +222,7 @@ def _agreed_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder
             check_checkpoint(checkpoint)
         return json.dumps([str(chosen.path), None if checkpoint is None else str(checkpoint)])
 
-    path, checkpoint = json.loads(agree_on("start", start))
+    path, checkpoint = json.loads(broadcast_from_rank0("start", start))
     return RunFolder(Path(path)), None if checkpoint is None else Path(checkpoint)
 
 
@@ -266,7 +266,7 @@ def _job(cfg: Any) -> float | None:
                 fail(str(error))
             exit_with(error)
         except SystemExit:
-            if not goes_on(folder, error, kind=kind, seed=cfg["seed"]):
+            if not should_continue(folder, error, kind=kind, seed=cfg["seed"]):
                 raise
         return None  # which a search takes for a trial that failed
     finally:
@@ -281,7 +281,7 @@ def main() -> None:
         begin()
     except ValueError as error:
         fail(str(error))
-    agree_on("launch time", launch_time)
+    broadcast_from_rank0("launch time", launch_time)
     if AS_PYTHON in sys.argv:
         sys.argv.remove(AS_PYTHON)
         _print_program()

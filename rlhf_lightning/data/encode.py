@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.errors import BadRecordError, Location
-from rlhf_lightning.data.progress import told
+from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -172,7 +172,7 @@ def encode_all(
     encoded = []
     everything = list(records)
     encoder = TextEncoder(tokenizer)
-    rows = told(everything, "encoding", len(everything))
+    rows = with_progress(everything, "encoding", len(everything))
     for number, record in enumerate(rows, start=1):
         if number % NUM_REMEMBERED == 1:
             encoder.remember(_plain_texts(everything[number - 1 : number - 1 + NUM_REMEMBERED]))

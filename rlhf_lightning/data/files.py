@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, closest, describe
-from rlhf_lightning.data.progress import told
+from rlhf_lightning.data.progress import with_progress
 
 Row = Mapping[str, Any]
 LocatedRow = tuple[Location, Row | BadRecordError]
@@ -61,7 +61,7 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
         )
     empty = True
     try:
-        for place, row in told(reader(path), f"reading {path}"):
+        for place, row in with_progress(reader(path), f"reading {path}"):
             empty = False
             if (length := _characters(row)) > LONGEST_TEXT:
                 found = f"it has {length} characters, more than {LONGEST_TEXT}"

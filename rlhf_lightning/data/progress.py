@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
 
 
-def told(
+def with_progress(
     items: Iterable[Item], what: str, total: int | None = None, unit: str = "rows"
 ) -> Iterator[Item]:
     """Yield the items; log their number after 5 seconds, after 10, 20, and so on.

@@ -142,7 +142,9 @@ def _port(job: str) -> str:
     return str(20_000 + 2 * (digits % 10_000))
 
 
-def agree_on(what: str, make: Callable[[], str], *, patience: timedelta = PATIENCE) -> str:
+def broadcast_from_rank0(
+    what: str, make: Callable[[], str], *, patience: timedelta = PATIENCE
+) -> str:
     """Return what rank 0's `make` returned, on every process of the run.
 
     Processes that a launcher started agree through the store that torchrun keeps, or through one

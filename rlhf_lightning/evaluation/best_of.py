@@ -17,7 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.data.progress import told
+from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.evaluation.comparisons import (
     comparisons_won,
     mean_over_prompts,
@@ -75,7 +75,7 @@ def sample_pool(
     lengths: list[list[int]] = []
     golds: list[list[float]] = []
     with Progress(disable=not get_console().is_terminal) as bar:
-        places = told(range(size), "best of n", size, "answers a prompt")
+        places = with_progress(range(size), "best of n", size, "responses a prompt")
         for place in bar.track(places, total=size, description="best of n"):
             answers = sample_batches(
                 policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer

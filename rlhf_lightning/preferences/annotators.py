@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from rlhf_lightning.arguments import AtLeast0, checked
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
-from rlhf_lightning.data.progress import told
+from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
@@ -204,7 +204,7 @@ def label_pairs(
     what = f"labels by {annotator.name}"
     with Progress(disable=not get_console().is_terminal) as bar:
         task = bar.add_task(escape(what), total=len(wanted), completed=len(wanted) - len(missing))
-        for start in told(starts, what, len(starts), "batches"):
+        for start in with_progress(starts, what, len(starts), "batches"):
             batch = missing[start : start + annotator.batch_size]
             labels = annotator.label(batch)
             if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:

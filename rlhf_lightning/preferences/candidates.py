@@ -24,7 +24,7 @@ from rlhf_lightning.arguments import Count
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
-from rlhf_lightning.data.progress import told
+from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import PromptRecord, text_key
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_policy
@@ -190,7 +190,7 @@ def sample_candidates(
                 continue
             policy = load()
             encoded = _encode(prompts, policy.tokenizer, sampling)
-            for unit in told(own, "candidates", len(own), "batches"):
+            for unit in with_progress(own, "candidates", len(own), "batches"):
                 answers = _answer(unit, policy, encoded, sampling)
                 done[unit.name] = DoneUnit(unit.name, plan, answers)
                 journal.append([done[unit.name]])

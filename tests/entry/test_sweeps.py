@@ -21,7 +21,7 @@ from rlhf_lightning.app.collect import _start
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.sweep import finish_sweep, goes_on
+from rlhf_lightning.app.sweep import finish_sweep, should_continue
 from rlhf_lightning.app.train import _where_to_start
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -58,7 +58,7 @@ def job(tmp_path):
 
 def test_a_sweep_goes_on_after_an_error_but_not_after_a_stop_or_among_ranks(job):
     def goes(error, environment):
-        return goes_on(job, error, kind="ppo", seed=1, environment=environment)
+        return should_continue(job, error, kind="ppo", seed=1, environment=environment)
 
     refused = ConfigError("kl_coef=-1 must be at least 0")
     assert goes(refused, {})

@@ -72,13 +72,13 @@ class CountedPPO(PPOModule):
 
     def update(self, minibatch: Any, *args: Any, **kwargs: Any) -> bool:
         with recorded() as log:
-            goes_on = super().update(minibatch, *args, **kwargs)
+            should_continue = super().update(minibatch, *args, **kwargs)
         self.logs.append(log)
         part = minibatch[torch.arange(4)]
         with torch.no_grad():
             forward = counted(lambda: response_statistics(self.policy, part, temperature=1.0))
         self.forwards.append(forward)
-        return goes_on
+        return should_continue
 
 
 def one_prompt_length(iteration: int = 0, rows: int = 8) -> Any:

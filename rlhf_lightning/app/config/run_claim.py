@@ -19,7 +19,7 @@ from rlhf_lightning.app.config.compose import ConfigError, describe_interpolatio
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.sweep import in_sweep
-from rlhf_lightning.distributed.launch import agree_on, global_rank, started_by_others
+from rlhf_lightning.distributed.launch import broadcast_from_rank0, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
 from rlhf_lightning.runs.replaced import check_replaceable
@@ -161,7 +161,7 @@ def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:
         return str(folder)
 
     try:
-        agree_on("free folder", taken)
+        broadcast_from_rank0("free folder", taken)
     except FolderTakenError as error:
         fail(str(error))
     except OSError as error:

@@ -217,7 +217,7 @@ def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
             settings,
             fingerprint,
             start,
-            goes_on=True,
+            is_continued=True,
             missing="With lora=lora training goes on from the adapter of artifacts.ppo; lora=none "
             "goes on from the merged policy",
             fix="give the policy that it was trained on as artifacts.sft, or go on from the merged "
@@ -232,7 +232,7 @@ def _check_adapter(
     *,
     missing: str,
     fix: str,
-    goes_on: bool = False,
+    is_continued: bool = False,
 ) -> None:
 
     folder = Path(str(source)) / ADAPTER
@@ -246,7 +246,7 @@ def _check_adapter(
             f"({files.base_fingerprint[:12]}), artifacts.sft={settings.artifacts.sft} is "
             f"{fingerprint[:12]}: {fix}"
         )
-    if goes_on and settings.lora is not None:
+    if is_continued and settings.lora is not None:
         try:
             check_same_scale(files, settings.lora, folder)
         except ValueError as error:

@@ -28,7 +28,7 @@ from rlhf_lightning.app.config.local_files import UNREADABLE
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.settings import RunSettings
 from rlhf_lightning.app.study.words import key_of
-from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
+from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time, own_environment
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import LOCK, FolderTakenError, claim_run, sign
 from rlhf_lightning.runs.manifest import content_digest
@@ -456,7 +456,7 @@ def run_job_of_runs(
         check: called with the settings; raises where they cannot work.
         job: called with the composed configuration.
     """
-    agree_on("launch time", launch_time)
+    broadcast_from_rank0("launch time", launch_time)
     sys.argv[1:] = words
     settings = check_command_line(kind)
     if settings is not None:
