@@ -11,9 +11,9 @@ from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.reports.compare import COLUMNS
-from rlhf_lightning.reports.curves import FIRST
+from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.metric_catalog import capitalized, quantity
+from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized, quantity
 
 MEDIA = (
     "samples/held_out",
@@ -48,7 +48,7 @@ def run(settings: DashboardSettings) -> list[str]:
 def sections() -> dict[str, list[str]]:
     """Return what one looks at first in a run: metrics by the first part of their names."""
     found: dict[str, list[str]] = {}
-    for name in FIRST:
+    for name in looked_at_first(QUANTITIES):
         found.setdefault(name.partition("/")[0], []).append(name)
     return {**found, "samples and distributions": list(MEDIA)}
 

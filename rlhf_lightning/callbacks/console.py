@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
-from rlhf_lightning.reports.curves import FIRST
+from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration, quantity
@@ -93,7 +93,8 @@ class ProgressBar(LightningProgressBar):
 
     Args:
         stage: named at the left.
-        metrics: which to show, of those that are logged, in this order; a line has the first six.
+        metrics: which to show, of those that are logged, in this order; None for those that one
+            looks at first. A line has the first six.
         every_n_seconds: time between two lines on a pipe or in a log file.
         console: where to write; standard output by default.
     """
@@ -102,13 +103,13 @@ class ProgressBar(LightningProgressBar):
         self,
         stage: str = "",
         *,
-        metrics: Sequence[str] = FIRST,
+        metrics: Sequence[str] | None = None,
         every_n_seconds: float = 10.0,
         console: Console | None = None,
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.metrics = tuple(metrics)
+        self.metrics = metrics
         self.every_n_seconds = every_n_seconds
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._enabled = True
@@ -174,7 +175,7 @@ class ProgressBar(LightningProgressBar):
 
     def _note(self, trainer: Trainer) -> None:
         fresh = fresh_metrics(trainer)
-        for name in self.metrics:
+        for name in looked_at_first(fresh) if self.metrics is None else self.metrics:
             if name in fresh:
                 self._history.setdefault(name, []).append(fresh[name])
 
@@ -200,7 +201,7 @@ class ProgressBar(LightningProgressBar):
             completed=current_iteration(trainer),
             status=doing or self._time(trainer),
         )
-        shown = {name: self._history[name] for name in self.metrics if name in self._history}
+        shown = {name: self._history[name] for name in self._shown()}
         self._live.update(Group(bar, measures_table(shown, width=self.console.width)))
 
     def _write_line(self, trainer: Trainer) -> None:
@@ -208,9 +209,14 @@ class ProgressBar(LightningProgressBar):
         parts = [f"{self.stage} {iteration}/{total}".strip()]
         parts += [f"{100 * iteration / total:.0f} %"] if total else []
         parts += filter(None, [self._time(trainer)])
-        for name in [name for name in self.metrics if name in self._history][:_LINE_METRICS]:
+        for name in self._shown()[:_LINE_METRICS]:
             parts.append(f"{quantity(name).label} {quantity(name).show(self._history[name][-1])}")
         self.console.print(" · ".join(parts), markup=False)
+
+    def _shown(self) -> list[str]:
+        if self.metrics is None:
+            return looked_at_first(self._history)
+        return [name for name in self.metrics if name in self._history]
 
     def _time(self, trainer: Trainer) -> str:
         """Return the time left, or taken; "" before it can be known."""

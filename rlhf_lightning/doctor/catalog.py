@@ -312,7 +312,7 @@ _ALL = (
             "approx_kl",
             readings.kl_of_updates,
             begins=readings.from_first,
-            missing="no update was made",
+            missing="no update was made, or the objective measures no approx_kl",
             unread="one optimizer step an iteration: there the KL is 0",
         ),
         bounds("update", 0.1, 0.5, gt=0),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart
-from rlhf_lightning.reports.curves import FIRST
+from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.reports.html import render, text
 from rlhf_lightning.reports.samples import figures
 from rlhf_lightning.runs.atomic import write_text
@@ -121,7 +121,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     stages = ", ".join(sorted(titles))
     columns = [n for n in COLUMNS if any(run.metrics.get(n) is not None for run in runs)]
     logged = {name for run in runs for row in run.rows for name in row} - {ITERATION}
-    first = [name for name in FIRST if name in logged]
+    first = looked_at_first(sorted(logged))
     rest = sorted(name for name in logged if name not in first and not name.startswith("time/"))
     curves, more = ([f for n in names if (f := _figure(runs, n))] for names in (first, rest))
     body = render(

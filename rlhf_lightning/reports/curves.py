@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rlhf_lightning.reports.charts import Figure, Reference, Series, line_chart
 from rlhf_lightning.runs.folder import ITERATION
@@ -13,32 +13,27 @@ from rlhf_lightning.runs.metric_catalog import (
     capitalized,
     quantity,
     show,
+    step_quantity,
 )
 
 Rows = Sequence[Mapping[str, float]]
 
-FIRST = (
+FIRST = (  # `*` is the name of the objective, whichever it is
     "rollout/score",
     "rollout/kl_per_token",
     "rollout/response_length",
-    "ppo/clipfrac",
-    "ppo/explained_variance",
-    "ppo/entropy",
-    "ppo/approx_kl",
-    "grpo/clipfrac",
-    "grpo/entropy",
-    "grpo/approx_kl",
+    "*/clipfrac",
+    "*/explained_variance",
+    "*/entropy",
+    "*/approx_kl",
     "rollout/informative_groups",
     "rollout/eos_fraction",
     "rollout/distinct_2",
-    "sft/loss",
-    "reward/accuracy",
-    "reward/loss",
-    "dpo/accuracy",
-    "dpo/loss",
-    "dpo/chosen_reward",
-    "dpo/rejected_reward",
-    "dpo/margin",
+    "*/accuracy",
+    "*/loss",
+    "*/chosen_reward",
+    "*/rejected_reward",
+    "*/margin",
     "val/loss",
     "val/accuracy",
     "val/calibration_error",
@@ -54,6 +49,13 @@ _REFERENCES = {
 _ELSEWHERE = ("time/", "throughput/")
 
 
+def looked_at_first(names: Iterable[str]) -> list[str]:
+    """Return those of the metrics that one looks at first, in that order."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    ranks = {name: places.get(name, places.get(f"*/{step_quantity(name)}")) for name in names}
+    return sorted((n for n, rank in ranks.items() if rank is not None), key=lambda n: ranks[n] or 0)
+
+
 def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
     """Return a small chart a metric: those that one looks at first, and the others."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != ITERATION))
@@ -62,7 +64,7 @@ def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
     # An interval without its value says nothing.
     inside |= {bound for name in names for bound in bound_keys(name)}
     shown = [n for n in names if n not in inside and not n.startswith(_ELSEWHERE)]
-    first = [n for n in FIRST if n in shown]
+    first = looked_at_first(shown)
     rest = sorted((n for n in shown if n not in first), key=_order)
     if not first:
         first, rest = rest, []

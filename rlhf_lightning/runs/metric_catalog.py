@@ -298,7 +298,24 @@ def quantity(name: str) -> Quantity:
     if best_of is not None:
         about = quantity(f"val/{best_of[2]}")
         return Quantity(f"{about.label}, best of {best_of[1]}", about.unit)
-    return QUANTITIES.get(name) or Quantity(name.rpartition("/")[2].replace("_", " "))
+    known = QUANTITIES.get(name) or _OF_STEPS.get(step_quantity(name))
+    return known or Quantity(name.rpartition("/")[2].replace("_", " "))
+
+
+def step_quantity(name: str) -> str:
+    """Return `clipfrac` of `ppo/clipfrac`, measured in optimizer steps; "" of other metrics."""
+    phase, _, what = name.partition("/")
+    return "" if phase in _OTHER_PHASES or "/" in what else what
+
+
+_OTHER_PHASES = (
+    *("rollout", "val", "data", "doctor", "time", "throughput"),
+    *("benchmark", "best_of", "collect"),
+)
+# An objective of a user's measures under its own name what ours measure: it is shown alike.
+_OF_STEPS = {
+    what: about for name, about in reversed(QUANTITIES.items()) if (what := step_quantity(name))
+}
 
 
 def show(name: str, value: float) -> str:

@@ -33,7 +33,7 @@ def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
         ["ppo 4/4", "100 %"],
         ["ppo 4/4", "100 %"],
     ]
-    assert re.search(r"0:0\d left · loss [-\d.e]+$", lines[0])
+    assert re.search(r"0:0\d left · training loss [-\d.e]+$", lines[0])
     assert "held-out loss" not in lines[1], "the validation of iteration 2 comes after its line"
     assert re.search(r"held-out loss [\d.]+$", lines[2])
     assert "took 0:0" in lines[-1]

@@ -20,7 +20,9 @@ from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import StageError, find_stage
+from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.metric_catalog import quantity
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import ROOT, SMALL, settings_of
 from tests.own.online_dpo import OnlineDPOHparams, OnlineDPOModule
@@ -93,6 +95,8 @@ def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
     summary = read_summary(command)
     assert (summary.stage, summary.status) == ("online_dpo", "completed")
     assert {"val/gold_win_rate", "val/score_win_rate"} <= set(summary.metrics)
+    assert summary.title == "Online DPO"
+    assert "after online DPO against" in (command.export / "README.md").read_text()
     rows = figures(command)
     assert len(rows) == 3
     assert {"online_dpo/loss", "online_dpo/accuracy", "online_dpo/grad_norm"} <= set(rows[0])
@@ -155,6 +159,16 @@ def test_a_variant_of_a_module_of_ours_is_trained_as_that_one() -> None:
     own = find_stage("online_dpo", TARGET)
     assert (own.name, own.module, own.rolls_out) == ("online_dpo", OnlineDPOModule, True)
     assert "value_learning_rate" not in own.rates
+
+
+def test_its_metrics_are_shown_as_those_of_ours_that_measure_the_same() -> None:
+    assert quantity("online_dpo/accuracy") == quantity("dpo/accuracy")
+    assert quantity("online_dpo/approx_kl") == quantity("ppo/approx_kl")
+    assert quantity("online_dpo/own_one").label == "own one"
+    names = ["val/loss", "online_dpo/loss", "doctor/entropy", "online_dpo/accuracy"]
+    names += ["time/loss", "rollout/score", "online_dpo/grad_norm"]
+    shown = ["rollout/score", "online_dpo/accuracy", "online_dpo/loss", "val/loss"]
+    assert looked_at_first(names) == shown
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class OnlineDPOModule(OnPolicyModule):
     """DPO on pairs of the policy's own responses."""
 
     stage = "online_dpo"
+    title = "online DPO"
     kinds: ClassVar = {"online_dpo": OnlineDPOHparams, "sampling": SamplingHparams}
     whole_groups = True
     algorithm: OnlineDPOHparams
