@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_lightning.app.config.compose import ConfigError, choices
+from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
-from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.config.unread import is_read
+from rlhf_lightning.app.config.validate import load_settings, read_settings
 from rlhf_lightning.app.untrained import write_untrained
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
@@ -127,7 +129,7 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     recipe = _recipe(kind)
     starts = (f"artifacts.{start}=" for start in recipe.spec.uses if start != kind)
     kept = (*_SHARED, *_OF_DEVICES, "seed=", "debug=fast", "paths.apart=", *starts)
-    words = [word for word in overrides if word.lstrip("+").startswith(kept)]
+    words = _read_by(experiment, [w for w in overrides if w.lstrip("+").startswith(kept)])
     start = f"artifacts.{recipe.spec.starts_from}"
     has_start = any(map(settings.select, (start, "model.base")))
     if experiment == kind and recipe.start is not None and not has_start:
@@ -168,17 +170,22 @@ def _untrained(
     return {}
 
 
-def training_words(settings: RunSettings, overrides: Sequence[str]) -> list[str]:
-    """Return the words of a command line that also concern the stages it trains first."""
-    return [
-        f"seed={settings.seed}",
-        *(word for word in overrides if word.lstrip("+").startswith(_SHARED)),
-    ]
+def training_words(experiment: str, settings: RunSettings, overrides: Sequence[str]) -> list[str]:
+    """Return the words of a command line that also concern a stage that it trains first."""
+    shared = [word for word in overrides if word.lstrip("+").startswith(_SHARED)]
+    return [f"seed={settings.seed}", *_read_by(experiment, shared)]
+
+
+def _read_by(experiment: str, words: list[str]) -> list[str]:
+    """Return those of some words that an experiment reads."""
+    cfg = composition("train", [f"+experiment={experiment}", *words])
+    settings = read_settings(TrainSettings, cfg)
+    return [word for word in words if is_read(word, settings)]
 
 
 def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
-    command += training_words(settings, overrides)
+    command += training_words(kind, settings, overrides)
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code or not is_available(str(settings.select(f"artifacts.{kind}"))):
         made = "" if code else " and made no model"

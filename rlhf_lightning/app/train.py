@@ -27,11 +27,12 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
+from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.local_files import digests_of
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.validate import check_devices, check_run, read_settings
+from rlhf_lightning.app.config.validate import check_devices, check_run
 from rlhf_lightning.app.failures import (
     exit_with,
     exits_are_failures,
@@ -257,7 +258,7 @@ def _job(cfg: Any) -> float | None:
         as_single_run(overrides)
     kind = str(cfg["stage"]).replace(".", "_").lower()  # of a configuration that is refused
     try:
-        settings = read_settings(TrainSettings, cfg)
+        settings = command_settings("train", cfg, overrides)
         kind = settings.kind
         summary = run(settings, folder, overrides)
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line

@@ -35,7 +35,7 @@ def test_a_command_that_trains_missing_models_takes_it_for_those_and_refuses_to_
     for kind in ("none", "csv"):
         words = [f"logger={kind}"]
         assert settings_of(*words, entry=entry).logger.kind == kind
-        assert training_words(settings_of(*words, entry=entry), words)[-1] == words[0]
+        assert training_words("sft", settings_of(*words, entry=entry), words)[-1] == words[0]
     for kind in ("wandb", "tensorboard"):
         with pytest.raises(ConfigError, match=rf"^logger={kind} .*logger=none"):
             settings_of(f"logger={kind}", entry=entry)

@@ -145,6 +145,13 @@ class EvaluateSettings(FiguresSettings):
             )
 
     @property
+    def unread(self) -> frozenset[str]:
+        """Keys of what is not asked of people, and of best of n without an n."""
+        people = {"none": {"people"}, "export": {"people.run", "people.labels"}}
+        best_of = set() if self.best_of.n else {"best_of.pool"}
+        return frozenset({"dataset.lengths"} | people.get(self.human, set()) | best_of)
+
+    @property
     def compares_policies(self) -> bool:
         """True unless a benchmark measures a reward model: those of policies have tasks."""
         return self.benchmark is None or "tasks" in self.benchmark.arguments
@@ -225,6 +232,13 @@ class CollectSettings(FiguresSettings):
                     "adversarial.run makes pairs: use records=preferences, or leave it out"
                 )
         return self
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Keys of pairs of an earlier collection, where there is none."""
+        names = set(type(self.adversarial).model_fields) - {"run"}
+        without = set() if self.adversarial.run else {f"adversarial.{name}" for name in names}
+        return frozenset({"dataset.lengths"} | without)
 
 
 class PipelineSettings(RunSettings):
@@ -338,6 +352,10 @@ class StudySettings(RunSettings):
     def _has_runs(self) -> Self:
         if not self.runs:
             raise ValueError("runs={} is no study: name one of conf/study, rlhf-study NAME")
+        commands = {row.command for row in self.runs.values()}
+        for command, words in self.overrides:
+            if words and command not in commands:
+                raise ValueError(f"{command}:{words[0]}: no row runs {command}, leave it out")
         if not self.source and any(row.published for row in self.runs.values()):
             raise ValueError("source='' says nothing: name where the published figures stand")
         above: dict[str, RowSettings] = {}

@@ -338,6 +338,7 @@ class ModelSettings(Settings):
     chat_template_arguments: dict[str, Any] | None = None
     revision: str | None = None
     trust_remote_code: RunsCode = False
+    base: str | None = None
     activation_checkpointing: bool = False
     cpu_kernels: bool = True
     cpu_threads: Count | None = None

@@ -27,6 +27,7 @@ from rlhf_lightning.app.config.local_files import (
 from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
+from rlhf_lightning.app.config.unread import check_overrides_are_read
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
@@ -86,11 +87,16 @@ def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> A
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    return read_settings(COMMANDS[entry], inherit(entry, cfg, overrides))
+    taken, trained = inherit(entry, cfg, overrides)
+    settings = read_settings(COMMANDS[entry], taken)
+    check_overrides_are_read(overrides, settings, trained)
+    return settings
 
 
-def inherit(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration of a command with what it takes over from `run=`.
+def inherit(
+    entry: str, cfg: DictConfig, overrides: Sequence[str]
+) -> tuple[DictConfig, TrainSettings | None]:
+    """Return the configuration of a command with what it takes over from `run=`, and from whom.
 
     What the command line names stays, a group that it chooses as a whole.
 
@@ -104,7 +110,7 @@ def inherit(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
     """
     where = cfg.get("run") if entry in _GROUPS else None
     if where is None:
-        return cfg
+        return cfg, None
     folder = RunFolder(Path(str(where)))
     trained = read_training(folder)
     if entry == "evaluate" and not trained.spec.trains_policy:
@@ -115,7 +121,8 @@ def inherit(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
     made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
     summary = summary_or_none(folder)
     read = {} if summary is None else summary.read
-    return take_over(entry, cfg, overrides, trained, models_of(trained, made), read)
+    taken = take_over(entry, cfg, overrides, trained, models_of(trained, made), read)
+    return taken, trained
 
 
 def read_training(folder: RunFolder) -> TrainSettings:

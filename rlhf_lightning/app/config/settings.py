@@ -89,6 +89,11 @@ class CommandSettings(Settings):
     # Groups whose keys a file of conf/ may invent, as long as something refers to them.
     open_groups: ClassVar[tuple[str, ...]] = ("paths", "model", "dataset")
 
+    @property
+    def unread(self) -> frozenset[str]:
+        """Keys that these settings do not read, dotted, such as those of what is not done."""
+        return frozenset()
+
     _written: dict[str, Any] = PrivateAttr()
     _resolved: dict[str, Any] = PrivateAttr()
     _digest: str = PrivateAttr()
@@ -289,6 +294,16 @@ class TrainSettings(RunSettings):
     def spec(self) -> Stage:
         """The stage."""
         return find_stage(self.stage, self.module.path)
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Keys that this stage does not read; lengths are those that other settings refer to."""
+        own = {
+            "scorer": self.spec.scores,
+            "safety": self.spec.trains_policy,
+            "model.base": self.only_runs,  # in place of a missing policy
+        }
+        return frozenset({"dataset.lengths"} | {key for key, reads in own.items() if not reads})
 
     @property
     def kind(self) -> str:

@@ -32,6 +32,7 @@ from rlhf_lightning.app.config.targets import (
     listed,
     resolve,
 )
+from rlhf_lightning.app.config.unread import check_overrides_are_read
 from rlhf_lightning.app.stages.spec import StageError, find_stage
 from rlhf_lightning.arguments import did_you_mean, fitting
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
@@ -56,7 +57,9 @@ def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -
     Raises:
         ConfigError: if it does not compose, or with the key, what it got and what it wants.
     """
-    return read_settings(settings, composition(entry, overrides))
+    found = read_settings(settings, composition(entry, overrides))
+    check_overrides_are_read(overrides, found)
+    return found
 
 
 def read_settings(

@@ -22,6 +22,7 @@ class DPOStage(Stage):
     starts_from = "sft"
     uses = ("sft",)
     sequences_per_row = 2
+    scores = True
     objective = "val/accuracy"
 
     def check(self, settings: TrainSettings) -> None:

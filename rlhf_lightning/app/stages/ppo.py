@@ -48,6 +48,7 @@ class PPOStage(Stage):
     models = "models"
     factory = "rlhf_lightning.models.ppo_models.ppo_models"
     rolls_out = True
+    scores = True
     context = (
         ("data.max_prompt_length", "module.sampling.max_new_tokens"),
         ("data.max_prompt_length", "evaluation.max_new_tokens"),

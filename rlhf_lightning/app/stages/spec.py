@@ -71,6 +71,7 @@ class Stage:
         sequences_per_row: sequences that go through a model for each row of the data.
         rolls_out: it generates and scores responses during training, next to a reference in memory;
             else `val/loss` is measured during training, and may end it.
+        scores: it scores responses, during training or at its end.
         context: settings whose sums must be within the model's context.
         shortened_by: the setting that makes its rows shorter.
     """
@@ -89,6 +90,7 @@ class Stage:
     factory: ClassVar[str | None] = None
     sequences_per_row: ClassVar[int] = 1
     rolls_out: ClassVar[bool] = False
+    scores: ClassVar[bool] = False
     context: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("data.max_length",),
         ("evaluation.max_new_tokens",),

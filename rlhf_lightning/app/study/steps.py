@@ -20,6 +20,7 @@ from rlhf_lightning.app.config.inherit import (
 )
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.unread import check_overrides_are_read
 from rlhf_lightning.app.config.validate import load_settings, read_settings
 from rlhf_lightning.app.study.engine import ATTEMPTS, Run
 from rlhf_lightning.app.study.words import STAGES, given, key_of
@@ -147,7 +148,9 @@ def check_pipeline(settings: PipelineSettings) -> None:
         if stage not in steps:
             raise ConfigError(f"accept names {stage!r}{did_you_mean(stage, steps)}")
     _check_words(settings.overrides, list(map(str, written["overrides"])))
-    for step in plan(settings, HERE):
+    planned = plan(settings, HERE)
+    _check_words_have_steps(settings.overrides, planned)
+    for step in planned:
         if step.lead is not None:
             _check_follower(step, step.lead)
         else:
@@ -181,7 +184,8 @@ def _check_follower(step: Step, lead: Step) -> None:
     models[trained.spec.name] = str(HERE / lead.name / "export")
     try:
         cfg = composition(entry, words)
-        read_settings(COMMANDS[entry], take_over(entry, cfg, words, trained, models))
+        found = read_settings(COMMANDS[entry], take_over(entry, cfg, words, trained, models))
+        check_overrides_are_read(words, found, trained)
     except ConfigError as error:
         raise ConfigError(f"{step.name}: {error}") from error
 
@@ -222,6 +226,19 @@ def _check_words(overrides: Mapping[Any, Any], stages: list[str], place: str = "
             raise ConfigError(
                 f"overrides.{name}={words} must be a list of texts: write {name}:key=value"
             )
+
+
+def _check_words_have_steps(overrides: Mapping[Any, Any], steps: list[Step]) -> None:
+    """Refuse words of a stage that this pipeline leaves out: nothing would read them."""
+    names = {step.name for step in steps} | {step.stage for step in steps} | {"train"}
+    names |= {f"round_{step.round}/train" for step in steps}
+    # Those of `adversarial` come besides those of `collect`.
+    names |= {name.replace("adversarial", "collect") for name in names}
+    for place, words in overrides.items():
+        for name, own in words.items() if isinstance(words, Mapping) else [("", words)]:
+            full = f"{place}/{name}" if name else str(place)
+            if own and full not in names:
+                raise ConfigError(f"{full}:{own[0]}: no step reads it, leave it out")
 
 
 def accepted(settings: PipelineSettings, step: Step) -> bool:

@@ -1,0 +1,81 @@
+"""Words of a command line that nothing reads: they would change nothing, in silence.
+
+A file of `conf/model` or `conf/dataset` has settings of every stage, and a stage reads those that
+its own settings refer to. A key is read if another value at it changes what the command is given.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import CommandSettings
+from rlhf_lightning.arguments import did_you_mean
+
+_OTHER = "another value than any"
+
+
+def check_overrides_are_read(
+    overrides: Sequence[str], settings: CommandSettings, origin: CommandSettings | None = None
+) -> None:
+    """Refuse a word of the command line that sets what neither settings read.
+
+    Args:
+        overrides: words of the command line.
+        settings: of the command.
+        origin: of the run that they are taken over from, if any.
+
+    Raises:
+        ConfigError: with the word, and the keys of its last name that are read.
+    """
+    for word in overrides:
+        key = word.lstrip("+").partition("=")[0]
+        if not is_read(word, settings) and (origin is None or not is_read(word, origin)):
+            keys = (k for g in settings.open_groups for k in _places(settings.written.get(g), g))
+            known = [place for place in keys if is_read(place, settings)]
+            alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
+            near = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(key, known)
+            raise ConfigError(f"{word}: nothing reads {key} here: leave it out{near}")
+
+
+def is_read(word: str, settings: CommandSettings) -> bool:
+    """Return whether a word of a command line sets what the command reads, or removes it."""
+    key = word.lstrip("+").partition("=")[0]
+    if word.startswith("~") or "@" in key or (settings.select(key) is None and "." not in key):
+        return True
+    whole = {key[:end] for end in range(len(key) + 1) if key[end : end + 1] in (".", "")}
+    if "." not in key or key.partition(".")[0] not in settings.open_groups:
+        return not whole & settings.unread
+    return _reads(settings, key)
+
+
+def _reads(settings: CommandSettings, key: str) -> bool:
+    cfg = OmegaConf.create(copy.deepcopy(settings.written))
+    try:
+        OmegaConf.update(cfg, key, _OTHER, merge=False, force_add=True)
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # something that refers to it needs another type
+        return True
+    return _given(settings, resolved) != _given(settings, settings.resolved)
+
+
+def _given(settings: CommandSettings, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a command is given: of open groups what the settings have as fields."""
+    found = {key: value for key, value in resolved.items() if key not in ("debug", "launcher")}
+    for group in settings.open_groups:
+        typed = getattr(settings, group, None)
+        if typed is not None and isinstance(found.get(group), Mapping):
+            names = [n for n in type(typed).model_fields if f"{group}.{n}" not in settings.unread]
+            found[group] = {name: found[group].get(name) for name in names}
+    return found
+
+
+def _places(node: Any, where: str) -> Iterator[str]:
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield f"{where}.{key}"
+        yield from _places(value, f"{where}.{key}")
