@@ -22,7 +22,7 @@ NOTHING = "sets nothing: write KEY=VALUE"
     [
         ("export", [], "run is not set: add run=..."),
         ("export", ["RUN", "dtyp=fp32"], "unknown key dtyp; did you mean dtype?"),
-        ("export", ["RUN", "dtype=fp8"], "dtype=fp8 must be one of auto, fp32, bf16, null"),
+        ("export", ["RUN", "dtype=fp8"], "dtype='fp8' must be 'auto', 'fp32' or 'bf16'"),
         ("export", ["RUN", "public=maybe"], "public='maybe' is str, expected bool"),
         ("export", ["RUN", "OTHER"], "run=['RUN', 'OTHER'] is list, expected a path"),
         ("export", ["run=5"], "run=5 is int, expected a path"),
@@ -44,7 +44,7 @@ NOTHING = "sets nothing: write KEY=VALUE"
         (
             "plan",
             ["+experiment=ppo", "plan.device=tpu"],
-            "plan.device=tpu must be one of auto, cpu, cuda",
+            "plan.device='tpu' must be 'auto', 'cpu' or 'cuda'",
         ),
         (
             "plan",
@@ -54,7 +54,7 @@ NOTHING = "sets nothing: write KEY=VALUE"
         ("annotate", ["RUN"], f"'RUN' {NOTHING}"),
         ("annotate", ["actoin=serve"], "unknown key actoin; did you mean action?"),
         ("annotate", ["file=3"], "file=3 is int, expected a path or None"),
-        ("annotate", ["page.port=70000"], "page.port=70000 is impossible"),
+        ("annotate", ["page.port=70000"], "page.port=70000 must be <= 65535"),
         ("dashboard", ["RUN"], f"'RUN' {NOTHING}"),
         ("dashboard", ["projct=x"], "unknown key projct; did you mean project?"),
         ("dashboard", ["project=null"], "project=None is NoneType, expected str"),

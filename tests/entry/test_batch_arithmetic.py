@@ -104,9 +104,10 @@ def test_a_batch_must_divide_into_devices_and_minibatches(stage, overrides, want
     ],
 )
 def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
-    stage, batch, kind, start, tmp_path, no_model_is_loaded
+    stage, batch, kind, start, tmp_path, request
 ):
     settings = composed(stage, start, *own_records(tmp_path, stage, 59), f"data.batch_size={batch}")
+    request.getfixturevalue("no_model_is_loaded")
     with pytest.raises(ConfigError) as caught:
         assemble(settings, RunFolder(tmp_path / "run"))
     assert str(caught.value) == (

@@ -142,8 +142,10 @@ def test_reward_models_of_several_kinds_are_counted_alike_and_that_is_said():
     assert "reward adapters beside a reward model are not counted" in found.notes
 
 
-def test_what_holds_models_that_are_not_counted_is_named(monkeypatch):
+def test_what_holds_models_that_are_not_counted_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "rewards.")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rewards.py").write_text("def OwnScorer():\n    raise NotImplementedError\n")
     words = ["+experiment=ppo", "plan.device=cuda"]
     second = "doctor.second_scorer is not counted: its models are whole on every device"
     for overrides, expected in (
