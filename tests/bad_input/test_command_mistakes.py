@@ -29,7 +29,7 @@ NOTHING = "sets nothing: write KEY=VALUE"
         ("export", ["RUN", "--to", "x"], f"'--to' {NOTHING}"),
         ("export", ["it's/a=1.ckpt"], "it's/a=1.ckpt does not exist: give a run folder, or"),
         ("report", [], "run is not set: add run=..."),
-        ("report", ["run=[]"], "run=[] must not be empty"),
+        ("report", ["run=[]"], "run=[] must be"),
         ("report", ["RUN", "outptu=x"], "unknown key outptu; did you mean output?"),
         ("report", ["RUN", "output=3"], "output=3 is int, expected a path or None"),
         ("report", ["A, B"], "A, B is no run folder: it has no summary.json; runs are in outputs/"),

@@ -22,10 +22,10 @@ from rlhf_lightning.app.config.groups import (
     FilePath,
     FolderName,
     Gates,
-    MatmulPrecision,
     ModelSettings,
     OptionalPath,
     PathsSettings,
+    PrecisionSettings,
     Resume,
     Rollout,
     Safety,
@@ -44,7 +44,6 @@ from rlhf_lightning.app.config.settings import (
     TrainSettings,
 )
 from rlhf_lightning.arguments import Count, Seed
-from rlhf_lightning.hparams import Precision
 from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.runs.resume import config_hash
@@ -80,13 +79,6 @@ class BestOfSettings(Settings):
 
     n: list[Count] = Field(default_factory=list)
     pool: Count = 64
-
-
-class PrecisionSettings(Settings):
-    """The precision of models that answer and score, and are not trained."""
-
-    precision: Precision = "32-true"
-    matmul_precision: MatmulPrecision = "high"
 
 
 class EvaluateSettings(FiguresSettings):

@@ -219,6 +219,13 @@ class TrainerSettings(Settings):
         return self.devices * self.num_nodes
 
 
+class PrecisionSettings(Settings):
+    """The precision of models that answer and score, and are not trained."""
+
+    precision: Precision = "32-true"
+    matmul_precision: MatmulPrecision = "high"
+
+
 class StrategySettings(Settings):
     """Placement of models on devices, and the patience of ranks with each other."""
 
