@@ -378,9 +378,9 @@ def misfit(key: str, value: Any, hint: Any, error: ValidationError) -> TypeError
 
     Args:
         key: name of the value; "" for a whole configuration.
-        value: that was refused.
-        hint: its annotation.
-        error: of pydantic, for that annotation.
+        value: value that was refused.
+        hint: annotation of the value.
+        error: error of pydantic for that annotation.
     """
     items = [(_inside(value, item["loc"]), item) for item in error.errors(include_url=False)]
     # A key that is mistyped explains one that is missing; else the alternative that fits so far.
@@ -456,7 +456,7 @@ def _inside(value: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _annotation(hint: Any, place: Iterable[int | str]) -> Any:
-    """Return the annotation of what stands at a place; Any where it does not say."""
+    """Return the annotation of the value at a place; Any where it does not say."""
     for part in place:
         options = [without_markers(one) for one in (get_args(hint) if is_union(hint) else (hint,))]
         known = [*(one.model_fields[part].annotation for one in options if part in _fields(one))]

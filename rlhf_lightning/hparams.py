@@ -354,12 +354,12 @@ class OnPolicyHparams(Checked):
 
     @property
     def num_resampling_rounds(self) -> int:
-        """How often at most an iteration asks following prompts in place of its own."""
+        """Largest number of times that an iteration samples spare prompts."""
         return 0
 
     @property
     def num_spare_batches(self) -> int:
-        """Following batches of prompts that an iteration is given besides its own."""
+        """Number of further batches of prompts that an iteration is given as spares."""
         return self.rollout_lag or self.num_resampling_rounds
 
 
@@ -451,5 +451,5 @@ class GRPOHparams(OnPolicyHparams):
 
     @property
     def num_resampling_rounds(self) -> int:
-        """How often at most an iteration asks following prompts in place of its own."""
+        """Largest number of times that an iteration samples spare prompts."""
         return self.max_resampling_rounds

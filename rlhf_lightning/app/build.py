@@ -67,8 +67,8 @@ def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
     monitor = settings.callbacks.checkpoint.monitor
     if doctor.actions is not None and doctor.actions.on_alarm == "rollback" and monitor is None:
         raise ConfigError(
-            "doctor.actions.on_alarm=rollback needs the best checkpoint, "
-            "callbacks.checkpoint.monitor=null keeps none: set it to doctor/quality and "
+            "doctor.actions.on_alarm=rollback needs a best checkpoint, "
+            "callbacks.checkpoint.monitor=null keeps none: set that to doctor/quality and "
             "callbacks.checkpoint.mode=max"
         )
     given = {"domains": doctor.harmful_domains, "patterns": doctor.refusals}

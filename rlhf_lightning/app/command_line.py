@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 def started(folder: RunFolder, summary: Summary, lines: Mapping[str, object]) -> Summary:
     """Print the first screen of a command and write it into its summary, which is returned."""
-    # brings torch: a mistake on the command line is told before
+    # brings torch: a mistake on the command line is reported before
     from rlhf_lightning.callbacks.console import print_start
 
     print_start(summary.title, folder, lines)

@@ -38,7 +38,7 @@ def run(settings: ExportSettings) -> list[str]:
     else:
         run_folder, checkpoint = find_checkpoint(settings.run)
         folder = find_target(settings, run_folder)
-        # brings torch: a mistake on the command line is told before
+        # brings torch: a mistake on the command line is reported before
         from rlhf_lightning.app.reexport import reexport
 
         reexport(

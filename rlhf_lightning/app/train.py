@@ -81,9 +81,9 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     """Train a stage from its settings to its report.
 
     Args:
-        settings: of the command.
-        folder: of a new run; with `resume=auto` an unfinished one takes its place.
-        overrides: of the command line, for stages that must be trained first.
+        settings: settings of the command.
+        folder: folder of a new run; with `resume=auto` an unfinished one replaces it.
+        overrides: overrides of the command line, for stages that must be trained first.
 
     Returns:
         The summary, as written to the run folder.
@@ -158,7 +158,7 @@ def _about(settings: TrainSettings) -> dict[str, str]:
 
 
 def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:
-    """Return the seconds of the processes before this one, if the run goes on in its folder."""
+    """Return the seconds of earlier processes, if the run is continued in its folder."""
     if checkpoint is None or folder.path.resolve() not in checkpoint.resolve().parents:
         return {}
     return {"total": spent_seconds(folder)}

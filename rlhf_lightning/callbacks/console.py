@@ -28,7 +28,7 @@ from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
 
 COURSE_LENGTH = 16  # characters, one a value or a mean of neighbours
-KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and what is said needs the room
+KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and messages need the room
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDE = 76  # below it the course is left out
 _REST = 70  # what the other columns take where they have their widest entries
@@ -42,7 +42,7 @@ def measures_table(history: Mapping[str, Sequence[float]], *, width: int) -> Tab
 
     Args:
         history: the values so far, by metric.
-        width: of the terminal, in characters.
+        width: width of the terminal, in characters.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("", no_wrap=True, overflow="ellipsis", max_width=KEY_WIDTH)
@@ -89,7 +89,7 @@ def _within(value: float, healthy: tuple[float, float] | None) -> bool:
 
 
 class ProgressBar(LightningProgressBar):
-    """Show iteration, time left and a table of measures; a line now and then where there is no tty.
+    """Show iteration, time left and a table of metrics; a line now and then where there is no tty.
 
     Args:
         stage: named at the left.
@@ -185,7 +185,7 @@ class ProgressBar(LightningProgressBar):
             self._live = None
 
     def _show(self, trainer: Trainer, doing: str = "") -> None:
-        """Draw the bar and the table anew, on a tty."""
+        """Redraw the bar and the table, on a tty."""
         if self._live is None:
             return
         bar = Progress(
@@ -291,7 +291,7 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
 
 
 def _print_place(name: str, path: Path, console: Console) -> None:
-    """Print a path on a line of its own that no box breaks.
+    """Print a path on a separate line that no box breaks.
 
     A terminal that is too narrow wraps such a line itself, and copies it as one.
     """

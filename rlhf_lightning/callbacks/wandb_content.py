@@ -1,4 +1,4 @@
-"""W&B content besides curves: histograms, samples, alerts, lineage.
+"""W&B content other than curves: histograms, samples, alerts, lineage.
 
 Nothing here is bound to a service: a run without a W&B logger does none of it.
 """
@@ -49,7 +49,7 @@ class WandbContent(Callback):
     `samples/best` and `samples/worst` by score every few iterations, of the first process.
 
     Args:
-        every_n_iterations: how often the tables are written, besides after the first iteration.
+        every_n_iterations: iterations between two tables; the first iteration also has them.
         num_samples: rows of each table.
     """
 
@@ -128,8 +128,8 @@ def log_samples(
     """Write `samples/<table>`, one row a sample, as `samples.jsonl` has them.
 
     Args:
-        logger: where to.
-        iteration: whose policy answered.
+        logger: logger of the run.
+        iteration: iteration of the policy that responded.
         table: held_out, best or worst.
         samples: their number and texts are bounded here: nothing else keeps a run small.
     """
@@ -146,7 +146,7 @@ def rollout_histograms(
     """Return the histograms of a rollout: scores, lengths, advantages and, where known, ratios.
 
     Args:
-        rollout: of this process.
+        rollout: rollout of this process.
         ratio_counts: how often the updates saw a ratio, by equal bins over [0, 2]; None if there
             were none.
     """
@@ -195,8 +195,8 @@ class Origin:
     Args:
         role: what the run used or made it as: base, sft, reward, data, ...
         name: the same in every run that refers to it.
-        kind: `model` or `dataset`.
-        fingerprint: of its content.
+        kind: kind of artifact, `model` or `dataset`.
+        fingerprint: fingerprint of its content.
         metadata: plain values that W&B shows beside it.
     """
 
@@ -218,11 +218,11 @@ def records_fingerprint(records: Iterable[object]) -> str:
 def log_lineage(
     logger: IterationWandbLogger, used: Iterable[Origin], made: Iterable[Origin]
 ) -> None:
-    """Tell W&B what a run used and what it made.
+    """Record in W&B what a run used and what it made.
 
-    Both stand in the configuration as `lineage.used` and `lineage.made`, by role. What was made is
-    an artifact too, and online so is what was used; offline W&B cannot mark an artifact as used,
-    and the configuration alone says it.
+    Both are in the configuration as `lineage.used` and `lineage.made`, by role. What was made is an
+    artifact too, and online so is what was used; offline W&B cannot mark an artifact as used, and
+    the configuration alone says it.
     """
     used, made = list(used), list(made)
     logger.add_config(

@@ -60,12 +60,12 @@ _GATE_COLUMNS = ("gate", "result", "value", "threshold", "reason")
 class IterationWandbLogger(WandbLogger):
     """Lightning's logger with `iteration` as the x-axis of everything.
 
-    If W&B cannot start or fails later, the run goes on without it: `metrics.csv` has the same
+    If W&B cannot start or fails later, the run continues without it: `metrics.csv` has the same
     numbers. A warning says so once. Needs `Trainer(log_every_n_steps=1)`.
 
     Args:
         id_file: keeps the id of the W&B run.
-        settings: of `WandbLogger`.
+        settings: keyword arguments of `WandbLogger`.
     """
 
     def __init__(self, id_file: Path, **settings: Any) -> None:
@@ -90,7 +90,7 @@ class IterationWandbLogger(WandbLogger):
         """Log one row.
 
         Args:
-            metrics: names to numbers.
+            metrics: number by name.
             step: batches done before this one, as Lightning counts them; the row is that of
                 iteration `step + 1`.
         """
@@ -167,7 +167,7 @@ class IterationWandbLogger(WandbLogger):
         return run
 
     def guarded(self, action: Any) -> None:
-        """Do something with the W&B run; if it fails, the run goes on without W&B."""
+        """Do something with the W&B run; if it fails, the run continues without W&B."""
         if self._failed:
             return
         try:
@@ -198,15 +198,16 @@ def wandb_logger(
     config: Mapping[str, Any] | None = None,
     mode: Mode = "auto",
 ) -> IterationWandbLogger:
-    """Return the logger of a run; what it writes stands in `wandb/` of the run folder.
+    """Return the logger of a run, which writes to `wandb/` of the run folder.
 
     Args:
         folder: the run folder; it keeps the id of the W&B run, so that a resumed run continues the
-            same one: online the curves go on, offline there is a second segment with the same id.
-        project: W&B project.
+            same one: online the curves continue, offline there is a second segment with the same
+            id.
+        project: name of the W&B project.
         name: display name, the name of the run folder by default.
-        group: W&B group.
-        tags: W&B tags.
+        group: name of the W&B group.
+        tags: tags of the W&B run.
         config: the configuration as plain values.
         mode: `auto` is online with a login and if `WANDB_MODE` does not say
             otherwise, else offline; `online` without a key is offline with a warning.
@@ -239,7 +240,7 @@ def wandb_logger(
             show_errors=False,
             show_warnings=False,
             init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
-            # W&B notes the command line, whatever stands in it.
+            # W&B records the command line, whatever it contains.
             x_disable_meta=redacted(command) != command,
         ),
     )
@@ -248,7 +249,7 @@ def wandb_logger(
 def _keep_files_in(folder: RunFolder) -> None:
     """Have W&B keep what it is going to upload beside the run, unless the user chose a place.
 
-    Otherwise it stands in the home folder, and a run that is synced elsewhere lacks its tables.
+    Otherwise it is in the home folder, and a run that is synced elsewhere lacks its tables.
     """
     place = os.environ.get(_DATA_FOLDER)
     if place is None or place in _OWN_PLACES:

@@ -111,8 +111,8 @@ class PolicyGradientModule(OnPolicyModule):
             )
         if isinstance(self.estimator, GroupBaseline) and len(sizes) == len(prompts):
             raise ValueError(
-                f"GRPOHparams.baseline={self.estimator.baseline} compares the responses to a "
-                "prompt, and each has one: set data.num_generations=8, in Python "
+                f"GRPOHparams.baseline={self.estimator.baseline} compares responses to a prompt, "
+                "and each has one: set data.num_generations=8, in Python "
                 "PromptDataModule(num_generations=8), or baseline=none"
             )
         return super().collect_rollout(prompts, iteration)

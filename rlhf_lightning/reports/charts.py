@@ -70,8 +70,8 @@ class Reference:
     """A horizontal line to hold a curve against.
 
     Args:
-        label: what it is.
-        value: where it lies.
+        label: label of the line.
+        value: its place on the axis.
     """
 
     label: str

@@ -47,11 +47,11 @@ class Run:
     """One of several runs.
 
     Args:
-        folder: where it stands.
+        folder: folder of the run.
         label: what tells it from the others.
-        summary: as it ended.
-        rows: of metrics.csv.
-        samples: of samples.jsonl.
+        summary: final summary of the run.
+        rows: rows of metrics.csv.
+        samples: samples of samples.jsonl.
         settings: dotted key -> value as text, of what differs between the runs.
     """
 

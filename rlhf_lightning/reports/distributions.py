@@ -1,4 +1,4 @@
-"""What lies behind the means of a run: wins and losses, responses before and after, pairs."""
+"""The distributions behind the means of a run: wins and losses, responses, pairs."""
 
 from __future__ import annotations
 

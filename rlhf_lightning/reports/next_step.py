@@ -1,4 +1,4 @@
-"""What to do next after a run, in a sentence."""
+"""The recommended next step after a run, in a sentence."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Pursuit:
 
     Args:
         row, setting, seed: its place in the study; of the best of n the setting is "".
-        model: that it followed.
-        way: of optimisation.
+        model: reward model that it followed.
+        way: way of optimisation.
         gold: gained over the SFT policy, by distance.
         proxy: the reward model's score, likewise.
     """

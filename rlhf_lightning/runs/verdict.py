@@ -116,7 +116,7 @@ def _headline(metrics: Metrics, by: str) -> Verdict:
 
 
 def _without_a_judge(metrics: Metrics, facts: list[Fact]) -> Verdict:
-    """Return the verdict on a run whose responses nobody has compared."""
+    """Return the verdict on a run whose responses were not compared."""
     if figure(metrics, "val/accuracy") is not None:
         return _ranked(metrics, "val", f"held-out {_ranked_rows(metrics)}", facts)
     loss, score = figure(metrics, "val/loss"), figure(metrics, "val/score")
@@ -356,7 +356,7 @@ def _perplexity(loss: float) -> float:
 
 
 def _pairs(metrics: Metrics) -> list[Fact]:
-    """Return what held-out pairs show besides the accuracy."""
+    """Return the figures of held-out pairs other than the accuracy."""
     matched, shorter = "val/accuracy_length_matched", "val/accuracy_chosen_shorter"
     good = "good" if _UNPAIRED in metrics else "preferred"
     notes = {
@@ -391,7 +391,7 @@ def _win_rate_fact(metrics: Metrics, judge: str) -> list[Fact]:
 
 
 def _skipped(metrics: Metrics, judge: str) -> str:
-    """Return how many pairs have no verdict, to stand behind the rate of the others."""
+    """Return how many pairs have no verdict, to follow the rate of the others."""
     skipped, pairs = (figure(metrics, f"val/{judge}_{name}") for name in ("skipped", "num_pairs"))
     return f"; {skipped:.0f} of {pairs + skipped:.0f} were skipped" if skipped and pairs else ""
 

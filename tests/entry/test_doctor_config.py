@@ -110,7 +110,7 @@ def test_a_wrong_setting_is_named_with_its_key(tmp_path, overrides, message):
 def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(stage, overrides, given):
     with pytest.raises(ConfigError, match="^" + re.escape(given)) as error:
         composed(*overrides, stage=stage)
-    assert "the doctor watches PPO, GRPO and their relatives" in str(error.value)
+    assert "has no rollouts for the doctor to watch" in str(error.value)
     assert "doctor=default" in str(error.value)
 
 

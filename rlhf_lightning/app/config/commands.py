@@ -75,7 +75,7 @@ class PeopleSettings(Settings):
 
 
 class BestOfSettings(Settings):
-    """Best-of-n of the policy by the scorer: the n that are measured, and the answers sampled."""
+    """Best-of-n of the policy by the scorer: the values of n, and the number of responses."""
 
     n: list[Count] = Field(default_factory=list)
     pool: Count = 64
@@ -150,14 +150,14 @@ class EvaluateSettings(FiguresSettings):
 
     @property
     def measured_model(self) -> str | None:
-        """Folder or hub name of what a benchmark measures; None of a scorer that is no model."""
+        """Folder or hub name of the model that a benchmark measures; None for other scorers."""
         if self.compares_policies:
             return self.policy
         return None if self.scorer is None else self.scorer.get("source")
 
 
 class CandidatesSettings(Settings):
-    """Answers that are sampled for labelling."""
+    """Responses that are sampled for labelling."""
 
     policies: dict[str, str | None]
     decoding: dict[str, Any]
@@ -171,7 +171,7 @@ class CandidatesSettings(Settings):
 
 
 class AdversarialSettings(Settings):
-    """Pairs of an earlier collection's overrated answers and better ones."""
+    """Pairs of an earlier collection's overrated responses and better ones."""
 
     run: str | None = None
     source: str | None = None
@@ -248,7 +248,7 @@ class PipelineSettings(RunSettings):
 
     @property
     def config_hash(self) -> str:
-        """Equal for pipelines that go on with each other: of name, seed and experiments."""
+        """Hash of name, seed and experiments; equal for pipelines that continue each other."""
         return config_hash(
             {"name": self.name, "seed": self.seed, "experiments": dict(self.experiments)}
         )
@@ -270,8 +270,8 @@ class RewardModelOf(Settings):
 
     Args:
         parameters: weights without embeddings and head.
-        pairs: that it was trained on.
-        group: of rows that follow reward models of several sizes in one way.
+        pairs: number of pairs that it was trained on.
+        group: name of the rows that follow reward models of several sizes in one way.
     """
 
     parameters: Count
@@ -283,13 +283,13 @@ class RowSettings(Settings):
     """A row of a study: the command line of its runs, but for the seed.
 
     Args:
-        command: what is run.
-        experiment: of `train`.
+        command: name of the command.
+        experiment: experiment of `train`.
         overrides: words of the command line.
         starts_from: key of `artifacts`, or another key of the command such as `data.path` or
             `policy` -> a row above that makes that model or those records, of the same seed.
-        vary: values of each key; every combination of them is a setting of its own.
-        reward_model: that its policy follows.
+        vary: values of each key; every combination of them is a separate setting.
+        reward_model: reward model that its policy follows.
         published: what others report of this row, a mean over its settings, by metric.
     """
 
@@ -323,8 +323,8 @@ class StudySettings(RunSettings):
     """Settings of `rlhf-study`: a matrix of runs and what is measured on them.
 
     Args:
-        source: of the rows' `published` figures.
-        protocol: of that source, line by line, and to each line what is done here.
+        source: source of the rows' `published` figures.
+        protocol: protocol of that source, line by line, with what is done here.
         expected: time and memory that a run was expected to take.
     """
 
@@ -397,7 +397,7 @@ class ExportSettings(CommandSettings):
         run: run folder, checkpoint or exported folder.
         to: the new folder; None for `export/` (`adapter/`) in the run folder.
         adapter_only: the adapter of a LoRA run without its base.
-        dtype: of the weights; None as the run's configuration says.
+        dtype: dtype of the weights; None keeps that of the run's configuration.
         push_to_hub: repository to upload to; None uploads nothing.
         public: True if a new repository is public.
     """

@@ -1,4 +1,4 @@
-"""Groups of settings: types, ranges and choices stand in the fields."""
+"""Groups of settings: their fields give types, ranges and choices."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Target(Settings):
         arguments: plain values, and nodes that are built first.
         is_partial: it is built with further arguments later.
         kind: what its place takes.
-        where: its place.
+        where: place in the configuration.
     """
 
     path: str
@@ -107,7 +107,7 @@ class Target(Settings):
 
     @property
     def class_name(self) -> str:
-        """The last part of the path; of a function that is looked up, of its own."""
+        """The last part of the path; for a function that is looked up, its own name."""
         path = self.get("path") if self.path in LOOKUPS else self.path
         return str(path).rpartition(".")[2]
 
@@ -239,7 +239,7 @@ class StrategySettings(Settings):
 
 
 class LoggerSettings(Settings):
-    """The destination of metrics besides `metrics.csv`."""
+    """The destination of metrics in addition to `metrics.csv`."""
 
     kind: Literal["none", "csv", "tensorboard", "wandb"] = "none"
     project: str = "rlhf_lightning"
@@ -371,7 +371,7 @@ class ModelSettings(Settings):
 
 
 class LengthsSettings(Settings):
-    """The lengths that suit a data set, in tokens."""
+    """The lengths that suit a dataset, in tokens."""
 
     max_length: Count | None = None
     max_prompt_length: Count | None = None
@@ -379,7 +379,7 @@ class LengthsSettings(Settings):
 
 
 class DatasetSettings(Settings):
-    """A data set: its name, its source, and parameters of its own."""
+    """A dataset: its name, its source, and further parameters."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -431,7 +431,7 @@ class PlanGroup(Settings):
     """The device of a memory plan, and the form of its output.
 
     Args:
-        device_memory: of one device, such as 80GiB; None asks this machine.
+        device_memory: memory of one device, such as 80GiB; None asks this machine.
         device: cpu or cuda; auto takes that of the trainer.
         format: table, or json for programs.
         reward_model: one of `conf/model`, or a folder, whose shape the reward model has.

@@ -1,7 +1,7 @@
 """`run=FOLDER` of evaluation and collection: the settings of a training run in place of defaults.
 
-They ask the prompts of that run's data set and load its models. A run folder may come from another
-machine, so what it says is data: it is validated anew, and code that it names must be named again.
+They use the prompts of that run's dataset and load its models. A run folder may come from another
+machine, so its settings are data: they are validated again, and code must be named again.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ _ADAPTERS = ("RewardAdapterScorer",)  # scorers that hold no whole model
 
 
 def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> Any:
-    """Return the settings of a command, with what it takes over from `run=`.
+    """Return the settings of a command, with those inherited from `run=`.
 
     Args:
-        entry: the command.
-        cfg: composed.
-        overrides: of the command line.
+        entry: name of the command.
+        cfg: composed configuration of the command.
+        overrides: overrides of the command line.
 
     Raises:
         ConfigError: with the key, what it got and what it wants.
@@ -96,14 +96,14 @@ def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> A
 def inherit(
     entry: str, cfg: DictConfig, overrides: Sequence[str]
 ) -> tuple[DictConfig, TrainSettings | None]:
-    """Return the configuration of a command with what it takes over from `run=`, and from whom.
+    """Return a command's configuration with what it inherits from `run=`, and that run's settings.
 
-    What the command line names stays, a group that it chooses as a whole.
+    Settings on the command line stay; a group that it chooses stays as a whole.
 
     Args:
-        entry: evaluate or collect.
+        entry: name of the command, evaluate or collect.
         cfg: composed; without `run` it is returned as it is.
-        overrides: of the command line.
+        overrides: overrides of the command line.
 
     Raises:
         ConfigError: if the run cannot be read, trained no policy, or names code.
@@ -117,7 +117,7 @@ def inherit(
         raise ConfigError(
             f"run={folder.path} trained a {trained.spec.title}: give the run of a policy"
         )
-    # A pipeline's file of settings stands beside the folder of the run.
+    # A pipeline's file of settings is next to the folder of the run.
     made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
     summary = summary_or_none(folder)
     read = {} if summary is None else summary.read
@@ -150,7 +150,7 @@ def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str]:
 
 
 def _made(trained: TrainSettings, folder: RunFolder) -> str:
-    """Return the model that a run made: the artefact if it still is, else its export."""
+    """Return the model that a run made: the artifact if it is unchanged, else its export."""
     if trained.publishes and trained.artifacts.publish is not None:
         target = working_folder(folder) / trained.artifacts.publish
         with suppress(ManifestError):
@@ -228,7 +228,7 @@ def _updated(
 ) -> TrainSettings:
     """Return a run's settings with models where they are now, and what the command line names."""
     moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in MODELS}
-    # What they say is said by all that refers to them, such as the data set's source.
+    # Their values are repeated by all that refers to them, such as the dataset's source.
     named = {k: OmegaConf.select(cfg, k) for k in keys if k.startswith(("artifacts.", "dataset."))}
     computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
     return trained.updated(moved | named | computed)

@@ -1,7 +1,7 @@
-"""What a run's settings name on this machine: a later command reads it if it is still the same.
+"""Local files that a run's settings name: a later command reads only unchanged ones.
 
-A run folder may come from someone else, whose settings may name any file of the user. Nobody else
-knows the SHA-256 of a private file, so that only what the run has read itself is read again.
+A run folder may come from someone else, whose settings may name any file of the user. Only a run
+that has read a private file knows its SHA-256, so that nothing else is read again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 class Named(NamedTuple):
-    """What settings name of this machine.
+    """A value of the settings that names local files.
 
     Args:
-        place: of the configuration.
-        value: that stands there.
+        place: place in the configuration.
+        value: value at that place.
         paths: files, or the folder of a model.
     """
 
@@ -42,7 +42,7 @@ def digests_of(settings: TrainSettings) -> dict[str, tuple[str, ...]]:
     """Return the digests of what settings name, by its place; for `Summary.read`."""
     found = {}
     for place, _, paths in local_files(settings):
-        with suppress(*UNREADABLE):  # whoever loads it says what is wrong
+        with suppress(*UNREADABLE):  # loading it raises the error
             found[place] = tuple(content_digest(path) for path in paths)
     return found
 
@@ -72,7 +72,7 @@ def _of_call(node: Node) -> Iterator[Named]:
 
 def _of_source(node: Node) -> Iterator[Named]:
     """Yield the files that a source of records reads, by the argument that names them."""
-    # brings torch: a mistake on the command line is told before
+    # brings torch: a mistake on the command line is reported before
     from rlhf_lightning.data.identity import files_of
 
     for key, value in node.arguments.items():

@@ -152,10 +152,10 @@ class CommandSettings(Settings):
         raise ConfigError(f"{text} ({node})" if referred else text)
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
-        """Return the settings with other values, and all that refers to them.
+        """Return the settings with other values, also wherever other settings refer to them.
 
         Args:
-            changes: by dotted key; the hash stays.
+            changes: new values by dotted key; the hash stays.
         """
         cfg = OmegaConf.create(copy.deepcopy(self._written))
         for key, value in changes.items():
@@ -220,7 +220,7 @@ class RunSettings(CommandSettings):
 
     @property
     def kind(self) -> str:
-        """What its summary calls the run."""
+        """Kind of the run in its summary."""
         return self.stage
 
     @property
@@ -237,8 +237,8 @@ class RunSettings(CommandSettings):
 def _check_not_logged(logger: LoggerSettings) -> LoggerSettings:
     if logger.kind not in ("none", "csv"):
         raise ValueError(
-            f"={logger.kind} shows training, and this command has figures alone, which stand in "
-            "summary.json: use logger=none"
+            f"={logger.kind} shows training, and this command only writes summary.json: use "
+            "logger=none"
         )
     return logger
 
@@ -327,7 +327,7 @@ class TrainSettings(RunSettings):
 
     @property
     def compute_precision(self) -> Precision:
-        """The precision of forwards: FSDP2 computes in a dtype of its own, under `32-true`."""
+        """The precision of forwards: FSDP2 computes in another dtype under `32-true`."""
         sharded = self.strategy.name == "fsdp" and self.strategy.compute_dtype == "bfloat16"
         return "bf16-mixed" if sharded else self.trainer.precision
 

@@ -122,8 +122,8 @@ def read_node(value: Mapping[str, Any], kind: Kind, where: str) -> Node:
         where: place in the configuration.
 
     Raises:
-        TargetError: for what may not stand there, and for unknown or wrong arguments: with the
-            place, what it got and what it wants.
+        TargetError: for a wrong kind of object, and for unknown or wrong arguments: with the place,
+            the value and what is allowed.
     """
     for key in kind.given_later:
         if key in value:

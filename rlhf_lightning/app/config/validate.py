@@ -220,9 +220,8 @@ def _check_doctor(settings: TrainSettings) -> None:
     if given:
         key, value = given[0]
         raise ConfigError(
-            f"doctor.{key}={value}: the doctor watches PPO, GRPO and their relatives, and "
-            f"{stage.title} has no rollouts to watch: use doctor=default, or in a pipeline set it "
-            "for PPO alone, such as ppo:doctor=act"
+            f"doctor.{key}={value}: {stage.title} has no rollouts for the doctor to watch: use "
+            "doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
         )
 
 
@@ -275,7 +274,7 @@ def check_run(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
-    # brings torch: a mistake on the command line is told before
+    # brings torch: a mistake on the command line is reported before
     from rlhf_lightning.modules.optimization import check_divisor
 
     if (stops := settings.select(EARLY_STOPPING)) is not None:
@@ -305,7 +304,7 @@ def check_devices(settings: TrainSettings) -> None:
     Raises:
         ConfigError: if it has none, or fewer devices.
     """
-    # brings torch: a mistake on the command line is told before
+    # brings torch: a mistake on the command line is reported before
     import torch
 
     kind, count = settings.trainer.accelerator, settings.trainer.devices
@@ -356,7 +355,7 @@ def _described(where: str, target: Target | Node, error: BaseException) -> str:
 
 
 def _parameter() -> Any:
-    # brings torch: a mistake on the command line is told before
+    # brings torch: a mistake on the command line is reported before
     import torch
 
     return torch.nn.Parameter(torch.zeros(1))

@@ -15,7 +15,7 @@ from rlhf_lightning.runs.folder import RunFolder
 
 
 class DPOStage(Stage):
-    """DPO, IPO or KTO; a scorer only measures the result."""
+    """DPO, IPO or KTO; a scorer is only used to evaluate the result."""
 
     module = DPOModule
     rates: ClassVar = {"learning_rate": "policy"}
@@ -44,7 +44,7 @@ class DPOStage(Stage):
             return
         if settings.scorer.class_name == "RewardAdapterScorer":
             raise ConfigError(
-                "scorer=reward_adapter stands on the base of PPO's policy: use scorer=reward_model"
+                "scorer=reward_adapter needs the base of PPO's policy: use scorer=reward_model"
             )
         try:
             check_scorer(settings.scorer.node())

@@ -33,8 +33,8 @@ class GRPOStage(PPOStage):
         if size < 2 and isinstance(hparams, GRPOHparams) and hparams.baseline != "none":
             raise ConfigError(
                 f"data.num_generations={size}: module.grpo.baseline={hparams.baseline} compares "
-                "the responses to one prompt, use 2 or more (8 is usual), or "
-                "module.grpo.baseline=none with module.grpo.scale=global_std (REINFORCE++)"
+                "responses to a prompt: use 2 or more (8 is usual), or baseline=none "
+                "scale=global_std (REINFORCE++)"
             )
 
 

@@ -1,4 +1,4 @@
-"""PPO: a policy that answers prompts, is scored, and is kept close to where it started."""
+"""PPO: a policy whose responses are scored, and which is kept close to where it started."""
 
 from __future__ import annotations
 
@@ -195,8 +195,8 @@ def _scorer(settings: TrainSettings) -> Target:
 def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
     """Check that adapters were trained on the policy that is the reference.
 
-    They are the reward model's, and that of a policy to go on from, which has the rank and the
-    alpha of the settings.
+    They are the reward model's, and that of a policy to continue, which has the rank and the alpha
+    of the settings.
 
     Raises:
         ConfigError: if one was not, or if there is none.

@@ -43,7 +43,7 @@ class RewardStage(Stage):
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     ) -> Findings:
-        """Validate, add what the data knows of its own noise, and normalize."""
+        """Validate, estimate the noise of the labels, and normalize."""
         metrics, values = validate(parts), dict[str, Any]()
         ceiling = getattr(parts.data.source, "label_ceiling", None)
         if ceiling is not None:

@@ -31,13 +31,13 @@ class SFTStage(Stage):
         if settings.artifacts.base is None:
             return Findings(metrics)  # nothing to compare with
         if gold is None and module.device_mesh is not None:
-            return Findings(metrics)  # nobody to judge, and no room for a second whole model
+            return Findings(metrics)  # no judge, and no room for a second whole model
         baseline = start_policy(settings, parts)
         if metrics:
             loader = parts.data.val_dataloader()
             metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
             if gold is None:
-                return Findings(metrics)  # nobody to judge
+                return Findings(metrics)  # no judge
         return compare(settings, parts, baseline, metrics)
 
     def num_answered(self, settings: TrainSettings) -> int:

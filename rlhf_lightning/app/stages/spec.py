@@ -1,4 +1,4 @@
-"""What an application knows of a kind of training, besides the module that does it."""
+"""The application's view of a kind of training."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ class Stage:
         generator: Any,
         fingerprint: str,
     ) -> dict[str, Any]:
-        """Return what its module is given besides the common; the scorer is named `scorer`.
+        """Return the special arguments of its module; the scorer is named `scorer`.
 
         Args:
-            settings: of the run.
-            tokenizer: of the start.
-            generator: continues prompts.
-            fingerprint: of the start.
+            settings: settings of the run.
+            tokenizer: tokenizer of the starting model.
+            generator: generator of the rollouts.
+            fingerprint: fingerprint of the starting model.
 
         Raises:
             ConfigError: if a model does not fit the others.
@@ -185,11 +185,11 @@ class Stage:
 def find_stage(name: object, module: str | None = None) -> Stage:
     """Return the stage of a name, or of the dotted path at which another package holds one.
 
-    A name that is none of ours is that of an objective without a stage of its own: what the class
-    `module` calls itself. It is trained as the nearest class that it inherits from.
+    Another name is that of an objective without a separate stage: what the class `module` calls
+    itself. It is trained as the nearest class that it inherits from.
 
     Args:
-        name: of the stage. A path must be below a prefix that `RLHF_ALLOWED_TARGETS` lists.
+        name: name of the stage. A path must be below a prefix that `RLHF_ALLOWED_TARGETS` lists.
         module: dotted name of the class that is trained; None for the stage's own.
 
     Raises:

@@ -165,7 +165,7 @@ def _write_page(folder: RunFolder) -> None:
 
 
 def _tell(folder: RunFolder, summary: Summary) -> None:
-    # brings torch: a mistake on the command line is told before
+    # brings torch: a mistake on the command line is reported before
     from rlhf_lightning.callbacks.console import print_verdict
 
     print_verdict(summary, folder)

@@ -27,7 +27,7 @@ from rlhf_lightning.hparams import Checked, Usual
 
 @dataclass(frozen=True)
 class TextRewardModelHparams(Checked):
-    """Settings of a reward model with a tokenizer of its own.
+    """Settings of a reward model with a different tokenizer.
 
     Args:
         input_format: `text` is prompt and response as one text; `pair` is the two as the sentence
