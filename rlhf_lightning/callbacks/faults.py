@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch, RolloutBatch, SFTBatch, TensorBatch
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.atomic import follow_umask, write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
@@ -38,7 +39,7 @@ class SaveFaultyBatch(Callback):
         """Save the batch of a `NonFiniteError`, and let the error say where it is."""
         if not isinstance(exception, NonFiniteError):
             return
-        module: Any = pl_module  # whose tokenizer decodes ids
+        module = cast(RLHFModule, pl_module)
         target = self.folder.faults / f"iteration={exception.iteration:06d}"
         try:
             save_batch(exception.batch, target / f"rank_{trainer.global_rank}", module.tokenizer)
@@ -48,7 +49,7 @@ class SaveFaultyBatch(Callback):
             exception.saved = str(target)
 
 
-def save_batch(batch: TensorBatch, stem: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_batch(batch: TensorBatch, stem: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Write `<stem>.safetensors` and `<stem>.jsonl`.
 
     Raises:
@@ -64,20 +65,24 @@ def save_batch(batch: TensorBatch, stem: Path, tokenizer: PreTrainedTokenizerBas
     write_text(stem.with_suffix(".jsonl"), "".join(lines))
 
 
-def describe_rows(batch: TensorBatch, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def describe_rows(
+    batch: TensorBatch, tokenizer: PreTrainedTokenizerBase | None
+) -> list[dict[str, Any]]:
     """Return each row as plain values: texts, numbers, and `not_finite`, the fields that are not.
 
-    Special tokens are kept in the texts.
+    Special tokens are kept in the texts; without a tokenizer there are the ids.
     """
     rows: list[dict[str, Any]] = [{"row": i} for i in range(len(batch))]
     before: list[list[int]] = []
     for name, ids, mask in _texts(batch):
         own = [ids[i][mask[i]].tolist() for i in range(len(rows))]
         for i, row in enumerate(rows):
-            behind = name == "response"
-            row[name] = (
-                text_behind(before[i], own[i], tokenizer) if behind else decoded(own[i], tokenizer)
-            )
+            if tokenizer is None:
+                row[name] = own[i]
+            elif name == "response":
+                row[name] = text_behind(before[i], own[i], tokenizer)
+            else:
+                row[name] = decoded(own[i], tokenizer)
         before = own
     for name, value in vars(batch).items():
         if isinstance(value, tuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -16,6 +16,7 @@ from rlhf_lightning.evaluation.compare import comparison_in_training
 from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideResponses
 from rlhf_lightning.evaluation.safety import SafetyCheck
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 
 NUM_SAMPLES = 8  # of the table in W&B
 
@@ -60,7 +61,8 @@ class PeriodicEvaluation(Callback):
         """
         if self.comparison is None:
             data: Any = getattr(trainer, "datamodule", None)
-            self.comparison = comparison_in_training(pl_module, data, **self._asked)
+            module = cast(OnPolicyModule, pl_module)
+            self.comparison = comparison_in_training(module, data, **self._asked)
         if self.comparison is None:
             raise ValueError("PeriodicEvaluation: no prompt of the data is held out")
 
@@ -73,7 +75,7 @@ class PeriodicEvaluation(Callback):
                 pl_module.log_dict(dict.fromkeys(sorted(self._names), math.nan), on_step=True)
             return
         started = time.perf_counter()
-        module: Any = pl_module
+        module = cast(OnPolicyModule, pl_module)
         assert self.comparison is not None  # since the start
         with trainer.strategy.precision_plugin.forward_context():
             if self._baseline is None:

@@ -125,7 +125,7 @@ class RunRecord(Callback):
         summary = read_summary(self.folder)
         if summary.status == "running":
             return
-        module: Any = trainer.lightning_module
+        module = trainer.lightning_module
         iteration = current_iteration(trainer)
         # Iteration 0 is that of an evaluation: the baseline may be any policy.
         findings.write(self.folder, iteration if baseline == _start(module) else 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration, last_iteration
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.text.decoding import decoded, response_texts
 
@@ -63,7 +64,7 @@ class SampleLog(Callback):
             self._cut_at = None
         ends = iteration in (1, last_iteration(trainer))
         if ends or iteration % self.every_n_iterations == 0:
-            module: Any = pl_module
+            module = cast(OnPolicyModule, pl_module)
             rows = describe_rollout(
                 rollout,
                 module.tokenizer,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.folder import ITERATION, to_json
 from rlhf_lightning.runs.stopping import RunStoppedError
 
@@ -74,8 +75,9 @@ class WandbContent(Callback):
             histograms = rollout_histograms(rollout, outputs.get("ratio_counts"))
             logger.log_row(iteration, {f"histograms/{k}": v for k, v in histograms.items()})
             if iteration == 1 or iteration % self.every_n_iterations == 0:
-                log_samples(logger, iteration, "best", self._ends(rollout, pl_module, best=True))
-                log_samples(logger, iteration, "worst", self._ends(rollout, pl_module, best=False))
+                module = cast(OnPolicyModule, pl_module)
+                log_samples(logger, iteration, "best", self._ends(rollout, module, best=True))
+                log_samples(logger, iteration, "worst", self._ends(rollout, module, best=False))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -83,7 +85,9 @@ class WandbContent(Callback):
         """Send an alert that says why the run ended early, and close it."""
         _alert_end(trainer, exception)
 
-    def _ends(self, rollout: RolloutBatch, module: Any, *, best: bool) -> list[dict[str, Any]]:
+    def _ends(
+        self, rollout: RolloutBatch, module: OnPolicyModule, *, best: bool
+    ) -> list[dict[str, Any]]:
         scored = rollout[rollout.scored]
         order = scored.scores.float().cpu().argsort(descending=best, stable=True)
         rows = order[: min(self.num_samples, len(scored))]

@@ -37,6 +37,7 @@ from rlhf_lightning.evaluation.safety import SafetyCheck, required_measures
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.pretrained import as_scorer, naming_argument
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.source import reads_one_model
@@ -219,7 +220,7 @@ def _sampling(
 
 
 def comparison_in_training(
-    module: Any, data: RecordDataModule, *, num_prompts: int, **judges: Any
+    module: OnPolicyModule, data: RecordDataModule, *, num_prompts: int, **judges: Any
 ) -> HeldOutComparison | None:
     """Return the comparison of a policy in training with its reference, for every few iterations.
 

@@ -169,7 +169,7 @@ class HeldOutComparison:
         )
 
 
-def start_in_memory(module: Any) -> PolicyModel | None:
+def start_in_memory(module: object) -> PolicyModel | None:
     """Return the policy that a module started from, where it is in memory.
 
     It is the reference of the module, or the base that its adapter was trained on.

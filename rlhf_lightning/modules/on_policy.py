@@ -121,7 +121,8 @@ class OnPolicyModule(RLHFModule):
     batch = PromptBatch
     whole_groups: ClassVar[bool] = False
     algorithm: OnPolicyHparams
-    policy: PolicyModel | None
+    policy: PolicyModel  # None before configure_model
+    tokenizer: PreTrainedTokenizerBase
     reference: PolicyModel
     value: ScalarHeadModel | None
     score_clip: float | None = None

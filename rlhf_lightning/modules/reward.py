@@ -61,7 +61,7 @@ class RewardModule(RLHFModule):
         **parts: Unpack[ModuleParts],
     ) -> None:
         super().__init__(reward, model, **parts)
-        self.model: ScalarHeadModel | None = None
+        self.model: ScalarHeadModel = None  # before configure_model
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")

@@ -21,7 +21,7 @@ from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_che
 from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.callbacks.test_checkpointing import assert_same_run
-from tests.callbacks.tiny_run import TinyModule, run
+from tests.callbacks.tiny_run import run
 
 
 class Send(Callback):
@@ -108,7 +108,6 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
 
 
 def test_a_run_of_the_library_that_is_told_to_stop_is_recorded_as_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(TinyModule, "stage", "ppo", raising=False)
     folder = RunFolder(tmp_path)
     told = [RunRecord(folder), Send(signal.SIGTERM, 3)]
     with pytest.raises(RunStoppedError):
@@ -120,7 +119,6 @@ def test_a_run_of_the_library_that_is_told_to_stop_is_recorded_as_stopped(tmp_pa
 def test_a_last_validation_that_is_not_finite_leaves_no_earlier_value_in_the_summary(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(TinyModule, "stage", "sft", raising=False)
     losses = {2: 0.5, 4: math.nan}
     run(tmp_path, num_iterations=4, losses=losses, callbacks=[RunRecord(RunFolder(tmp_path))])
     assert read_summary(RunFolder(tmp_path)).metrics["val/loss"] is None
@@ -131,7 +129,6 @@ def test_a_last_validation_that_is_not_finite_leaves_no_earlier_value_in_the_sum
 def test_a_run_of_the_library_that_goes_on_counts_the_seconds_of_the_processes_before(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(TinyModule, "stage", "ppo", raising=False)
     folder = RunFolder(tmp_path)
     with pytest.raises(RunStoppedError):
         run(tmp_path, callbacks=[RunRecord(folder), Send(signal.SIGTERM, 3)])

@@ -28,6 +28,9 @@ class KilledError(RuntimeError):
 
 
 class TinyModule(pl.LightningModule):
+    stage = "ppo"
+    algorithm = None
+
     def __init__(
         self, die_at: Death | None = None, losses: Mapping[int, float] | None = None
     ) -> None:
@@ -37,6 +40,10 @@ class TinyModule(pl.LightningModule):
         self.die_at = die_at
         self.losses = losses or {}  # of the validation after an iteration
         self.validations: list[int] = []
+
+    @classmethod
+    def title_of(cls, algorithm: object) -> str:
+        return cls.stage
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self._perhaps_die("train", batch_idx + 1)

@@ -86,6 +86,8 @@ def test_the_saved_batch_of_a_fault_has_responses_with_their_first_space():
     sequences = torch.cat([torch.tensor([[*prompt, *four]]), rest], 1)
     [row] = describe_rows(replace(rollout, sequences=sequences, response_mask=mask), tokenizer)
     assert row["response"] == " 4"
+    [row] = describe_rows(replace(rollout, sequences=sequences, response_mask=mask), None)
+    assert row["response"] == four  # of a module that knows no tokenizer
 
 
 def test_what_is_known_of_a_tokenizer_goes_with_it():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import lightning as L
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,7 @@ from rlhf_lightning.evaluation.held_out import held_out_comparison
 from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.modules.base import RLHFModule
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.rollout.scorers.hparams import check_scorer
@@ -153,7 +154,7 @@ class PPOStage(Stage):
         """Compare the policy with its reference, and say how far the scores of the run spread."""
         findings = Findings({})
         if settings.artifacts.sft is not None:  # else there is nothing to compare with
-            findings = compare(settings, parts, parts.module.reference, {})
+            findings = compare(settings, parts, cast(OnPolicyModule, parts.module).reference, {})
         if parts.trainer.is_global_zero:
             findings.metrics |= score_spread(read_metrics(folder.metrics))
         return findings

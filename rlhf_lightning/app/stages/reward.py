@@ -45,12 +45,13 @@ class RewardStage(Stage):
     ) -> Findings:
         """Validate, estimate the noise of the labels, and normalize."""
         metrics, values = validate(parts), dict[str, Any]()
+        model = cast(RewardModule, parts.module).model
         ceiling = getattr(parts.data.source, "label_ceiling", None)
         if ceiling is not None:
             metrics["val/label_ceiling"] = float(ceiling())
         if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
             measures, values = held_out_pairs(
-                placed(parts, parts.module.model),
+                placed(parts, model),
                 rows,
                 parts.tokenizer,
                 batch_size=settings.evaluation.batch_size,
@@ -70,7 +71,7 @@ class RewardStage(Stage):
                 over_long=settings.data.arguments["over_long"],
             )
             metrics |= fold_normalization(
-                placed(parts, parts.module.model),
+                placed(parts, model),
                 placed(parts, policy),
                 prompts,
                 parts.sampling,
@@ -101,7 +102,7 @@ def _evidence(
     found = {}
     if seen := comparable_rows(train, rows, count=min(len(rows), MOST_TRAINING_PAIRS)):
         found["val/train_accuracy"] = share_right(
-            _scored(settings, parts, parts.module.model, seen)
+            _scored(settings, parts, cast(RewardModule, parts.module).model, seen)
         )
     source = settings.evaluation.larger_reward_model
     if source is not None:

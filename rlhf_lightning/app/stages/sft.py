@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluation import compare, placed, start_policy, validate
@@ -27,7 +27,7 @@ class SFTStage(Stage):
     ) -> Findings:
         """Validate, and compare the policy with its start where there is a start and a judge."""
         metrics = validate(parts)
-        module, gold = parts.module, settings.evaluation.gold
+        module, gold = cast(SFTModule, parts.module), settings.evaluation.gold
         if settings.artifacts.base is None:
             return Findings(metrics)  # nothing to compare with
         if gold is None and module.device_mesh is not None:

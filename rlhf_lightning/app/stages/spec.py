@@ -42,7 +42,7 @@ class TrainingComponents:
     settings: TrainSettings  # with the learning rates and the vocabulary that were found
     tokenizer: PreTrainedTokenizerBase
     data: RecordDataModule
-    module: Any  # the LightningModule of the stage
+    module: RLHFModule
     trainer: L.Trainer
     sampling: Sampling
     scorer: Scorer | None

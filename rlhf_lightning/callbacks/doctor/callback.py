@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,8 +33,8 @@ from rlhf_lightning.doctor.metrics import response_metrics
 from rlhf_lightning.doctor.policy import InterventionPolicy, serious_alarms
 from rlhf_lightning.doctor.preflight_checks import check_first_rollout
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
-from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import LoggedNames
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import DoctorEvent
@@ -45,9 +45,9 @@ from rlhf_lightning.runs.stopping import RunStoppedError
 _WEIGHT = "domain_weights."
 
 
-def knobs_of(module: Any) -> Knobs:
+def knobs_of(module: OnPolicyModule) -> Knobs:
     """Return the controls of a module as they stand."""
-    controls: Controls = module.controls
+    controls = module.controls
     return Knobs(
         kl_coef=controls.kl_coef,
         temperature=controls.temperature,
@@ -58,13 +58,13 @@ def knobs_of(module: Any) -> Knobs:
     )
 
 
-def apply(module: Any, intervention: Intervention) -> None:
+def apply(module: OnPolicyModule, intervention: Intervention) -> None:
     """Make one change in the controls of a module that is being trained.
 
     Raises:
         AttributeError: if it names no control.
     """
-    controls: Controls = module.controls
+    controls = module.controls
     name = intervention.control
     if name.startswith(_WEIGHT):
         weights = controls.domain_weights | {name.removeprefix(_WEIGHT): intervention.after}
@@ -72,7 +72,7 @@ def apply(module: Any, intervention: Intervention) -> None:
     elif hasattr(controls, name):
         setattr(controls, name, intervention.after)
         if name == "learning_rate_factor":
-            _renew_learning_rates(module.lr_schedulers())
+            _renew_learning_rates(cast(LambdaLR, module.lr_schedulers()))
     else:
         raise AttributeError(f"{name!r} is no control of {type(controls).__name__}")
 
@@ -206,8 +206,9 @@ class Doctor(Callback):
         )
         self.alert_log.open(trainer.is_global_zero, start, watched, idle)
         if handover is not None:
-            for change in self.policy.after_rollback(knobs_of(pl_module)):
-                self._change(pl_module, change, start)
+            module = cast(OnPolicyModule, pl_module)
+            for change in self.policy.after_rollback(knobs_of(module)):
+                self._change(module, change, start)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -222,7 +223,7 @@ class Doctor(Callback):
             return
         # Lightning opens the precision's context around training steps alone.
         with trainer.strategy.precision_plugin.forward_context():
-            first = first_rollout(pl_module, batch)
+            first = first_rollout(cast(OnPolicyModule, pl_module), batch)
         checks = check_first_rollout(first)
         for check in checks:
             self.alert_log.note_check(check)
@@ -248,7 +249,7 @@ class Doctor(Callback):
         rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
         if rollout is None or not self.watches:
             return
-        module: Any = pl_module
+        module = cast(OnPolicyModule, pl_module)
         iteration = current_iteration(trainer)
         skip = module.sampling.skip_special_tokens
         answers = responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
@@ -312,7 +313,7 @@ class Doctor(Callback):
 
     # -- acting -----------------------------------------------------------------------------
 
-    def _act(self, trainer: Trainer, module: Any, iteration: int) -> None:
+    def _act(self, trainer: Trainer, module: OnPolicyModule, iteration: int) -> None:
         found = self.detectors
         for intervention in self.policy.due(
             found.beyond, found.subjects, knobs_of(module), found.read
@@ -327,7 +328,7 @@ class Doctor(Callback):
             self.policy.rollbacks += 1
         trainer.should_stop = True
 
-    def _change(self, module: Any, intervention: Intervention, iteration: int) -> None:
+    def _change(self, module: OnPolicyModule, intervention: Intervention, iteration: int) -> None:
         apply(module, intervention)
         self.alert_log.note_action(iteration, intervention)
 

@@ -17,6 +17,7 @@ from rlhf_lightning.distributed.collectives import agreed_max, gathered
 from rlhf_lightning.doctor.metrics import response_metrics
 from rlhf_lightning.doctor.preflight_checks import FirstRollout
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.step_0 import rounding_tolerance
 
 
@@ -25,11 +26,11 @@ class PreflightError(RuntimeError):
 
 
 @torch.no_grad()
-def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
+def first_rollout(module: OnPolicyModule, prompts: PromptBatch) -> FirstRollout:
     """Return the figures of the rollout that iteration 1 will make, over all ranks.
 
     Args:
-        module: a `PPOModule` before its first update.
+        module: the module before its first update.
         prompts: prompts of iteration 1; the same noise gives the same responses again.
     """
     rollout, _ = module.collect_rollout(prompts, 0)
@@ -71,7 +72,7 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
     )
 
 
-def _rows(module: Any, rollout: RolloutBatch) -> list[dict[str, Any]]:
+def _rows(module: OnPolicyModule, rollout: RolloutBatch) -> list[dict[str, Any]]:
     """Return plain values of each of this rank's rows."""
     mask = rollout.response_mask
     again = _logprobs(module, rollout)
@@ -97,7 +98,7 @@ def _rows(module: Any, rollout: RolloutBatch) -> list[dict[str, Any]]:
     return rows
 
 
-def _logprobs(module: Any, rollout: RolloutBatch) -> Tensor:
+def _logprobs(module: OnPolicyModule, rollout: RolloutBatch) -> Tensor:
     """Return `[B, R]` log-probabilities as an update computes them."""
 
     def of_rows(rows: Tensor) -> tuple[Tensor]:
