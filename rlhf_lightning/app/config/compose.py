@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from itertools import chain
@@ -149,6 +149,13 @@ def describe_interpolation(error: OmegaConfBaseException) -> str:
     if nowhere and error.full_key:
         return f"{error.full_key} refers to {nowhere.group(1)}, which is missing: set it"
     return f"{error.full_key}: {text}" if error.full_key else text
+
+
+def at(node: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested mappings; None where nothing stands."""
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def named_model(name: str) -> dict[str, Any]:

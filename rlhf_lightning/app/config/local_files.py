@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from rlhf_lightning.app.config.compose import at
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import Node, nodes, parameters
 from rlhf_lightning.runs.manifest import ManifestError, content_digest
@@ -105,14 +106,8 @@ def is_unchanged(paths: Iterable[Path], digests: Sequence[str]) -> bool:
 
 def written_keys(written: Mapping[str, Any], place: str) -> list[str]:
     """Return a place of a configuration, and the keys that it refers to, one to the next."""
-    keys, value = [place], _at(written, place)
+    keys, value = [place], at(written, place)
     while isinstance(value, str) and (found := _REFERENCE.fullmatch(value)) is not None:
         keys.append(found[1])
-        value = _at(written, found[1])
+        value = at(written, found[1])
     return keys
-
-
-def _at(node: Any, place: str) -> Any:
-    for part in place.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node

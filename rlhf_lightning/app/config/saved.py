@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError, at
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.runs.folder import RunFolder
@@ -69,9 +69,7 @@ def check_interpolations(content: Mapping[str, Any]) -> None:
         return text
 
     def value_of(key: re.Match[str], where: str) -> str:
-        node: Any = content
-        for part in key["key"].split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
+        node = at(content, key["key"])
         if node is None and key["select"]:
             node = key["default"] or ""
         parts = [expanded(text, place) for place, text in _texts(node, key["key"])]
@@ -118,10 +116,7 @@ def working_folder(folder: RunFolder) -> Path:
     """
     file = folder.config.with_name("hydra.yaml")
     content = saved_config(file) if file.is_file() else {}
-    found: Any = content
-    for key in ("hydra", "runtime", "cwd"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return Path(str(found or "."))
+    return Path(str(at(content, "hydra.runtime.cwd") or "."))
 
 
 def best_of_early_stopping(folder: RunFolder) -> Path | None:

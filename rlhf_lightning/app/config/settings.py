@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
-from rlhf_lightning.app.config.compose import ConfigError, describe_interpolation
+from rlhf_lightning.app.config.compose import ConfigError, at, describe_interpolation
 from rlhf_lightning.app.config.groups import (
     ArtifactsSettings,
     CallbacksSettings,
@@ -145,9 +145,7 @@ class CommandSettings(Settings):
             return cls.model_validate(kept, context=context)
         except ValidationError as error:
             text = str(misfit("", kept, cls, error))
-        node: Any = written
-        for part in text.partition("=")[0].split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
+        node = at(written, text.partition("=")[0])
         referred = isinstance(node, str) and "${" in node
         raise ConfigError(f"{text} ({node})" if referred else text)
 
@@ -167,10 +165,7 @@ class CommandSettings(Settings):
 
     def select(self, key: str) -> Any:
         """Return the value at a dotted key of the configuration; None where nothing stands."""
-        node: Any = self._resolved
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
-        return node
+        return at(self._resolved, key)
 
     def check_targets(self) -> None:
         """Look up everything that is built by name, and hold its arguments against it.

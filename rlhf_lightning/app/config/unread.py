@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError, written_keys
 from rlhf_lightning.app.config.settings import CommandSettings
 from rlhf_lightning.arguments import did_you_mean
 
@@ -41,6 +41,19 @@ def check_overrides_are_read(
             alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
             near = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(key, known)
             raise ConfigError(f"{word}: nothing reads {key} here: leave it out{near}")
+
+
+def check_keys_are_known(settings: CommandSettings) -> None:
+    """Refuse keys that no file of `conf/` has and nothing reads, wherever they were written.
+
+    Raises:
+        ConfigError: with the key and the nearest ones.
+    """
+    for group in (*settings.open_groups, "debug", "launcher"):
+        known = written_keys(group)
+        for key in _places(settings.written.get(group), group):
+            if key not in known and not _reads(settings, key):
+                raise ConfigError(f"unknown key {key}{did_you_mean(key, sorted(known))}")
 
 
 def is_read(word: str, settings: CommandSettings) -> bool:

@@ -7,8 +7,7 @@ that does not exist would be found after the stages that come first, which may b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,10 +20,9 @@ from rlhf_lightning.app.config.compose import (
     choices,
     describe_interpolation,
     primary,
-    written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
-from rlhf_lightning.app.config.groups import Target
+from rlhf_lightning.app.config.groups import DoctorSettings, Target
 from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
 from rlhf_lightning.app.config.targets import (
     Node,
@@ -32,10 +30,9 @@ from rlhf_lightning.app.config.targets import (
     listed,
     resolve,
 )
-from rlhf_lightning.app.config.unread import check_overrides_are_read
+from rlhf_lightning.app.config.unread import check_keys_are_known, check_overrides_are_read
 from rlhf_lightning.app.stages.spec import StageError, find_stage
 from rlhf_lightning.arguments import did_you_mean, fitting
-from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 EARLY_STOPPING = "callbacks.early_stopping"
@@ -87,9 +84,9 @@ def read_settings(
     trains = issubclass(settings, TrainSettings)
     if trains:
         _check_stage(written)
-    if not saved:
-        _check_open_groups(settings, written)
     found = settings.of(_with_models_apart(written))
+    if not saved:
+        check_keys_are_known(found)
     found.check_targets()
     if isinstance(found, TrainSettings):
         _check_training(found)
@@ -135,27 +132,6 @@ def _check_stage(written: Mapping[str, Any]) -> None:
             f"stage={stage}: choose what to train with +experiment=NAME, one of "
             f"{listed(choices('experiment'))}"
         ) from error
-
-
-def _check_open_groups(settings: type[CommandSettings], written: Mapping[str, Any]) -> None:
-    """Refuse keys that nothing reads: they would change nothing, in silence."""
-    text = repr(written)
-    for group in (*settings.open_groups, "debug", "launcher"):
-        field = settings.model_fields.get(group)
-        typed = getattr(field and field.annotation, "model_fields", ())
-        known = written_keys(group)
-        for key in _places(group, written.get(group), {f"{group}.{name}" for name in typed}, text):
-            if key not in known and f"${{{key}" not in text:
-                raise ConfigError(f"unknown key {key}{did_you_mean(key, sorted(known))}")
-
-
-def _places(where: str, node: Any, typed: Container[str], text: str) -> Iterator[str]:
-    """Yield the keys below a node, but for those of what is read as a whole."""
-    for key, value in node.items() if isinstance(node, Mapping) else ():
-        yield (place := f"{where}.{key}")
-        whole = place in typed or f"${{{place}}}" in text
-        if isinstance(value, Mapping) and "_target_" not in value and not whole:
-            yield from _places(place, value, typed, text)
 
 
 def _check_training(settings: TrainSettings) -> None:
@@ -209,18 +185,15 @@ def _check_doctor(settings: TrainSettings) -> None:
     doctor, stage = settings.doctor, settings.spec
     if doctor is None or stage.rolls_out:
         return
-    actions, usual = doctor.actions, asdict(DoctorThresholds())
-    given = [] if actions is None else [("actions.on_alarm", actions.on_alarm)]
-    for name, value in asdict(doctor.thresholds).items():
-        given += [] if value == usual[name] else [(f"thresholds.{name}", value)]
-    usual_file = "default"
-    for key, default in primary(f"doctor/{usual_file}").items():
-        value = settings.select(f"doctor.{key}")
-        given += [] if key in ("defaults", "actions") or value == default else [(key, value)]
+    usual, found = (one.model_dump() for one in (DoctorSettings(thresholds={}), doctor))
+    given = [] if doctor.actions is None else ["actions.on_alarm"]
+    for name, value in found.pop("thresholds").items():
+        given += [] if value == usual["thresholds"][name] else [f"thresholds.{name}"]
+    given += [key for key, value in found.items() if key != "actions" and value != usual[key]]
     if given:
-        key, value = given[0]
+        key = f"doctor.{given[0]}"
         raise ConfigError(
-            f"doctor.{key}={value}: {stage.title} has no rollouts for the doctor to watch: use "
+            f"{key}={settings.select(key)}: {stage.title} has no rollouts for the doctor to watch: use "
             "doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
         )
 
@@ -233,14 +206,7 @@ def _check_batch_divides(settings: TrainSettings) -> None:
     """
     if "batch_size" not in settings.data.arguments:
         raise ConfigError("data.batch_size is missing: set it, such as data.batch_size=32")
-    rows = settings.data.arguments["batch_size"]
-    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-        raise ConfigError(f"data.batch_size={rows!r} must be a whole number, at least 1")
-    generations = settings.data.arguments.get("num_generations", 1)
-    if not isinstance(generations, int) or isinstance(generations, bool):
-        raise ConfigError(
-            f"data.num_generations={generations!r} must be a whole number, at least 1"
-        )
+    rows = settings.data.batch_size
     unit = settings.batch_unit
     if rows % unit == 0:
         return
