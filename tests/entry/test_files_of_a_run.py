@@ -22,6 +22,11 @@ from tests.builders.command_lines import SMALL, settings_of
 from tests.entry.test_pipeline import composed
 
 ENTRIES = ("evaluate", "collect")
+# The default annotators know the built-in world alone.
+LABELS = {
+    "evaluate": [],
+    "collect": ["annotator=page"],
+}
 PRIVATE = "my password is swordfish"
 
 
@@ -105,13 +110,14 @@ def test_what_was_edited_since_is_refused_by_name_until_it_is_named_again(
             settings_of(f"run={own.path}", entry=entry)
         assert f"{key}={named}" in str(caught.value)
         assert "\n" not in str(caught.value)
-        settings_of(f"run={own.path}", f"++{key}={named}", entry=entry)
+        settings_of(f"run={own.path}", f"++{key}={named}", *LABELS[entry], entry=entry)
 
 
 def test_a_file_that_is_named_again_is_the_one_that_is_read(own: RunFolder) -> None:
     other = rows(own.path.parent / "other.jsonl", "what is {} to you ?")
     for entry in ENTRIES:
-        settings = settings_of(f"run={own.path}", f"++dataset.path={other}", entry=entry)
+        words = [f"run={own.path}", f"++dataset.path={other}", *LABELS[entry]]
+        settings = settings_of(*words, entry=entry)
         assert settings.dataset.source.get("path") == str(other)
 
 

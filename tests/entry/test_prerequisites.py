@@ -245,7 +245,7 @@ def test_a_reward_model_that_only_the_value_model_would_start_from_is_said_to_be
     [
         ("evaluate", OWN, ["sft", "reward", "ppo"]),
         ("evaluate", [*OWN, "scorer=none", "artifacts.sft=org/chat"], ["reward", "ppo"]),
-        ("collect", OWN, ["sft"]),
+        ("collect", [*OWN, "annotator=page"], ["sft"]),
     ],
 )
 @pytest.mark.usefixtures("working_folder")

@@ -193,8 +193,8 @@ def _check_doctor(settings: TrainSettings) -> None:
     if given:
         key = f"doctor.{given[0]}"
         raise ConfigError(
-            f"{key}={settings.select(key)}: {stage.title} has no rollouts for the doctor to watch: use "
-            "doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
+            f"{key}={settings.select(key)}: {stage.title} has no rollouts for the doctor to watch: "
+            "use doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
         )
 
 
