@@ -22,6 +22,8 @@ from rlhf_lightning import (
     SFTHparams,
     SFTModule,
 )
+from rlhf_lightning.functional.surrogates import ClippedRatio
+from rlhf_lightning.rollout.estimators import GAE
 from tests.builders.record_files import write_material
 
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
@@ -36,9 +38,9 @@ def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def ppo(material: dict[str, Path]) -> PPOModule:
-    sampling = SamplingHparams(max_new_tokens=5)
-    return PPOModule.from_pretrained(material["policy"], length, ppo=PPO, sampling=sampling)
+def ppo(material: dict[str, Path], **options: Any) -> PPOModule:
+    options = {"ppo": PPO, "sampling": SamplingHparams(max_new_tokens=5), **options}
+    return PPOModule.from_pretrained(material["policy"], length, **options)
 
 
 def plain_trainer(folder: Path, **flags: Any) -> L.Trainer:
@@ -183,6 +185,26 @@ def test_a_checkpoint_of_another_module_is_refused(material, tmp_path):
     trainer.save_checkpoint(tmp_path / "ppo.ckpt")
     with pytest.raises(ValueError, match=r"of another module: .*\['ppo', 'sampling'\], expected"):
         SFTModule.load_from_checkpoint(tmp_path / "ppo.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("key", "given"), [("surrogate", ClippedRatio(0.1)), ("estimator", GAE(1.0, 0.9))]
+)
+def test_an_object_that_a_checkpoint_has_in_words_is_asked_for_by_its_argument(
+    key, given, material, tmp_path
+):
+    module = ppo(material, **{key: given})
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    reward = module.scorer
+    with pytest.raises(
+        ValueError, match=rf"give load_from_checkpoint\(path, {key}={type(given).__name__}"
+    ):
+        PPOModule.load_from_checkpoint(tmp_path / "own.ckpt", reward)
+    read = PPOModule.load_from_checkpoint(tmp_path / "own.ckpt", reward, **{key: given})
+    assert getattr(read, key) == given
 
 
 @pytest.mark.parametrize(

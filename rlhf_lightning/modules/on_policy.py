@@ -477,6 +477,7 @@ class OnPolicyModule(RLHFModule):
             ValueError: if not.
         """
         pretrained.check_reward(path, given.get("reward"), is_given="reward" in changes)
+        pretrained.check_objects(path, {key: given.get(key) for key in ("surrogate", "estimator")})
 
 
 def corrected_advantages(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> Tensor:

@@ -249,6 +249,20 @@ def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
         )
 
 
+def check_objects(path: str | Path, kept: Mapping[str, Any]) -> None:
+    """Check that what a checkpoint has only in words was given again.
+
+    Raises:
+        ValueError: if not, with the argument.
+    """
+    for key, value in kept.items():
+        if isinstance(value, str):
+            raise ValueError(
+                f"{path} was trained with {key}={value}, which no checkpoint can hold: give "
+                f"load_from_checkpoint(path, {key}={value})"
+            )
+
+
 @contextmanager
 def naming_argument(key: str, source: str | Path) -> Iterator[None]:
     """Name the argument that a model was given as where the model cannot be read."""
