@@ -112,7 +112,8 @@ def train_sft() -> RunFolder:
             folder,
             "+experiment=sft",
             "artifacts.base=null",
-            "+module.policy.from_scratch=${model.from_scratch}",
+            "module.from_scratch=${model.from_scratch}",
+            "module.tokenizer=${model.tokenizer}",
             "module.sft.learning_rate=4.0e-3",
             "data.batch_size=64",
             "data.num_epochs=2",
@@ -125,7 +126,7 @@ def train_sft() -> RunFolder:
 
 def train_ppo(name: str, *overrides: str, reward: str = "score") -> RunFolder:
     """Run PPO of the SFT policy against a function of this file; every answer is kept."""
-    models = ("module.models.value=null", "module.models.value_head=zero")
+    models = ("module.value=null", "module.value_head=zero")
     return _train_on_policy("ppo", name, *models, *overrides, reward=reward)
 
 

@@ -212,8 +212,8 @@ class LoraHparams(Checked):
         dropout: dropout on the adapter's input; must be 0 for PPO, or its ratio does not start at
             1.
         target_modules: "all-linear" (every Linear except the head), or names separated by commas.
-        base_precision: the Trainer's; under `bf16-mixed` the frozen Linear weights are held in
-            bf16, which autocast would round them to anyway.
+        base_precision: None for the Trainer's; under `bf16-mixed` the frozen Linear weights are
+            held in bf16, which autocast would round them to anyway.
         quantization: "none", or "nf4" for a 4-bit base (QLoRA, Dettmers et al. 2023).
     """
 
@@ -221,7 +221,7 @@ class LoraHparams(Checked):
     alpha: Annotated[Count, Usual(8, 256)] = 32
     dropout: Annotated[Fraction, Usual(0, 0.1)] = 0.0
     target_modules: str = "all-linear"
-    base_precision: Precision = "32-true"
+    base_precision: Precision | None = None
     quantization: Literal["none", "nf4"] = "none"
 
     def __post_init__(self) -> None:

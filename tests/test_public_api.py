@@ -358,7 +358,7 @@ def test_a_resume_with_another_seed_is_refused_and_loading_with_one_is_not(
     material, whole, unfinished
 ):
     sampling = SamplingHparams(max_new_tokens=5)
-    with pytest.raises(ValueError, match=r"seed=1, this module has seed=7: .* seed=1"):
+    with pytest.raises(ValueError, match=r"seed=1, this module has seed=7: .*seed=1"):
         resume(material, unfinished, ppo=PPO, sampling=sampling, seed=7)
     checkpoint = whole[1] / "checkpoints/last.ckpt"
     loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length, seed=7)

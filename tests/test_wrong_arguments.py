@@ -86,7 +86,17 @@ NAMED += ("target_modules", "fingerprint", "name")
 # They check themselves, or have no annotations that say what is wrong: their messages do not all
 # begin with the argument yet.
 OPEN = {"DemoSource", "PeriodicEvaluation", "PhraseRefusals", "SafetyCheck", "compare"}
-OPEN |= {"normalize_reward_model", "trainer_arguments"}
+OPEN |= {"normalize_reward_model", "trainer_arguments", "gold_scores", "sentiment_gold"}
+OPEN |= {"ArgumentPairSource", "FirstRecords", "HubSource", "JoinedSource", "LabelledTextSource"}
+OPEN |= {"MixedSource", "QuestionSource", "TemplateSource", "TranscriptSource"}
+OPEN |= {"CommandGold", "ExactMatchGold", "NumberGold", "NumberReward", "load_scalar_model"}
+OPEN |= {"HttpScorer", "RewardAdapterScorer", "RewardEnsembleScorer", "TextRewardModelScorer"}
+OPEN |= {"CallableRule", "EndingRule", "LengthRule", "RepetitionRule", "demo_style"}
+OPEN |= {"JudgeAnnotator", "PageAnnotators", "Panel", "RewardModelAnnotator", "RuleAnnotator"}
+OPEN |= {"SimulatedAnnotator", "SimulatedPerson", "BudgetHparams", "LabHparams"}
+OPEN |= {"ProfileIterations"}
+OPEN |= {"LmEvalBenchmark", "PairsBenchmark", "RewardBench2"}
+OPEN |= {"VllmGenerator", "VllmServerGenerator"}
 
 
 def calls() -> list[str]:
@@ -138,6 +148,8 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
         "FileSource": {"path": made["prompts"]},
         "FunctionScorer": {"function": length},
         "RewardModelScorer": {"load": no_arguments},
+        "CachedGenerator": {"stop_ids": [0], "pad_token_id": 0},
+        "TransformersGenerator": {"stop_ids": [0], "pad_token_id": 0},
         "WeightedScorer": {"scorers": {"a": FunctionScorer(length)}},
         "compare": sides | {"reward": length, "num_prompts": 1, "max_new_tokens": 1},
         "export_model": {"module": made["module"], "folder": made["folder"] / "export"},

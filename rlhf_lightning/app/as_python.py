@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,7 @@ import torch
 import rlhf_lightning
 from rlhf_lightning.app.build import (
     checkpoint_arguments,
-    make_tokenizer,
     run_arguments,
-    with_vocabulary,
 )
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import Target
@@ -32,7 +30,6 @@ from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from rlhf_lightning.evaluation.compare import compare
 from rlhf_lightning.evaluation.normalization import normalize_reward_model
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules.export import export_model
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -57,6 +54,8 @@ class Calls:
 
     def name(self, thing: Any) -> str:
         """Return the name of a class or function: the public one where it has one."""
+        if inspect.ismethod(thing):  # of a class
+            return f"{self.name(thing.__self__)}.{thing.__name__}"
         module, name = thing.__module__, thing.__qualname__
         if name in rlhf_lightning.__all__ and getattr(rlhf_lightning, name) is thing:
             module = "rlhf_lightning"
@@ -159,9 +158,6 @@ def as_python(settings: TrainSettings, overrides: Sequence[str]) -> str:
         lines.append(f"torch.set_num_threads({settings.model.cpu_threads})")
     _refuse(settings)
     lines += [f"module = {_module(settings, calls)}"]
-    if settings.start is None:
-        settings_tokenizer = calls.value(settings.model.tokenizer)
-        lines.append(f"module.tokenizer = {settings_tokenizer}")
     lines += [f"data = {_data(settings, calls)}", f"trainer = {_trainer(settings, folder, calls)}"]
     lines.append("trainer.fit(module, data)")
     lines += _end(settings, folder, calls)
@@ -176,8 +172,7 @@ def _refuse(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the first key.
     """
-    model, rollout = settings.model, settings.rollout.read("rollout")
-    builder = settings.module.get(settings.spec.models) or {}
+    model = settings.model
     same = SamplingHparams().skip_special_tokens
     sampling = settings.all_hparams.get("sampling")
     skips = same if sampling is None else sampling.skip_special_tokens
@@ -188,22 +183,20 @@ def _refuse(settings: TrainSettings) -> None:
         "doctor.actions.on_alarm": (ends, "none"),
         "model.cpu_kernels": (model.cpu_kernels, True),
         "model.micro_batches": (model.micro_batches, "auto"),
-        "model.chat_template_arguments": (model.chat_template_arguments or {}, {}),
-        "rollout": (rollout.call, CachedGenerator),
-        "artifacts.ppo": (builder.get("start"), None),
-        f"module.{settings.spec.models}.dropout": (builder.get("dropout") or 0.0, 0.0),
         "evaluation.skip_special_tokens": (settings.evaluation.skip_special_tokens, skips),
     }
     for key, (value, usual) in left.items():
         if value != usual:
-            shown = getattr(value, "__name__", value)
-            raise ConfigError(f"{key}={shown} has no argument in Python: run it by rlhf-train")
+            raise ConfigError(f"{key}={value} has no argument in Python: run it by rlhf-train")
 
 
 def _module(settings: TrainSettings, calls: Calls) -> Code:
-    """Return the module that is trained, made by `from_pretrained` where it starts from a model."""
-    spec, model = settings.spec, settings.model
-    given: dict[str, Any] = {k: v for k, v in settings.all_hparams.items() if v != type(v)()}
+    """Return the module: the call that `module` describes, with what other groups say."""
+    node = settings.module.read("module")
+    given: dict[str, Any] = node.arguments | settings.all_hparams
+    for name, value in settings.all_hparams.items():
+        if value == type(value)():
+            del given[name]
     schedule = settings.scheduler.read("scheduler")
     if schedule.call is not Schedule or without_defaults(Schedule, schedule.arguments):
         given["schedule"] = schedule
@@ -211,39 +204,20 @@ def _module(settings: TrainSettings, calls: Calls) -> Code:
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in optimizer.arguments.items()}
     if optimizer.call is not torch.optim.AdamW or plain != _ADAMW:
         given["optimizer"] = optimizer
-    cls = settings.module.read("module").call
-    if settings.start is None:
-        return _from_scratch(settings, calls, cls, given)
+    generator = settings.rollout.read("rollout")
+    if generator.call is not CachedGenerator or without_defaults(
+        CachedGenerator, generator.arguments
+    ):
+        given["generator"] = generator
     if settings.lora is not None:
-        given["lora"] = replace(settings.lora, base_precision="32-true")  # the Trainer's
-    options = {  # of ModuleOptions, with the values that are theirs where they are left out
-        "seed": (settings.seed, 1),
-        "activation_checkpointing": (model.activation_checkpointing, False),
-        "chat_template": (model.chat_template, None),
-        "revision": (model.revision, None),
-        "trust_remote_code": (model.trust_remote_code, False),
-    }
-    given |= {name: value for name, (value, usual) in options.items() if value != usual}
-    own = [settings.start]
-    if spec.rolls_out:
-        reward = _reward(settings)
-        own.append(reward)
-        given |= _value(settings, reward)
-        parts = settings.module.read("module").arguments
-        given |= {key: parts[key] for key in ("surrogate", "estimator") if parts.get(key)}
-    return calls.written(f"{calls.name(cls)}.from_pretrained", *own, **given)
-
-
-def _from_scratch(settings: TrainSettings, calls: Calls, cls: type, given: dict[str, Any]) -> Code:
-    fields_ = dict(with_vocabulary(settings, make_tokenizer(settings)).model.from_scratch or {})
-    calls.imports["functools"].add("partial")
-    builder = calls.written(
-        "partial", Code(calls.name(load_policy)), from_scratch=fields_, seed=settings.seed
-    )
-    optimizer = given.get("optimizer", settings.optimizer)
-    given |= {"optimizer": optimizer, "schedule": given.get("schedule", settings.scheduler)}
-    hparams = settings.all_hparams | given
-    return calls.written(calls.name(cls), **{settings.spec.models: builder}, **hparams)
+        given["lora"] = settings.lora
+    if settings.spec.rolls_out:
+        given["reward"] = _reward(settings)
+    if (fields_ := given.get("from_scratch")) is not None:  # the tokenizer says the vocabulary
+        given["from_scratch"] = {k: v for k, v in fields_.items() if v != "???"}
+    given["chat_template_arguments"] = given.get("chat_template_arguments") or None
+    order = [name for name in inspect.signature(node.call).parameters if name in given]
+    return calls.call(node.call, **{name: given[name] for name in order})
 
 
 def _reward(settings: TrainSettings) -> Any:
@@ -263,29 +237,10 @@ def _reward(settings: TrainSettings) -> Any:
     return scorer
 
 
-def _value(settings: TrainSettings, reward: Any) -> dict[str, Any]:
-    """Return where PPO's value model starts, unless `from_pretrained` takes the same by itself."""
-    models, scorer = settings.module.get("models"), settings.scorer
-    if "value" not in models:
-        return {}
-    by_itself = isinstance(reward, str) and not reward.endswith(":") and settings.lora is None
-    reads_model = by_itself and scorer is not None and scorer.class_name == "RewardModelScorer"
-    value, stored = models["value"], models["value_head"] == "stored"
-    if stored:
-        return {} if reads_model and value == reward else {"value": value}
-    if reads_model or value not in (None, settings.start):
-        raise ConfigError(
-            "module.models.value_head=zero has no argument in Python beside a reward model: run it "
-            "by rlhf-train"
-        )
-    return {}
-
-
 def _data(settings: TrainSettings, calls: Calls) -> Code:
     node = settings.data.read("data")
     given = {k: v for k, v in node.arguments.items() if k not in ("source", "tokenizer")}
-    default_seed = settings.seed if settings.start is not None else 1
-    if given.get("seed") == default_seed:  # the module's
+    if given.get("seed") == settings.seed:  # the module's
         del given["seed"]
     if given.get("kind") == node.call.kinds[0]:
         del given["kind"]

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,14 +45,13 @@ from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import encode_safety_prompts
 from rlhf_lightning.models.learning_rates import default_learning_rate
-from rlhf_lightning.models.loading import loading_options
-from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import git_commit, installed_versions
-from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_template
+from rlhf_lightning.text.tokenizers import load_tokenizer, vocabulary_of, with_template
+
+DEMO_GOLD = "rlhf_lightning.data.demo.gold"
 
 
 def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
@@ -92,7 +92,8 @@ def _refuse_gold(gold: Target | None, second_scorer: Target | None) -> None:
     """Gold chooses no setting and no checkpoint, and the doctor does both."""
     known = set(_texts(gold.node())) - set(LOOKUPS) if gold is not None else set()
     for text in _texts(second_scorer.node() if second_scorer is not None else None):
-        if text in known or text.startswith("rlhf_lightning.data.demo.gold"):
+        ours = text == "rlhf_lightning.gold_scores" or text.startswith(DEMO_GOLD)
+        if text in known or ours:
             raise ConfigError(
                 f"doctor.second_scorer reads {text}, the gold reward, which only evaluation may "
                 "see: use a judge or another reward model"
@@ -145,37 +146,20 @@ def sweep_group(name: str) -> str | None:
 
 def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     """Build what the settings describe; models are built later, in `configure_model`."""
-    stage, start = settings.spec, settings.start
-    revision = settings.model.revision
-    source: Source | None = None
-    if start is not None:
-        loading_options(start, **settings.model.origin)  # which says what else than a model it is
-        source = Source.of(start, f"artifacts.{stage.starts_from}", revision)
-    tokenizer = make_tokenizer(settings)
-    settings = with_vocabulary(settings, tokenizer)
+    stage = settings.spec
+    settings = with_vocabulary(settings)
     check_context_length(settings, context_length(settings))
     chosen, rates = choose_rates(settings)
     settings = settings.updated(chosen) if chosen else settings
-    stops = stop_ids(tokenizer, start, revision=revision)
-    generator = settings.rollout.build()(stops, tokenizer.pad_token_id)
+    module = make_module(settings)
+    tokenizer, scorer = module.tokenizer, getattr(module, "scorer", None)
     data = settings.data.build(tokenizer=tokenizer)
     read_records(settings, data)
     if not stage.rolls_out and stage.num_answered(settings):
         longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
         warn_of_cut_responses(data.source, "train", tokenizer, longest, key=key)
-    compute_dtype = settings.strategy.compute_dtype
-    extras: dict[str, Any] = {
-        "optimizer": settings.optimizer.build(),
-        "schedule": settings.scheduler.build(),
-        "compute_dtype": None if compute_dtype is None else getattr(torch, compute_dtype),
-        "fingerprint": "" if source is None else source.fingerprint,
-    }
-    extras |= stage.arguments(settings, tokenizer, generator, extras["fingerprint"])
-    scorer: Scorer | None = extras.get("scorer")
-    module = settings.module.build(**settings.all_hparams, **extras)
-    module.source, module.tokenizer = source, tokenizer
     sampling = Sampling(
-        generator,
+        module.generator,
         tokenizer,
         temperature=settings.evaluation.temperature,
         max_new_tokens=settings.evaluation.max_new_tokens,
@@ -193,6 +177,22 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     own = stage.callbacks(settings, sampling, scorer)
     trainer = make_trainer(settings, folder, own)
     return TrainingComponents(settings, tokenizer, data, module, trainer, sampling, scorer, rates)
+
+
+def make_module(settings: TrainSettings) -> Any:
+    """Return the module: the call that `module` describes, with what other groups say."""
+    stage, start = settings.spec, settings.start
+    given = settings.all_hparams | {
+        "optimizer": settings.optimizer.build(),
+        "schedule": settings.scheduler.build(),
+        "generator": settings.rollout.build(),
+    }
+    if stage.rolls_out and settings.scorer is not None:
+        given["reward"] = settings.scorer.build()
+    module = settings.module.build(**given)
+    if module.source is not None and module.source.name == start:
+        module.source = replace(module.source, key=f"artifacts.{stage.starts_from}")
+    return module
 
 
 def read_records(settings: TrainSettings, data: RecordDataModule) -> None:
@@ -227,22 +227,12 @@ def make_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def with_vocabulary(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> TrainSettings:
+def with_vocabulary(settings: TrainSettings) -> TrainSettings:
     """Return the settings in which a model from scratch has the vocabulary of its tokenizer."""
     if settings.start is not None:
         return settings
-    fields = vocabulary_of(tokenizer)
+    fields = vocabulary_of(make_tokenizer(settings))
     return settings.updated({f"model.from_scratch.{k}": v for k, v in fields.items()})
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the fields of a model's config that its tokenizer decides."""
-    return {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
 
 
 def choose_rates(settings: TrainSettings) -> tuple[dict[str, float], tuple[str, ...]]:

@@ -115,11 +115,11 @@ def _is_read(settings: RunSettings, source: str) -> bool:
 
 def _way_without(settings: RunSettings, source: str) -> str:
     """Return how PPO does without a reward model that starts its value model alone."""
-    if settings.select("module.models.value") != source:
+    if settings.select("module.value") != source:
         return ""
-    if _is_read(settings.updated({"module.models.value": None}), source):
+    if _is_read(settings.updated({"module.value": None}), source):
         return ""
-    return " (module.models.value=null module.models.value_head=zero does without)"
+    return " (module.value=null module.value_head=zero does without)"
 
 
 def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:

@@ -32,10 +32,6 @@ from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.taken import summary_or_none
 
-_LOADERS = (
-    "rlhf_lightning.models.factory.load_policy",
-    "rlhf_lightning.models.factory.load_scalar_model",
-)
 Model = PolicyModel | ScalarHeadModel
 
 
@@ -63,9 +59,9 @@ def reexport(
     try:
         settings = _settings(folder)
         tokenizer = _tokenizer(settings)
-        settings = with_vocabulary(settings, tokenizer)
+        settings = with_vocabulary(settings)
         content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
-        source = _start(settings, content)
+        source: Any = _start(settings, content)
         model = _model(settings, content, source)
         outcome = _outcome(folder, checkpoint, model)
     except CheckpointError as error:
@@ -168,25 +164,26 @@ def _start(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> Source | N
 
 def _untrained(settings: TrainSettings) -> Model:
     """Return the model that the stage began with, built by our own loaders from plain values."""
-    stage = settings.spec
-    node = dict(settings.module.get(stage.models) or {})
-    target, arguments = node.pop("_target_"), {k: v for k, v in node.items() if k[0] != "_"}
-    if target == stage.factory:
-        kept = ("revision", "trust_remote_code")
-        arguments = {"source": arguments[stage.trained]} | {k: arguments.get(k) for k in kept}
-    elif target not in _LOADERS:
+    stage, node = settings.spec, settings.module
+    builds: Any = stage.module
+    if getattr(node.read("module").call, "__func__", None) is not builds.from_pretrained.__func__:
         raise ConfigError(
-            f"{target} builds the model, which is none of our loaders ({', '.join(_LOADERS)}): "
-            "such a model is exported by its own run only"
+            f"module._target_={node.path} builds the model, which is none of ours: such a model is "
+            "exported by its own run only"
         )
-    _refuse_code(arguments.get("trust_remote_code"))
-    arguments["activation_checkpointing"] = False
+    _refuse_code(node.get("trust_remote_code"))
     lora = settings.lora
-    # The adapter is the same on a base in full precision, which needs no CUDA.
-    arguments["lora"] = None if lora is None else replace(lora, quantization="none")
-    load = load_policy if stage.trains_policy else load_scalar_model
-    model: Model = load(**arguments)
-    return model
+    arguments = {
+        "seed": settings.seed,
+        "revision": node.get("revision"),
+        # The adapter is the same on a base in full precision, which needs no CUDA.
+        "lora": None if lora is None else replace(lora, quantization="none"),
+    }
+    source = node.get("policy") or node.get("source")
+    if not stage.trains_policy:
+        dropout = node.get("dropout", 0.0)
+        return load_scalar_model(source, head="reward", dropout=dropout, **arguments)
+    return load_policy(source, from_scratch=node.get("from_scratch"), **arguments)
 
 
 def _outcome(folder: RunFolder, checkpoint: Path, model: Model) -> Outcome:

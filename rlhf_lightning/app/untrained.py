@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.build import vocabulary_of
 from rlhf_lightning.app.command_line import quieten
 from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.models.adapter_files import save_adapter
@@ -16,7 +15,12 @@ from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.manifest import source_fingerprint, write_manifest
 from rlhf_lightning.runs.replaced import replacing_folder
-from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_template
+from rlhf_lightning.text.tokenizers import (
+    load_tokenizer,
+    stop_ids,
+    vocabulary_of,
+    with_template,
+)
 
 _TINY = {
     "model_type": "llama",

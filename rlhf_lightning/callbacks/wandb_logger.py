@@ -117,7 +117,9 @@ class IterationWandbLogger(WandbLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Add to the configuration of the W&B run."""
+        """Add to the configuration of the W&B run, unless it was given the whole one."""
+        if self._wandb_init.get("config"):
+            return
         self.guarded(lambda: super(IterationWandbLogger, self).log_hyperparams(params))
 
     @rank_zero_only

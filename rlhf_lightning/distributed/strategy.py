@@ -126,12 +126,13 @@ def make_strategy(settings: Mapping[str, Any], *, num_devices: int) -> Strategy 
         return "auto"
     if settings["name"] == "ddp":
         return DDPStrategy(timeout=timeout)
+    dtype = settings.get("compute_dtype")
     return FSDP2Strategy(
         num_devices=num_devices,
         shard_over=settings.get("shard_over"),
         cpu_offload=bool(settings.get("cpu_offload")),
         sharded_checkpoints=settings.get("checkpoint") == "sharded",
         gradient_sync=settings.get("gradient_sync") or "micro_batch",
-        compute_dtype=None,  # the modules are given it
+        compute_dtype=None if dtype is None else getattr(torch, dtype),
         timeout=timeout,
     )

@@ -183,7 +183,7 @@ _ALL = (
         "share",
         "the value model learns too slowly, was started badly, or scores are not centred",
         "raise value_learning_rate; start it from the reward model "
-        "(module.models.value_head=stored); set critic_warmup_iterations",
+        "(module.value_head=stored); set critic_warmup_iterations",
         Source(
             "explained_variance",
             readings.recent_after_grace,

@@ -38,7 +38,8 @@ from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.on_policy import OnPolicyModule
-from rlhf_lightning.modules.pretrained import as_scorer, naming_argument
+from rlhf_lightning.modules.pretrained import naming_argument
+from rlhf_lightning.modules.rewards import as_scorer
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.runs.summary import GateResult
@@ -208,9 +209,12 @@ def _sampling(
 ) -> Sampling:
     """Return the sampling of both sides: that of the policy's training, except for given values."""
     sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
-    pad: Any = side.tokenizer.pad_token_id
+    generator = getattr(policy, "generator", None)
+    if generator is None:
+        pad: Any = side.tokenizer.pad_token_id
+        generator = CachedGenerator(stop_ids(side.tokenizer, side.source), int(pad))
     return Sampling(
-        CachedGenerator(stop_ids(side.tokenizer, side.source), int(pad)),
+        generator,
         side.tokenizer,
         temperature=sampled.temperature if temperature is None else temperature,
         max_new_tokens=max_new_tokens or sampled.max_new_tokens,

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ def normalize_reward_model(
         given: Any = prompts
         source, length, over_long = as_source(given, "prompts"), 512, "drop"
     tokenizer: Any = module.tokenizer
-    trained: Any = module.model
+    trained, generator = cast(Any, module.model), module.generator
     start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
     policy = start_in_memory(module)
     if policy is None:
@@ -125,7 +125,7 @@ def normalize_reward_model(
                 over_long=over_long,
             ),
             Sampling(
-                CachedGenerator(stop_ids(tokenizer, start), int(tokenizer.pad_token_id)),
+                generator or CachedGenerator(stop_ids(tokenizer, start), tokenizer.pad_token_id),
                 tokenizer,
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,

@@ -65,7 +65,7 @@ class AdaptedBase(nn.Module):
         self.targets = target_modules(model, lora.target_modules)
         _tell_of_experts(model, self.targets)
         if lora.quantization == "none":
-            round_frozen_weights(model, lora.base_precision)
+            round_frozen_weights(model, lora.base_precision or "32-true")
         self.model = model.eval().requires_grad_(False)
         self.hidden_size = int(model.get_output_embeddings().weight.shape[1])
         self.heads = nn.ModuleDict()

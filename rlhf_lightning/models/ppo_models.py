@@ -139,7 +139,7 @@ def ppo_models(
     if value is None and value_head == "stored":
         raise ValueError(
             "the value model starts from a reward model (artifacts.reward), and none is given: "
-            "use module.models.value_head=zero to start it from the policy"
+            "use module.value_head=zero to start it from the policy"
         )
     common: dict[str, Any] = {
         "start": start,

@@ -85,10 +85,14 @@ class ModuleOptions(TypedDict, total=False):
         lora: train adapters on one frozen base instead of whole models.
         schedule: of the learning rates; linear to 0 by default.
         optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by default.
+        generator: stop ids and pad id -> what continues prompts, in rollouts, in `generate` and in
+            comparisons: a class or a `functools.partial` of one; `CachedGenerator` by default.
         seed: seeds new weights, the order of the data, and of rollouts the sampling noise.
         activation_checkpointing: compute decoder layers again in the backward pass.
         chat_template: file of a template, or the name of one of ours, in place of the model's;
             exported with it.
+        chat_template_arguments: variables that the template reads, such as `enable_thinking`, or
+            `date_string` of one that writes the date; they become part of it.
         revision: branch, tag or commit of a hub name.
         trust_remote_code: run the code beside the weights.
     """
@@ -96,9 +100,11 @@ class ModuleOptions(TypedDict, total=False):
     lora: LoraHparams | None
     schedule: Schedule | None
     optimizer: Optimizer | None
+    generator: Callable[[Sequence[int], int], Generator] | None
     seed: Annotated[Seed, Default(1)]
     activation_checkpointing: Annotated[bool, Default(False)]
     chat_template: str | None
+    chat_template_arguments: Mapping[str, Any] | None
     revision: str | None
     trust_remote_code: Annotated[RunsCode, Default(False)]
 
@@ -171,10 +177,10 @@ class RLHFModule(L.LightningModule):
 
     # -- made from names --------------------------------------------------------------------
 
-    def keep(self, start: pretrained.Start, **given: Any) -> None:
+    def keep(self, begun: pretrained.Start, /, **given: Any) -> None:
         """Keep what the module was built from, in `hparams` and in checkpoints."""
-        self.save_hyperparameters(pretrained.plain(given | start.kept))
-        self.source = start.source
+        self.save_hyperparameters(pretrained.plain(given | begun.kept))
+        self.source = begun.source
 
     @classmethod
     @checked
@@ -447,8 +453,7 @@ class RLHFModule(L.LightningModule):
         tokenizer: Any = self.tokenizer
         generator = self.generator
         if generator is None:
-            source = self.hparams.get("policy")
-            generator = CachedGenerator(stop_ids(tokenizer, source), int(tokenizer.pad_token_id))
+            generator = CachedGenerator(stop_ids(tokenizer), int(tokenizer.pad_token_id))
         if temperature is None:
             temperature = self.sampling.temperature
         prompts = prompts.to(self.policy.device)

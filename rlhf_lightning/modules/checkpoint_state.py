@@ -21,7 +21,7 @@ ADAPTERS = "adapters"
 HYPER_PARAMETERS = "hyper_parameters"  # Lightning's key in a checkpoint
 # By the fingerprint of the source, by `Controls`, and with the state of the optimizer; what the
 # value model starts from is of no effect later.
-_COMPARED_ELSEWHERE = {"policy", "source", "revision", "value", "temperature"}
+_COMPARED_ELSEWHERE = {"policy", "source", "revision", "value", "value_head", "temperature"}
 _COMPARED_ELSEWHERE |= {"kl_coef", "learning_rate", "value_learning_rate"}
 
 

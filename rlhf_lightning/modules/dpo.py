@@ -109,7 +109,8 @@ class DPOModule(RLHFModule):
             options: further options, see `ModuleOptions`.
         """
         hparams = {"dpo": dpo or DPOHparams()}
-        return pretrained.of_one_model(cls, source, load_policy, "policy", hparams, options)
+        start = pretrained.Start.read(source, "source", options)
+        return pretrained.of_one_model(cls, start, load_policy, "policy", hparams)
 
     def on_train_start(self) -> None:
         """Look up what the reference says of the pairs, or compute it."""

@@ -32,7 +32,6 @@ from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.models.precision import release_freed_memory
-from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
 from rlhf_lightning.modules.checkpoint_state import Stateful
 from rlhf_lightning.modules.controls import Controls
@@ -52,6 +51,7 @@ from rlhf_lightning.modules.optimization import (
     accumulate_gradients,
     clip_and_step,
 )
+from rlhf_lightning.modules.rewards import check_objects, check_reward
 from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
@@ -89,12 +89,15 @@ class OnPolicyOptions(ModuleOptions, total=False):
     """Further options of `from_pretrained` of such a module.
 
     Attributes:
+        start: folder or hub name of a policy to continue from; the reference stays `policy`. With
+            `lora` its `adapter` folder is used, which must be trained on `policy`.
         reward_weights: one weight per reward of a list; 1 by default.
         sampling: settings of the rollouts; the defaults of `SamplingHparams`.
         surrogate: the loss of the policy; None for that of the hyper-parameters.
         estimator: estimator of advantages; None for the module's default.
     """
 
+    start: PathOrName | None
     reward_weights: Sequence[float] | None
     sampling: SamplingHparams | None
     surrogate: Surrogate | None
@@ -476,8 +479,8 @@ class OnPolicyModule(RLHFModule):
         Raises:
             ValueError: if not.
         """
-        pretrained.check_reward(path, given.get("reward"), is_given="reward" in changes)
-        pretrained.check_objects(path, {key: given.get(key) for key in ("surrogate", "estimator")})
+        check_reward(path, given.get("reward"), is_given="reward" in changes)
+        check_objects(path, {key: given.get(key) for key in ("surrogate", "estimator")})
 
 
 def corrected_advantages(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> Tensor:

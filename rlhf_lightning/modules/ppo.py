@@ -22,6 +22,7 @@ from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, On
 from rlhf_lightning.modules.optimization import Measured, StepCounts, Term, parameter_group
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
+from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
 
 class PPOModule(OnPolicyModule):
@@ -56,6 +57,7 @@ class PPOModule(OnPolicyModule):
         *,
         ppo: PPOHparams | None = None,
         value: PathOrName | None = None,
+        value_head: Literal["stored", "zero"] | None = None,
         **options: Unpack[OnPolicyOptions],
     ) -> Self:
         """Return the module that trains `policy`; models are loaded when a Trainer asks for them.
@@ -67,24 +69,39 @@ class PPOModule(OnPolicyModule):
                 these, whose weighted sum is the score.
             ppo: coefficients; the defaults of `PPOHparams`.
             value: folder or hub name that the value model starts from; by default the reward model
-                where it is one with the policy's tokenizer, else the policy with values of 0.
+                where it is one with the policy's tokenizer, else the policy. With `lora` the
+                `adapter` folder of a reward model is taken up.
+            value_head: "stored", that of the reward model which it starts from, or "zero" for
+                values that start at 0; by default "stored" where there is a reward model.
             options: see `OnPolicyOptions` and `ModuleOptions`.
 
         Raises:
             TypeError: if `reward` is none of these.
-            ValueError: if tokenizer or settings cannot be used.
+            ValueError: if tokenizer, value model, adapters or settings cannot be used.
         """
-        start = None if value is None else str(value)
+        start = pretrained.policy_start(cls, policy, options)
+        begun = None if value is None else str(value)
+        unused = options["lora"] is not None and value_head == "zero"
+        if begun is not None and begun != str(policy) and not unused:
+            if options["lora"] is not None:
+                start.check_adapter("value", begun)
+            fix = "start the value model from the policy: artifacts.reward=null"
+            fix = f"{fix} module.value_head=zero"
+            with pretrained.naming_argument("value", begun):
+                check_same_tokenizer(start.tokenizer, begun, fix=fix)
 
         def build(policy: str, scorer: Scorer, **how: Any) -> PPOModels:
-            found = start
-            if found is None and isinstance(scorer, RewardModelScorer) and how["lora"] is None:
-                found = str(reward) if isinstance(reward, str | Path) else None
-            head: Literal["stored", "zero"] = "zero" if found is None else "stored"
+            found, named = begun, isinstance(reward, str | Path) and how["lora"] is None
+            if value_head != "zero" and found is None and named:
+                found = str(reward) if isinstance(scorer, RewardModelScorer) else None
+            head: Any = value_head or ("zero" if found is None else "stored")
             return ppo_models(policy, found, value_head=head, **how)
 
         hparams = {"ppo": ppo or PPOHparams()}
-        return pretrained.of_policy(cls, policy, reward, build, hparams, options, value=start)
+        kept = {"value": begun, "value_head": value_head}
+        return pretrained.of_policy(
+            cls, policy, reward, build, hparams, options, begun=start, **kept
+        )
 
     def take(self, built: PPOModels) -> None:
         """Take the models, the value model too."""

@@ -7,8 +7,7 @@ kept as plain values in the checkpoint, from which `load_from_checkpoint` builds
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,34 +17,39 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
-from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.models.loading import loading_options, naming_source
+from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
+from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.checks import TRAINED_IN
+from rlhf_lightning.modules.rewards import as_scorer, named_reward
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import (
-    FunctionScorer,
-    RewardModelScorer,
-    Scorer,
-    WeightedScorer,
-)
-from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.rollout.generators.base import CachedGenerator, Generator
+from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
 from rlhf_lightning.runs.manifest import ManifestError
 from rlhf_lightning.runs.resume import CheckpointError, read_data
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import (
-    as_saved,
     check_same_tokenizer,
     load_tokenizer,
     read_template,
     stop_ids,
+    vocabulary_of,
+    with_template,
 )
 
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
+_PLAIN = ("reward_weights", "from_scratch", "chat_template_arguments")  # lists and mappings
+_WITHOUT_ADAPTER = {  # by the argument that names a folder
+    "value": "With lora the value model starts from a reward model's adapter: train that on the "
+    "policy with lora, or start it from the policy by module.value_head=zero",
+    "reward": "A reward adapter stands on the policy's base: train the reward model on the policy "
+    "with lora, or use the merged one (scorer=reward_model)",
+    "start": "With lora training goes on from the adapter of `start` (artifacts.ppo); without it "
+    "(lora=none) from the merged policy",
+}
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -65,114 +69,51 @@ def trainer_precision(module: L.LightningModule) -> str:
 def of_trainer(module: L.LightningModule, lora: LoraHparams | None) -> dict[str, Any]:
     """Return the precision of a module's Trainer, and adapters whose base is held in it."""
     precision: Any = trainer_precision(module)
-    if lora is not None and precision in TRAINED_IN:
+    if lora is not None and lora.base_precision is None and precision in TRAINED_IN:
         lora = replace(lora, base_precision=precision)
     return {"lora": lora, "precision": precision}
 
 
-def as_scorer(
-    reward: Any,
-    policy: str,
-    tokenizer: PreTrainedTokenizerBase,
-    weights: Sequence[float] | None = None,
-) -> Scorer:
-    """Return the scorer that `reward` names.
-
-    Args:
-        reward: a scorer; a function `(prompts, completions, **columns) -> list of numbers`; or the
-            folder or hub name of a reward model, read by its own tokenizer if that is another one;
-            or `path.py:name` of a function; or a list of these, whose sum is the score.
-        policy: folder or hub name of the policy.
-        tokenizer: tokenizer of the policy.
-        weights: one weight per reward of a list; 1 by default.
-
-    Raises:
-        TypeError: if it is none of these.
-        ValueError: if there is no such function, or the model's tokenizer cannot be loaded.
-    """
-    if isinstance(reward, list | tuple):
-        return _weighted([as_scorer(one, policy, tokenizer) for one in reward], weights)
-    if weights is not None:
-        raise ValueError(
-            f"reward_weights={list(weights)} is of a list of rewards: give reward=[...], or leave "
-            "it out"
-        )
-    if isinstance(reward, str | Path):
-        source = str(fitting("reward", reward, PathOrName))
-        if _names_function(source):
-            return FunctionScorer(source)
-        try:
-            with naming_source(source):
-                as_saved(source, loading_options(source))
-        except ValueError as error:
-            raise ValueError(
-                f"reward={source!r} has no tokenizer that can be loaded: {error}. A function in a "
-                "file is given as path.py:name"
-            ) from error
-        try:
-            check_same_tokenizer(tokenizer, source, fix="")
-        except ValueError:
-            return TextRewardModelScorer(source)
-        return RewardModelScorer(lambda: load_scalar_model(source), policy=policy, source=source)
-    if hasattr(reward, "build") and callable(reward) and not inspect.isclass(reward):
-        return reward  # type: ignore[no-any-return]
-    if callable(reward) and getattr(type(reward), "forward", 0) is not L.LightningModule.forward:
-        return FunctionScorer(reward)
-    raise TypeError(
-        f"reward={reward!r} is {type(reward).__name__}: give a function (prompts, completions, "
-        "**columns) -> list of numbers, a scorer, or the folder or hub name of a reward model"
-    )
-
-
-def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> WeightedScorer:
-    given = [1.0] * len(scorers) if weights is None else list(weights)
-    if not scorers or len(given) != len(scorers):
-        raise ValueError(
-            f"reward has {len(scorers)} entries and reward_weights {len(given)}: give as many, and "
-            "at least one"
-        )
-    names: list[str] = []
-    for scorer in scorers:
-        name = str(getattr(scorer, "name", type(scorer).__name__))
-        taken = sum(other.partition("#")[0] == name for other in names)
-        names.append(f"{name}#{taken + 1}" if taken else name)
-    return WeightedScorer(
-        dict(zip(names, scorers, strict=True)), weights=dict(zip(names, given, strict=True))
-    )
-
-
-def _names_function(reward: Any) -> bool:
-    return isinstance(reward, str) and reward.rpartition(":")[0].endswith(".py")
-
-
 def of_one_model(
     cls: type[ModuleT],
-    source: str | Path,
+    start: Start,
     load: Callable[..., Any],
     argument: str,
     hparams: Mapping[str, Any],
-    options: Mapping[str, Any],
+    **how: Any,
 ) -> ModuleT:
-    """Return a module that trains the model which `load` loads from `source`.
+    """Return a module that trains one model.
 
     Args:
-        cls: class of the module.
-        source: folder or hub name.
+        cls: of the module.
+        start: of the model.
         load: a function of `models.factory`.
         argument: the name under which `cls` takes what builds the model.
         hparams: hyper-parameters, by the names under which `cls` takes them.
-        options: options as in `ModuleOptions`, all of them.
+        how: further arguments of `load`.
     """
-    start = Start.read(source, "source", options)
 
     def build() -> Any:
-        return load(str(source), lora=of_trainer(built, options["lora"])["lora"], **start.loading)
+        lora = of_trainer(built, start.options["lora"])["lora"]
+        return load(**start.model, lora=lora, **how, **start.loading)
 
     made: Any = cls
     built: Any = made(**{argument: build}, **hparams, **start.parts)
-    built.tokenizer = start.tokenizer
-    built.keep(start, source=str(source), **hparams)
+    built.tokenizer, built.generator = start.tokenizer, start.generator()
+    built.keep(start, **start.model, **hparams, **how)
     return built  # type: ignore[no-any-return]
+
+
+def policy_start(cls: type, policy: str | Path, options: Mapping[str, Any]) -> Start:
+    """Return the start of a policy that learns from its own responses.
+
+    Raises:
+        ValueError: if it cannot be read, or adapters have dropout.
+    """
+    lora = options["lora"]
+    if lora is not None and lora.dropout:  # of every forward: the ratio would not start at 1
+        raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
+    return Start.read(policy, "policy", options)
 
 
 def of_policy(
@@ -182,6 +123,8 @@ def of_policy(
     build: Callable[..., Any],
     hparams: Mapping[str, Any],
     options: Mapping[str, Any],
+    *,
+    begun: Start | None = None,
     **kept: Any,
 ) -> ModuleT:
     """Return a module that trains `policy` on its own scored responses.
@@ -192,37 +135,42 @@ def of_policy(
         reward: reward, as in `as_scorer`.
         build: (policy, scorer, options) -> models, by a function of `models.ppo_models`.
         hparams: hyper-parameters, by the names under which `cls` takes them.
-        options: options as in `OnPolicyOptions`, all of them.
+        options: all of `OnPolicyOptions`.
+        begun: what `policy_start` has read, if it was called before.
         kept: further arguments, for the checkpoint.
     """
+    start, policy = begun or policy_start(cls, policy, options), str(policy)
     lora, weights = options["lora"], options["reward_weights"]
-    if lora is not None and lora.dropout:  # of every forward: the ratio would not start at 1
-        raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
-    start = Start.read(policy, "policy", options)
-    tokenizer = start.tokenizer
-    stops = stop_ids(tokenizer, str(policy), revision=options["revision"])
-    scorer = as_scorer(reward, str(policy), tokenizer, weights)
+    scorer = as_scorer(reward, policy, start.tokenizer, weights)
+    onward = None if options["start"] is None else str(options["start"])
+    if isinstance(scorer, RewardAdapterScorer):
+        start.check_adapter("reward", scorer.source)
+    if onward is not None and lora is not None:
+        start.check_adapter("start", onward, scale=lora)
+    elif onward is not None:
+        with naming_argument("start", onward):
+            fix = "go on from a policy that was trained from `policy` (artifacts.ppo)"
+            check_same_tokenizer(start.tokenizer, onward, fix=fix)
     hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
 
     def models() -> Any:
-        return build(str(policy), scorer, **of_trainer(built, lora), **start.loading)
+        return build(policy, scorer, start=onward, **of_trainer(built, lora), **start.loading)
 
     made: Any = cls
     built: Any = made(
         models=models,
         scorer=scorer,
-        generator=CachedGenerator(stops, int(tokenizer.pad_token_id)),
-        tokenizer=tokenizer,
-        seed=options["seed"],
-        surrogate=options["surrogate"],
-        estimator=options["estimator"],
+        generator=start.generator(),
+        tokenizer=start.tokenizer,
+        **{name: options[name] for name in ("seed", "surrogate", "estimator")},
         **hparams,
         **start.parts,
     )
     built.keep(
         start,
-        policy=str(policy),
-        reward=str(reward) if isinstance(reward, str | Path) else reward,
+        policy=policy,
+        reward=named_reward(reward),
+        start=onward,
         reward_weights=None if weights is None else list(weights),
         **hparams,
         **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
@@ -231,44 +179,14 @@ def of_policy(
     return built  # type: ignore[no-any-return]
 
 
-def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
-    """Check that the reward of a checkpoint is known, and is code only where the user gives it.
-
-    Raises:
-        ValueError: if not.
-    """
-    if reward is None:
-        raise ValueError(
-            f"{path} was trained with a reward that no checkpoint can hold: give "
-            "load_from_checkpoint(path, reward=function)"
-        )
-    if not is_given and _names_function(reward):
-        raise ValueError(
-            f"{path} was trained with reward={reward!r}, which is code, and no checkpoint runs "
-            f"code: give load_from_checkpoint(path, reward={reward!r})"
-        )
-
-
-def check_objects(path: str | Path, kept: Mapping[str, Any]) -> None:
-    """Check that what a checkpoint has only in words was given again.
-
-    Raises:
-        ValueError: if not, with the argument.
-    """
-    for key, value in kept.items():
-        if isinstance(value, str):
-            raise ValueError(
-                f"{path} was trained with {key}={value}, which no checkpoint can hold: give "
-                f"load_from_checkpoint(path, {key}={value})"
-            )
-
-
 @contextmanager
 def naming_argument(key: str, source: str | Path) -> Iterator[None]:
     """Name the argument that a model was given as where the model cannot be read."""
     try:
         yield
     except (ValueError, ManifestError) as error:
+        if str(error).startswith("model."):  # another argument, by its place in a configuration
+            raise
         raise ValueError(f"{key}={str(source)!r}: {error}") from error
 
 
@@ -277,16 +195,18 @@ class Start:
     """The starting point of a module: a model's source as it is now, its tokenizer, the options.
 
     Args:
-        source: source of the model.
-        tokenizer: tokenizer of the model, with `template` if there is one.
+        source: of the model; None for random weights.
+        tokenizer: of the model, with `template` in place of its own.
         template: a chat template, if one was given.
-        options: options as in `ModuleOptions`, all of them.
+        options: all of `ModuleOptions`.
+        from_scratch: the config of a model with random weights.
     """
 
-    source: Source
+    source: Source | None
     tokenizer: Any
     template: str | None
     options: Mapping[str, Any]
+    from_scratch: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls, name: str | Path, argument: str, options: Mapping[str, Any]) -> Self:
@@ -303,8 +223,80 @@ class Start:
         with naming_argument(argument, name):
             loading_options(name, **origin)  # which says what else than a model it is
             source = Source.of(name, argument, options["revision"])
-            tokenizer = load_tokenizer(name, chat_template=given, **origin)
+            arguments = options["chat_template_arguments"]
+            tokenizer = load_tokenizer(
+                name, chat_template=given, chat_template_arguments=arguments, **origin
+            )
         return cls(source, tokenizer, template, options)
+
+    @classmethod
+    def scratch(
+        cls,
+        config: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase | None,
+        options: Mapping[str, Any],
+    ) -> Self:
+        """Return the start of a model with random weights.
+
+        Args:
+            config: fields of its config, with `model_type`; the tokenizer gives the vocabulary.
+            tokenizer: of the model.
+            options: all of `ModuleOptions`.
+        """
+        if tokenizer is None:
+            raise ValueError(
+                "from_scratch needs tokenizer=, whose vocabulary the model is made for, such as "
+                "demo_tokenizer()"
+            )
+        if options["lora"] is not None:
+            raise ValueError("lora adapts a trained model: give source= in place of from_scratch")
+        given = options["chat_template"]
+        template = None if given is None else read_template(given)
+        tokenizer = with_template(tokenizer, template)
+        return cls(None, tokenizer, template, options, {**config, **vocabulary_of(tokenizer)})
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What a loader of `models.factory` loads."""
+        if self.source is None:
+            return {"from_scratch": self.from_scratch}
+        return {"source": self.source.name}
+
+    def generator(self) -> Generator:
+        """Return what continues prompts."""
+        name = None if self.source is None else self.source.name
+        stops = stop_ids(self.tokenizer, name, revision=self.options["revision"])
+        make = self.options["generator"] or CachedGenerator
+        return make(stops, int(self.tokenizer.pad_token_id))  # type: ignore[no-any-return]
+
+    def check_adapter(
+        self, argument: str, folder: str | Path, *, scale: LoraHparams | None = None
+    ) -> None:
+        """Check that the adapter in a folder was trained on this model.
+
+        Args:
+            argument: that the folder was given as.
+            folder: of a model, with the folder `adapter`.
+            scale: what its rank and its alpha must be.
+
+        Raises:
+            ValueError: if there is none, or if it does not fit.
+        """
+        assert self.source is not None  # of a module that takes adapters
+        place, name = Path(folder) / ADAPTER, self.source.name
+        try:
+            files = read_adapter(place)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{error}. {_WITHOUT_ADAPTER[argument]}") from error
+        if files.base_fingerprint not in ("", self.source.fingerprint):
+            raise ValueError(
+                f"the adapter in {place} was trained on {files.base} "
+                f"({files.base_fingerprint[:12]}), policy={name} is "
+                f"{self.source.fingerprint[:12]}: give the policy that it was trained on. "
+                f"{_WITHOUT_ADAPTER[argument]}"
+            )
+        if scale is not None:
+            check_same_scale(files, scale, place)
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -318,7 +310,7 @@ class Start:
         return {
             "optimizer": self.options["optimizer"] or adamw,
             "schedule": self.options["schedule"] or Schedule(),
-            "fingerprint": self.source.fingerprint,
+            "fingerprint": "" if self.source is None else self.source.fingerprint,
         }
 
     @property
@@ -326,6 +318,7 @@ class Start:
         """The options that a checkpoint holds."""
         schedule = self.parts["schedule"]
         own = {"lora": self.options["lora"], "schedule": schedule, "chat_template": self.template}
+        own["chat_template_arguments"] = self.options["chat_template_arguments"] or None
         return self.loading | own
 
 
@@ -337,8 +330,7 @@ def plain(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept: dict[str, Any] = {}
     for name, value in given.items():
-        numbers = isinstance(value, list) and name == "reward_weights"
-        if numbers or value is None or isinstance(value, str | int | float | bool):
+        if name in _PLAIN or value is None or isinstance(value, str | int | float | bool):
             kept[name] = value
         elif hasattr(value, "__dataclass_fields__"):
             kept[name] = asdict(value)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryCalibrationError
 
-from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.arguments import Fraction, PathOrName, checked
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.distributed.collectives import global_sum
@@ -73,6 +73,7 @@ class RewardModule(RLHFModule):
         source: PathOrName,
         *,
         reward: RewardHparams | None = None,
+        dropout: Fraction = 0.0,
         **options: Unpack[ModuleOptions],
     ) -> Self:
         """Return the module that makes a reward model of `source`, loaded when training starts.
@@ -80,11 +81,13 @@ class RewardModule(RLHFModule):
         Args:
             source: folder or hub name of the model to start from.
             reward: hyper-parameters; the defaults of `RewardHparams`.
+            dropout: probability of every dropout in the model's config, during training.
             options: further options, see `ModuleOptions`.
         """
         load = partial(load_scalar_model, head="reward")
         hparams = {"reward": reward or RewardHparams()}
-        return pretrained.of_one_model(cls, source, load, "model", hparams, options)
+        start = pretrained.Start.read(source, "source", options)
+        return pretrained.of_one_model(cls, start, load, "model", hparams, dropout=dropout)
 
     @property
     def trained(self) -> Any:

@@ -5,12 +5,13 @@ Legend: B rows, T tokens, W bucket width, N labels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Self, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor
 from torchmetrics import SumMetric
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.batches import SFTBatch
@@ -57,17 +58,38 @@ class SFTModule(RLHFModule):
     @classmethod
     @checked
     def from_pretrained(
-        cls, source: PathOrName, *, sft: SFTHparams | None = None, **options: Unpack[ModuleOptions]
+        cls,
+        source: PathOrName | None = None,
+        *,
+        from_scratch: Mapping[str, Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        sft: SFTHparams | None = None,
+        **options: Unpack[ModuleOptions],
     ) -> Self:
         """Return the module that fine-tunes `source`; weights are loaded when training starts.
 
         Args:
             source: folder or hub name of the model to start from.
+            from_scratch: in place of `source`, the config of a model with random weights: its
+                fields with `model_type`, such as `{"model_type": "llama", "hidden_size": 64}`.
+            tokenizer: of that model, which takes its vocabulary from it.
             sft: hyper-parameters; the defaults of `SFTHparams`.
             options: further options, see `ModuleOptions`.
+
+        Raises:
+            ValueError: unless exactly one of `source` and `from_scratch` is given, or if the model
+                cannot be read.
         """
+        if (source is None) == (from_scratch is None):
+            raise ValueError("give one of source=, a folder or hub name, and from_scratch=")
+        if from_scratch is not None:
+            start = pretrained.Start.scratch(from_scratch, tokenizer, options)
+        elif source is not None and tokenizer is None:
+            start = pretrained.Start.read(source, "source", options)
+        else:
+            raise ValueError(f"tokenizer is that of from_scratch: source={source} has its own")
         hparams = {"sft": sft or SFTHparams()}
-        return pretrained.of_one_model(cls, source, load_policy, "policy", hparams, options)
+        return pretrained.of_one_model(cls, start, load_policy, "policy", hparams)
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Take one optimizer step on the batch."""

@@ -274,8 +274,21 @@ def check_same_tokenizer(
         )
 
 
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the fields of a model's config that its tokenizer decides."""
+    return {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+
+
 def stop_ids(
-    tokenizer: PreTrainedTokenizerBase, source: str | Path | None, *, revision: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | Path | None = None,
+    *,
+    revision: str | None = None,
 ) -> tuple[int, ...]:
     """Return every id that ends a response.
 

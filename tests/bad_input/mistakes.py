@@ -140,7 +140,7 @@ VALUES = [
     Mistake(
         "+experiment=reinforce_pp module.grpo.scale=group_std", "scale=", "group_std", "global_std"
     ),
-    Mistake("+experiment=ppo module.models.value_head=none", "value_head=", "'none'", "'stored'"),
+    Mistake("+experiment=ppo module.value_head=none", "value_head=", "'none'", "'stored'"),
     Mistake("+experiment=ppo module.ppo.score_clip=1.0e+39", "score_clip=", "1e+39", "1e+30"),
     Mistake("+experiment=ppo module.ppo.kl_coef=1.0e+308", "kl_coef=", "1e+308", "1e+30"),
     Mistake("+experiment=dpo module.dpo.beta=1.0e-300", "beta=", "1e-300", "1e-30"),
@@ -203,7 +203,7 @@ VALUES = [
     Mistake("+experiment=ppo +paths.outpts=x", "paths.outpts", "unknown key", "paths.outputs"),
     Mistake("+experiment=ppo artifacts.sft=3", "artifacts.sft=", "3", "str or None"),
     Mistake("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=", "nosuch", "experiment=sft"),
-    Mistake("+experiment=ppo artifacts.sft=null", "models.policy=", "None", "expected"),
+    Mistake("+experiment=ppo artifacts.sft=null", "module.policy=", "None", "expected"),
     Mistake("+experiment=ppo scorer=http scorer.url=ftp://x", "scorer.url=", "ftp://x", "http://"),
     Mistake(
         "+experiment=ppo scorer=http scorer.url=http://x/y scorer.timeout=-1",

@@ -53,8 +53,8 @@ def overrides_of(stage: str, start: Path) -> list[str]:
         own += {
             "grpo": ["data.num_generations=3"],
             "ppo": [
-                "module.models.value=null",
-                "module.models.value_head=zero",
+                "module.value=null",
+                "module.value_head=zero",
                 "module.ppo.num_ppo_epochs=1",
             ],
         }[stage]

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import settings_of, train
@@ -58,6 +60,13 @@ def test_the_program_trains_what_the_command_trains_to_the_bit(
     assert files
     for file in files:
         assert (mine.export / file).read_bytes() == (command.export / file).read_bytes()
+    module, loader = names["module"], {"tokenizer": demo_tokenizer()} if stage == "base" else {}
+    if hasattr(module, "scorer"):  # code, which no checkpoint names for a user
+        loader["reward"] = module.scorer
+    loaded = type(module).load_from_checkpoint(command.last_checkpoint, **loader)
+    assert dict(loaded.hparams) == dict(module.hparams)
+    for name, value in loaded.state_dict().items():
+        assert stage == "reward" or torch.equal(value, module.state_dict()[name]), name
     told, wanted = read_summary(mine).metrics, read_summary(command).metrics
     for name in told.keys() & wanted.keys():
         assert told[name] == wanted[name], name
@@ -89,6 +98,11 @@ def test_a_program_says_what_differs_from_the_defaults():
             ("+experiment=ppo", "model=qwen2_5_0_5b", "dataset=ultrafeedback", "lora=lora"),
             ("LoraHparams()", 'precision="bf16-mixed"'),
         ),
+        (
+            ("+experiment=ppo", "rollout=transformers", "artifacts.ppo=last"),
+            ("generator=partial(TransformersGenerator)", 'start="last"', 'value_head="stored"'),
+        ),
+        (("+experiment=reward", "module.dropout=0.1"), ("dropout=0.1",)),
         (("+experiment=dpo", "evaluation.gold=null"), ("trainer.fit(module, data)\nexport_model",)),
     ],
 )
@@ -102,8 +116,8 @@ def test_what_a_program_holds(overrides, parts):
 def test_what_python_cannot_say_is_refused_by_its_key():
     with pytest.raises(ConfigError, match=r"doctor\.actions\.on_alarm=rollback has no argument"):
         program("+experiment=ppo", "doctor=act")
-    with pytest.raises(ConfigError, match="rollout=TransformersGenerator has no argument"):
-        program("+experiment=ppo", "rollout=transformers")
+    with pytest.raises(ConfigError, match=r"model\.cpu_kernels=False has no argument"):
+        program("+experiment=ppo", "model.cpu_kernels=false")
 
 
 def test_the_command_prints_the_program_and_trains_nothing(tmp_path):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rlhf_lightning.app.build import choose_rates, make_tokenizer, with_vocabulary
+from rlhf_lightning.app.build import choose_rates, with_vocabulary
 from rlhf_lightning.app.config.compose import ConfigError, named_model
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import find_stage
@@ -80,11 +80,11 @@ def test_a_model_whose_config_gives_no_size_needs_an_explicit_rate(tmp_path):
 def test_the_rates_that_are_chosen_for_random_weights_keep_the_vocabulary_of_the_tokenizer():
     given = settings_of("+experiment=base", "module.sft.learning_rate=null")
     assert given.start is None
-    whole = with_vocabulary(given, make_tokenizer(given))
+    whole = with_vocabulary(given)
     changes, _ = choose_rates(whole)
     settings = whole.updated(changes)
     assert settings.hparams.learning_rate == changes["module.sft.learning_rate"]
-    assert settings.select("module.policy.from_scratch") == whole.model.from_scratch
+    assert settings.select("module.from_scratch") == whole.model.from_scratch
     assert settings.model.from_scratch == whole.model.from_scratch
 
 

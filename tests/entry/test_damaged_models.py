@@ -29,7 +29,7 @@ from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.runs import killed, settings_for
 from tests.entry.test_evaluate import evaluate
 
-STORED = "module.models.value_head=stored"
+STORED = "module.value_head=stored"
 VICTIM = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -106,7 +106,7 @@ def test_ppo_takes_no_damaged_reward_model(tmp_path, start, reward, damaged, rol
     folder, message = damaged(reward)
     take: dict[str, Callable[[], object]] = {
         "scorer": RewardModelScorer(partial(load_scalar_model, folder)).build,
-        "value": lambda: begin("ppo", start, tmp_path, f"module.models.value={folder}", STORED),
+        "value": lambda: begin("ppo", start, tmp_path, f"module.value={folder}", STORED),
     }
     with pytest.raises((ValueError, RuntimeError), match=message):
         take[role]()
@@ -126,7 +126,7 @@ def test_a_policys_adapter_of_another_base_is_refused_with_both(tmp_path, start,
 
     own = source_fingerprint(start)
     wanted = rf"last/adapter was trained on elsewhere \(f{{12}}\), .*{start} is {own[:12]}"
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ValueError, match=wanted):
         assembled("f" * 64)
     assembled(own)
 
@@ -139,7 +139,7 @@ def test_a_policys_adapter_of_another_rank_or_scale_is_refused(tmp_path, start, 
     save_adapter(policy, folder, policy.state_dict(), base="b", base_fingerprint="")
     lora = ("lora=lora", "lora.r=4", changed, f"artifacts.ppo={tmp_path / 'last'}")
     wanted = rf"{changed}.* differ .*last/adapter.*use lora\.r=4 lora\.alpha=32"
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ValueError, match=wanted):
         assemble(settings_for(stage, start, *lora), RunFolder(tmp_path / "run"))
 
 

@@ -39,11 +39,11 @@ def edited(sft, tmp_path, *values):
             [("dataset.source._target_", "os.system")],
             r"dataset\.source\._target_=os\.system is not",
         ),
-        ([("module.policy._target_", "subprocess.run")], "subprocess.run is not allowed"),
+        ([("module._target_", "subprocess.run")], "subprocess.run is not allowed"),
         (
             # Under an allowed prefix, but it would run a file.
-            [("module.policy._target_", "rlhf_lightning.rollout.scorers.base.load_function")],
-            r"module\.policy\._target_=.* is not allowed there|unknown key module\.policy\.",
+            [("module._target_", "rlhf_lightning.rollout.scorers.base.load_function")],
+            r"module\._target_=.* is not allowed there|unknown key module\.",
         ),
         (
             [
@@ -55,7 +55,7 @@ def edited(sft, tmp_path, *values):
         ),
         ([("model.chat_template", __file__)], r"model\.chat_template="),
         ([("evil", 1)], "unknown top-level key 'evil'"),
-        ([("module.policy.trust_remote_code", True)], "would run code that the run folder names"),
+        ([("module.trust_remote_code", True)], "would run code that the run folder names"),
         ([("artifacts.base", "nowhere/at/all")], "cannot load the model"),
         ([("stage", "reward")], "."),
     ],

@@ -140,7 +140,7 @@ def test_commands_take_its_folder_of_configurations(start, monkeypatch, capsys) 
     assert {"generate", "update"} <= set(json.loads(capsys.readouterr().out)["phases"])
     monkeypatch.setattr("sys.argv", ["train", *given, "--as-python"])
     train.main()
-    assert "\n    WordScorer(wanted=6),\n" in capsys.readouterr().out
+    assert "reward=WordScorer(wanted=6),\n" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["train", *given, "module.online_dpo.betta=1"])
     with pytest.raises(SystemExit):
         train.main()

@@ -83,10 +83,10 @@ def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Pat
         if isinstance(settings, TrainSettings):
             check_run(settings)
     ppo = made["round_2/ppo"]
-    assert ppo.select("module.models.start") == str(tmp_path / "round_1/ppo/export")
-    assert ppo.select("module.models.policy") == str(tmp_path / "round_1/artifacts/demo_seed1/sft")
+    assert ppo.select("module.start") == str(tmp_path / "round_1/ppo/export")
+    assert ppo.select("module.policy") == str(tmp_path / "round_1/artifacts/demo_seed1/sft")
     assert ppo.scorer.get("source") == str(tmp_path / "round_2/artifacts/reward")
-    assert made["round_1/ppo"].select("module.models.start") is None
+    assert made["round_1/ppo"].select("module.start") is None
     reward = made["round_2/reward"]
     assert reward.data.get("path") == str(tmp_path / "round_1/collect/data")
     assert len(reward.data.get("also")) == 2

@@ -131,7 +131,7 @@ def test_a_pretrained_model_takes_the_place_of_its_missing_policy(tmp_path):
     settings = settings_of(*words, f"paths.artifacts={tmp_path}")
     made = prerequisites.prepare_inputs(settings, words, say=lambda _: None)
     assert made.start == settings.model.source
-    assert made.module.arguments["policy"]["source"] == made.start
+    assert made.module.arguments["source"] == made.start
     assert made.artifacts.publish == settings.artifacts.publish
     own = ["+experiment=dpo", "debug=fast", *OWN, "artifacts.base=org/mine"]
     assert prerequisites.prepare_inputs(settings_of(*own), own).start == "org/mine"
@@ -231,12 +231,10 @@ def test_what_an_error_says_leads_in_order_to_a_run_that_starts(words, experimen
 def test_a_reward_model_that_only_the_value_model_would_start_from_is_said_to_be_needless(tmp_path):
     words = ["+experiment=ppo", *OWN, "artifacts.sft=org/chat", "scorer=function"]
     words += ["scorer.function=a.py:b", f"paths.artifacts={tmp_path}"]
-    with pytest.raises(
-        ConfigError, match=r"module.models.value=null module.models.value_head=zero"
-    ):
+    with pytest.raises(ConfigError, match=r"module.value=null module.value_head=zero"):
         prerequisites.prepare_inputs(settings_of(*words), words)
     prerequisites.prepare_inputs(
-        settings_of(*words, "module.models.value=null", "module.models.value_head=zero"), words
+        settings_of(*words, "module.value=null", "module.value_head=zero"), words
     )
 
 

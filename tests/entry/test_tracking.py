@@ -112,6 +112,8 @@ def test_configuration_commit_and_lineage_are_in_the_run(tracked, records):
     assert first["config_hash"]
     assert first["versions"]["torch"] == summary.versions["torch"]
     assert first["module"]["ppo"]["kl_coef"] == 0.05
+    updates = [r["config"]["update"] for r in records if "config" in r]
+    assert all(update.keys() == {"lineage"} for update in updates), "no hyper-parameter twice"
     lineage = next(r["config"]["update"] for r in records if "config" in r)["lineage"]
     assert set(lineage["used"]) == {"data", "sft"}
     assert set(lineage["made"]) == {"ppo"}

@@ -143,7 +143,7 @@ def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path, monkeypa
     common = [f"+experiment={stage}", *SMALL, BATCH, artifacts]
     common += ["artifacts.publish=null"]
     if stage == "reward":  # dropout draws from the global generator, which must come back too
-        common += ["module.model.dropout=0.1"]
+        common += ["module.dropout=0.1"]
     common += ["callbacks.checkpoint.every_n_iterations=1"]
     killer = tmp_path / "killer.py"
     killer.write_text(

@@ -52,7 +52,7 @@ class Ballast(Callback):
 """
 STAGES = {
     "sft": ["data.num_epochs=8", "trainer.validations=2", "callbacks.checkpoint.monitor=val/loss"],
-    "reward": ["data.num_epochs=8", "trainer.validations=2", "module.model.dropout=0.1"],
+    "reward": ["data.num_epochs=8", "trainer.validations=2", "module.dropout=0.1"],
     "dpo": ["data.num_epochs=8", "trainer.validations=2"],
     "kto": ["data.num_epochs=8", "trainer.validations=2"],
     "ppo": [

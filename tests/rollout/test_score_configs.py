@@ -41,7 +41,7 @@ def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclas
     ],
 )
 def test_every_experiment_can_be_given_another_scorer(words, tmp_path):
-    changes = ["artifacts.reward=null", "module.models.value_head=zero"]
+    changes = ["artifacts.reward=null", "module.value_head=zero"]
     with_http = settings_of(*words, "scorer=http", URL, *changes)
     assert isinstance(with_http.scorer.build(), HttpScorer)
     overrides = ["scorer=text_reward_model", f"scorer.source={tmp_path}", *changes]
@@ -162,7 +162,7 @@ def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experimen
         settings = settings_of(f"+experiment={experiment}", "artifacts.reward=null", *words)
         settings.spec.check_buildable(settings)
 
-    value_head = ["module.models.value_head=zero"] if experiment == "ppo" else []
+    value_head = ["module.value_head=zero"] if experiment == "ppo" else []
     check("scorer=function", f"scorer.function={file}:fine", *value_head)
     with pytest.raises(ConfigError, match=r"scorer: .*openrlhf takes \(queries, prompts, labels\)"):
         check("scorer=function", f"scorer.function={file}:openrlhf", *value_head)

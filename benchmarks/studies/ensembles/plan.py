@@ -59,7 +59,7 @@ def reward_overrides(member: int, root: Path) -> tuple[str, ...]:
         f"+dataset.source.num_preferences={PAIRS}",
         "+dataset.source.num_validation_preferences=600",
         f"data.num_epochs={EPOCHS}",
-        f"module.model.source={world / 'sft'}",
+        f"module.source={world / 'sft'}",
         f"artifacts.publish={world / reward_name(member)}",
     )
 
@@ -85,8 +85,8 @@ def ppo_overrides(condition: Condition, seed: int, root: Path) -> tuple[str, ...
         f"artifacts.sft={world / 'sft'}",
         f"artifacts.reward={folders[0]}",
         "artifacts.publish=null",
-        "module.models.value=${artifacts.sft}",
-        "module.models.value_head=zero",
+        "module.value=${artifacts.sft}",
+        "module.value_head=zero",
         "module.ppo.kl_coef=0",
         "module.ppo.learning_rate=8.0e-4",
         "module.ppo.critic_warmup_iterations=2",

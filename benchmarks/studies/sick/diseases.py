@@ -19,8 +19,7 @@ BASE = (
     "artifacts.publish=null",
     f"data.batch_size={ROWS}",
     "callbacks.samples.num_samples=2",
-    "doctor.second_scorer={_target_: rlhf_lightning.rollout.scorers.base.FunctionScorer, "
-    f"function: {PLANTED}.gold}}",
+    f"doctor.second_scorer={{_target_: rlhf_lightning.FunctionScorer, function: {PLANTED}.gold}}",
 )
 
 
@@ -83,7 +82,7 @@ DISEASES: dict[str, Disease] = {
         FEW_ITERATIONS,
     ),
     "dead_critic": Disease(
-        ("module.models.value_head=zero", "module.ppo.value_learning_rate=1.0e-7"),
+        ("module.value_head=zero", "module.ppo.value_learning_rate=1.0e-7"),
         ("critic",),
         12,
         FEW_ITERATIONS,

@@ -44,7 +44,7 @@ NOISY_OVERRIDES = (
     "+dataset.source.num_preferences=3000",
     "+dataset.source.num_validation_preferences=400",
     # The labels are coin flips: what the annotators see counts next to nothing.
-    "+dataset.source.panel=[{_target_: rlhf_lightning.data.demo.annotators.SimulatedAnnotator, "
+    "+dataset.source.panel=[{_target_: rlhf_lightning.SimulatedAnnotator, "
     "name: coin, temperature: 1000.0, length_bias: 0.0}]",
     "gates=none",
 )

@@ -62,7 +62,7 @@ def register() -> None:
     store = ConfigStore.instance()
     for name, cls in HPARAMS.items():
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
-        target = f"{cls.__module__}.{cls.__qualname__}"
+        target = f"rlhf_lightning.{cls.__name__}"
         store.store(group="hparams", name=name, node={"_target_": target, **defaults})
 
 

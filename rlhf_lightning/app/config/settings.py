@@ -48,6 +48,10 @@ from rlhf_lightning.runs.secrets import is_secret
 # `${oc.env:NAME}` or `${oc.env:NAME,DEFAULT}`, whose default may hold other interpolations.
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*((?:[^{}]|\{[^{}]*\})*))?\}")
 
+# Arguments of a module that the run gives, and where they are set.
+GIVEN = {"optimizer": "optimizer", "schedule": "scheduler", "generator": "rollout"}
+GIVEN |= {"reward": "scorer", "scorer": "scorer"}
+
 # Variables that differ between jobs, nodes or ranks of one run: their values are not its settings.
 _OF_A_JOB = re.compile(
     r"(SLURM|SUBMITIT|PBS|LSB|OMPI|PMI)_\w+|TMPDIR|TMP|TEMP|HOSTNAME|(LOCAL_|NODE_|GROUP_)?RANK"
@@ -185,7 +189,7 @@ class CommandSettings(Settings):
 
 def _check_nothing_missing(node: Any, where: str = "") -> None:
     # A model that is made from scratch waits for its tokenizer.
-    if where in ("model", "module.policy.from_scratch"):
+    if where in ("model", "module.from_scratch"):
         return
     if node == "???":
         raise ConfigError(f"{where} is not set: add {where}=...")
@@ -283,6 +287,9 @@ class TrainSettings(RunSettings):
                     "another stage"
                 )
             self._hparams[key] = build_hparams(cls, node, f"module.{key}")
+        for key, place in GIVEN.items():
+            if key in self.module.arguments and key not in self._hparams:
+                raise ConfigError(f"module.{key} is given by the run: set {place} in its place")
         return self
 
     @property

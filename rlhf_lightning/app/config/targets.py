@@ -7,6 +7,7 @@ arguments are held against its own annotations in the same way, before anything 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.arguments import Built, NamedAgain, annotations_of, did_you_mean, fitting
@@ -152,6 +153,8 @@ def _read(value: Any, where: str) -> Any:
     returns = found if inspect.isclass(found) else annotations_of(found).get("return")
     if returns in (None, Any):  # a function that does not say what it returns
         returns = Any if trusted else type(None)
+    if returns is Self:  # of a class method
+        returns = found.__self__
     product = Callable[..., returns] if partial is True or looked_up else returns
     node = Node(name, product, False, found, given, partial is True, looked_up, where)
     if not looked_up:
@@ -237,11 +240,14 @@ def refuse_unknown(
     Raises:
         TargetError: with the nearest ones.
     """
-    for key in given:
+    for key, value in given.items():
         if key.startswith("_") or key not in known:
+            inside = getattr(value, "arguments", value)
+            inside = [k for k in inside if k in known] if isinstance(inside, Mapping) else []
+            hint = f"; write {where}.{inside[0]}" if inside else did_you_mean(key, list(known))
+            taken = ", ".join(known) or "nothing"
             raise TargetError(
-                f"unknown key {where}.{key}{did_you_mean(key, list(known))} "
-                f"({name.rpartition('.')[2]} takes {', '.join(known) or 'nothing'})"
+                f"unknown key {where}.{key}{hint} ({name.rpartition('.')[2]} takes {taken})"
             )
 
 
@@ -275,22 +281,42 @@ def resolve(name: str, where: str) -> Any:
     check_names({"_target_": name}, where)
     root = name.partition(".")[0]
     path, _, last = name.rpartition(".")
-    found = getattr(_module(path, where, name), last, None)
+    holder = _holder(path, where, name)
+    found = getattr(holder, last, None)
     if found is None:
-        known = [item for item in dir(sys.modules[path]) if not item.startswith("_")]
+        known = [item for item in dir(holder) if not item.startswith("_")]
         raise TargetError(f"{where}._target_={name}: no {last} there{did_you_mean(last, known)}")
-    home = str(getattr(found, "__module__", "")).partition(".")[0]
-    is_function = inspect.isfunction(found) and root not in LIBRARIES
-    if home != root or not (inspect.isclass(found) or is_function):
+    if inspect.isclass(holder):
+        allowed = _is_constructor(holder, last)
+    else:
+        allowed = inspect.isclass(found) or inspect.isfunction(found)
+        allowed &= str(getattr(found, "__module__", "")).partition(".")[0] == root
+    if not allowed or (root in LIBRARIES and not inspect.isclass(found)):
         raise TargetError(_refusal(where, name))
     return found
 
 
-def _module(path: str, where: str, name: str) -> ModuleType:
+def _is_constructor(cls: type, name: str) -> bool:
+    """Return whether a class method makes an instance, and names all of its arguments."""
+    method = getattr(cls, name)
+    if not isinstance(inspect.getattr_static(cls, name), classmethod):
+        return False
+    kinds = [p.kind for p in inspect.signature(method).parameters.values()]
+    open_ended = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} & set(kinds)
+    return annotations_of(method).get("return") is Self and not open_ended
+
+
+def _holder(path: str, where: str, name: str) -> ModuleType | type:
+    """Return the module of a path, or a class whose method is meant."""
     try:
         return importlib.import_module(path)
     except ImportError as error:
         package, _, last = path.rpartition(".")
+        if inspect.isclass(getattr(sys.modules.get(package), last, None)):
+            with contextlib.suppress(TargetError):
+                cls: type = resolve(path, where)
+                return cls
+            raise TargetError(_refusal(where, name)) from None
         folder = getattr(sys.modules.get(package), "__path__", [])
         known = [module.name for module in pkgutil.iter_modules(folder)]
         raise TargetError(
@@ -300,7 +326,8 @@ def _module(path: str, where: str, name: str) -> ModuleType:
 
 def _refusal(where: str, name: str) -> str:
     return (
-        f"{where}._target_={name} is not allowed; allowed are classes and functions of {OWN}, "
+        f"{where}._target_={name} is not allowed; allowed are classes, their from_pretrained and "
+        f"functions of {OWN}, "
         f"classes of {', '.join(LIBRARIES)}, and what RLHF_ALLOWED_TARGETS lists (prefixes, "
         "separated by commas)"
     )

@@ -153,11 +153,15 @@ def _completed(model: ModelSettings) -> Shape:
 
 
 def _style(settings: TrainSettings) -> Style:
-    dtype = settings.strategy.compute_dtype
+    dtype, lora, precision = (
+        settings.strategy.compute_dtype,
+        settings.lora,
+        settings.trainer.precision,
+    )
     return Style(
-        precision=settings.trainer.precision,
+        precision=precision,
         compute_dtype=None if dtype is None else getattr(torch, dtype),
-        lora=settings.lora,
+        lora=lora and replace(lora, base_precision=lora.base_precision or precision),
         activation_checkpointing=settings.model.activation_checkpointing,
     )
 

@@ -20,7 +20,6 @@ class GRPOStage(PPOStage):
     family = OnPolicyModule  # every objective on own responses without a value model
     rates: ClassVar = {"learning_rate": "policy"}
     trains = (POLICY,)
-    factory = "rlhf_lightning.models.ppo_models.policy_models"
 
     def check(self, settings: TrainSettings) -> None:
         """Check what PPO's stage checks, and that a group has rows to compare.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import lightning as L
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.build import function_digests, scorer_fingerprints
 from rlhf_lightning.app.config.compose import ConfigError, choices
@@ -26,15 +24,12 @@ from rlhf_lightning.callbacks.same_configuration import SameSources
 from rlhf_lightning.evaluation.final_metrics import Findings, score_spread
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import held_out_comparison
-from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
-from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.rollout.scorers.hparams import check_scorer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
 
 class PPOStage(Stage):
@@ -46,8 +41,6 @@ class PPOStage(Stage):
     uses = ("sft", "reward", "ppo")
     measures_with = ("gold", "micro_batch_size", "every_n_iterations")
     trains: ClassVar[tuple[str, ...]] = (POLICY, SCALAR)
-    models = "models"
-    factory = "rlhf_lightning.models.ppo_models.ppo_models"
     rolls_out = True
     scores = True
     context = (
@@ -105,29 +98,6 @@ class PPOStage(Stage):
             if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
                 with built(node.where, node):
                     node.make()
-
-    def arguments(
-        self,
-        settings: TrainSettings,
-        tokenizer: PreTrainedTokenizerBase,
-        generator: Any,
-        fingerprint: str,
-    ) -> dict[str, Any]:
-        """Return what the module samples and scores with.
-
-        Raises:
-            ConfigError: if an adapter or a value model does not fit the policy.
-        """
-        made = {
-            "scorer": _scorer(settings).build(),
-            "generator": generator,
-            "tokenizer": tokenizer,
-            "seed": settings.seed,
-        }
-        check_adapters(settings, fingerprint)
-        if SCALAR in self.trains:
-            _check_value_tokenizer(settings, tokenizer)
-        return made
 
     def callbacks(
         self, settings: TrainSettings, sampling: Sampling, scorer: Scorer | None
@@ -191,82 +161,6 @@ class PPOStage(Stage):
 def _scorer(settings: TrainSettings) -> Target:
     assert settings.scorer is not None  # `check` has refused it
     return settings.scorer
-
-
-def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
-    """Check that adapters were trained on the policy that is the reference.
-
-    They are the reward model's, and that of a policy to continue, which has the rank and the alpha
-    of the settings.
-
-    Raises:
-        ConfigError: if one was not, or if there is none.
-    """
-    shares = settings.scorer is not None and settings.scorer.class_name == "RewardAdapterScorer"
-    models, adapts = settings.module.get("models"), settings.lora is not None
-    if shares or (adapts and models.get("value_head") == "stored"):
-        _check_adapter(
-            settings,
-            fingerprint,
-            settings.artifacts.reward,
-            missing="PPO with lora=lora starts its value model from the reward model's adapter; "
-            "module.models.value_head=zero starts it from the policy instead",
-            fix="train the reward model on that policy with lora=lora, or use "
-            "scorer=reward_model module.models.value_head=zero",
-        )
-    if adapts and (start := models.get("start")) is not None:
-        _check_adapter(
-            settings,
-            fingerprint,
-            start,
-            is_continued=True,
-            missing="With lora=lora training goes on from the adapter of artifacts.ppo; lora=none "
-            "goes on from the merged policy",
-            fix="give the policy that it was trained on as artifacts.sft, or go on from the merged "
-            "policy with lora=none",
-        )
-
-
-def _check_adapter(
-    settings: TrainSettings,
-    fingerprint: str,
-    source: object,
-    *,
-    missing: str,
-    fix: str,
-    is_continued: bool = False,
-) -> None:
-
-    folder = Path(str(source)) / ADAPTER
-    try:
-        files = read_adapter(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{error}. {missing}") from error
-    if files.base_fingerprint not in ("", fingerprint):
-        raise ConfigError(
-            f"the adapter in {folder} was trained on {files.base} "
-            f"({files.base_fingerprint[:12]}), artifacts.sft={settings.artifacts.sft} is "
-            f"{fingerprint[:12]}: {fix}"
-        )
-    if is_continued and settings.lora is not None:
-        try:
-            check_same_scale(files, settings.lora, folder)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-
-def _check_value_tokenizer(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-
-    models = settings.module.get("models")
-    value, head = models["value"], models["value_head"]
-    unused = value is None or (settings.lora is not None and head == "zero")
-    if unused or value == settings.artifacts.sft:
-        return
-    fix = "start the value model from the policy: artifacts.reward=null"
-    try:
-        check_same_tokenizer(tokenizer, value, fix=f"{fix} module.models.value_head=zero")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 STAGE = PPOStage()

@@ -35,7 +35,7 @@ class RewardStage(Stage):
     starts_from = "sft"
     uses = ("sft",)
     trains = (SCALAR,)
-    trained = models = "model"
+    trained = "model"
     measures_with = ("gold", "micro_batch_size", "larger_reward_model")
     sequences_per_row = 2
     objective = "val/accuracy"

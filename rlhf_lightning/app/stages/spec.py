@@ -65,9 +65,6 @@ class Stage:
         measures_with: the keys below `evaluation` that it reads, of those that are null by default.
         trains: the kinds of models that it trains.
         trained: the attribute of the module that is exported.
-        models: the key below `module` of what builds that.
-        factory: a `_target_` that builds it together with others, from the source that its
-            argument `trained` names.
         sequences_per_row: sequences that go through a model for each row of the data.
         rolls_out: it generates and scores responses during training, next to a reference in memory;
             else `val/loss` is measured during training, and may end it.
@@ -86,8 +83,6 @@ class Stage:
     measures_with: ClassVar[tuple[str, ...]] = ("gold", "micro_batch_size")
     trains: ClassVar[tuple[str, ...]] = (POLICY,)
     trained: ClassVar[str] = "policy"
-    models: ClassVar[str] = "policy"
-    factory: ClassVar[str | None] = None
     sequences_per_row: ClassVar[int] = 1
     rolls_out: ClassVar[bool] = False
     scores: ClassVar[bool] = False
@@ -136,26 +131,6 @@ class Stage:
         Raises:
             ConfigError: with the place, what it got and what it wants.
         """
-
-    def arguments(
-        self,
-        settings: TrainSettings,
-        tokenizer: PreTrainedTokenizerBase,
-        generator: Any,
-        fingerprint: str,
-    ) -> dict[str, Any]:
-        """Return the special arguments of its module; the scorer is named `scorer`.
-
-        Args:
-            settings: settings of the run.
-            tokenizer: tokenizer of the starting model.
-            generator: generator of the rollouts.
-            fingerprint: fingerprint of the starting model.
-
-        Raises:
-            ConfigError: if a model does not fit the others.
-        """
-        return {}
 
     def callbacks(
         self, settings: TrainSettings, sampling: Sampling, scorer: Scorer | None
@@ -230,6 +205,7 @@ def _module(name: str | None) -> type[RLHFModule] | None:
         found: Any = resolve(name, "module")
     except TargetError:  # which is told where the module is read
         return None
+    found = getattr(found, "__self__", found)  # of a class method
     if not inspect.isclass(found) or not hasattr(found, "stage"):
         return None
     return cast("type[RLHFModule]", found)

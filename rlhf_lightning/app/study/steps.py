@@ -36,7 +36,6 @@ FIRST = ("base", "sft", "collect", "reward", "ppo", "evaluate")  # nothing has m
 NEEDED = ("reward", "ppo")  # by each of several rounds
 COLLECTIONS = {"adversarial": "collect"}  # by the same people and judges, with the same words
 LEADS = ("ppo", "reward", "sft", "base")  # of a collection
-DEMO = "rlhf_lightning.data.demo.source.DemoSource"
 HERE = Path("<pipeline>")  # stands for its folder, where nothing is run yet
 
 
@@ -167,8 +166,8 @@ def _check_follower(step: Step, lead: Step) -> None:
     entry = step.command
     words = [word for word in step.words if not word.startswith("run=")]
     chosen = set(map(key_of, words))
-    dataset = trained.dataset.source.path
-    if entry == "collect" and dataset != DEMO and not {"dataset", "annotator"} & chosen:
+    is_demo = trained.dataset.source.class_name == "DemoSource"
+    if entry == "collect" and not is_demo and not {"dataset", "annotator"} & chosen:
         raise ConfigError(
             f"{lead.name} is trained on {trained.dataset.name}, and annotator=demo labels only "
             "the built-in world: use collect:annotator=page or reward_model, or collect=false "

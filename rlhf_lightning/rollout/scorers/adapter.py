@@ -27,7 +27,7 @@ class RewardAdapterScorer(RewardModelScorer):
         self, source: str | Path, *, micro_batch_size: int | None = None, name: str = "reward_model"
     ) -> None:
         super().__init__(_not_alone, micro_batch_size=micro_batch_size, name=name)
-        self.source = Path(source)
+        self.source: str = str(source)
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Put the reward model onto `base`, frozen; return no separate model.
@@ -38,7 +38,7 @@ class RewardAdapterScorer(RewardModelScorer):
         if self.model is None:
             if base is None:
                 _not_alone()
-            self.model = load_scalar_adapter(base, self.source / ADAPTER, "reward")
+            self.model = load_scalar_adapter(base, Path(self.source) / ADAPTER, "reward")
             self.model.eval().requires_grad_(False)
         return []
 

@@ -137,7 +137,8 @@ class Scorer(Protocol):
     """Scores responses.
 
     One with an attribute `normalized` that is True gives scores of mean 0 and standard deviation 1
-    over samples of the SFT policy; `score_clip="auto"` then clips them.
+    over samples of the SFT policy; `score_clip="auto"` then clips them. `words` of its class
+    is what a model card calls it; `{function}` in it is that argument, `{number}` counts `sources`.
     """
 
     def build(self, base: Any = None) -> list[nn.Module]:
@@ -166,6 +167,7 @@ class RewardModelScorer:
     """
 
     normalized = True  # by the reward stage
+    words = "a reward model"
 
     @checked
     def __init__(
@@ -181,6 +183,7 @@ class RewardModelScorer:
             fix = f"use scorer=text_reward_model scorer.source={source}, which reads text"
             check_same_tokenizer(load_tokenizer(policy), source, fix=fix)
         self.load = load
+        self.source = None if source is None else str(source)
         self.micro_batch_size = micro_batch_size
         self.name = name
         self.model: ScalarHeadModel | None = None
@@ -228,6 +231,7 @@ class FunctionScorer:
     """
 
     loads_no_model = True
+    words = "a reward function ({function})"
 
     @checked
     def __init__(
@@ -237,6 +241,7 @@ class FunctionScorer:
         name: str | None = None,
         timeout_seconds: Seconds = 300.0,
     ) -> None:
+        self.function_name = function if isinstance(function, str) else None
         self.function = load_function(function) if isinstance(function, str) else function
         named = getattr(self.function, "func", self.function)  # of functools.partial
         self.name = name or str(getattr(named, "__name__", type(named).__name__))
@@ -312,6 +317,7 @@ class WeightedScorer:
     """
 
     loads_no_model = True
+    words = "a weighted sum of rewards"
 
     @checked
     def __init__(

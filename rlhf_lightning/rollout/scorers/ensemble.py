@@ -39,6 +39,7 @@ class RewardEnsembleScorer:
     """
 
     normalized = True
+    words = "{number} reward models"
 
     @checked
     def __init__(

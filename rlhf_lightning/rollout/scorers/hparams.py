@@ -161,12 +161,11 @@ def check_members(sources: Any) -> list[str]:
     return names
 
 
-_HERE = "rlhf_lightning.rollout.scorers"
-_ENSEMBLE = f"{_HERE}.ensemble.RewardEnsembleScorer"
-_BY_TARGET: dict[str, type[Checked]] = {
-    f"{_HERE}.base.FunctionScorer": FunctionScorerHparams,
-    f"{_HERE}.text_reward_model.TextRewardModelScorer": TextRewardModelHparams,
-    f"{_HERE}.http.HttpScorer": HttpScorerHparams,
+_ENSEMBLE = "RewardEnsembleScorer"
+_BY_NAME: dict[str, type[Checked]] = {  # by the last part of a `_target_` of this package
+    "FunctionScorer": FunctionScorerHparams,
+    "TextRewardModelScorer": TextRewardModelHparams,
+    "HttpScorer": HttpScorerHparams,
     _ENSEMBLE: RewardEnsembleHparams,
 }
 
@@ -182,14 +181,16 @@ def check_scorer(node: Any, where: str = "scorer") -> None:
         ValueError: with the key, the value and what is allowed.
     """
     if isinstance(node, Mapping):
-        settings = _BY_TARGET.get(str(node.get("_target_")))
+        package, _, path = str(node.get("_target_")).partition(".")
+        name = path.rpartition(".")[2] if package == "rlhf_lightning" else ""
+        settings = _BY_NAME.get(name)
         if settings is not None:
             names = {item.name for item in fields(settings)}  # type: ignore[arg-type]
             try:
                 settings(**{key: value for key, value in node.items() if key in names})
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}.{error}") from error
-        if node.get("_target_") == _ENSEMBLE:
+        if name == _ENSEMBLE:
             check_members(node.get("sources"))
         for key, value in node.items():
             check_scorer(value, f"{where}.{key}")

@@ -214,6 +214,7 @@ class HttpScorer:
 
     Hparams = HttpScorerHparams
     loads_no_model = True
+    words = "a reward service"
 
     @checked
     def __init__(

@@ -66,6 +66,7 @@ class TextRewardModelScorer:
     """
 
     Hparams = TextRewardModelHparams
+    words = "a reward model"
 
     @checked
     def __init__(

@@ -1,0 +1,142 @@
+"""What `reward` of a module may be: a scorer, a function, a model's name, or a list of these."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.arguments import PathOrName, fitting
+from rlhf_lightning.models.factory import load_scalar_model
+from rlhf_lightning.models.loading import loading_options, naming_source
+from rlhf_lightning.rollout.scorers.base import (
+    FunctionScorer,
+    RewardModelScorer,
+    Scorer,
+    WeightedScorer,
+)
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.text.tokenizers import as_saved, check_same_tokenizer
+
+
+def as_scorer(
+    reward: Any,
+    policy: str,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Sequence[float] | None = None,
+) -> Scorer:
+    """Return the scorer that `reward` names.
+
+    Args:
+        reward: a scorer; a function `(prompts, completions, **columns) -> list of numbers`; or the
+            folder or hub name of a reward model, read by its own tokenizer if that is another one;
+            or `path.py:name` of a function; or a list of these, whose sum is the score.
+        policy: folder or hub name of the policy.
+        tokenizer: of the policy.
+        weights: of a list, one each; 1 by default.
+
+    Raises:
+        TypeError: if it is none of these.
+        ValueError: if there is no such function, or the model's tokenizer cannot be loaded.
+    """
+    if isinstance(reward, list | tuple):
+        return _weighted([as_scorer(one, policy, tokenizer) for one in reward], weights)
+    if weights is not None:
+        raise ValueError(
+            f"reward_weights={list(weights)} is of a list of rewards: give reward=[...], or leave "
+            "it out"
+        )
+    if isinstance(reward, str | Path):
+        source = str(fitting("reward", reward, PathOrName))
+        if _names_function(source):
+            return FunctionScorer(source)
+        try:
+            with naming_source(source):
+                as_saved(source, loading_options(source))
+        except ValueError as error:
+            raise ValueError(
+                f"reward={source!r} has no tokenizer that can be loaded: {error}. A function in a "
+                "file is given as path.py:name"
+            ) from error
+        try:
+            check_same_tokenizer(tokenizer, source, fix="")
+        except ValueError:
+            return TextRewardModelScorer(source)
+        return RewardModelScorer(lambda: load_scalar_model(source), policy=policy, source=source)
+    if hasattr(reward, "build") and callable(reward) and not inspect.isclass(reward):
+        return reward  # type: ignore[no-any-return]
+    if callable(reward) and getattr(type(reward), "forward", 0) is not L.LightningModule.forward:
+        return FunctionScorer(reward)
+    raise TypeError(
+        f"reward={reward!r} is {type(reward).__name__}: give a function (prompts, completions, "
+        "**columns) -> list of numbers, a scorer, or the folder or hub name of a reward model"
+    )
+
+
+def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> WeightedScorer:
+    given = [1.0] * len(scorers) if weights is None else list(weights)
+    if not scorers or len(given) != len(scorers):
+        raise ValueError(
+            f"reward has {len(scorers)} entries and reward_weights {len(given)}: give as many, and "
+            "at least one"
+        )
+    names: list[str] = []
+    for scorer in scorers:
+        name = str(getattr(scorer, "name", type(scorer).__name__))
+        taken = sum(other.partition("#")[0] == name for other in names)
+        names.append(f"{name}#{taken + 1}" if taken else name)
+    return WeightedScorer(
+        dict(zip(names, scorers, strict=True)), weights=dict(zip(names, given, strict=True))
+    )
+
+
+def _names_function(reward: Any) -> bool:
+    return isinstance(reward, str) and reward.rpartition(":")[0].endswith(".py")
+
+
+def named_reward(reward: Any) -> str | None:
+    """Return the name that a reward was given by, or that gives the same one; None without one.
+
+    It scores alike; how many rows go through it at once may differ.
+    """
+    if isinstance(reward, str | Path):
+        return str(reward)
+    if type(reward) is RewardModelScorer:
+        return reward.source
+    return reward.function_name if isinstance(reward, FunctionScorer) else None
+
+
+def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
+    """Check that the reward of a checkpoint is known, and is code only where the user gives it.
+
+    Raises:
+        ValueError: if not.
+    """
+    if reward is None:
+        raise ValueError(
+            f"{path} was trained with a reward that no checkpoint can hold: give "
+            "load_from_checkpoint(path, reward=function)"
+        )
+    if not is_given and _names_function(reward):
+        raise ValueError(
+            f"{path} was trained with reward={reward!r}, which is code, and no checkpoint runs "
+            f"code: give load_from_checkpoint(path, reward={reward!r})"
+        )
+
+
+def check_objects(path: str | Path, kept: Mapping[str, Any]) -> None:
+    """Check that what a checkpoint has only in words was given again.
+
+    Raises:
+        ValueError: if not, with the argument.
+    """
+    for key, value in kept.items():
+        if isinstance(value, str):
+            raise ValueError(
+                f"{path} was trained with {key}={value}, which no checkpoint can hold: give "
+                f"load_from_checkpoint(path, {key}={value})"
+            )
