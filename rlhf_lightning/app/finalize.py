@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import nn
 
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
@@ -31,9 +30,9 @@ from rlhf_lightning.evaluation.final_metrics import (
 )
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.safety import required_measures
-from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
@@ -44,7 +43,6 @@ from rlhf_lightning.runs.manifest import (
     source_fingerprint,
 )
 from rlhf_lightning.runs.replaced import replacing_folder
-from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import GateResult, Summary
 
 logger = logging.getLogger(__name__)
@@ -77,8 +75,14 @@ def finish(
     if parts.trainer.is_global_zero:
         findings.write(folder, current_iteration(parts.trainer))
         outcome = Outcome(folder.name, findings.metrics, gates)
-        trained = (model, parts.tokenizer, state)
-        _export(settings, folder, trained, outcome, parts.module.source)
+        trained = Trained(
+            model,
+            parts.tokenizer,
+            state,
+            cast(Any, parts.module).source,
+            trust_remote_code=settings.model.trust_remote_code,
+        )
+        _export(settings, folder, trained, outcome)
     findings.seconds = {"measure": measured - begun, "export": time.perf_counter() - measured}
     return findings, gates
 
@@ -91,20 +95,14 @@ def _free_optimizer_state(parts: TrainingComponents) -> None:
     release_freed_memory()
 
 
-def _export(
-    settings: TrainSettings,
-    folder: RunFolder,
-    trained: tuple[PolicyModel | ScalarHeadModel, PreTrainedTokenizerBase, dict[str, Tensor]],
-    outcome: Outcome,
-    source: Source | None,
-) -> None:
+def _export(settings: TrainSettings, folder: RunFolder, trained: Trained, outcome: Outcome) -> None:
     """Write `export/`, and publish the same weights in fp32, which are written once."""
     full = folder.path / ".full_precision"
     shutil.rmtree(full, ignore_errors=True)  # of a run that was killed here and resumed
     try:
         with replacing_folder(folder.export, ours=True) as staging:
             kept = full if settings.publishes else None
-            write_model_folder(settings, staging, *trained, outcome, source, full=kept)
+            write_model_folder(settings, staging, trained, outcome, full=kept)
         if settings.publishes:
             _publish(settings, folder, full if full.is_dir() else folder.export, outcome)
     finally:

@@ -24,6 +24,7 @@ from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.checkpoint_state import KEY, check_scales
+from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import ManifestError, content_digest
 from rlhf_lightning.runs.replaced import replacing_folder
@@ -70,11 +71,11 @@ def reexport(
         raise ConfigError(f"{folder.config}: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot load the model of {checkpoint}: {error}") from error
-    trained = (model, tokenizer, dict(model.state_dict()))
+    trained = Trained(model, tokenizer, dict(model.state_dict()), source)
     try:
         with replacing_folder(target, ours=True) as staging:
             write_model_folder(
-                settings, staging, *trained, outcome, source, adapter_only=adapter_only, dtype=dtype
+                settings, staging, trained, outcome, adapter_only=adapter_only, dtype=dtype
             )
     except (ValueError, ManifestError) as error:
         raise ConfigError(f"{checkpoint}: {error}") from error

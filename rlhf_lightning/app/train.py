@@ -47,6 +47,7 @@ from rlhf_lightning.app.run_summary import memory_advice, start_settings
 from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.app.sweep import in_sweep, should_continue
 from rlhf_lightning.callbacks.console import print_start, print_verdict
+from rlhf_lightning.callbacks.run_record import about_run
 from rlhf_lightning.callbacks.wandb_content import early_end_alerted
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
@@ -63,7 +64,6 @@ from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
-from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
@@ -112,7 +112,6 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     summary = replace(
         summary,
         seconds=_spent(folder, checkpoint),
-        about=_about(settings),
         judged=not settings.only_runs,
         read=digests_of(settings) if first else {},
     )
@@ -142,21 +141,6 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
             forget_agreements()
 
 
-def _about(settings: TrainSettings) -> dict[str, str]:
-    """Return from what, on what and against what the stage trains."""
-    start = "random weights" if settings.start is None else settings.start
-    rows = f"{settings.data.batch_size} rows an iteration"
-    about = {"trained from": start, "data": f"{settings.dataset.name}, {rows}"}
-    if (objective := getattr(settings.hparams, "kind", None)) is not None:
-        about["objective"] = objective
-    if (scorer := settings.scorer) is not None:
-        named = (scorer.get(key) for key in ("source", "sources", "function"))
-        about["reward"] = str(next(filter(None, named), scorer.class_name))
-    if settings.spec.trains_policy and settings.start is not None:
-        about["baseline"] = "the model that it was trained from"
-    return {name: without_folders(value) for name, value in about.items()}
-
-
 def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:
     """Return the seconds of earlier processes, if the run is continued in its folder."""
     if checkpoint is None or folder.path.resolve() not in checkpoint.resolve().parents:
@@ -182,7 +166,10 @@ def _train(
     L.seed_everything(settings.seed, workers=True, verbose=False)
     parts = assemble(settings, folder)
     settings = parts.settings  # with what was found out since
+    about = about_run(parts.module, parts.data, name=settings.dataset.name)
+    summary = replace(summary, about=about)
     if global_rank() == 0:
+        write_summary(folder, summary)
         lines = start_settings(settings, parts, checkpoint)
         named = settings.name == settings.kind
         print_start(settings.title if named else settings.name, folder, lines)

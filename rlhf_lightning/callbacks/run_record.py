@@ -78,7 +78,9 @@ class RunRecord(Callback):
         seed = pl_module.hparams.get("seed")
         begun = new_summary(stage, seed=seed, config_hash=None, title=title)
         spent = {"total": spent_seconds(self.folder)} if resumes else {}
-        self._summary = replace(begun, seconds=spent, about=_about(trainer, module))
+        self._summary = replace(
+            begun, seconds=spent, about=about_run(pl_module, getattr(trainer, "datamodule", None))
+        )
         if trainer.is_global_zero:
             write_summary(self.folder, self._summary)
 
@@ -198,17 +200,30 @@ def _held_out(trainer: Trainer, module: LightningModule) -> Findings:
     return Findings(measures, values=values)
 
 
-def _about(trainer: Trainer, module: RLHFModule) -> dict[str, str]:
-    """Return from what, on what and against what a module trains, and what is not the default."""
-    given: Any = module.hparams
-    data, scorer = getattr(trainer, "datamodule", None), getattr(module, "scorer", None)
-    about = {"trained from": _start(module) or type(module).__name__}
-    about["data"] = "other batches" if data is None else _data(data)
-    if (objective := getattr(module.algorithm, "kind", None)) is not None:
+def _start(module: LightningModule) -> str | None:
+    """Return the folder or hub name that a module was built from."""
+    return module.hparams.get("policy") or module.hparams.get("source")
+
+
+def about_run(module: LightningModule, data: object, *, name: str | None = None) -> dict[str, str]:
+    """Return from what, on what and against what a module trains, and what is not the default.
+
+    Args:
+        module: made by `from_pretrained`, or of one's own.
+        data: its DataModule; None for batches of its own.
+        name: of the data, in place of that of its source.
+    """
+    given, scorer = module.hparams, getattr(module, "scorer", None)
+    start = _start(module)
+    begun = "random weights" if given.get("from_scratch") else type(module).__name__
+    about = {"trained from": start or begun}
+    about["data"] = "other batches" if data is None else _data(data, name)
+    if (objective := getattr(getattr(module, "algorithm", None), "kind", None)) is not None:
         about["objective"] = str(objective)
     if scorer is not None:
         about["reward"] = _reward(given.get("reward") or scorer)
-        about["baseline"] = "the policy that it was trained from"
+    if start is not None and hasattr(module, "policy"):
+        about["baseline"] = "the model that it was trained from"
     defaults = {
         name.removesuffix("Hparams").lower(): {f.name: f.default for f in fields(kind)}
         for name, kind in vars(hparams).items()
@@ -225,16 +240,11 @@ def _about(trainer: Trainer, module: RLHFModule) -> dict[str, str]:
     return {name: without_folders(str(value)) for name, value in about.items()}
 
 
-def _start(module: LightningModule) -> str | None:
-    """Return the folder or hub name that a module was built from."""
-    return module.hparams.get("policy") or module.hparams.get("source")
-
-
-def _data(data: Any) -> str:
+def _data(data: Any, name: str | None) -> str:
     source = getattr(data, "source", None)
-    name = getattr(source, "path", None) or getattr(source, "name", None) or type(source).__name__
+    own = getattr(source, "path", None) or getattr(source, "name", None) or type(source).__name__
     rows = getattr(data, "batch_size", None)
-    return f"{name}" if rows is None else f"{name}, {rows} rows an iteration"
+    return f"{name or own}" if rows is None else f"{name or own}, {rows} rows an iteration"
 
 
 def _reward(scorer: Any) -> str:
@@ -243,7 +253,8 @@ def _reward(scorer: Any) -> str:
     weights = getattr(scorer, "weights", None)
     if weights is not None and (parts := getattr(scorer, "scorers", None)):
         return " + ".join(f"{weights.get(name, 1.0):g} {name}" for name in parts)
-    named = getattr(scorer, "name", None) or getattr(scorer, "__name__", None)
+    named = getattr(scorer, "source", None) or getattr(scorer, "name", None)
+    named = named or getattr(scorer, "__name__", None)
     return str(named or type(scorer).__name__)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -13,23 +17,30 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import FLOATING, PathOrName, checked
 from rlhf_lightning.distributed.collectives import full_state
-from rlhf_lightning.models.adapter_files import merge_adapter
+from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
 from rlhf_lightning.models.export import (
     complete_config,
     export_policy,
     export_scalar_model,
     generation_settings,
+    weights_by_file_name,
 )
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.models.rounding import base_dtype
+from rlhf_lightning.models.ppo_models import ADAPTER
+from rlhf_lightning.models.rounding import Rounding, base_dtype, measure_rounding
 from rlhf_lightning.models.transformers_4 import name_old_tokenizer
 from rlhf_lightning.runs.atomic import follow_umask
+from rlhf_lightning.runs.hub import hub_snapshot
 from rlhf_lightning.runs.replaced import check_replaceable, replacing_folder
+from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
 from rlhf_lightning.text.tokenizers import stop_ids
+
+logger = logging.getLogger(__name__)
+LEAST_KEPT = 0.9  # of what training changed, that rounding must keep
 
 
 @checked
@@ -41,8 +52,8 @@ def export_model(
 ) -> Path:
     """Write the trained model as a folder that plain transformers loads; return it.
 
-    Adapters are merged into their base. With several ranks every one must call it, and the first
-    writes.
+    Adapters are merged into their base, and stand by themselves in `adapter/`. With several ranks
+    every one must call it, and the first writes.
 
     Args:
         module: with its models and its tokenizer.
@@ -56,7 +67,6 @@ def export_model(
     """
     made: Any = module
     model = getattr(module, "model", None) or getattr(module, "policy", None)
-    source = module.hparams.get("policy") or module.hparams.get("source")
     if model is None or getattr(module, "tokenizer", None) is None:
         raise ValueError(
             f"{type(module).__name__} has no model to export: build it by from_pretrained() and "
@@ -64,28 +74,135 @@ def export_model(
         )
     check_replaceable(folder)
     state = full_state(model)
-    if module.global_rank != 0:
-        return Path(folder).expanduser()
-    options = {k: module.hparams.get(k) for k in ("revision", "trust_remote_code")}
-    options["trust_remote_code"] = bool(options["trust_remote_code"])
-    if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
-        model = merge_adapter(model, state, load_policy(source, **options))
-        made.source.check()  # behind the load: it may take minutes
-        state = model.state_dict()
-    assert isinstance(model, PolicyModel | ScalarHeadModel)
-    with replacing_folder(folder) as staging:
-        save_hf_model(
+    if module.global_rank == 0:
+        trained = Trained(
             model,
             made.tokenizer,
-            staging,
-            state,
-            stop_ids=stop_ids(made.tokenizer, source, revision=options["revision"]),
-            dtype=dtype or torch.float32,
-            base_dtype=torch.float32
-            if source is None
-            else base_dtype(load_config(source, loading_options(source, **options))),
+            dict(state),
+            getattr(module, "source", None),
+            trust_remote_code=bool(module.hparams.get("trust_remote_code")),
         )
+        with replacing_folder(folder) as staging:
+            trained.write(staging, dtype=dtype or torch.float32)
     return Path(folder).expanduser()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a module has trained, and from what.
+
+    Args:
+        model: whole, or an adapter on its base.
+        tokenizer: the one it was trained with.
+        state: full state dict of `model`, on the CPU.
+        source: the model that training started from; None for random weights.
+        trust_remote_code: of that.
+    """
+
+    model: PolicyModel | ScalarHeadModel
+    tokenizer: PreTrainedTokenizerBase
+    state: dict[str, Tensor]
+    source: Source | None
+    trust_remote_code: bool = False
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """How the start is loaded."""
+        revision = None if self.source is None else self.source.revision
+        return {"revision": revision, "trust_remote_code": self.trust_remote_code}
+
+    def write(
+        self, folder: Path, *, dtype: torch.dtype | Literal["auto"], full: Path | None = None
+    ) -> Rounding | None:
+        """Write a Hugging Face folder; an adapter is merged, and stands by itself in `adapter/`.
+
+        Args:
+            folder: a new one.
+            dtype: of the weights; "auto" is that of the start, or fp32 where rounding would lose
+                more than a tenth of what training changed.
+            full: gets the same in fp32, if `folder` is not.
+
+        Returns:
+            The cost of rounding, if the weights were rounded.
+
+        Raises:
+            ManifestError: if another model than the adapter's base is in its place by now.
+        """
+        model, state = self.model, self.state
+        if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+            self.write_adapter(folder / ADAPTER)
+            # The base is read again, as what was trained on may be rounded.
+            model = merge_adapter(model, state, load_policy(self._start, **self.origin))
+            state = model.state_dict()
+            self._check_source()  # behind the load: it may take minutes
+        base, cost = torch.float32, None
+        if self.source is not None:
+            options = loading_options(self.source.name, **self.origin)
+            base = base_dtype(load_config(self.source.name, options))
+        chosen = base if dtype == "auto" else dtype
+        if chosen != torch.float32:
+            weights = weights_by_file_name(model, state)
+            revision = self.origin["revision"]
+            cost = measure_rounding(weights, self._start, chosen, revision=revision)
+            if _loses_much(cost, folder, insists=dtype != "auto"):
+                chosen, cost = torch.float32, None
+        stops = stop_ids(self.tokenizer, self._start, revision=self.origin["revision"])
+        options = {"stop_ids": stops, "base_dtype": base}
+        save_hf_model(model, self.tokenizer, folder, state, dtype=chosen, **options)
+        if full is not None and chosen != torch.float32:
+            save_hf_model(model, self.tokenizer, full, state, dtype=torch.float32, **options)
+            if (folder / ADAPTER).is_dir():
+                shutil.copytree(folder / ADAPTER, full / ADAPTER)
+        return cost
+
+    def write_adapter(self, folder: Path, *, alone: bool = False) -> None:
+        """Write the adapter; `alone` with its tokenizer, and if the base is still in its place.
+
+        Raises:
+            ValueError: if the whole model was trained.
+            ManifestError: if another model than the adapter's base is in its place by now.
+        """
+        model = self.model
+        if not isinstance(model, AdaptedPolicy | AdaptedScalarModel) or self.source is None:
+            raise ValueError("the run trained the whole model and no adapter (lora: null)")
+        base, revision = base_of_adapter(self.source.name, self.source.revision)
+        named = {"base_fingerprint": self.source.fingerprint, "base_revision": revision}
+        save_adapter(model, folder, self.state, base=base, **named)
+        if alone:
+            self._check_source()
+            export_tokenizer(model, self.tokenizer, folder)
+
+    @property
+    def _start(self) -> str | None:
+        return None if self.source is None else self.source.name
+
+    def _check_source(self) -> None:
+        if self.source is not None:
+            self.source.check()
+
+
+def _loses_much(cost: Rounding, folder: Path, *, insists: bool) -> bool:
+    """Return whether the weights stay in fp32, because rounding would lose what was learnt."""
+    if cost.kept is None or cost.kept >= LEAST_KEPT:
+        return False
+    lost = f"bf16 keeps {100 * cost.kept:.0f} % of what training changed"
+    if insists:
+        logger.warning("%s: %s, export.dtype=fp32 keeps all of it", folder, lost)
+        return False
+    logger.warning("%s stays in fp32: %s (export.dtype=bf16 insists)", folder, lost)
+    return True
+
+
+def base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]:
+    """Return how an adapter names its base: on the hub with its commit, else a whole path.
+
+    A relative one would lead elsewhere from another working folder.
+    """
+    if found := hub_snapshot(start):
+        return found
+    if Path(start).is_dir():
+        return os.path.abspath(start), None
+    return start, revision
 
 
 def save_hf_model(
