@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.command_lines import settings_of, train
+from tests.builders.command_lines import command, environment, settings_of, train
 from tests.builders.runs import completed, settings_for
 
 STAGES = ("base", "sft", "reward", "ppo", "grpo", "dpo")
@@ -37,19 +39,8 @@ def figures(folder: RunFolder) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_program_trains_what_the_command_trains_to_the_bit(
-    stage: str, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    given = ("debug=fast", "logger=none", *OWN.get(stage, ()))
-    command = completed(tmp_path / "command", stage, start, *given)
-    written = as_python(settings_for(stage, start, *given), given)
-    names: dict[str, Any] = {}
-    exec(compile(written, f"{stage}.py", "exec"), names)
-    (summary,) = tmp_path.glob("outputs/*/program/summary.json")
-    mine = RunFolder(summary.parent)
+def check_same_bits(mine: RunFolder, command: RunFolder) -> None:
+    """Compare metrics, samples and exported weights."""
     assert figures(mine) == figures(command)
     for name in ("samples", "distributions"):
         one, other = (getattr(folder, name) for folder in (mine, command))
@@ -60,14 +51,30 @@ def test_the_program_trains_what_the_command_trains_to_the_bit(
     assert files
     for file in files:
         assert (mine.export / file).read_bytes() == (command.export / file).read_bytes()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_program_trains_what_the_command_trains_to_the_bit(
+    stage: str, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("debug=fast", "logger=none", *OWN.get(stage, ()))
+    folder = completed(tmp_path / "command", stage, start, *given)
+    written = as_python(settings_for(stage, start, *given), given)
+    names: dict[str, Any] = {}
+    exec(compile(written, f"{stage}.py", "exec"), names)
+    (summary,) = tmp_path.glob("outputs/*/program/summary.json")
+    mine = RunFolder(summary.parent)
+    check_same_bits(mine, folder)
     module, loader = names["module"], {"tokenizer": demo_tokenizer()} if stage == "base" else {}
     if hasattr(module, "scorer"):  # code, which no checkpoint names for a user
         loader["reward"] = module.scorer
-    loaded = type(module).load_from_checkpoint(command.last_checkpoint, **loader)
+    loaded = type(module).load_from_checkpoint(folder.last_checkpoint, **loader)
     assert dict(loaded.hparams) == dict(module.hparams)
     for name, value in loaded.state_dict().items():
         assert stage == "reward" or torch.equal(value, module.state_dict()[name]), name
-    told, wanted = read_summary(mine).metrics, read_summary(command).metrics
+    told, wanted = read_summary(mine).metrics, read_summary(folder).metrics
     for name in told.keys() & wanted.keys():
         assert told[name] == wanted[name], name
 
@@ -125,3 +132,14 @@ def test_the_command_prints_the_program_and_trains_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "trainer.fit(module, data)" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_program_of_a_whole_ppo_trains_what_the_command_trains_to_the_bit(tmp_path):
+    given = ("+experiment=ppo", "logger=none")
+    (tmp_path / "program.py").write_text(train(tmp_path, *given, "--as-python").stdout)
+    for argv in (command(*given), [sys.executable, "program.py"]):
+        subprocess.run(argv, cwd=tmp_path, env=environment(), check=True, timeout=3000)
+    (folder,) = tmp_path.glob("outputs/ppo/2*")
+    check_same_bits(RunFolder(tmp_path / "outputs/ppo/program"), RunFolder(folder))
