@@ -31,7 +31,7 @@ from rlhf_lightning.app.config.targets import (
     resolve,
 )
 from rlhf_lightning.app.config.unread import check_keys_are_known, check_overrides_are_read
-from rlhf_lightning.app.stages.spec import StageError, find_stage
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.arguments import did_you_mean, fitting
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
@@ -122,16 +122,11 @@ def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
 
 def _check_stage(written: Mapping[str, Any]) -> None:
     stage, module = written.get("stage"), written.get("module")
+    if stage is None:
+        known = listed(choices("experiment"))
+        raise ConfigError(f"stage=None: choose what to train with +experiment=NAME, one of {known}")
     target = module.get("_target_") if isinstance(module, Mapping) else None
-    try:
-        find_stage(stage, None if target is None else str(target))
-    except StageError as error:
-        if "." in str(error):
-            raise ConfigError(str(error)) from error
-        raise ConfigError(
-            f"stage={stage}: choose what to train with +experiment=NAME, one of "
-            f"{listed(choices('experiment'))}"
-        ) from error
+    find_stage(stage, None if target is None else str(target))
 
 
 def _check_training(settings: TrainSettings) -> None:

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.targets import TargetError, resolve, trusted_targets
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 POLICY, SCALAR = "policy", "value"  # kinds of models that are trained
 
 
-class StageError(ValueError):
+class StageError(ConfigError):
     """There is no stage of this name, or it may not be imported."""
 
 
