@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -120,31 +120,10 @@ def test_to_moves_every_tensor_and_keeps_the_rest():
     assert prompts.columns == {"prompt": ("p", "q", "r")}
 
 
-def test_detach_drops_every_graph():
-    weight = torch.ones((), requires_grad=True)
-    batch = rollout_batch()
-    batch = replace(batch, values=batch.values * weight, score_components={"a": weight * 2.0})
-    assert batch.values.requires_grad
-    detached = batch.detach()
-    assert not detached.values.requires_grad
-    assert not detached.score_components["a"].requires_grad
-    assert torch.equal(detached.values, batch.values)
-
-
-def test_batches_are_frozen():
-    with pytest.raises(FrozenInstanceError):
-        rollout_batch().scores = torch.zeros(8)
-
-
 def test_prompt_and_response_are_cut_at_the_prompt_length():
     batch = rollout_batch(rows=2)
     assert batch.query_tensors.tolist() == [[0, 1, 2], [7, 8, 9]]
     assert batch.response_tensors.tolist() == [[3, 4, 5, 6], [10, 11, 12, 13]]
-
-
-def test_a_batch_without_a_tensor_has_no_rows():
-    with pytest.raises(TypeError, match="TensorBatch holds no tensor"):
-        len(TensorBatch())
 
 
 ROLLOUT_FIELDS = [
@@ -245,14 +224,6 @@ def test_every_epoch_deals_the_rows_anew():
     assert len(dealt) == 8
 
 
-def test_a_row_gets_into_each_minibatch_equally_often():
-    batch = rollout_batch(rows=8)
-    first = torch.zeros(8)
-    for epoch in range(2000):
-        first[next(iter(batch.minibatches(4, keys=keys(batch.row_ids, epoch)))).row_ids] += 1
-    assert (first / 2000 - 0.25).abs().max() < 0.05
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_minibatch_has_the_same_rows_for_any_number_of_ranks(ranks):
     batch = rollout_batch(rows=16)
@@ -302,24 +273,3 @@ def test_a_minibatch_has_the_same_groups_for_any_number_of_ranks(ranks):
     for number, part in enumerate(whole):
         rows = [row for parts in dealt for row in parts[number].row_ids.tolist()]
         assert rows == part.row_ids.tolist()
-
-
-def test_every_epoch_deals_the_groups_anew():
-    batch = groups(64)
-    dealt = {
-        tuple(
-            next(
-                batch.minibatches(2, keys=keys(batch.row_ids, epoch), whole_groups=True)
-            ).row_ids.tolist()
-        )
-        for epoch in range(8)
-    }
-    assert len(dealt) == 8
-
-
-@pytest.mark.parametrize("num_minibatches", [0, 3, 8])
-def test_a_number_of_minibatches_that_does_not_divide_the_groups_is_refused(num_minibatches):
-    batch = groups()
-    message = rf"num_minibatches={num_minibatches} must divide the 4 groups .* one of \[1, 2, 4\]"
-    with pytest.raises(ValueError, match=message):
-        next(batch.minibatches(num_minibatches, keys=keys(batch.row_ids), whole_groups=True))

@@ -68,22 +68,6 @@ def test_moments_are_those_of_the_whole_batch_for_any_number_of_ranks(monkeypatc
     torch.testing.assert_close(torch.cat(whitened), masked_whiten(x, mask), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("value", [0.1, 0.7, -3.3, 1e-3, 1e4])
-def test_equal_values_whiten_to_exact_zeros(monkeypatch, size, value):
-    x = torch.full((64, 101), value)
-    mask = torch.rand(64, 101) > 0.4
-    shares = list(zip(x.chunk(size), mask.chunk(size), strict=True))
-    ranks = SimulatedRanks(monkeypatch, size)
-    for i, (mean, var) in enumerate(ranks.run(lambda i: global_moments(*shares[i]))):
-        assert (masked_whiten(*shares[i], mean=mean, var=var) == 0).all()
-
-
-def test_moments_of_no_value_are_zero():
-    mean, var = global_moments(torch.full((2, 2), torch.nan), torch.zeros(2, 2, dtype=torch.bool))
-    assert (mean.item(), var.item()) == (0.0, 0.0)
-
-
 def test_a_rank_that_reduces_more_often_than_another_is_caught(monkeypatch):
     ranks = SimulatedRanks(monkeypatch, 2)
     with pytest.raises(RuntimeError, match="one rank reduces while another is done"):

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import math
 import warnings
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 
 import pytest
 
@@ -145,11 +144,6 @@ def test_a_kl_target_needs_a_coefficient_to_start_from(cls):
     assert cls(kl_coef=0.0).kl_target is None
 
 
-def test_a_groups_spread_needs_a_groups_baseline():
-    with pytest.raises(ValueError, match="scale=group_std needs a group's baseline"):
-        GRPOHparams(baseline="none")
-
-
 def test_every_number_has_a_range_that_is_tested():
     tested = {(cls, name) for cls, name, _, _ in IMPOSSIBLE} | UNLIMITED | NAMED
     assert tested == {(cls, field.name) for cls in CLASSES for field in fields(cls)}
@@ -164,12 +158,6 @@ def test_no_number_is_beyond_what_float32_computes_with(cls, value):
             cls(**{field.name: value})
         refused.append(field.name)
     assert refused
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_an_error(value):
-    with pytest.raises(ValueError, match=r"^kl_coef=.* must be finite"):
-        PPOHparams(kl_coef=value)
 
 
 @pytest.mark.parametrize(
@@ -231,18 +219,3 @@ def test_an_unusual_value_works_and_warns_with_the_usual_range(cls, name, value,
 def test_truncated_sampling_is_refused_in_rollouts(options):
     with pytest.raises(ValueError, match="rollouts sample the full distribution"):
         SamplingHparams(**options)
-
-
-def test_an_integer_is_a_fine_float_and_becomes_one():
-    hparams = PPOHparams(gamma=1, max_grad_norm=2, score_clip=None, kl_target=6)
-    assert (hparams.gamma, hparams.max_grad_norm) == (1.0, 2.0)
-    assert isinstance(hparams.max_grad_norm, float)
-    assert isinstance(hparams.kl_target, float)
-    assert hparams.score_clip is None
-
-
-def test_hparams_are_frozen_and_know_no_other_names():
-    with pytest.raises(FrozenInstanceError):
-        PPOHparams().kl_coef = 0.1
-    with pytest.raises(TypeError, match="kl_ceof"):
-        PPOHparams(kl_ceof=0.1)

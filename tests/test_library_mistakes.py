@@ -138,22 +138,6 @@ def test_records_of_another_kind_are_refused(material, tmp_path, build, kind, ro
         plain_trainer(tmp_path).fit(module, data)
 
 
-def test_batches_that_are_dicts_are_refused(material, tmp_path):
-    loader = torch.utils.data.DataLoader([{"prompt": "w2"}] * 4, batch_size=4)
-    with pytest.raises(
-        TypeError, match=r"batch that is dict, expected PromptBatch: give .*PromptD"
-    ):
-        plain_trainer(tmp_path).fit(ppo(material), loader)
-
-
-def test_early_stopping_where_nothing_validates_is_refused(material, tmp_path):
-    module = ppo(material)
-    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
-    stop = L.pytorch.callbacks.EarlyStopping("rollout/score")
-    with pytest.raises(ValueError, match=r"EarlyStopping\(monitor='rollout/score'\) stops SFT"):
-        plain_trainer(tmp_path, callbacks=stop).fit(module, data)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [

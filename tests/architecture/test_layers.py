@@ -203,13 +203,6 @@ def test_what_is_named_in_a_configuration_is_built_in_one_place() -> None:
     assert not [file for file, source in sources.items() if calls_of("instantiate", source)]
 
 
-def test_an_import_of_omegaconf_and_a_call_of_instantiate_are_found() -> None:
-    source = "def f():\n    from omegaconf import DictConfig"
-    assert config_violations(PACKAGE / "app" / "train.py", source) == ["2: omegaconf.DictConfig"]
-    assert not config_violations(PACKAGE / "app" / "config" / "compose.py", source)
-    assert calls_of("instantiate", "x = 1\nhydra.utils.instantiate(x)\ninstantiate(x)") == [2, 3]
-
-
 def test_the_architecture_page_lists_every_part_from_the_bottom_up() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| \d+ \| ([^|]+) \|", page, re.M)
@@ -254,11 +247,6 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert not circle(edges)
 
 
-def test_a_circle_is_found() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
-
-
 def test_the_root_of_the_package_holds_the_vocabulary_and_entry_points_alone() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
     assert len(folders) <= MAX_FOLDERS
@@ -272,40 +260,15 @@ def test_the_root_of_the_package_holds_the_vocabulary_and_entry_points_alone() -
 @pytest.mark.parametrize(
     ("part", "source"),
     [
-        ("functional", "from rlhf_lightning.batches import RolloutBatch"),
-        ("functional", "from rlhf_lightning import modules"),
-        ("functional", "import transformers"),
         ("models", "def f():\n    import rlhf_lightning.modules.ppo"),
-        ("models", "from rlhf_lightning.distributed.collectives import all_reduce"),
-        ("runs", "from rlhf_lightning.functional.masked import masked_mean"),
         ("models", "import lightning as L"),
-        ("modules", "from omegaconf import DictConfig"),
-        ("modules", "import torch.distributed as dist"),
         ("modules", "import torch\ntorch.distributed.all_reduce(1)"),
-        ("callbacks", "import hydra.utils"),
-        ("train", "from rlhf_lightning.pipeline import main"),
-        ("train", "import hydra"),
-        ("doctor", "import lightning"),
         ("data", "from .records import TextRecord"),
         ("data", "import rlhf_lightning.nowhere"),
     ],
 )
 def test_a_forbidden_import_is_found(part: str, source: str) -> None:
     assert len(import_violations(part, source)) == 1
-
-
-@pytest.mark.parametrize(
-    ("part", "source"),
-    [
-        ("modules", "import lightning\nfrom rlhf_lightning.functional.kl import kl_k1"),
-        ("functional", "from rlhf_lightning.functional.masked import masked_mean"),
-        ("distributed", "import torch.distributed as dist\ndist.barrier()"),
-        ("runs", "from rlhf_lightning import __version__"),
-        ("app", "import hydra\nfrom rlhf_lightning.callbacks.console import print_start"),
-    ],
-)
-def test_an_allowed_import_is_not_found(part: str, source: str) -> None:
-    assert import_violations(part, source) == []
 
 
 def test_files_and_functions_are_short() -> None:
@@ -318,13 +281,6 @@ def test_files_and_functions_are_short() -> None:
             found.append(f"{name} has {lines} lines, at most {MAX_FILE_LINES}")
         found += [f"{name}:{long}, at most {MAX_FUNCTION_LINES}" for long in long_functions(source)]
     assert not found, "\n".join(found)
-
-
-def test_a_long_function_is_found_and_its_docstring_is_not_counted() -> None:
-    body = "\n".join(["    x = 1"] * 49)
-    assert long_functions(f"def f():\n{body}\n    x = 2")
-    assert not long_functions(f"def f():\n{body}")
-    assert not long_functions(f'def f():\n    """One.\n\n    Two.\n    """\n{body}')
 
 
 def test_nothing_is_called_utils() -> None:
@@ -353,10 +309,9 @@ def test_every_console_script_names_a_main_that_exists() -> None:
         assert function in {ast.unparse(n.targets[0]) for n in named}
 
 
-@pytest.mark.parametrize("script", sorted(scripts()))
-def test_an_entry_point_imports_nothing_heavy_before_main(script: str) -> None:
-    module = scripts()[script].split(":")[0]
-    code = f"import sys, {module}; print(*sorted(m.split('.')[0] for m in sys.modules))"
+def test_entry_points_import_nothing_heavy_before_main() -> None:
+    modules = ", ".join({target.split(":")[0] for target in scripts().values()})
+    code = f"import sys, {modules}; print(*sorted(m.split('.')[0] for m in sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

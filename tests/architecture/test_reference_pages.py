@@ -86,15 +86,6 @@ def test_every_choice_of_the_configuration_page_says_what_it_is():
     assert not [name for name, meaning in choices if not meaning.strip()]
 
 
-def test_comments_above_a_key_are_its_meaning_and_those_of_the_file_are_not(tmp_path):
-    file = tmp_path / "choice.yaml"
-    file.write_text(
-        "# The file.\na: 1\n# Of b,\n# in two lines.\nb:\n  _target_: x\n  c: 2 # two\n"
-    )
-    keys = list(builder().keys_of(file))
-    assert keys == [("a", "1", ""), ("b", "", "Of b, in two lines."), ("b.c", "2", "two")]
-
-
 def rows(page: str) -> list[list[str]]:
     return table_rows((DOCS / page).read_text(encoding="utf-8"))
 
@@ -160,13 +151,6 @@ def test_every_option_of_the_installed_trl_has_a_counterpart_or_is_said_to_have_
     assert {"beta", "learning_rate"} <= options
     assert not options - named_options(*tables)
     assert not named_options(config) - options, "TRL has no such option"
-
-
-@pytest.mark.skipif(not PEER.exists(), reason="TRL 1.12 is not in benchmarks/.peer (peer_env.sh)")
-def test_the_options_are_those_of_trl_1_12():
-    own = own_options(PEER, "PPOConfig")
-    overridden = {"logging_steps", "gradient_checkpointing", "bf16", "lr_scheduler_kwargs"}
-    assert own - overridden - {"run_name", "exp_name"} == TRL_OPTIONS
 
 
 @pytest.mark.parametrize(

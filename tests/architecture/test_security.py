@@ -88,18 +88,9 @@ def test_no_file_of_the_package_loads_more_than_data() -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("torch.load(path)", "weights_only"),
-        ("torch.load(path, weights_only=False)", "weights_only"),
         ("torch.load(path, weights_only=flag)", "weights_only"),
-        ("trainer.fit(m, ckpt_path=p)", "weights_only"),
-        ("Module.load_from_checkpoint(p)", "runs what it loads"),
-        ("import pickle", "imports pickle"),
         ("from joblib import load", "imports joblib"),
         ("eval(text)", "evaluates"),
-        ("subprocess.run(line, shell=True)", "shell"),
-        ("os.system(line)", "shell"),
-        ("yaml.load(text, Loader)", "builds objects"),
-        ("np.load(path, allow_pickle=True)", "trusts"),
         ("AutoModelForCausalLM.from_pretrained(p, trust_remote_code=True)", "trusts"),
         ("AutoTokenizer.from_pretrained(p, revision=r)", "without trust_remote_code"),
         ("AutoModelForCausalLM.from_pretrained(p, **o)", "without use_safetensors"),

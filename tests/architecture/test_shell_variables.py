@@ -34,13 +34,6 @@ def test_no_command_of_a_page_relies_on_a_shell_that_splits_variables(page):
     assert [word for block in blocks for word in unsplit(block)] == []
 
 
-def test_the_check_finds_what_it_is_for():
-    text = 'ALL="a.b=1 c.d=2"\npython -m rlhf_lightning.train $ALL\nrlhf-train "$ALL"\n'
-    assert unsplit(text) == ['ALL="a.b=1 c.d=2"', "$ALL", "$ALL"]
-    assert unsplit('ALL=(a.b=1 c.d=2)\nrlhf-train "${ALL[@]}"\n') == []
-    assert sum('[@]}"' in page.read_text(encoding="utf-8") for page in PAGES) >= 3
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_the_arrays_of_a_page_become_one_word_an_override(shell):
     if shutil.which(shell) is None:

@@ -31,17 +31,3 @@ def is_docstring(node: ast.stmt) -> bool:
 @pytest.mark.parametrize("module", [PPOModule, PolicyGradientModule, DPOModule])
 def test_a_training_step_has_fifteen_lines_of_code_at_most(module: type) -> None:
     assert 3 <= lines_of_code(module.training_step) <= MOST_LINES
-
-
-def test_lines_of_code_are_counted_without_docstrings_and_comments() -> None:
-    def some(x: int) -> int:
-        """Return x.
-
-        Twice.
-        """
-        # nothing
-
-        y = x  # a comment
-        return 2 * y
-
-    assert lines_of_code(some) == 2

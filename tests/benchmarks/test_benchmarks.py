@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import flops, ppo_iteration, ragged, scaling, shapes, tables
-from benchmarks.command import PEER, Setting, parser
-from benchmarks.processes import Side, run
+from benchmarks import flops, ppo_iteration, shapes, tables
+from benchmarks.command import PEER
 
 # Each measured process imports torch anew, and the machine may be busy.
 pytestmark = pytest.mark.timeout(600)
@@ -57,85 +56,8 @@ def test_counted_weights_are_those_of_the_real_model(name: str) -> None:
     assert flops.head_weights(shape) == model.lm_head.weight.numel()
 
 
-def test_prompts_have_the_lengths_of_the_workload_and_never_a_special_token() -> None:
-    workload = shapes.WORKLOADS["cpu"]
-    rows = shapes.prompts(workload, 128, iteration=3)
-    lengths = sorted(map(len, rows))
-    assert (lengths[0], lengths[-1], len(rows)) == (8, 32, 32)
-    assert min(token for row in rows for token in row) >= shapes.FIRST_WORD
-    assert rows == shapes.prompts(workload, 128, iteration=3)
-    assert rows != shapes.prompts(workload, 128, iteration=4)
-
-
-def test_every_step_of_ragged_rows_has_the_same_tokens_in_another_order() -> None:
-    first, second = (
-        [len(row) for row, _ in ragged.answers(ragged.Ragged(), 128, step)] for step in (0, 1)
-    )
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
-def test_the_fit_tells_linear_from_quadratic_cost() -> None:
-    tokens = [100.0, 200.0, 400.0, 800.0]
-    line = scaling.fit([(t, 0.5 + 0.002 * t) for t in tokens])
-    assert line["milliseconds_per_token"] == pytest.approx(2.0)
-    assert line["intercept_seconds"] == pytest.approx(0.5)
-    assert line["r_squared"] == pytest.approx(1.0)
-    assert scaling.fit([(t, t * t) for t in tokens])["exponent"] == pytest.approx(2.0)
-
-
-def fake_runs(**steps: int) -> dict[str, list[dict[str, Any]]]:
-    rate = {precision: {"trunk": 2e9, "large": 3e9} for precision in ("fp32", "bf16")}
-    runs: dict[str, list[dict[str, Any]]] = {"matrix rate": [rate]}
-    for side, count in steps.items():
-        lap = {"seconds": 4.0, "cpu_seconds": 4.0, "optimizer_steps": count}
-        lap |= dict.fromkeys(ppo_iteration.PHASES, 1.0)
-        memory = {"peak": 2**30, "after_imports": 2**29}
-        runs[f"{side} fp32"] = [{"iterations": [lap], "memory": memory, "threads": 1}]
-    return runs
-
-
-def quick_setting() -> Setting:
-    return Setting("ppo_iteration", parser("").parse_args(["--quick"]))
-
-
-def test_sides_with_other_numbers_of_optimizer_steps_are_refused() -> None:
-    wanted = quick_setting().workload.num_ppo_epochs
-    ppo_iteration.summarise(quick_setting(), fake_runs(ours=wanted, trl=wanted))
-    with pytest.raises(RuntimeError, match="trl fp32 took"):
-        ppo_iteration.summarise(quick_setting(), fake_runs(ours=wanted, trl=4 * wanted))
-
-
-def test_shares_and_ratios_are_those_of_the_definition() -> None:
-    wanted = quick_setting().workload.num_ppo_epochs
-    runs = fake_runs(ours=wanted, trl=wanted)
-    runs["trl fp32"][0]["iterations"][0]["seconds"] = 6.0
-    summary = ppo_iteration.summarise(quick_setting(), runs)
-    assert summary["ratios"]["ours fp32 against trl fp32"] == {"faster": 1.5, "memory": 1.0}
-    nominal = flops.update_flops(shapes.SHAPES["tiny"], shapes.WORKLOADS["quick"])["nominal"]
-    assert summary["sides"]["ours fp32"]["share_nominal"] == pytest.approx(nominal / 2e9)
-
-
 def test_the_tables_of_the_readme_say_what_the_results_say() -> None:
     tables.main(["--check"])
-
-
-def test_a_table_without_a_result_says_so_and_a_result_without_a_table_is_an_error(
-    tmp_path: Path,
-) -> None:
-    text = "<!-- table generation_135m_cpu -->\nstale\n<!-- end -->\n"
-    assert tables.MISSING in tables.filled(text, tmp_path)
-    assert "stale" not in tables.filled(text, tmp_path)
-    (tmp_path / "unheard_of.json").write_text("{}")
-    (tmp_path / "page.md").write_text(text)
-    with pytest.raises(SystemExit, match=r"no table for .*unheard_of"):
-        tables.main(["--documents", str(tmp_path / "page.md"), "--results", str(tmp_path)])
-
-
-def test_a_process_that_fails_says_what_it_said() -> None:
-    side = Side("broken", "bandwidth", {"threads": 1, "device": "cpu"})  # no megabytes
-    with pytest.raises(RuntimeError, match="KeyError: 'megabytes'"):
-        run(side)
 
 
 @pytest.mark.slow
@@ -208,13 +130,3 @@ def test_models_are_written_once_and_used_again(tmp_path: Path) -> None:
         measured("generation", tmp_path, "--engines", "ours", "--models", str(keep))
         shutil.rmtree(keep / "tiny" / "reward", ignore_errors=True)  # not written a second time
     assert not (keep / "tiny" / "reward").exists()
-
-
-def test_the_command_of_a_result_names_options_that_are_zero() -> None:
-    made = parser("")
-    made.add_argument("--warmup", type=int, default=1)
-    made.add_argument("--profile", action="store_true")
-    command = Setting("scaling", made.parse_args(["--warmup", "0", "--out", "x.json"])).command()
-    assert "--warmup 0" in command
-    assert "--profile" not in command
-    assert "x.json" not in command

@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.studies.doctor import pairs, rewards, table
+from benchmarks.studies.doctor import pairs, table
 from rlhf_lightning.app.config.compose import conf_dir
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.doctor.thresholds import DoctorThresholds
-
-
-def test_the_judge_of_form_pays_for_items_and_length_alone():
-    short, items, long = rewards.likes_lists(["p"] * 3, ["a", "- a\n- b\n3. c", "a " * 80])
-    assert short == pytest.approx(1 / 40)
-    assert items == pytest.approx(1.5 + 6 / 40)
-    assert long == 1.0
 
 
 @pytest.fixture
@@ -65,17 +57,6 @@ def row(iteration: int, kl: float, **more: float) -> dict[str, float]:
         "rollout/score": iteration / 10,
         **{f"val/{k}": v for k, v in more.items()},
     }
-
-
-def test_the_table_names_what_was_due_and_noticed_and_puts_misses_first():
-    limits = DoctorThresholds()
-    left = [row(i, 3.0, gold=0.5) if i == 4 else row(i, 3.0) for i in range(1, 9)]
-    stayed = [row(i, 0.1) for i in range(1, 9)]
-    assert "| `kl_high` 2 |" in table.line("sick_no_kl", left, limits)
-    assert "| 0.50 | 0.10 to 0.80 | 3.000 |" in table.line("sick_no_kl", left, limits)
-    assert "| missed |  | none |" in table.line("sick_no_kl", stayed, limits)
-    assert "| nothing |  | `kl_high` 2 |" in table.line("healthy_reviews_ppo", left, limits)
-    assert "| nothing |  |  |" in table.line("healthy_reviews_ppo", stayed, limits)
 
 
 def test_what_is_due_are_detectors_and_rows_of_the_study_and_halves_part_them():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from benchmarks.studies.endurance.memory_log import growth, read_memory
 from benchmarks.studies.endurance.outcome import differences, memory_growth, passed_over
-from benchmarks.studies.endurance.run import KINDS, endure, plan_faults
-from benchmarks.studies.endurance.service import OVERFLOWS, Unreliable, score
+from benchmarks.studies.endurance.run import endure
 
 SURVIVED = ("unavailable", "busy", "slow", "cut off")
 
@@ -31,34 +27,3 @@ def test_a_run_that_is_killed_again_and_again_is_the_one_that_never_was(
         given = run.state["given"]
         assert isinstance(given, dict)
         assert set(SURVIVED) <= set(given)
-
-
-def test_every_kind_of_fault_comes_up_within_the_run():
-    faults = plan_faults(500, 28)
-    assert set(Counter(fault.kind for fault in faults).values()) == {4}
-    assert {fault.kind for fault in faults} == set(KINDS)
-    at = [fault.iteration for fault in faults]
-    assert at == sorted(set(at))
-    assert 1 < at[0] < at[-1] < 499
-
-
-def test_growth_is_seen_and_a_warm_up_is_none(tmp_path):
-    file = tmp_path / "memory.txt"
-    sizes = [1000 + 5 * min(i, 20) + max(i - 20, 0) for i in range(1, 61)]
-    file.write_text("".join(f"7 {i} {size}\n" for i, size in enumerate(sizes, 1)) + "7 61 12")
-    rows = read_memory(file)
-    assert len(rows) == 60, "a line that a kill has cut is no row"
-    assert growth(rows, warm_up=20, window=10) == pytest.approx(1135 / 1105 - 1, rel=0.01)
-    flat = [(pid, i, 1100) for pid, i, _ in rows]
-    assert growth(flat, warm_up=20, window=10) == 0
-
-
-def test_scores_are_a_function_of_the_texts_and_faults_are_not():
-    texts = [("a", "b" * i) for i in range(300)]
-    once, again = ([score(*pair) for pair in texts] for _ in range(2))
-    assert once == again
-    assert 0 < once.count(OVERFLOWS) < 20
-    service = Unreliable(seed=0)
-    service.is_broken = True
-    assert str(service({"prompts": ["a"], "completions": ["b"]})["scores"]) == "[nan]"
-    assert service.given == {"broken": 1}

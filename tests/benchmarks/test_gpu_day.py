@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import carried_wheels, gpu_day, gpu_parts, tables
+from benchmarks import gpu_day, gpu_parts, tables
 from benchmarks.gpu_parts import Part
 from benchmarks.machine import ROOT
 
@@ -87,25 +86,6 @@ def test_what_has_no_time_left_is_no_failure_and_only_named_parts_run(day, tmp_p
     assert day([slow, good], "--only", "good") == ({"good": "done"}, "")
 
 
-def test_tests_are_counted_and_those_that_fail_or_do_not_run_leave_no_result(day, tmp_path):
-    skipped = "@pytest.mark.skip(reason='one GPU')\ndef test_two(): pass\n"
-    body = f"import pytest\ndef test_one(): pass\n{skipped}"
-    for name, more in {"passes": "", "fails": "def test_bad(): assert 0\n"}.items():
-        (tmp_path / f"test_{name}.py").write_text(body + more)
-    (tmp_path / "test_nothing.py").write_text(body.replace("def test_one", "def one"))
-    own = ("-c", "/dev/null", "--rootdir", str(tmp_path))
-
-    def tests(name: str) -> Part:
-        return Part(name, "", (), (*own, str(tmp_path / f"test_{name}.py")), 60, tests=True)
-
-    statuses, failure = day([tests("passes"), tests("fails"), tests("nothing")])
-    assert statuses == {"passes": "done", "fails": "failed", "nothing": "failed"}
-    assert failure.startswith("failed: fails, nothing;")
-    result = json.loads((tmp_path / "results/gpu_passes.json").read_text())
-    assert "| `test_one` | 1 | 0 |" in gpu_day.render(result)
-    assert "* skipped 1: one GPU" in gpu_day.render(result)
-
-
 def test_without_cuda_only_a_rehearsal_runs_and_its_results_are_no_results_of_cuda(
     tmp_path, monkeypatch
 ):
@@ -129,31 +109,6 @@ def test_every_part_has_a_place_and_a_row_in_the_document_and_files_that_exist()
             assert not word.startswith("tests/") or (ROOT / word).is_file(), word
     assert len({part.result for part in parts}) == len(parts)
     assert "tests/faults/test_memory.py" in gpu_parts.gpu_tests()
-
-
-def test_wheels_are_what_the_machine_lacks_or_has_too_old():
-    bare = carried_wheels.needed({}, "3.12")
-    pinned = carried_wheels.pinned((ROOT / "constraints.txt").read_text())
-    assert {"hydra-core", "omegaconf", "lightning", "antlr4-python3-runtime", "pytest"} <= set(bare)
-    assert not {"torch", "triton", "ruff", "trl"} & set(bare)
-    assert all(version == pinned.get(name, "") for name, version in bare.items())
-    have = {"transformers": "5.17.0", "pyyaml": bare["pyyaml"], "lightning": bare["lightning"]}
-    lacking = carried_wheels.needed(have, "3.12")
-    assert "transformers" in lacking
-    assert not {"pyyaml", "lightning"} & set(lacking)
-
-
-def test_carried_wheels_are_installed_once(tmp_path, monkeypatch):
-    calls: list[Any] = []
-    monkeypatch.setattr(carried_wheels.subprocess, "run", lambda *a, **k: calls.append(a[0]))
-    assert carried_wheels.install(tmp_path, tmp_path / "site") is None
-    (tmp_path / "one-1.0-py3-none-any.whl").touch()
-    assert carried_wheels.install(tmp_path, tmp_path / "site") == tmp_path / "site"
-    assert calls[0][:4] == [sys.executable, "-m", "pip", "install"]
-    assert "--no-index" in calls[0]
-    (tmp_path / "site").mkdir()
-    carried_wheels.install(tmp_path, tmp_path / "site")
-    assert len(calls) == 1
 
 
 @pytest.mark.slow

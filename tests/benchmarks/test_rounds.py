@@ -10,19 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks.studies.rounds import (
-    Seed,
-    differences,
-    interval_over_seeds,
     pooled_interval,
     report,
 )
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
-
-
-def test_gold_is_compared_prompt_by_prompt() -> None:
-    paired = {"gold": {"three": [[1.0, 3.0], [0.0, 0.0]], "one": [[1.0, 1.0], [2.0, 0.0]]}}
-    assert differences(paired).tolist() == [1.0, -1.0]
 
 
 def test_the_interval_is_that_of_the_mean_over_seeds_of_means_over_prompts() -> None:
@@ -33,17 +25,6 @@ def test_the_interval_is_that_of_the_mean_over_seeds_of_means_over_prompts() -> 
     # Three independent means of 400: a standard error of 1 / sqrt(1200).
     assert high - low == pytest.approx(2 * 1.96 / np.sqrt(1200), rel=0.1)
     assert low < mean < high
-
-
-def test_a_seed_counts_as_much_as_another_however_many_prompts_it_has() -> None:
-    assert pooled_interval([np.ones(10), np.zeros(1000)]) == (0.5, 0.5, 0.5)
-
-
-def test_the_interval_over_seeds_is_students_and_needs_two() -> None:
-    # Means 1, 2, 3: standard error 1 / sqrt(3); the 0.975 quantile of t with 2 degrees is 4.30265.
-    found = interval_over_seeds([np.full(5, mean) for mean in (1.0, 2.0, 3.0)])
-    assert found == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
-    assert interval_over_seeds([np.ones(5)]) is None
 
 
 def test_the_report_reads_what_is_there(tmp_path: Path) -> None:
@@ -61,8 +42,3 @@ def test_the_report_reads_what_is_there(tmp_path: Path) -> None:
     assert (found["difference"], found["low"], found["high"]) == (1.0, 1.0, 1.0)
     assert found["seeds"][0]["rounds"] == {"round_3/ppo/gold": 2.0}
     assert found["seeds"][0]["one"]["gold"] == 1.0
-
-
-def test_iterations_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be a multiple of 3"):
-        Seed(tmp_path, 1, 100, tmp_path)

@@ -12,26 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.sick.continued import SAVING, raised, study_settings
+from benchmarks.studies.sick.continued import SAVING, study_settings
 from benchmarks.studies.sick.diseases import BASE, DISEASES
 from benchmarks.studies.sick.run import (
-    NOISY_OVERRIDES,
-    REWARD_OVERRIDES,
     fired,
-    judged_again,
     make_artifacts,
     make_result,
-    margins,
     report,
     run_one,
-    seeds_of,
 )
-from rlhf_lightning.callbacks.doctor.callback import Doctor
-from rlhf_lightning.doctor.thresholds import DoctorThresholds
-from rlhf_lightning.runs.doctor_log import DoctorEvent
-from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
-from tests.builders.command_lines import settings_of
 
 # Not among those on which the thresholds were set.
 SEED = 11
@@ -74,24 +64,6 @@ def test_every_disease_is_built_from_its_settings(name: str) -> None:
         group.read()
 
 
-def test_a_run_ends_by_the_alerts_of_its_doctor(tmp_path: Path) -> None:
-    doctor = Doctor(RunFolder(tmp_path), DoctorThresholds())
-    for level in ("warn", "healthy"):
-        event = DoctorEvent(3, "alert", f"kl_{level}", level, "")
-        doctor.alert_log.events.append(event)
-    assert [event.name for event in raised(doctor)] == ["kl_warn"]
-
-
-@pytest.mark.parametrize("overrides", [REWARD_OVERRIDES, NOISY_OVERRIDES])
-def test_the_settings_of_the_reward_models_are_settings(overrides: tuple[str, ...]) -> None:
-    settings = settings_of(*overrides, "artifacts.sft=sft")
-    settings.data.source.build()
-
-
-def test_seeds_are_read_as_ranges() -> None:
-    assert seeds_of("0-2,7") == [0, 1, 2, 7]
-
-
 def result(disease: str, seed: int, **raised: int) -> dict:
     alerts = [{"detector": name, "raised_at": t} for name, t in raised.items()]
     return {"disease": disease, "seed": seed, "alerts": alerts}
@@ -118,27 +90,3 @@ def test_the_table_says_how_many_runs_were_noticed_when_and_how_many_in_time() -
     runs = [result("kl_off", seed, kl_high=when) for seed, when in ((1, 7), (2, 9), (4, 23))]
     table = report([*runs, result("kl_off", 7)])
     assert "| kl_off | kl_high | 1-2, 4, 7 | 3 of 4 | 2 by 22 | 9 (23) |" in table
-
-
-def test_the_table_names_every_detector_that_fired_on_a_healthy_run() -> None:
-    table = report([result("healthy", 3), result("healthy", 4, safety=6)])
-    assert "| healthy | safety | 3-4 | 1 of 2 | false alarm | 6 (6) |" in table
-    assert "| healthy | any | 3-4 | 1 of 2 | | |" in table
-    assert "| healthy | any | 3 | 0 of 1 | | |" in report([result("healthy", 3)])
-
-
-def test_the_margins_are_those_of_healthy_runs_over_all_seeds() -> None:
-    def run(name: str, seed: int, kl: float, ends: float = 1.0) -> dict:
-        row = {"rollout/kl_per_token": kl, "rollout/eos_fraction": ends}
-        rows = [{"iteration": t} | row for t in range(1, 9)]
-        return result(name, seed) | {"rows": rows}
-
-    table = margins([run("healthy", 0, 0.2, 0.95), run("healthy", 1, 0.4), run("kl_off", 0, 3)])
-    assert "| kl_high | above 1 | 0.4 | 0.4 |" in table
-    assert "| missing_eos | below 0.9 | 1 | 0.95 |" in table
-
-
-def test_a_recorded_run_is_judged_by_the_thresholds_as_they_are_now() -> None:
-    rows = [{"iteration": t, "rollout/kl_per_token": 0.2 * t} for t in range(1, 11)]
-    again = judged_again(result("kl_off", 1) | {"rows": rows})
-    assert fired(again) == {"kl_high": 7}

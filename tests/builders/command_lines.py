@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.app.config.inherit import command_settings
+from tests.builders.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = [  # iterations of everything
@@ -76,16 +77,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def train(folder: Path, *overrides: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*overrides),
-        cwd=folder,
-        env=environment(**changes),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return run_python(*command(*overrides)[1:], folder=folder, environment=environment(**changes))
 
 
 def run_folder(folder: Path) -> Path:

@@ -84,12 +84,17 @@ def fresh_python(
 
 
 def run_python(
-    *arguments: object, folder: Path, timeout: float = 240, **changes: str
+    *arguments: object,
+    folder: Path,
+    timeout: float = 240,
+    environment: Mapping[str, str] | None = None,
+    **changes: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` in `folder` to its end; `changes` are of the environment."""
+    given = dict(os.environ if environment is None else environment)
     with TemporaryDirectory() as logs:
         out, err = Path(logs) / "out", Path(logs) / "err"
-        process = ForkedPython(arguments, folder, os.environ | changes, out, err)
+        process = ForkedPython(arguments, folder, given | changes, out, err)
         code = process.wait(timeout)
         if code is None:
             os.killpg(process.pid, signal.SIGKILL)

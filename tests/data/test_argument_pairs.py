@@ -10,12 +10,11 @@ from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.argument_pairs import (
     NO_MAJORITY,
-    SAME_TEXT,
     TIE,
     ArgumentPairSource,
     debate,
 )
-from tests.builders.record_files import arguments, pairs, write_arguments
+from tests.builders.record_files import pairs, write_arguments
 
 HELD_OUT = ("cats-or-dogs",)
 
@@ -52,14 +51,6 @@ def test_ties_and_pairs_without_a_majority_are_left_out_and_counted(source):
     assert source.left_out("preferences", "train") == {TIE: 4, NO_MAJORITY: 4}
     assert source.left_out("preferences", "validation") == {TIE: 2, NO_MAJORITY: 2}
     assert source.left_out("prompts", "train") == {}
-
-
-def test_two_arguments_of_one_text_are_no_preference(tmp_path):
-    rows = arguments()
-    rows[1] = rows[1] | {"text": rows[0]["text"] + " "}
-    source = ArgumentPairSource(write_arguments(tmp_path, argument_rows=rows), held_out=HELD_OUT)
-    assert source.left_out("preferences", "train")[SAME_TEXT] == 1
-    assert all(r.chosen != r.rejected for r in source.records("preferences", "train"))
 
 
 def test_the_summary_of_the_data_shows_what_was_left_out(source, tokenizer):
@@ -104,19 +95,6 @@ def test_every_side_gives_one_prompt_and_every_argument_one_demonstration(source
     assert len({d.completion for d in demonstrations}) == len(demonstrations) == 16
 
 
-def test_only_strict_pairs_belong_to_the_subset_strict(source):
-    subsets = [r.subsets for r in source.records("preferences", "validation")[:4]]
-    assert subsets == [("strict",), (), ("strict",), ()]
-
-
-def test_compressed_files_are_read_too(source, tmp_path):
-    (tmp_path / "zipped").mkdir()
-    zipped = ArgumentPairSource(
-        write_arguments(tmp_path / "zipped", zipped=True), held_out=HELD_OUT
-    )
-    assert zipped.records("preferences", "train") == source.records("preferences", "train")
-
-
 @pytest.mark.parametrize(
     ("held_out", "message"),
     [
@@ -153,17 +131,3 @@ def test_a_bad_pair_is_named_with_its_line_and_key(tmp_path, change, message):
 def test_a_missing_folder_names_the_override_and_the_public_source(path):
     with pytest.raises(ValueError, match=r"dataset\.path=FOLDER.*UKPConvArg1"):
         ArgumentPairSource(path)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    write_arguments(tmp_path)
-    (tmp_path / "arguments.jsonl").unlink()
-    with pytest.raises(BadRecordError, match=r"arguments\.jsonl\.gz: there is no such file"):
-        ArgumentPairSource(tmp_path).records("preferences", "train")
-
-
-def test_texts_and_unknown_splits_are_errors(source):
-    with pytest.raises(ValueError, match="kind='texts' is not in this set"):
-        source.records("texts", "train")
-    with pytest.raises(ValueError, match="split='test'"):
-        source.records("preferences", "test")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
@@ -63,11 +62,3 @@ def test_prompts_are_padded_on_the_left_and_keep_ids_and_columns(tokenizer):
     assert batch.row_ids.dtype == torch.int64
     assert batch.domains == ("d", "")
     assert batch.columns == {"answer": ("1", None), "prompt": ("abc", "a"), "hint": (None, "h")}
-
-
-@pytest.mark.parametrize("pad", [0, 7])
-def test_a_real_token_that_is_the_pad_token_stays_attended(tokenizer, pad):
-    prompt = encode_prompt(PromptRecord("ab<|im_end|>c", rendered=True), tokenizer, **WIDE)
-    batch = PromptCollator(tokenizer.eos_token_id)([(prompt, pad)])
-    assert tokenizer.eos_token_id in batch.input_ids[0].tolist()
-    assert batch.attention_mask.all()

@@ -35,33 +35,11 @@ def test_a_stage_is_one_epoch_whose_batches_are_its_iterations(tokenizer, stage,
     assert sum(len(batch) for batch in module.validated) == 7
 
 
-def test_row_ids_are_the_places_in_the_stream(tokenizer):
-    loader = prompts(tokenizer).train_dataloader()
-    ids = torch.cat([batch.row_ids for batch in loader])
-    assert ids.tolist() == list(range(14 * 4))
-
-
 def test_every_prompt_comes_once_a_pass(tokenizer):
     loader = prompts(tokenizer).train_dataloader()
     numbers = [n for batch in loader for n in batch.columns["number"]]
     assert sorted(numbers[:23], key=int) == [str(i) for i in range(23)]
     assert sorted(numbers[23:46], key=int) == [str(i) for i in range(23)]
-
-
-def test_held_out_prompts_keep_their_row_ids_in_every_validation(tokenizer):
-    datamodule = prompts(tokenizer)
-    for _ in range(2):
-        batches = list(datamodule.val_dataloader())
-        assert torch.cat([batch.row_ids for batch in batches]).tolist() == list(range(7))
-        numbers = [n for batch in batches for n in batch.columns["number"]]
-        assert numbers == [str(i) for i in range(100, 107)]
-
-
-def test_texts_are_a_kind_of_sft(tokenizer):
-    datamodule = demonstrations(tokenizer, kind="texts")
-    batch = next(iter(datamodule.train_dataloader()))
-    assert torch.equal(batch.loss_mask[:, 1:], batch.attention_mask[:, 1:])
-    assert not batch.loss_mask[:, 0].any()
 
 
 def test_setup_reads_and_encodes_once(tokenizer):
@@ -117,13 +95,6 @@ def test_two_ranks_together_hold_the_global_batch(tokenizer, stage):
             for row, marks in zip(batch[ids], batch[mask], strict=True)
         ]
         assert both == expected
-
-
-def test_a_batch_that_the_ranks_do_not_divide_is_an_error(tokenizer):
-    datamodule = prompts(tokenizer)
-    datamodule.trainer = SimpleNamespace(global_rank=0, world_size=3)
-    with pytest.raises(ValueError, match=r"batch_size=4 .* divisible by the 3 ranks: use 3 or 6"):
-        datamodule.train_dataloader()
 
 
 @pytest.mark.parametrize(("num_epochs", "expected"), [(1, 6), (2, 12), (0.5, 3), (0.01, 1)])
@@ -236,12 +207,6 @@ def test_held_out_prompts_are_asked_once_whatever_the_responses_to_a_training_pr
     single, several = (list(prompts(tokenizer, num_generations=k).val_dataloader()) for k in (1, 3))
     assert [content(batch) for batch in several] == [content(batch) for batch in single]
     assert sum(len(batch) for batch in several) == 7
-
-
-@pytest.mark.parametrize("value", [0, -2])
-def test_a_prompt_without_a_response_is_refused(tokenizer, value):
-    with pytest.raises(ValueError, match=f"num_generations={value} must be"):
-        prompts(tokenizer, num_generations=value)
 
 
 class Compared:

@@ -59,11 +59,6 @@ def test_an_eos_that_a_rendered_completion_spells_is_not_doubled(tokenizer):
     assert learnt(encoded, tokenizer) == " so<|im_end|>"
 
 
-def test_an_empty_completion_teaches_to_stop_at_once(tokenizer):
-    encoded = encode_demonstration(DemonstrationRecord("why?", ""), tokenizer, **WIDE)
-    assert encoded.input_ids[encoded.loss_mask].tolist() == [tokenizer.eos_token_id]
-
-
 @pytest.mark.parametrize("adds_eos", [True, False])
 def test_a_plain_prompt_has_bos_once_and_never_an_eos(make_tokenizer, adds_eos):
     tokenizer = make_tokenizer(adds_bos=True, adds_eos=adds_eos)
@@ -138,18 +133,6 @@ def test_a_token_that_ends_the_prompt_and_starts_the_answer_belongs_to_the_answe
     assert report.num_merged == 1
 
 
-def test_every_kind_starts_with_the_same_prompt_ids(make_tokenizer):
-    tokenizer = make_tokenizer(adds_bos=True)
-    prompt = encode_prompt(PromptRecord("why?"), tokenizer, **WIDE).input_ids.tolist()
-    sequence = encode_demonstration(DemonstrationRecord("why?", " so"), tokenizer, **WIDE)
-    pair = encode_preference(PreferenceRecord("why?", " so", " no"), tokenizer, **WIDE)
-    assert sequence.input_ids[: len(prompt)].tolist() == prompt
-    assert pair.chosen_input_ids[: pair.prompt_length].tolist() == prompt
-    assert pair.rejected_input_ids[: pair.prompt_length].tolist() == prompt
-    assert not sequence.loss_mask[: len(prompt)].any()
-    assert sequence.loss_mask[len(prompt) :].all()
-
-
 def test_both_sides_of_a_pair_end_with_eos_and_carry_margin_and_domain(tokenizer):
     record = PreferenceRecord("why?", " so", " never", domain="d", margin=1.5)
     pair = encode_preference(record, tokenizer, **WIDE)
@@ -176,16 +159,6 @@ def test_an_empty_prompt_becomes_bos_so_that_the_first_token_can_be_learnt(make_
     tokenizer.bos_token = None
     encoded = encode_demonstration(record, tokenizer, **WIDE)
     assert learnt(encoded, tokenizer) == "o<|im_end|>"
-
-
-def test_the_prompt_column_is_the_text_that_the_policy_sees(tokenizer):
-    plain = encode_prompt(PromptRecord("why?", "d", {"answer": "so"}), tokenizer, **WIDE)
-    assert plain.columns == {"answer": "so", "prompt": "why?"}
-    assert plain.domain == "d"
-    conversation = encode_prompt(PromptRecord((user("why?"),)), tokenizer, **WIDE)
-    text = tokenizer.decode(conversation.input_ids.tolist())
-    assert conversation.columns["prompt"] == text
-    assert text.endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("slack", [0, -1])
@@ -248,17 +221,6 @@ def test_a_prompt_without_a_token_is_dropped(make_tokenizer):
     report = EncodingReport()
     assert encode_prompt(PromptRecord(""), tokenizer, **WIDE, report=report) is None
     assert report.dropped == {NO_TOKENS: 1}
-
-
-def test_encode_all_keeps_the_order_and_counts_everything(tokenizer):
-    records = [DemonstrationRecord("p" * n, "c") for n in (1, 9, 2, 8, 3)]
-    rows, report = encode_all(records, tokenizer, max_length=6)
-    assert [len(row) for row in rows] == [3, 4, 5]
-    assert report.num_truncated == 0
-    assert report.dropped == {OVER_LONG: 2}
-    rows, report = encode_all(records, tokenizer, max_length=6, over_long="truncate_left")
-    assert [len(row) for row in rows] == [3, 6, 4, 6, 5]
-    assert report.num_truncated == 2
 
 
 def test_labels_sum_to_the_response_lengths_with_eos(tokenizer):

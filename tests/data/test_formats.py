@@ -10,7 +10,6 @@ from rlhf_lightning.data.records import (
     PromptRecord,
     TextRecord,
     kind_of,
-    prompt_key,
 )
 
 
@@ -159,11 +158,6 @@ def test_a_kind_that_the_records_are_not_is_an_error_naming_both(row, have, kind
         to_kind(parsed, kind)
 
 
-def test_records_of_one_prompt_share_their_key_and_a_conversation_differs_from_its_text():
-    assert prompt_key(PromptRecord("p")) == prompt_key(PreferenceRecord("p", "a", "b"))
-    assert prompt_key(PromptRecord("p")) != prompt_key(PromptRecord((user("p"),)))
-
-
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 BAD = {
     "not an object": (BadRecordError(Location("set.jsonl", 2), "it is not JSON", "x"), "not JSON"),
@@ -266,12 +260,6 @@ def test_a_first_record_that_fits_no_format_says_why(row, message):
         parse(row)
 
 
-def test_results_of_tools_may_stand_before_the_answer():
-    record = parse_one({"messages": [user("weather?"), *CALLED]})
-    assert [m["role"] for m in record.prompt] == ["user", "assistant", "tool"]
-    assert record.completion == (assistant("it is"),)
-
-
 def test_a_mapped_column_that_is_missing_is_named_with_a_hint():
     with pytest.raises(BadRecordError, match=r"'prompt' to the key 'qestion'.*mean 'question'"):
         parse({"question": "x"}, columns={"prompt": "qestion"})
@@ -280,13 +268,3 @@ def test_a_mapped_column_that_is_missing_is_named_with_a_hint():
 def test_a_completion_missing_later_is_not_taken_for_a_prompt():
     with pytest.raises(BadRecordError, match="line 2: the key 'completion' is missing"):
         parse({"prompt": "p", "completion": "c"}, {"prompt": "p"})
-
-
-def test_nothing_left_after_skipping_is_an_error_that_shows_the_first():
-    with pytest.raises(BadRecordError, match=r"no record is left: all 2 were bad.*line 1"):
-        parse({"a": 1}, {"b": 2}, on_bad_record="skip")
-
-
-def test_an_unknown_on_bad_record_is_an_error():
-    with pytest.raises(ValueError, match="use 'raise' or 'skip'"):
-        SkippedRecords("ignore")

@@ -43,12 +43,6 @@ def test_parts_are_disjoint_and_hold_every_sentence(files):
     assert set.union(*parts) == {*sentences(GOOD), *sentences(BAD)}
 
 
-def test_parts_have_about_their_shares(files):
-    source = LabelledTextSource(*files, validation_fraction=0.2, classifier_fraction=0.5)
-    sizes = [sum(map(len, source.sentences(part))) / 400 for part in PARTS]
-    assert sizes == pytest.approx([0.3, 0.2, 0.5], abs=0.07)
-
-
 def test_no_record_shows_a_sentence_of_the_classifier(files):
     source = LabelledTextSource(*files)
     kept = {*source.sentences("classifier").positive, *source.sentences("classifier").negative}
@@ -62,22 +56,6 @@ def test_no_record_shows_a_sentence_of_the_classifier(files):
     assert not shown & {f"Review: {sentence}" for sentence in kept}
 
 
-def test_another_seed_makes_other_parts_and_the_same_seed_the_same_records(files):
-    first, again, other = (LabelledTextSource(*files, seed=seed) for seed in (1, 1, 2))
-    for kind in ("texts", "prompts", "demonstrations", "preferences"):
-        assert first.records(kind, "train") == again.records(kind, "train")
-    assert set(first.sentences("train").positive) != set(other.sentences("train").positive)
-
-
-def test_a_further_sentence_moves_no_other(files):
-    before = LabelledTextSource(*files)
-    parts = {part: set(before.sentences(part).positive) for part in PARTS}
-    files[0].write_text("a new one comes first\n" + files[0].read_text(), encoding="utf-8")
-    after = LabelledTextSource(*files)
-    for part in PARTS:
-        assert parts[part] <= set(after.sentences(part).positive)
-
-
 def test_a_demonstration_is_the_sentence_cut_before_a_space(files):
     records = LabelledTextSource(*files, opening_words=5).records("demonstrations", "train")
     known = {*sentences(GOOD), *sentences(BAD)}
@@ -89,15 +67,6 @@ def test_a_demonstration_is_the_sentence_cut_before_a_space(files):
         assert not record.completion.startswith("  ")
         assert (record.prompt + record.completion).removeprefix("Review: ") in known
         assert len(record.prompt.split()) == 6
-
-
-def test_a_short_sentence_gives_no_opening_but_stands_in_pairs(tmp_path):
-    positive, negative = tmp_path / "p", tmp_path / "n"
-    positive.write_text("\n".join(f"good number {i}" for i in range(60)), encoding="utf-8")
-    negative.write_text("\n".join(f"bad number {i}" for i in range(60)), encoding="utf-8")
-    source = LabelledTextSource(positive, negative)
-    assert source.records("demonstrations", "train") == []
-    assert len(source.records("preferences", "train")) > 20
 
 
 def test_openings_are_unique_and_held_out_ones_are_new(files):
@@ -145,17 +114,6 @@ def test_pairs_are_of_like_length_so_that_length_tells_nothing(tmp_path):
     assert statistics.median(map(abs, gaps)) <= 4  # 11 if they were paired at random
     longer, shorter = sum(g > 0 for g in gaps), sum(g < 0 for g in gaps)
     assert 0.35 < longer / (longer + shorter) < 0.65
-
-
-def test_repeated_lines_count_once_and_sentences_of_both_labels_are_left_out(files):
-    both, repeated = "anna plays anna in a film .", sentences(GOOD)[0]
-    files[0].write_text(files[0].read_text() + f"{both}\n{repeated} \n\n", encoding="utf-8")
-    files[1].write_text(files[1].read_text() + f"{both}\n", encoding="utf-8")
-    source = LabelledTextSource(*files)
-    shown = [s for part in PARTS for label in source.sentences(part) for s in label]
-    assert len(shown) == 400
-    assert both not in shown
-    assert repeated in shown
 
 
 @pytest.mark.parametrize("path", [None, "nowhere.txt"])

@@ -1,7 +1,7 @@
 """What of a conversation is learnt: the last response, or all turns of the assistant."""
 
 import json
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 
 import pytest
@@ -76,8 +76,7 @@ def test_masks_of_several_turns_are_those_of_an_independent_implementation():
         assert row.loss_mask.tolist() == wanted
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), zip(FAMILIES, cycle(KINDS), strict=False))
 def test_each_turn_is_learnt_with_the_token_that_ends_it(family, kind):
     tokenizer = family_tokenizer(family, kind)
     texts = ("Hi", "Yes, why", "No", "So be it", "Ok", "Bye")
@@ -160,15 +159,6 @@ def test_an_empty_turn_is_named_and_a_weight_of_0_is_the_way_on():
         encoded(messages, tokenizer)
     messages[1]["weight"] = 0
     assert learnt(messages, tokenizer) == ["1: <s>a<|im_end|>c[[d<|im_end|>]]"]
-
-
-def test_a_turn_that_answers_nothing_is_named():
-    tokenizer = build_tokenizer(template=PLAIN)
-    messages = [{"role": "assistant", "content": "hello"}, *conversation("a", "b")]
-    with pytest.raises(BadRecordError, match=r"message 1 .*weight: 0"):
-        encoded(messages, tokenizer)
-    messages[0]["weight"] = 0
-    assert learnt(messages, tokenizer) == ["1: <s>hello<|im_end|>a[[b<|im_end|>]]"]
 
 
 def test_plain_records_have_no_turns():

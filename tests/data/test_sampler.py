@@ -33,7 +33,7 @@ def test_a_batch_is_a_function_of_seed_and_number_alone(grouped):
     assert len(in_order) == len(make(grouped=grouped)) == 60
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 4, 37, 40])
+@pytest.mark.parametrize("num_rows", [1, 4, 37])
 def test_every_row_comes_exactly_once_a_pass(num_rows):
     sampler = make(num_rows)
     stream = [row for batch in sampler for row in batch]
@@ -45,7 +45,7 @@ def test_every_row_comes_exactly_once_a_pass(num_rows):
         assert passes[0] != passes[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 4, 37, 40, 150])
+@pytest.mark.parametrize("num_rows", [3, 4, 37])
 def test_grouped_passes_use_every_row_once_and_end_together_with_the_stream(num_rows):
     """After the batches of k passes every row was seen k times, the filling once more."""
     for num_passes in (1, 2, 5):
@@ -73,7 +73,7 @@ def test_grouping_puts_rows_of_like_length_together_and_shuffles_the_batches():
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("consumed", [0, 1, 9, 10, 37, 59, 60])
+@pytest.mark.parametrize("consumed", [1, 37, 60])
 def test_iteration_goes_on_behind_what_was_consumed(grouped, consumed):
     whole = list(make(grouped=grouped))
     resumed = make(grouped=grouped)
@@ -88,17 +88,6 @@ def test_ranks_take_contiguous_shares_that_make_up_the_batch(grouped):
     shares = [list(make(grouped=grouped, rank=rank, world_size=2)) for rank in range(2)]
     assert [a + b for a, b in zip(*shares, strict=True)] == whole
     assert all(len(share) == 2 for share in shares[0] + shares[1])
-
-
-def test_row_ids_count_the_positions_of_the_stream_over_all_ranks():
-    whole = list(make())
-    for rank in range(2):
-        sampler = make(with_row_ids=True, rank=rank, world_size=2)
-        sampler.consumed = 5
-        for iteration, batch in enumerate(sampler, start=5):
-            rows = whole[iteration][2 * rank : 2 * rank + 2]
-            first = 4 * iteration + 2 * rank
-            assert batch == list(zip(rows, [first, first + 1], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +109,9 @@ def test_lengths_of_another_number_of_rows_are_an_error():
         StreamBatchSampler(3, batch_size=1, num_iterations=1, seed=0, lengths=[1, 2])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-@pytest.mark.parametrize("num_rows", [3, 4, 7, 30, 31])
+@pytest.mark.parametrize(
+    ("num_rows", "batch_size", "world_size"), [(3, 1, 2), (3, 5, 3), (4, 2, 2), (31, 5, 3)]
+)
 def test_validation_deals_every_row_once_in_as_many_batches_on_every_rank(
     num_rows, batch_size, world_size
 ):

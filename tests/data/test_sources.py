@@ -77,34 +77,12 @@ def test_a_prompt_is_held_out_from_every_kind_alike(tmp_path):
     assert held_out[0] == held_out[1] == held_out[2]
 
 
-def test_prompts_taken_from_pairs_come_once_each_and_keep_their_order(tmp_path):
-    source = FileSource(write(tmp_path / "a.jsonl", PAIRS), validation_fraction=0)
-    prompts = source.records("prompts", "train")
-    assert [p.prompt for p in prompts] == [f"p{i}" for i in range(20)]
-    assert prompts[0].columns["chosen"] == "good 0"
-
-
-def test_a_set_of_prompts_is_kept_as_it_is(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}])
-    records = FileSource(path, validation_fraction=0).records("prompts", "train")
-    assert [r.prompt for r in records] == ["a", "b", "a"]
-
-
 def test_a_validation_file_that_shares_prompts_is_reported(tmp_path, caplog):
     train = write(tmp_path / "a.jsonl", PAIRS[:30])
     validation = write(tmp_path / "b.jsonl", PAIRS[27:36])
     source = FileSource(train, validation_path=validation)
     assert source.records("preferences", "validation") == RECORDS[27:36]
     assert "1 of 3 validation prompts are trained on too" in caplog.text
-
-
-def test_bad_lines_are_skipped_counted_and_named_on_request(tmp_path, write_jsonl):
-    path = write_jsonl(['{"prompt": "a"}', "oops", '{"prompt": ""}', '{"prompt": "b"}'])
-    source = FileSource(path, validation_fraction=0, on_bad_record="skip")
-    assert source.records("prompts", "train") == [PromptRecord("a"), PromptRecord("b")]
-    assert len(source.skipped_records) == 2
-    assert "line 2: it is not JSON" in source.skipped_records[0]
-    assert "line 3: the key 'prompt' is empty" in source.skipped_records[1]
 
 
 def test_a_skipped_record_is_told_once_and_not_again_with_the_other_split(tmp_path, caplog):
@@ -132,21 +110,6 @@ def test_pairs_without_a_prompt_cannot_be_prompts_but_are_skipped_only_once(writ
     for _ in range(2):
         assert [r.prompt for r in source.records("prompts", "train")] == ["a"]
     assert len(source.skipped_records) == 1
-
-
-def test_a_set_of_the_wrong_kind_is_an_error_even_where_bad_records_are_skipped(write_jsonl):
-    source = FileSource(
-        write_jsonl([{"prompt": "a", "completion": "b"}]),
-        validation_fraction=0,
-        on_bad_record="skip",
-    )
-    with pytest.raises(BadRecordError, match=r"preferences were asked for.*are demonstrations"):
-        source.records("preferences", "train")
-
-
-def test_an_unknown_split_is_an_error(write_jsonl):
-    with pytest.raises(ValueError, match="split='test' is unknown"):
-        FileSource(write_jsonl(PAIRS)).records("preferences", "test")
 
 
 def test_a_bad_record_error_survives_pickling(tmp_path):
@@ -195,15 +158,6 @@ def test_a_hub_set_that_cannot_be_loaded_is_named(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"'org/no' \(config=None, split='train'.*not on the hub"):
         HubSource("org/no").records("prompts", "train")
-
-
-def test_a_bad_hub_row_is_named_by_set_split_and_row(monkeypatch):
-    import datasets
-
-    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": ""}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
-    with pytest.raises(BadRecordError, match=r"org/set\[train\], row 2: the key 'prompt' is empty"):
-        HubSource("org/set").records("prompts", "train")
 
 
 def test_mixed_shares_match_the_weights_and_repeat_evenly():

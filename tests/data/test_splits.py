@@ -42,15 +42,6 @@ def test_a_fraction_out_of_range_is_an_error(fraction):
         split_by_prompt([PromptRecord("a")], validation_fraction=fraction, seed=0)
 
 
-def test_rows_with_a_text_in_common_get_one_key():
-    keys = ["b", "a", "c", "d", "a"]
-    texts = [("x", "y"), ("y", "z"), ("v", "w"), (), ("z", "u")]
-    assert connected_keys(keys, texts) == ["b", "b", "c", "d", "b"]
-    assert connected_keys(keys, [()] * 5) == keys
-    chain = [(f"t{i}", f"t{i + 1}") for i in range(5000)]  # as deep as recursion would not go
-    assert {*connected_keys([f"{i:05}" for i in range(5000)], chain)} == {"00000"}
-
-
 def test_pairs_that_are_added_behind_move_no_held_out_pair_into_training():
     rng = random.Random(7)
     # Three answers to each question, pairs of which imply prompts of their own.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
@@ -94,17 +92,6 @@ def test_a_file_of_held_out_rows_takes_the_place_of_a_share(write_jsonl, path, t
     assert source.left_out("prompts", "validation") == {TOO_LONG: 6}
 
 
-def test_a_folder_with_a_train_and_a_test_file_is_both_splits(tmp_path):
-    for name, count in (("train", 3), ("test", 1)):
-        rows = [{"question": f"{name} {i}?", "answer": f"#### {i}"} for i in range(count)]
-        file = tmp_path / f"{name}-00000-of-00001.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    source = TemplateSource(tmp_path, prompt="{question}", completion="{answer}")
-    train, validation = both(source, "prompts")
-    assert [r.columns["answer"] for r in train] == ["#### 0", "#### 1", "#### 2"]
-    assert [r.columns["question"] for r in validation] == ["test 0?"]
-
-
 def test_the_same_pages_are_held_out_for_every_kind_and_other_ones_with_another_seed(path):
     def held_out(kind, seed):
         return [r.prompt for r in make(path, validation_fraction=0.2, seed=seed).records(*kind)]
@@ -150,19 +137,6 @@ def test_long_completions_are_left_out_after_what_is_removed(write_jsonl):
     assert source.left_out("prompts", "train") == {TOO_LONG: 1}
 
 
-def test_a_prompt_that_stands_twice_is_one_prompt_and_two_demonstrations(write_jsonl):
-    rows = [{"q": "a", "completion": c} for c in ("one", "two")] + [{"q": "b", "completion": "x"}]
-    source = TemplateSource(write_jsonl(rows), prompt="{q}", validation_fraction=0)
-    assert [r.columns["completion"] for r in source.records("prompts", "train")] == ["one", "x"]
-    assert len(source.records("demonstrations", "train")) == 3
-
-
-def test_numbers_in_a_row_are_text_in_a_template(write_jsonl):
-    rows = [{"a": 3, "b": 4.5, "completion": "7.5"}]
-    source = TemplateSource(write_jsonl(rows), prompt="{a} + {b}", validation_fraction=0)
-    assert source.records("prompts", "train")[0].prompt[0]["content"] == "3 + 4.5"
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -184,12 +158,6 @@ def test_a_completion_of_which_nothing_is_left_is_an_error(write_jsonl):
     file = write_jsonl([{"q": "a", "completion": "<<1>>"}])
     source = TemplateSource(file, prompt="{q}", remove="<<[^<>]*>>")
     with pytest.raises(BadRecordError, match="line 1: the completion is empty"):
-        source.records("prompts", "train")
-
-
-def test_a_set_of_bad_rows_only_is_an_error_even_where_they_are_skipped(write_jsonl):
-    source = TemplateSource(write_jsonl([{"b": "x"}]), prompt="{q}", on_bad_record="skip")
-    with pytest.raises(BadRecordError, match="all 1 were bad"):
         source.records("prompts", "train")
 
 

@@ -28,12 +28,6 @@ def test_transcripts_of_a_file_are_conversations(write_jsonl):
     assert pair.rejected == ({"role": "assistant", "content": "Of course not"},)
 
 
-def test_mapped_columns_are_recognised_too(write_jsonl):
-    path = write_jsonl([{"good": ROW["chosen"], "bad": ROW["rejected"]}])
-    source = FileSource(path, columns={"chosen": "good", "rejected": "bad"}, validation_fraction=0)
-    assert len(source.records("prompts", "train")[0].prompt) == 3
-
-
 def test_rendered_transcripts_stay_text_and_no_prompt_ends_inside_an_answer(write_jsonl):
     source = FileSource(write_jsonl([ROW]), validation_fraction=0, rendered=True)
     (pair,) = source.records("preferences", "train")

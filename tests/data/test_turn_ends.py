@@ -25,13 +25,13 @@ def end_of(family):
     return tokenizer, tokenizer.convert_tokens_to_ids(FAMILIES[family][-1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["chatml", "llama 3"])
 def test_a_rollout_stops_where_the_template_ends_an_answer(family):
     tokenizer, end = end_of(family)
     assert stop_ids(tokenizer, None) == tuple(sorted({end, tokenizer.eos_token_id}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["chatml", "llama 3"])
 def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
     tokenizer, end = end_of(family)
     stops = stop_ids(tokenizer, None)
@@ -63,7 +63,7 @@ def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
     assert together.input_ids.tolist() == shown.input_ids.tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["chatml", "llama 3"])
 def test_of_several_messages_the_last_one_ends_the_answer(family):
     tokenizer, end = end_of(family)
     answer = (*said("call"), *said("so"))
@@ -73,7 +73,7 @@ def test_of_several_messages_the_last_one_ends_the_answer(family):
     assert tokenizer.decode(ids, skip_special_tokens=True).endswith("so")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["chatml", "llama 3"])
 def test_an_exported_reward_model_is_read_where_it_was_trained(family):
     tokenizer, end = end_of(family)
     exported = classifier_tokenizer(tokenizer, 600)

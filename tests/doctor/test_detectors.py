@@ -115,16 +115,6 @@ def test_each_case_is_found_in_time_and_by_its_own_detector_first(name: str) -> 
     assert DETECTORS[name].measures in described
 
 
-def test_an_engine_whose_log_probabilities_are_no_numbers_is_an_alarm() -> None:
-    found = run(lambda t: {"sampler_gap": 0.01, "sampler_non_finite": 1.0})
-    assert [(x.detector, x.after) for _, x in found] == [("engine_weights", ALARM)]
-
-
-def test_an_alert_that_grows_becomes_an_alarm() -> None:
-    levels = [x.after for _, x in run(CASES["kl_high"][0]) if x.detector == "kl_high"]
-    assert levels == [WARN, ALARM]
-
-
 @pytest.mark.parametrize(
     ("length", "levels"), [(2.0, [ALARM]), (7.0, [WARN]), (8.5, []), (28.0, [WARN])]
 )
@@ -145,21 +135,6 @@ def test_low_kl_is_no_alert_before_a_quarter_of_the_run_nor_with_a_rising_reward
     assert early == []  # nothing to compare the first iterations with
     rising = run(lambda t: {"kl_per_token": 0.01})
     assert not [x for _, x in rising if x.detector == "kl_low"]
-
-
-def test_the_second_scorer_falling_with_the_score_is_no_reward_hacking() -> None:
-    both = run(lambda t: {"second_score": 1.1 - 0.8 * after(t), "score": 0.3 - after(t)})
-    assert not [x for _, x in both if x.detector == "reward_hacking"]
-
-
-def test_domains_that_all_fall_are_no_forgotten_domain() -> None:
-    fall = run(lambda t: {f"domain_score/{d}": 1.0 - after(t) for d in ("sums", "lists")})
-    assert not [x for _, x in fall if x.detector == "forgotten_domain"]
-
-
-def test_the_forgotten_domain_is_named() -> None:
-    found = [x for _, x in run(CASES["forgotten_domain"][0]) if x.detector == "forgotten_domain"]
-    assert found[0].reading.subject == "lists"
 
 
 def test_a_domain_that_recovers_is_the_one_that_is_acted_on_and_cleared() -> None:
@@ -226,13 +201,6 @@ def refusing(seed: int, falls: float, iterations: int = ITERATIONS, **limits: An
     return None
 
 
-def test_a_refusal_rate_of_few_prompts_may_waver() -> None:
-    # A rate that stays is warned of in none of 200 runs, be they of 200 iterations, in which the
-    # best recent mean is one of many.
-    assert not any(refusing(seed, 0.0, 200) for seed in range(200))
-    assert sum(refusing(seed, 0.0, safety_sigmas=0.0) is not None for seed in range(60)) >= 25
-
-
 def test_a_refusal_rate_of_groups_of_answers_may_waver() -> None:
     # Three harmful prompts with eight answers each: three of four are refused nearly always.
     alerts = 0
@@ -265,11 +233,6 @@ def test_a_refusal_rate_that_falls_further_than_it_wavers_is_found(seed: int) ->
     found = refusing(seed, 0.1)
     assert found is not None
     assert 7 <= found <= 14
-
-
-def test_a_bias_of_the_sampler_within_its_noise_is_none() -> None:
-    noisy = run(lambda t: {"sampler_bias": -0.08, "sampler_error": 0.05})
-    assert not [x for _, x in noisy if x.detector == "sampler_mismatch"]
 
 
 def test_a_value_that_is_missing_or_not_finite_changes_nothing() -> None:
@@ -310,12 +273,6 @@ def test_what_an_iteration_did_not_measure_is_not_read_again() -> None:
 
     assert asked(24) == []
     assert [(t, change.detector) for t, change in asked(25)] == [(25, "scorer_disagreement")]
-
-
-def test_a_score_that_pays_for_short_answers_is_a_length_bias_too() -> None:
-    found = run(lambda t: {"length_correlation": 0.1 - 0.5 * after(t)})
-    (warned, alarmed) = [t for t, change in found if change.detector == "length_bias"]
-    assert warned < alarmed
 
 
 @pytest.mark.parametrize("name", ["kl_high", "reward_hacking", "forgotten_domain", "entropy"])

@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_lightning.doctor.metrics import ResponseRecord, correlation, response_metrics
+from rlhf_lightning.doctor.metrics import (
+    ResponseRecord,
+    response_metrics,
+)
 
 
 def answer(row: int, **changes: object) -> ResponseRecord:
@@ -21,11 +24,6 @@ def test_measures_do_not_depend_on_how_ranks_share_the_answers() -> None:
     rows = [answer(i, second=math.sin(i), surplus=0.1 * i) for i in range(12)]
     shuffled = random.Random(1).sample(rows, 12)
     assert response_metrics(rows, score_clip=1.5) == response_metrics(shuffled, score_clip=1.5)
-
-
-def test_the_most_common_answer_is_counted() -> None:
-    rows = [answer(i, tokens=(7,) if i < 6 else (i, 8)) for i in range(8)]
-    assert response_metrics(rows, score_clip=None)["most_common"] == pytest.approx(6 / 8)
 
 
 def test_domains_are_judged_by_the_second_scorer_alone_where_there_is_one() -> None:
@@ -49,42 +47,11 @@ def test_lengths_that_differ_between_domains_are_no_correlation() -> None:
     assert response_metrics(rows, score_clip=None)["length_correlation"] == pytest.approx(0)
 
 
-def test_a_score_that_is_the_length_correlates_fully() -> None:
-    rows = [answer(i, length=i + 2, score=2.0 * i) for i in range(6)]
-    assert response_metrics(rows, score_clip=None)["length_correlation"] == pytest.approx(1)
-
-
-def test_scores_at_the_clip_are_counted() -> None:
-    rows = [answer(i, score=s) for i, s in enumerate([5.0, -5.0, 6.0, 1.0])]
-    assert response_metrics(rows, score_clip=5.0)["clipped"] == 0.75
-    assert "clipped" not in response_metrics(rows, score_clip=None)
-
-
 def test_refusals_count_only_on_harmful_prompts() -> None:
     rows = [answer(0, refused=True), answer(1, refused=False), answer(2), answer(3)]
     found = response_metrics(rows, score_clip=None)
     assert (found["refusal_rate"], found["harmful_prompts"]) == (0.5, 2.0)
     assert "refusal_rate" not in response_metrics(rows[2:], score_clip=None)
-
-
-def test_a_harmful_prompt_with_several_answers_is_one_prompt() -> None:
-    rows = [answer(i, group_id=i // 4, refused=i % 4 > 0) for i in range(8)]
-    found = response_metrics([*rows, answer(8, group_id=2)], score_clip=None)
-    assert (found["refusal_rate"], found["harmful_prompts"]) == (0.75, 2.0)
-
-
-def test_domains_are_judged_by_the_second_scorer_where_there_is_one() -> None:
-    rows = [answer(i, domain="ab"[i % 2], score=1.0, second=float(i)) for i in range(4)]
-    found = response_metrics(rows, score_clip=None)
-    assert (found["domain_score/a"], found["domain_score/b"]) == (1.0, 2.0)
-    alone = response_metrics([replace(r, second=None) for r in rows], score_clip=None)
-    assert alone["domain_score/a"] == 1.0
-    assert "second_score" not in alone
-
-
-def test_equal_values_have_no_correlation() -> None:
-    assert correlation([1.0, 1.0], [0.0, 2.0]) is None
-    assert correlation([0.1 + 0.2, 0.3, 0.3], [1.0, 2.0, 3.0]) is None
 
 
 @pytest.mark.parametrize("kept", [None, 5])

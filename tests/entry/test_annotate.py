@@ -162,13 +162,6 @@ def test_preferences_that_disagree_are_no_known_answer_which_is_said(annotate, t
     assert "2 preferences in in.jsonl are left out: a known answer is one on which" in said.stdout
 
 
-def test_a_second_label_of_one_annotator_on_one_pair_is_counted_aloud(annotate, tmp_path: Path):
-    turned = ROWS[0] | {"chosen": ROWS[0]["rejected"], "rejected": ROWS[0]["chosen"]}
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*ROWS, turned]))
-    said = annotate("action=import", "file=in.jsonl")
-    assert "3 new labels of 4; of 1 the annotator has one on that pair already" in said.stdout
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_server_ends_when_it_is_told_to_and_says_what_is_kept(tmp_path: Path, number):
     with serving(tmp_path, make_pairs(2)) as server:
@@ -191,19 +184,6 @@ def test_a_port_that_is_taken_is_told_with_a_way_out(annotate, tmp_path: Path):
     assert result.returncode == 2
     assert f"page.port={port} cannot be listened on" in result.stderr
     assert "page.port=0 takes a free port" in result.stderr
-
-
-def test_what_is_not_installed_is_named(annotate, tmp_path: Path, monkeypatch):
-    write_rows(tmp_path / "in.jsonl")
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(
-        sys.modules, "rlhf_lightning.preferences.annotation.server.serve", raising=False
-    )
-    result = annotate("file=in.jsonl")
-    assert result.returncode == 2
-    assert result.stderr == (
-        "error: the page needs uvicorn: pip install -e '.[annotate]' in the checkout\n"
-    )
 
 
 @pytest.mark.parametrize("action", ["action=import", "action=serve"])
@@ -256,30 +236,3 @@ def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
     assert annotate("page.title=Which is true?").returncode == 0
     assert annotate(other, "add=true").returncode == 0
     assert annotate(other).returncode == 0
-
-
-def test_the_status_has_how_often_each_rater_chose_what_was_shown_first(annotate, tmp_path: Path):
-    write_rows(tmp_path / "a.jsonl")
-    annotate("action=import", "file=a.jsonl", "known=ignore", "ratings_per_pair=3")
-    store = tmp_path / "outputs/annotate/labels.sqlite"
-    for name, choices in {"Ann": "left left right", "Bo": "left left left", "Cy": "tie"}.items():
-        for choice in choices.split():
-            answered(store, choice, name)
-    rows = {line.split()[0]: line for line in annotate("action=status").stdout.splitlines()[2:]}
-    assert rows["Ann"].endswith("  2 of 3")
-    assert rows["Bo"].endswith("  3 of 3")
-    assert rows["Cy"].endswith("  -")
-
-
-@pytest.mark.parametrize("action", [["status"], ["export", "file=out.jsonl", "format=trl"]])
-def test_a_damaged_store_is_named_in_one_line(annotate, tmp_path: Path, action: list[str]):
-    write_rows(tmp_path / "a.jsonl")
-    annotate("action=import", "file=a.jsonl", "store=x.sqlite")
-    content = bytearray((tmp_path / "x.sqlite").read_bytes())
-    for page in range(4096, len(content), 4096):
-        content[page + 100 : page + 4096] = bytes(range(128, 228)) * 39 + bytes(96)
-    (tmp_path / "x.sqlite").write_bytes(content)
-    result = annotate(f"action={action[0]}", *action[1:], "store=x.sqlite")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: x.sqlite")
-    assert result.stderr.count("\n") == 1

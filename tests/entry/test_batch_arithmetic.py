@@ -17,8 +17,6 @@ from rlhf_lightning.app.run_summary import (
     few_steps,
     start_settings,
 )
-from rlhf_lightning.data.batch_size import batch_that_fits
-from rlhf_lightning.evaluation.normalization import normalization_prompts
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import overrides_of, settings_of
@@ -116,27 +114,6 @@ def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
     )
 
 
-def test_as_many_records_as_a_batch_are_enough(start, tmp_path):
-    records = own_records(tmp_path, "sft", 59)
-    parts = assemble(
-        composed("sft", start, *records, "data.batch_size=59"), RunFolder(tmp_path / "run")
-    )
-    assert len(parts.data.rows("train")) == 59
-    assert parts.data.num_iterations == 1
-
-
-def test_few_prompts_may_be_asked_several_times_where_nothing_is_trained_on_them(start, tmp_path):
-    settings = composed("reward", start, *own_records(tmp_path, "reward", 5), "data.batch_size=4")
-    parts = assemble(settings, RunFolder(tmp_path / "run"))
-    source, lengths = settings.data.source.build(), {"max_prompt_length": 64, "batch_size": 4}
-    asked = list(normalization_prompts(source, parts.tokenizer, num_samples=8, seed=1, **lengths))
-    assert sum(len(batch) for batch in asked) == 8
-    assert settings.spec.start_notes(settings, 5, 3) == [
-        "module.reward.normalization_samples=512 is more than the 5 training records: prompts are "
-        "answered several times, each time anew"
-    ]
-
-
 @pytest.mark.parametrize(
     ("num_rows", "batch", "epochs", "unit"),
     [(59, 59, 1, 1), (190, 64, 1, 1), (10_000, 4_096, 1, 1), (190, 64, 1, 8), (31, 16, 0.5, 4)],
@@ -186,9 +163,3 @@ def test_prompts_and_micro_batches_beyond_what_there_is_are_said(start):
     assert "4 rows, all at once (module.ppo.micro_batch_size=64 is more than the 4)" in (
         batch_arithmetic(settings, 50, 1)
     )
-
-
-def test_a_suggested_batch_fits_rows_devices_and_minibatches():
-    assert [batch_that_fits(rows) for rows in (1, 2, 59, 64)] == [1, 2, 32, 64]
-    assert batch_that_fits(59, 12) == 48
-    assert batch_that_fits(7, 8) is None

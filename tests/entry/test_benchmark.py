@@ -108,26 +108,6 @@ def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     assert f"| benchmark/acc_change/{of} | 0 | {low:.4g} to {high:.4g} |" in card
 
 
-def test_a_card_is_asked_for_before_anything_is_measured(tmp_path, start):
-    policy = shutil.copytree(start, tmp_path / "policy", ignore=shutil.ignore_patterns("*.md"))
-    words = [f"policy={policy}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
-    with pytest.raises(ConfigError, match=r"is no folder with a model card \(README.md\)"):
-        evaluate(tmp_path / "run", *words, "benchmark.tasks=[nothing_like_it]", "card=true")
-
-
-@pytest.mark.slow
-def test_a_task_that_lm_eval_does_not_have_is_named(tmp_path, start):
-    words = [f"policy={start}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
-    with pytest.raises(ConfigError, match="lm-eval has no nothing_like_it"):
-        evaluate(tmp_path / "run", *words, "benchmark.tasks=[nothing_like_it]")
-
-
-def test_a_benchmark_of_reward_models_needs_one(tmp_path, start):
-    words = [f"policy={start}", "scorer=none", "benchmark=pairs", "benchmark.path=pairs.jsonl"]
-    with pytest.raises(ConfigError, match="name a reward model, scorer=NAME"):
-        evaluate(tmp_path / "run", *words)
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from rlhf_lightning.app.build import choose_rates, with_vocabulary
-from rlhf_lightning.app.config.compose import ConfigError, named_model
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import find_stage
-from rlhf_lightning.models.learning_rates import default_learning_rate
 from tests.builders.command_lines import settings_of
 from tests.entry.test_model_configs import (
-    IN_USE,
-    LARGE,
-    SMALL,
     STAGES,
     check_rates,
     folder_of,
@@ -56,18 +50,6 @@ def test_an_explicit_rate_wins_and_the_other_follows_the_size(tmp_path):
     assert value.startswith("value_learning_rate 0.0001, by the size of the model: 134,515,008 ")
 
 
-@pytest.mark.parametrize(
-    ("experiment", "rate"),
-    [("sft", 1e-3), ("reward", 5e-4), ("ppo", 4e-4), ("sft_smollm2_shell", 2e-4)],
-)
-def test_what_an_experiment_sets_stays(experiment, rate, tmp_path):
-    stage = experiment.partition("_")[0]
-    start = folder_of("llama3_1_8b", tmp_path)
-    settings, told = chosen(stage, start, f"+experiment={experiment}")
-    assert settings.hparams.learning_rate == rate
-    assert told[0] == f"learning_rate {rate:g}, as set"
-
-
 def test_a_model_whose_config_gives_no_size_needs_an_explicit_rate(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "clip_vision_model"}')
     words = ["+experiment=sft", "model=pretrained"]
@@ -86,16 +68,3 @@ def test_the_rates_that_are_chosen_for_random_weights_keep_the_vocabulary_of_the
     assert settings.hparams.learning_rate == changes["module.sft.learning_rate"]
     assert settings.select("module.from_scratch") == whole.model.from_scratch
     assert settings.model.from_scratch == whole.model.from_scratch
-
-
-def test_a_larger_model_never_has_a_larger_rate():
-    sizes = {name: int(named_model(name)["num_parameters"]) for name in SMALL + LARGE}
-    files = dict(sorted(sizes.items(), key=lambda item: item[1]))
-    assert list(files) == list(IN_USE)
-    for smaller, larger in pairwise(files):
-        for kind in KINDS:
-            rates = [
-                default_learning_rate(kind, files[name], lora=False)  # type: ignore[arg-type]
-                for name in (smaller, larger)
-            ]
-            assert rates[1] <= rates[0], f"{kind} of {larger}"

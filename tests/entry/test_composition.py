@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.config import compose
 from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, register
-from rlhf_lightning.app.config.groups import build_hparams
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.hparams import PPOHparams, UnusualHparamWarning
+from rlhf_lightning.hparams import UnusualHparamWarning
 from tests.builders.command_lines import settings_of
 
 
@@ -32,12 +30,6 @@ def test_presets_set_the_articles_values_and_warn_of_what_is_unusual(preset):
         ppo = composed("+experiment=ppo", f"+preset={preset}").hparams
     assert (ppo.gamma, ppo.vf_coef, ppo.gae_lambda, ppo.num_ppo_epochs) == (0.99, 0.5, 0.95, 4)
     assert ppo.kl_coef == (0.05 if preset == "article_step_by_step" else 0.1)
-
-
-def test_defaults_of_the_command_line_are_those_of_the_dataclass():
-    register()
-    cfg = compose.composed("train", ["module=ppo", "scorer=reward_model"])
-    assert build_hparams(PPOHparams, cfg.module.ppo, "module.ppo") == PPOHparams()
 
 
 def test_what_is_read_from_the_environment_counts_in_the_hash_but_for_secrets(monkeypatch):
@@ -128,11 +120,6 @@ def test_a_target_that_the_user_lists_is_allowed(tmp_path, monkeypatch):
 def test_impossible_hyperparameters_fail_before_anything_runs(overrides, message):
     with pytest.raises(ConfigError, match=message):
         composed("+experiment=ppo", *overrides.split())
-
-
-def test_a_mistyped_key_gets_a_did_you_mean():
-    with pytest.raises(ConfigError, match=r"kl_coeff; did you mean module\.ppo\.kl_coef"):
-        composed("+experiment=ppo", "module.ppo.kl_coeff=0.1")
 
 
 def test_the_configuration_stands_inside_the_package_or_beside_it():

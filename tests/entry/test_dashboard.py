@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -15,14 +12,13 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.dashboard import (
     MEDIA,
     default_entity,
-    make_report,
     make_workspace,
     run,
-    run_id_of,
     sections,
 )
 from rlhf_lightning.callbacks.wandb_logger import is_logged_in
 from tests import offline_wandb
+from tests.builders.processes import run_python
 
 
 def logged_by(folder) -> set[str]:
@@ -53,16 +49,6 @@ def test_the_panels_of_ppo_name_what_a_run_logs(tracked):
     assert wanted <= logged, sorted(wanted - logged)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_the_panels_of_the_other_stages_name_what_a_run_logs(stage, start, tmp_path):
-    from tests.builders.runs import completed
-
-    folder = completed(tmp_path / stage, stage, start, "logger=wandb", "logger.mode=offline")
-    assert set(sections()[stage]) <= logged_by(folder)
-
-
 def test_the_workspace_holds_every_panel_with_iterations_as_its_axis():
     model = make_workspace("me", "mine", "RLHF")._to_model().model_dump(by_alias=True)
     bank = model["spec"]["section"]["panelBankConfig"]
@@ -75,34 +61,12 @@ def test_the_workspace_holds_every_panel_with_iterations_as_its_axis():
         assert named(json.loads(json.dumps(made, default=str))) == set(metrics)
 
 
-def test_the_report_of_two_runs_is_made_of_the_same_panels():
-    report = make_report("me", "mine", ["one", "two"])
-    assert report.title == "one and two"
-    grids = [block for block in report.blocks if hasattr(block, "panels")]
-    runsets = {runset.filters for grid in grids for runset in grid.runsets}
-    assert runsets == {"ID in ['one', 'two']"}
-    shown = {m for g in grids for p in g.panels for m in getattr(p, "media_keys", [])}
-    assert shown == set(MEDIA)
-    lines = {m for g in grids for p in g.panels if hasattr(p, "y") for m in p.y}
-    assert {"rollout/score", "ppo/clipfrac"} <= lines
-
-
 @pytest.mark.skipif(not is_logged_in(), reason="no login to Weights & Biases: nothing can be saved")
 def test_the_workspace_and_the_report_can_be_saved(monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     settings = load_settings(DashboardSettings, "dashboard", ["project=rlhf_lightning_test"])
     (place,) = run(settings)
     assert default_entity() in place
-
-
-def test_runs_are_named_by_folder_or_by_id(tracked, tmp_path):
-    kept = (tracked.path / "wandb" / "run_id").read_text().strip()
-    assert run_id_of(str(tracked.path)) == kept
-    assert run_id_of("abc123") == "abc123"
-    with pytest.raises(ConfigError, match="was not run with logger=wandb"):
-        run_id_of(str(tmp_path))
-    with pytest.raises(ConfigError, match="is no folder"):
-        run_id_of("outputs/ppo/nowhere")
 
 
 @pytest.mark.parametrize(
@@ -125,14 +89,8 @@ def test_what_cannot_work_is_refused_in_one_line(overrides, message, monkeypatch
 
 @pytest.mark.timeout(60)
 def test_the_command_prints_the_workspace_without_a_login(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_lightning.dashboard", "action=print"],
-        cwd=tmp_path,
-        env=os.environ | {"HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-    )
+    words = ["-m", "rlhf_lightning.dashboard", "action=print"]
+    done = run_python(*words, folder=tmp_path, HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout[done.stdout.index("{") :])
     assert printed["displayName"] == "RLHF"

@@ -9,14 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlhf_lightning.app.build import checkpoint_arguments
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.run_summary import earlier_seconds, readable_count
+from rlhf_lightning.app.run_summary import earlier_seconds
 from rlhf_lightning.app.train import run
-from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.reports.next_step import next_step
@@ -133,12 +131,6 @@ def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys)
     assert "= 1 optimizer steps" in said
 
 
-def test_profiling_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="skip=-1"):
-        ProfileIterations(skip=-1)
-    assert not torch.autograd.profiler._is_profiler_enabled
-
-
 def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys):
     folder = finished_run(tmp_path / "run", start, "reward", "debug=one_batch")
     assert len(read_metrics(folder.metrics)) == 1
@@ -188,12 +180,3 @@ def test_models_of_debug_fast_are_kept_apart_wherever_models_are_kept():
     assert folders(*fast, given)[1] == "/of_a_study/debug_fast/a1b2/demo_seed1/sft"
     assert folders(*fast, "paths.apart=null")[1] == "artifacts/demo_seed1/sft"
     assert settings_of(*fast).config_hash == settings_of(*fast, given).config_hash
-
-
-def test_counts_of_weights_are_read_at_a_glance():
-    assert [readable_count(n) for n in (999, 664_192, 134_515_008, 8_030_261_248)] == [
-        "999",
-        "664 k",
-        "135 M",
-        "8.03 G",
-    ]

@@ -43,10 +43,6 @@ def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
     assert doctor.refusals.judge("sums", "i can not help with that .") is None
 
 
-def test_nobody_watches_where_it_is_switched_off(tmp_path):
-    assert doctors(tmp_path, "doctor=none") == []
-
-
 def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
     (doctor,) = doctors(tmp_path, "doctor=act", "doctor.actions.cooldown=7")
     assert doctor.actions.on_alarm == "rollback"
@@ -56,11 +52,6 @@ def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
     assert checkpoint.every_n_iterations < doctor.actions.alarm_patience
     own = composed("doctor=act", "callbacks.checkpoint.every_n_iterations=9")
     assert own.callbacks.checkpoint.every_n_iterations == 9
-
-
-def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):
-    for override in ("doctor=preflight", "doctor.preflight=true"):
-        assert doctors(tmp_path, override)[0].preflight
 
 
 @pytest.mark.parametrize(
@@ -112,12 +103,6 @@ def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(stage, overrid
         composed(*overrides, stage=stage)
     assert "has no rollouts for the doctor to watch" in str(error.value)
     assert "doctor=default" in str(error.value)
-
-
-@pytest.mark.parametrize("stage", ["base", "sft", "reward", "dpo"])
-def test_a_stage_without_rollouts_takes_the_default_doctor_and_none(stage):
-    assert composed("doctor=default", stage=stage).doctor is not None
-    assert composed("doctor=none", stage=stage).doctor is None
 
 
 def test_an_earlier_run_whose_doctor_did_nothing_can_still_be_read(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,28 +171,3 @@ def test_a_run_killed_around_a_rollback_and_resumed_is_the_run_never_killed(
         for name in a.keys() | b.keys():
             if not name.startswith(("time/", "throughput/")):
                 assert a[name] == b[name], (name, a["iteration"])
-
-
-@pytest.mark.slow
-def test_a_run_that_the_doctor_stopped_goes_on_when_it_is_resumed(whole, tmp_path, start):
-    folder = RunFolder(tmp_path / "again")
-    shutil.copytree(whole[0].path, folder.path, symlinks=True)
-    with pytest.raises(RunStoppedError, match="the doctor, after iteration") as error:
-        go_on(folder, start)
-    iterations = [int(row["iteration"]) for row in read_metrics(folder.metrics)]
-    last = iterations[-1]
-    assert f"the doctor, after iteration {last}:" in str(error.value)
-    assert STOPPED + 2 <= last < 9, "the alarm stays for 2 iterations more"
-    assert iterations == list(range(1, last + 1))
-    kinds = [event.kind for event in read_events(folder.doctor)]
-    assert (kinds.count("rollback"), kinds.count("stop")) == (2, 2)
-    go_on(folder, start, "doctor.actions.on_alarm=none")
-    assert json.loads(folder.summary.read_text())["status"] == "completed"
-    assert len(read_metrics(folder.metrics)) == 9
-
-
-def test_a_stop_says_what_helps_and_how_to_go_on(whole):
-    folder, message = whole
-    assert "raise kl_coef (0.05, 0.1, 0.2), or set kl_target" in message
-    assert f"ckpt_path={folder.last_checkpoint}" in message
-    assert "actions.on_alarm=none" in message

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from rlhf_lightning.app.config.saved import best_of_early_stopping
-from rlhf_lightning.app.export import find_checkpoint
-from rlhf_lightning.app.reexport import reexport
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import read_manifest
-from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.runs import completed
 
@@ -74,16 +71,6 @@ def test_what_is_measured_exported_and_published_is_the_best(stopped):
         assert any(not torch.equal(v, last[f"policy.{n}"]) for n, v in exported(folder).items())
 
 
-def test_it_is_exported_again_as_it_was(stopped, tmp_path):
-    folder, checkpoint = find_checkpoint(stopped.path)
-    assert checkpoint_iteration(checkpoint) == best_row(stopped)["iteration"]
-    reexport(folder, checkpoint, tmp_path / "again", adapter_only=False)
-    ours, theirs = exported(tmp_path / "again"), exported(stopped.export)
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    card = (tmp_path / "again" / "README.md").read_text()
-    assert "A checkpoint before the end" not in card
-
-
 def test_without_early_stopping_and_in_ppo_it_is_the_last(stopped, tmp_path):
     assert best_of_early_stopping(stopped) is not None
     config = stopped.config.read_text()
@@ -93,14 +80,3 @@ def test_without_early_stopping_and_in_ppo_it_is_the_last(stopped, tmp_path):
         assert best_of_early_stopping(stopped) is None
     finally:
         stopped.config.write_text(config)
-
-
-@pytest.mark.slow
-def test_without_early_stopping_a_monitored_best_is_only_kept(start, tmp_path):
-    ends_worse = ["data.num_iterations=6", "trainer.validations=6"]  # later the loss falls again
-    monitor = "callbacks.checkpoint.monitor=val/loss"
-    folder = completed(tmp_path / "sft", "sft", start, *OVERSHOOTS, *ends_worse, monitor)
-    last = torch.load(folder.last_checkpoint, weights_only=True)["state_dict"]
-    assert folder.best_checkpoint.resolve() != folder.last_checkpoint.resolve()
-    for name, value in exported(folder.export).items():
-        assert torch.equal(value, last[f"policy.{name}"]), name

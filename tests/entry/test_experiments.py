@@ -8,12 +8,6 @@ from tests.builders.command_lines import settings_of
 PPO = [name for name in choices("experiment") if name.startswith("ppo")]
 
 
-@pytest.mark.parametrize("experiment", PPO)
-def test_a_policy_is_evaluated_with_room_for_the_answers_it_was_trained_to_give(experiment):
-    settings = settings_of(f"+experiment={experiment}", "module.sampling.max_new_tokens=77")
-    assert settings.evaluation.max_new_tokens == 77
-
-
 @pytest.mark.parametrize("dataset", ["files", "hub", "sentiment"])
 def test_another_seed_holds_out_the_same_prompts_as_the_stages_before(dataset):
     # Artefacts of these data sets do not have the seed in their path, so a run with another seed
@@ -38,12 +32,6 @@ def test_gates_and_refusals_are_those_of_the_data_set(stage):
     none = settings_of(f"+experiment={stage}", "gates=none", "safety=none")
     assert not none.gates
     assert none.safety is None
-
-
-def test_an_evaluation_takes_the_gates_of_its_data_set():
-    gates = "gates=by_dataset/ppo"
-    assert settings_of(gates, entry="evaluate").gates == settings_of("+experiment=ppo").gates
-    assert not settings_of(gates, "dataset=tldr", entry="evaluate").gates
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,6 @@ def test_the_card_hands_down_licence_and_base_and_the_configuration_names_no_fol
         assert not any(folder.encode() in content for folder in folders), path.name
 
 
-def test_an_older_checkpoint_is_exported_by_its_own_path(sft, tmp_path):
-    checkpoint = sft.checkpoints / "iteration=000002.ckpt"
-    made = export(checkpoint, tmp_path)
-    weights = load_file(made / "model.safetensors")
-    for name, value in saved_weights(sft, "policy.model.", 2).items():
-        assert torch.equal(weights[name], value), name
-    assert "after iteration 2." in card(made)
-
-
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(sft, tmp_path):
     damaged = tmp_path / "run"
     shutil.copytree(sft.path, damaged, symlinks=True)
@@ -150,17 +141,6 @@ def test_a_policy_of_ppo_is_exported_without_its_value_model(start, tmp_path):
     for name, value in saved.items():
         assert torch.equal(weights[name], value), name
     assert metadata_load(made / "README.md")["tags"] == ["rlhf_lightning", "ppo"]
-
-
-def test_a_base_model_from_scratch_is_exported_with_its_tokenizer(start, tmp_path):
-    folder = killed(tmp_path / "run", "base", start, "trainer.limit_train_batches=1")
-    made = export(folder.path, tmp_path)
-    weights = load_file(made / "model.safetensors")
-    for name, value in saved_weights(folder, "policy.model.", 1).items():
-        assert torch.equal(weights[name], value), name
-    assert len(AutoTokenizer.from_pretrained(made)) == len(weights["model.embed_tokens.weight"])
-    assert metadata_load(made / "README.md")["license"] == "unknown"
-    assert "Licence: unknown." in card(made)
 
 
 @pytest.mark.parametrize("stage", ["sft", pytest.param("ppo", marks=pytest.mark.slow)])
@@ -223,11 +203,6 @@ def test_exported_files_can_be_read_by_whoever_the_umask_lets_in(sft, reward_lor
     assert {oct(p.stat().st_mode & 0o777) for p in files} == {"0o640"}
 
 
-def test_the_card_of_a_policy_names_what_scored_it(start, tmp_path):
-    folder = killed(tmp_path / "run", "ppo", start)
-    assert "after PPO against a reward function (" in card(export(folder.path, tmp_path))
-
-
 def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path):
     made = export(reward_lora.path, tmp_path)
     alone = tmp_path / "alone"
@@ -284,17 +259,3 @@ def test_the_start_is_that_of_the_folder_in_which_the_run_was_started(start, tmp
     made = export(folder.path, tmp_path)
     written, own = (json.loads((path / "config.json").read_text()) for path in (made, start))
     assert written["rms_norm_eps"] == own["rms_norm_eps"] != 0.5
-
-
-def test_a_damaged_record_of_where_the_run_was_started_is_named(sft, tmp_path):
-    moved = tmp_path / "run"
-    shutil.copytree(sft.path, moved, symlinks=True)
-    (moved / ".hydra/hydra.yaml").write_text("hydra: [")
-    with pytest.raises(ConfigError, match=r"hydra\.yaml cannot be read"):
-        export(moved, tmp_path)
-
-
-def test_only_a_run_with_an_adapter_has_one(sft, tmp_path):
-    with pytest.raises(ConfigError, match="trained the whole model and no adapter"):
-        export(sft.path, tmp_path, adapter_only=True)
-    assert not (tmp_path / "out").exists()

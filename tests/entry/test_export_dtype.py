@@ -119,9 +119,3 @@ def test_steps_that_bf16_would_undo_are_kept_in_fp32_unless_bf16_is_insisted_on(
     assert ("stays in fp32" in caplog.text) == (dtype == "auto")
     rounded = "The weights are in bf16" in (folder.export / "README.md").read_text()
     assert rounded == (dtype == "bf16")
-
-
-def test_a_run_that_publishes_nothing_keeps_its_only_copy_whole(bf16, tmp_path):
-    folder = completed(tmp_path / "run", "sft", bf16 / "start")
-    weights = load_file(folder.export / "model.safetensors")
-    assert {value.dtype for value in weights.values()} == {torch.float32}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,7 +10,7 @@ from omegaconf import OmegaConf
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.export import run
-from rlhf_lightning.models.factory import load_policy
+from tests.builders.processes import run_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,15 +67,6 @@ def test_a_configuration_is_data_and_is_checked_before_anything_is_built(
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_relative_start_is_found_where_the_run_was_started(sft, start, tmp_path):
-    copy = edited(sft, tmp_path, ("artifacts.base", start.name))
-    with pytest.raises(ConfigError, match="cannot load the model"):
-        export(copy, tmp_path)
-    hydra = {"hydra": {"runtime": {"cwd": str(start.parent)}, "other": "${now:%Y}"}}
-    OmegaConf.save(OmegaConf.create(hydra), copy / ".hydra/hydra.yaml")
-    assert load_policy(export(copy, tmp_path))
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -106,13 +95,7 @@ def test_a_run_without_a_checkpoint_and_a_folder_in_use_are_refused(sft, tmp_pat
 
 def test_the_command_line_answers_mistakes_in_one_line(tmp_path):
     def call(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "rlhf_lightning.export", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return run_python("-m", "rlhf_lightning.export", *arguments, folder=tmp_path)
 
     done = call(str(tmp_path))
     assert done.returncode == 2

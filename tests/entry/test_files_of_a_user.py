@@ -132,7 +132,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(WRITERS)),
     st.dictionaries(st.sampled_from(NAMES), st.sampled_from(LOOKS), max_size=4),

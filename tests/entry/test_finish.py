@@ -2,15 +2,11 @@
 
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from rlhf_lightning.app import build, train
-from rlhf_lightning.app import evaluation as held_out_prompts
-from rlhf_lightning.app.evaluation import compare, placed, validate
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -18,12 +14,6 @@ from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from tests import offline_wandb
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed, settings_for
-
-
-def test_models_are_measured_on_the_device_they_were_trained_on():
-    device = torch.device("meta")  # stands for a GPU: after fit Lightning leaves the policy behind
-    parts = SimpleNamespace(trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=device)))
-    assert placed(parts, nn.Linear(2, 2)).weight.device == device
 
 
 def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(tmp_path):
@@ -41,32 +31,6 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
         False,
         True,
     ]
-
-
-def test_without_held_out_prompts_the_stage_ends_without_a_comparison(monkeypatch, caplog):
-    monkeypatch.setattr(held_out_prompts, "held_out_comparison", lambda *_, **__: None)
-    monkeypatch.setattr(held_out_prompts, "comparison_arguments", lambda *_, **__: {})
-    settings = settings_of("+experiment=ppo", "artifacts.sft=x", "evaluation.num_prompts=8")
-    parts = SimpleNamespace(
-        tokenizer=None, module=SimpleNamespace(reference=None), sampling=None, scorer=None
-    )
-    assert compare(settings, parts, None, {}) == Findings({})
-    assert "no prompt is held out" in caplog.text
-
-
-def test_the_final_validation_logs_no_row_behind_the_last_iteration():
-    loggers, during = ["a logger"], []
-
-    def validates(module, dataloaders, verbose):
-        during.append(list(parts.trainer.loggers))
-        return [{"val/loss": 1.0}]
-
-    trainer = SimpleNamespace(loggers=loggers, validate=validates, limit_val_batches=0)
-    data = SimpleNamespace(val_dataloader=lambda: ["batch"])
-    parts = SimpleNamespace(trainer=trainer, data=data, module=None)
-    assert validate(parts) == {"val/loss": 1.0}
-    assert during == [[]]
-    assert trainer.loggers is loggers
 
 
 @pytest.mark.timeout(200)

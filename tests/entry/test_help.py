@@ -10,7 +10,6 @@ import yaml
 
 from rlhf_lightning.app.config.compose import choices, conf_dir
 from rlhf_lightning.app.config.help import GROUPS, choices_text
-from rlhf_lightning.app.config.targets import MOST_LISTED, listed
 
 # Of one choice, or chosen by the experiment.
 NOT_LISTED = {"paths", "trainer", "callbacks", "evaluation", "module", "data"}
@@ -39,9 +38,3 @@ def test_help_lists_every_group_of_training_that_leaves_a_choice():
     listed_groups = {group for group, _ in GROUPS}
     assert listed_groups == (groups | {"preset"}) - NOT_LISTED
     assert all(len(line) < 60 for line in choices_text(60).splitlines())
-
-
-def test_a_long_list_of_names_is_cut_in_a_message_and_a_short_one_is_not():
-    assert listed(["a", "b_c"]) == "a, b_c"
-    many = ["ppo", "sft", *(f"ppo_{n}" for n in range(MOST_LISTED))]
-    assert listed(many) == f"ppo, sft, ... ({len(many)} in all: rlhf-train --help)"

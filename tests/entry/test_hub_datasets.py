@@ -14,9 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from rlhf_lightning.data.encode import encode_all
-from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-from rlhf_lightning.data.sources.transcripts import parse_transcript
 from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
@@ -185,34 +183,3 @@ def test_hh_rlhf_transcripts_become_conversations(source_of, tmp_path):
         assert "[train], row 2: the key 'rejected' holds the text 'no transcript'" in message
         assert len(source.records(kind, "validation")) == 2
         assert encoded([first]) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no transcript", r"'chosen' holds the text 'no transcript', expected"),
-        ("Human: hello\n\nAssistant: hello", r"'chosen' holds the text 'Human: hello"),
-        ("\n\nHuman: a\n\nHuman: b", r"turn 2 of 'chosen' is again from 'Human'"),
-        ("\n\nAssistant: hello", r"turn 1 of 'chosen' is from 'Assistant'"),
-        ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c", r"'chosen' ends with a turn of 'Human'"),
-        (None, r"'chosen' holds null"),
-    ],
-)
-def test_what_is_no_transcript_is_a_bad_record(text, message):
-    with pytest.raises(BadRecordError, match=f"set, row 3: .*{message}"):
-        parse_transcript(text, "chosen", Location("set", 3, "row"))
-
-
-def test_a_transcript_keeps_the_names_of_speakers_and_paragraphs_inside_a_turn():
-    text = "\n\nHuman: who is Assistant: 1?\n\nHumans ask.\n\nAssistant:\n a\n\nb "
-    assert parse_transcript(text, "chosen", Location("set")) == [
-        user("who is Assistant: 1?\n\nHumans ask."),
-        assistant("a\n\nb"),
-    ]
-
-
-def test_ultrachat_has_no_preferences_and_says_so(source_of, tmp_path):
-    folder = publish(tmp_path / "set", [chat_row(n) for n in range(4)], "train_sft", "test_sft")
-    source = source_of("reward", "ultrachat", f"dataset.hub_name={folder}")
-    with pytest.raises(BadRecordError, match=r"preferences were asked for.*are demonstrations"):
-        source.records("preferences", "train")

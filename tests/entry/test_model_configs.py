@@ -13,14 +13,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.app.build import choose_rates, make_tokenizer
-from rlhf_lightning.app.config.compose import choices, conf_dir, named_model
+from rlhf_lightning.app.config.compose import choices, named_model
 from rlhf_lightning.app.config.groups import ModelSettings
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.stages.spec import find_stage
-from rlhf_lightning.text.templates import write_chat
 from tests.builders.command_lines import settings_of
-from tests.builders.tokenizers import build_tokenizer
 
 SMOLLM2 = Path(
     os.environ.get("RLHF_SMOLLM2", "~/.cache/rlhf_lightning/smollm2-135m-instruct")
@@ -169,35 +165,6 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
     }
 
 
-@pytest.mark.parametrize(("model", "variant"), RECIPES)
-def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_path):
-    start = folder_of(model, tmp_path)
-    for stage in STAGES:
-        key = f"artifacts.{find_stage(stage).starts_from}"
-        settings = recipe_settings(stage, model, variant).updated({key: start})
-        changes, told = choose_rates(settings)
-        settings = settings.updated(changes)
-        check_rates(settings, model, lora=variant == "_lora")
-        assert len(told) == len(KEYS[stage])
-        size = f"by the size of the model: {settings.model.num_parameters:,} weights"
-        assert all(size in line for line in told)
-
-
-@pytest.mark.parametrize(("model", "variant"), RECIPES)
-def test_dpo_of_a_recipe_composes_and_starts_from_its_sft_policy(model, variant):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a value outside its usual range would warn
-        cfg = settings_of(*recipe("dpo", model, variant, "ultrafeedback"))
-    reward = recipe_settings("reward", model, variant)
-    for check in (check_precision, check_adapters):
-        check(cfg, variant)
-    check_batches(cfg)
-    check_lengths(cfg)
-    assert cfg.artifacts.sft == reward.artifacts.sft
-    assert cfg.artifacts.publish == cfg.artifacts.sft.removesuffix("sft") + "dpo"
-    assert cfg.scorer is None
-
-
 def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     name = "smollm2_135m"
     published = {
@@ -283,20 +250,6 @@ def test_the_smallest_shape_is_that_of_the_published_checkpoint():
         assert getattr(built, key) == getattr(published, key), key
 
 
-def test_gated_repositories_and_licences_are_named():
-    for name, file in model_files().items():
-        text = (conf_dir() / "model" / f"{name}.yaml").read_text()
-        llama = file.source.startswith("meta-llama/")
-        assert ("The repository is gated" in text) == llama
-        assert file.license == {"llama3_2_1b": "llama3.2", "llama3_1_8b": "llama3.1"}.get(
-            name, "apache-2.0"
-        )
-        for stage in STAGES:
-            assert f"+experiment={stage} model={name} dataset={DATASETS[stage]}" in text, (
-                "the head says how to run it"
-            )
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_another_data_set_brings_its_data_its_lengths_and_its_own_artefacts(stage):
     cfg = settings_of(*recipe(stage, "llama3_2_1b", "_lora", "tldr"))
@@ -318,25 +271,3 @@ def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
     assert cfg.artifacts.base == "folder"
     assert cfg.artifacts.publish == f"artifacts/pretrained_lora/mine/{stage}"
     assert cfg.evaluation.max_new_tokens == 512
-
-
-@pytest.mark.parametrize("dataset", ["hh_rlhf", "tldr", "ultrachat", "ultrafeedback"])
-def test_every_seed_holds_out_the_same_records_of_a_hub_set(dataset):
-    cfgs = [settings_of(*recipe("ppo", "smollm2_135m", "", dataset), f"seed={n}") for n in (1, 2)]
-    sources = [cfg.data.source.build() for cfg in cfgs]
-    assert sources[0].seed == sources[1].seed
-    assert sources[0].validation_split is not None, "the set's own held-out split"
-
-
-def test_qwen3_answers_without_thinking_aloud(tmp_path):
-    template = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}"
-    build_tokenizer(template=template).save_pretrained(tmp_path)
-    cfg = settings_of(*recipe("sft", "qwen3_0_6b", ""), f"artifacts.base={tmp_path}")
-    tokenizer = make_tokenizer(cfg)
-    assert write_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
-    files = model_files()
-    assert files["qwen3_0_6b"].chat_template_arguments == {"enable_thinking": False}
-    others = {n: f.chat_template_arguments for n, f in files.items() if n != "qwen3_0_6b"}
-    dated = {n for n, arguments in others.items() if arguments == {"date_string": "26 Jul 2024"}}
-    assert {"llama3_1_8b", "llama3_2_1b"} <= dated
-    assert not any(arguments for n, arguments in others.items() if n not in dated)

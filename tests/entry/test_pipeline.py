@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.summary import GateResult, Status, new_summary, write_summary
 from tests.builders.command_lines import settings_of
+from tests.builders.processes import run_python
 from tests.entry.test_train import SMALL
 
 pytestmark = pytest.mark.timeout(900)
@@ -44,15 +43,7 @@ def settings_of_step(step: Step) -> CommandSettings:
 
 
 def pipeline(folder: Path, *overrides: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_lightning.pipeline", *overrides],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=850,
-        check=False,
-    )
+    done = run_python("-m", "rlhf_lightning.pipeline", *overrides, folder=folder, timeout=850)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -166,13 +157,6 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         check_pipeline(composed(*overrides))
 
 
-def test_a_pipeline_of_another_objective_than_ppo_is_evaluated_too() -> None:
-    settings = composed("experiments.ppo=kto", "experiments.reward=null")
-    check_pipeline(settings)
-    *_, trained, evaluation = plan(settings, Path("somewhere"))
-    assert (evaluation.stage, evaluation.lead) == ("evaluate", trained)
-
-
 ALONE = (
     *(f"experiments.{stage}=null" for stage in ("sft", "reward", "ppo")),
     "evaluate=false",
@@ -218,19 +202,6 @@ def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
     assert f"going on with {folder.path.relative_to(working_folder)}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_pipeline_without_gates_does_not_say_that_they_passed(
-    gated: bool, working_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cfg = composed(*ALONE)
-    gate = GateResult("loss", 4.0, 5.0, True, "val/loss is 4.000, wanted at most 5")
-    folder = ended_base(cfg, working_folder, *[gate] * gated)
-    assert run(cfg, folder).status == "completed"
-    told = capsys.readouterr().out
-    assert ("all gates passed" in told) is gated
-    assert ("there were no gates" in told) is not gated
-
-
 MET = GateResult("loss", 4.0, 5.0, True, "val/loss is 4.000, wanted at most 5")
 MISSED = GateResult("loss", 4.0, 1.0, False, "val/loss is 4.000, wanted at most 1")
 IDLE = GateResult("refuses", None, 0.1, True, "not measured, and need not be")
@@ -254,19 +225,6 @@ def test_a_pipeline_does_not_say_that_gates_passed_which_were_not_measured(
     folder = ended_base(cfg, working_folder, *gates)
     assert run(cfg, folder).status == "completed"
     assert f"\n{outcome} (" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_stage_that_fails_leaves_a_page_that_names_it_and_those_that_wait(tmp_path: Path) -> None:
-    alone = ["experiments.reward=null", "experiments.ppo=null", "evaluate=false", *TINY]
-    told = pipeline(tmp_path, *alone, "sft:data.max_length=2", code=1)
-    assert "round_1/sft ended with status 1" in told
-    made = only(tmp_path)
-    page = (made / "report.html").read_text()
-    assert 'href="round_1/base/report.html"' in page
-    assert summary(made)["metrics"]["round_1/base/loss"] is not None  # what was known is kept
-    assert summary(made)["status"] == "failed"
-    assert "calling the pipeline again" in page
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from rlhf_lightning.app import plan
 from rlhf_lightning.app.config.compose import ConfigError, register
@@ -129,19 +128,6 @@ def test_every_reward_model_that_is_held_is_counted_in_every_phase(scorer, name,
         assert after.parts[WEIGHTS] - before.parts[WEIGHTS] == (count - 1) * size, after.name
 
 
-def test_reward_models_of_several_kinds_are_counted_alike_and_that_is_said():
-    text = f"{{_target_: {BASE.replace('base', 'text_reward_model')}.TextRewardModelScorer"
-    small, large = f"{text}, source: x, dtype: bfloat16}}", f"{text}, source: y}}"
-    words = ["+experiment=ppo", "plan.device=cuda"]
-    found = read(*words, *weighted(one=small, two=large, three=small))
-    assert (found.run.scoring.count, found.run.scoring.dtype) == (3, torch.float32)
-    assert "3 reward models that differ are counted like the largest" in found.notes
-    adapter = f"{{_target_: {BASE.replace('base', 'adapter')}.RewardAdapterScorer, source: x}}"
-    found = read(*words, *weighted(one=adapter, two=large))
-    assert (found.run.scoring.kind, found.run.scoring.count) == ("model", 1)
-    assert "reward adapters beside a reward model are not counted" in found.notes
-
-
 def test_what_holds_models_that_are_not_counted_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "rewards.")
     monkeypatch.syspath_prepend(tmp_path)
@@ -176,19 +162,6 @@ def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it
     assert held[0][WEIGHTS] == held[1][WEIGHTS]
 
 
-def test_smaller_micro_batches_are_suggested_by_a_key_of_each_reward_model_of_a_sum():
-    words = ["+experiment=ppo", ULTRA, "plan.device=cuda", "data.batch_size=512"]
-    words += ["module.sampling.max_new_tokens=512"]
-    words += weighted(one=PACKED[:-1] + ", micro_batch_size: 32}", two=FUNCTION, three=PACKED)
-    run = read(*words).run
-    keys = ("scorer.scorers.one.micro_batch_size", "+scorer.scorers.three.micro_batch_size")
-    assert run.scoring.keys == keys
-    first = next(report._micro_batches(run, phases.plan(run)))
-    again = read(*words, *first.settings).run
-    assert again.scoring.micro_batch_size == first.run.scoring.micro_batch_size
-    assert len(first.settings) == 3
-
-
 @pytest.mark.parametrize("stage", ["ppo", "grpo"])
 def test_more_devices_are_planned_for_the_batch_that_is_suggested_with_them(stage):
     words = [f"+experiment={stage}", ULTRA, "model=qwen2_5_7b", "plan.device=cuda"]
@@ -220,8 +193,3 @@ def test_rows_of_kto_go_through_an_update_one_by_one_and_pairs_of_dpo_two_by_two
     assert kto["stage"].startswith("KTO")
     assert kto["batch"].startswith("64 rows")
     assert dpo["batch"].startswith("64 pairs")
-
-
-def test_a_setting_that_does_not_exist_is_named():
-    with pytest.raises(ConfigError, match=r"unknown key plan\.device_memry; did you mean"):
-        read("+experiment=ppo", "plan.device_memry=80GiB")

@@ -40,16 +40,6 @@ def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_c
         prerequisites.prepare_inputs(settings, [*words, "module.ppo.kl_coef=0.1"])
 
 
-def test_a_missing_sft_model_of_ultrafeedback_is_made_from_ultrachat(tmp_path):
-    words = ["+experiment=reward", "model=qwen2_5_0_5b", "dataset=ultrafeedback"]
-    settings = settings_of(*words, f"paths.artifacts={tmp_path}")
-    made = "+experiment=sft model=qwen2_5_0_5b dataset=ultrachat"
-    sft = settings_of(*made.split(), f"paths.artifacts={tmp_path}")
-    assert sft.artifacts.publish == settings.artifacts.sft
-    with pytest.raises(ConfigError, match=rf"\{made}$"):
-        prerequisites.prepare_inputs(settings, words)
-
-
 def test_missing_built_in_models_are_trained_in_order_and_say_so(
     compose_ppo, tmp_path, monkeypatch
 ):
@@ -62,15 +52,6 @@ def test_missing_built_in_models_are_trained_in_order_and_say_so(
     prerequisites.prepare_inputs(compose_ppo(), [], say=said.append)
     assert trained == ["sft", "reward"]
     assert "training it first" in said[0]
-
-
-def test_a_complete_folder_is_used_as_it_is(compose_ppo, tmp_path, monkeypatch):
-    for kind in ("sft", "reward"):
-        folder = tmp_path / "demo_seed1" / kind
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-    monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("nothing is missing"))
-    prerequisites.prepare_inputs(compose_ppo(), [])
 
 
 def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypatch):
@@ -141,12 +122,6 @@ def test_a_folder_that_the_user_names_is_never_made_up(compose_ppo, tmp_path):
     settings = compose_ppo("debug=fast", f"artifacts.sft={tmp_path}/mine")
     with pytest.raises(ConfigError, match=r"mine does not exist"):
         prerequisites.prepare_inputs(settings, [])
-
-
-def test_a_hub_name_is_left_to_transformers(compose_ppo, monkeypatch):
-    monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("hub names are not ours"))
-    settings = compose_ppo("artifacts.sft=Some-Org/model-1B", "artifacts.reward=Some-Org/reward-1B")
-    prerequisites.prepare_inputs(settings, [])
 
 
 OWN = ["model=pretrained", "dataset=files", "dataset.path=pairs.jsonl", "dataset.name=mine"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from rlhf_lightning.app.study.steps import check_pipeline, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import settings_of
+from tests.builders.processes import run_python
 from tests.entry.test_pipeline import composed, settings_of_step
 
 SENTIMENT = [
@@ -81,30 +80,10 @@ def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
 
 
 def test_a_mistake_in_a_stage_s_words_is_answered_before_anything_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_lightning.pipeline", "ppo:module.pp=3"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_python("-m", "rlhf_lightning.pipeline", "ppo:module.pp=3", folder=tmp_path)
     assert done.returncode == 2
     assert "error: round_1/ppo: unknown key module.pp; did you mean module.ppo" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_the_user_s_words_for_the_evaluation_win(tmp_path: Path) -> None:
-    words = ["evaluate:dataset=questions", "evaluate:dataset.path=F", "evaluate:gates=none"]
-    *_, step = plan(composed(*SENTIMENT, *words, "evaluate:prompts.max_length=99"), tmp_path)
-    settings = settings_of_step(step)
-    assert settings.dataset.source.get("path") == "F"
-    assert "positive" not in settings.resolved["dataset"]
-    assert settings.prompts.max_length == 99
-    assert not settings.gates
-    assert settings.baseline == str(tmp_path / "round_1/artifacts/smollm2_sentiment/sft")
-    *_, step = plan(composed("evaluation_gates=sft"), tmp_path)
-    assert "gates=sft" in step.words
 
 
 def run_of(folder: Path, *overrides: str) -> RunFolder:
@@ -151,13 +130,6 @@ def test_every_policy_that_starts_from_sft_is_compared_with_it(working_folder, e
     other = settings_of(f"run={made.path}", "artifacts.sft=other", entry="evaluate")
     assert other.baseline == "other"
     assert settings_of(f"run={made.path}", entry="collect").dataset.name == "demo_seed1"
-
-
-def test_a_run_of_sft_is_compared_with_what_it_started_from(working_folder) -> None:
-    made = run_of(working_folder / "outputs/sft/1", "+experiment=sft")
-    settings = settings_of(f"run={made.path}", entry="evaluate")
-    assert settings.policy == str(made.export)
-    assert settings.baseline == "artifacts/demo_seed1/base"
 
 
 def test_what_the_command_line_names_is_not_taken_over(working_folder) -> None:
@@ -243,9 +215,3 @@ def test_evaluation_and_collection_compute_in_the_precision_that_the_run_compute
         assert settings.trainer.precision == precision, entry
         assert settings.trainer.matmul_precision == "high", entry
     assert trained.compute_precision == precision
-
-
-def test_without_a_run_a_pretrained_model_is_evaluated_and_asked_in_bf16() -> None:
-    for entry in ("evaluate", "collect"):
-        assert settings_of("model=llama3_1_8b", entry=entry).trainer.precision == "bf16-mixed"
-        assert settings_of(entry=entry).trainer.precision == "32-true"

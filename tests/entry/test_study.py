@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,9 @@ from rlhf_lightning.app.config.compose import choices, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.study.engine import startable
 from rlhf_lightning.app.study.rows import plan
-from rlhf_lightning.app.study.study import _results, main
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.app.study.study import main
 from rlhf_lightning.runs.metric_catalog import percent
-from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import environment, overrides_of, settings_of
-from tests.builders.processes import run_python
 
 TINY = """
 # @package _global_
@@ -130,34 +126,11 @@ def test_the_matrix_has_every_setting_of_a_seed_before_the_next_seed(tmp_path):
     assert runs[0].settings.start.endswith("/studies/study/artifacts/demo_seed3/sft")
 
 
-def test_the_kl_of_the_best_of_n_counts_as_a_bound_and_that_of_a_trained_policy_does_not(tmp_path):
-    ppo, _, evaluated, *_ = plan(composed(*ROWS, "shared.evaluate=['best_of.n=[1,4]']"), tmp_path)
-    assert [one.kl_is_bound for one in _results(ppo)] == [False]
-    assert [(one.setting, one.kl_is_bound) for one in _results(evaluated)] == [("n=4", True)]
-    folder = RunFolder(evaluated.place / "evaluate" / "now").create()
-    found = {"best_of/1/score": 0.1, "best_of/4/score": 1.0, "best_of/4/kl_per_token": 0.05}
-    done = new_summary("evaluate", seed=1, config_hash=evaluated.settings.config_hash)
-    write_summary(folder, replace(done, status="completed", metrics=found))
-    (only,) = _results(evaluated)
-    assert (only.kl_is_bound, only.metrics["val/kl_per_token"]) == (True, 0.05)
-
-
 def test_later_words_win_and_a_trial_keeps_its_models_apart(tmp_path):
     words = ["shared.train=['logger=none']", "overrides.train=['logger=csv','debug=fast']"]
     run, *_ = plan(composed(*ROWS, *words), tmp_path)
     assert run.settings.logger.kind == "csv"
     assert run.settings.start.endswith("/artifacts/debug_fast/demo_seed1/sft")
-
-
-def test_settings_that_change_the_models_runs_start_from_have_models_of_their_own(tmp_path):
-    vary = "{model.from_scratch.hidden_size:[64,128]}"
-    runs = plan(composed(f"+runs.ppo={{experiment:ppo,vary:{vary}}}"), tmp_path)
-    assert len({run.settings.start for run in runs}) == 2
-
-
-def test_settings_that_a_folder_cannot_spell_have_folders_of_their_own(tmp_path):
-    row = "+runs.ppo={experiment:ppo,vary:{artifacts.sft:['a/b','a_b']}}"
-    assert len({run.place for run in plan(composed(row), tmp_path)}) == 2
 
 
 CHAIN = (
@@ -313,11 +286,3 @@ def test_a_mistake_is_answered_in_one_line_and_makes_no_folder(
     assert told in said
     assert len(said.splitlines()) == 1
     assert not list(working_folder.iterdir())
-
-
-def test_help_names_the_forms_of_the_command():
-    done = run_python("-m", "rlhf_lightning.study", "--help", folder=Path.cwd())
-    assert done.returncode == 0, done.stderr
-    for form in ("rlhf-study objectives jobs=4", "--config-dir DIR", "train:debug=fast"):
-        assert form in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 100

@@ -112,16 +112,6 @@ def test_a_job_submitted_again_goes_on_and_the_page_of_its_sweep_counts_it(job, 
     assert _start(collect, RunFolder(new.path.with_name("2"))) == labels
 
 
-def test_a_single_run_goes_on_with_its_own_or_else_with_a_job_of_a_sweep(tmp_path):
-    asked = ["+experiment=ppo", "resume=auto", f"paths.outputs={tmp_path}"]
-    settings, new = settings_of(*asked), RunFolder(tmp_path / "ppo/2026-11-22_11-00-00")
-    job = unfinished(tmp_path / "multirun/2026-11-22_09-00-00/0", settings.config_hash)
-    assert _where_to_start(settings, new)[0] == job
-    assert not new.path.exists()
-    own = unfinished(tmp_path / "ppo/2026-11-22_08-00-00", settings.config_hash)
-    assert _where_to_start(settings, new)[0] == own
-
-
 def test_a_job_that_failed_is_named_at_the_end_and_on_the_page(tmp_path, capsys):
     folders = finished_sweep(tmp_path)
     for folder, kl_coef in zip(folders, (0.01, 0.05, 0.1, 0.2), strict=True):
@@ -246,18 +236,6 @@ def test_a_sweep_is_found_and_its_first_and_last_job_build_their_hyper_parameter
                 key, _, value = override.partition("=")
                 if "$" not in value:
                     assert settings.select(key) == yaml.safe_load(value)
-
-
-def test_each_size_of_reward_model_has_artefacts_of_its_own():
-    register()
-    job = ["+experiment=reward", "+sweeps=reward_size", "model.from_scratch.hidden_size=64"]
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        folder = compose("train", job, return_hydra_config=True).hydra.sweeper.params[
-            "paths.artifacts"
-        ]
-    cfg = settings_of(*job, f"paths.artifacts={folder}")
-    assert cfg.artifacts.sft == "artifacts/hidden_64/demo_seed1/sft"
-    assert cfg.artifacts.publish == "artifacts/hidden_64/demo_seed1/reward"
 
 
 @pytest.mark.slow

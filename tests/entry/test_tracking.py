@@ -136,13 +136,6 @@ def test_what_a_stage_makes_has_the_digest_under_which_the_next_one_uses_it(trac
     assert records_fingerprint([1, 2]) != records_fingerprint([2, 1])
 
 
-def test_what_w_and_b_is_going_to_upload_stands_in_the_run_folder(tracked, records):
-    entries = [r["artifact"]["manifest"]["contents"] for r in records if "artifact" in r]
-    paths = [entry["local_path"] for contents in entries for entry in contents]
-    assert len(paths) >= 6
-    assert all(path.startswith(str(tracked.path.resolve())) for path in paths)
-
-
 def test_the_jobs_of_a_sweep_share_a_group_and_a_single_run_has_none():
     register()
     overrides = ["+experiment=ppo", "hydra.sweep.dir=outputs/multirun/today", "hydra.job.num=0"]

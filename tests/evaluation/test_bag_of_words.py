@@ -35,31 +35,10 @@ def test_log_odds_are_those_worked_out_by_hand():
     assert log_odds == pytest.approx([expected, -expected, 0, 2 * expected, 0, 0], abs=1e-12)
 
 
-def test_classes_of_different_size_are_weighed_alike():
-    few = BagOfWords().fit(LIKED, LOATHED).log_odds(["a warm tale"])[0]
-    many = BagOfWords().fit(LIKED, LOATHED * 5).log_odds(["an unheard phrase"])[0]
-    assert few > 0
-    assert many == 0.0
-
-
-def test_probability_is_the_sigmoid_of_the_log_odds():
-    classifier = BagOfWords().fit(LIKED, LOATHED)
-    texts = ["warm and funny", "cold and tired", "nothing known"]
-    odds, probability = classifier.log_odds(texts), classifier.probability(texts)
-    assert probability == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
-    assert probability[0] > 0.9 > 0.1 > probability[1]
-    assert probability[2] == 0.5
-
-
 def test_new_texts_are_put_into_their_class():
     classifier = BagOfWords().fit(LIKED, LOATHED)
     assert classifier.accuracy(["a warm cast", "funny"], ["a cold cast", "dull"]) == 1.0
     assert classifier.accuracy(["a cold cast", "dull"], ["a warm cast", "funny"]) == 0.0
-
-
-def test_accuracy_weighs_the_classes_alike():
-    classifier = BagOfWords().fit(LIKED, LOATHED)
-    assert classifier.accuracy(["warm", "warm", "warm", "warm"], ["warm"]) == 0.5
 
 
 def test_features_are_present_or_not_and_know_neighbours_but_no_case_or_spacing():
@@ -69,21 +48,10 @@ def test_features_are_present_or_not_and_know_neighbours_but_no_case_or_spacing(
     assert features("") == frozenset()
 
 
-def test_a_word_said_often_counts_once():
-    classifier = BagOfWords().fit(LIKED, LOATHED)
-    assert classifier.log_odds(["sharp"]) == classifier.log_odds(["sharp"])
-    repeated = classifier.log_odds(["sharp sharp sharp sharp"])
-    assert repeated == classifier.log_odds(["sharp sharp"])
-
-
 def test_the_judge_reads_the_continuation_and_not_the_prompt():
     gold = judge()
     prompts = ["cold and tired", "warm and funny"]
     assert gold(prompts, [" warm and funny", " cold and tired"], [True, False]) == [1.0, 0.0]
-
-
-def test_a_continuation_that_says_nothing_is_not_called_positive():
-    assert judge()(["a", "b"], ["", "zebra"], [True, True]) == [0.0, 0.0]
 
 
 def test_win_rate_is_one_half_plus_half_the_gain_in_share():

@@ -15,7 +15,6 @@ from rlhf_lightning.evaluation.benchmarks import (
     PairsBenchmark,
     RewardBench2,
     Scored,
-    best_of_credit,
     ties_metrics,
 )
 
@@ -92,16 +91,6 @@ def test_ties_are_scored_as_the_repository_of_the_set_does(tmp_path):
     assert found["closeness"] == pytest.approx(closeness)
     expected = 0.3 * 1 + 0.3 * 2 / 3 + 0.2 * 2 / 3 + 0.2 / 3 + 0.01 * closeness
     assert found["score"] == pytest.approx(expected)
-
-
-def test_equal_scores_of_all_answers_earn_nothing_in_ties_and_a_share_elsewhere(tmp_path):
-    found = ties_metrics(tie(0, [1.0, 1.0], [1.0, 1.0, 1.0], 2, tmp_path))
-    assert found == {
-        "ref_accuracy": 0, "tied_accuracy": 0, "preferred": 0, "preferred_hard": 0, "closeness": 0,
-        "score": 0,
-    }  # fmt: skip
-    assert best_of_credit([1.0] * 4) == 0.25
-    assert best_of_credit([0.0, 1.0, 1.0, 0.0]) == 0
 
 
 def test_a_tie_without_its_reference_is_refused(tmp_path):

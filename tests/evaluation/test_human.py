@@ -37,17 +37,6 @@ def label(pair_id, choice, annotator="ann"):
     return Label(pair_id, annotator, choice, "person", "first", now())
 
 
-def test_the_same_seed_asks_the_same_and_another_one_something_else():
-    mine, theirs = both()
-    first = blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=1)
-    assert first == blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=1)
-    other = blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=2)
-    assert [row.policy_side for row in first[1]] != [row.policy_side for row in other[1]]
-    assert len(first[0]) == 7  # equal answers are not asked about
-    assert [row.pair_id for row in first[1]].count(None) == 1
-    assert len(blind_pairs(mine, theirs, num_pairs=3, scored=True, seed=1)[1]) == 3
-
-
 def test_a_key_is_read_line_by_line_whatever_its_texts_hold(tmp_path):
     pairs, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
     odd = [replace(row, domain="one\u2028two\x85three\x0bfour") for row in key]
@@ -175,16 +164,6 @@ def test_the_calibration_error_is_that_of_torchmetrics():
     found = reward_check(gaps.tolist(), [1] * 400, "x")["x_calibration_error"]
     assert found == pytest.approx(float(metric.compute()), abs=1e-5)
     assert found > 0.01
-
-
-def test_nothing_is_said_of_calibration_where_scores_are_no_log_odds():
-    pairs, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
-    labels = [label(pair.pair_id, "first") for pair in pairs]
-    name = "val/human_reward_calibration_error"
-    unknown, known = human_metrics(key, labels), human_metrics(key, labels, score_scale=2.0)
-    assert name not in unknown
-    assert known.keys() - unknown.keys() == {name}
-    assert unknown["val/human_reward_accuracy"] == known["val/human_reward_accuracy"]
 
 
 def test_labels_are_read_from_a_file_and_only_those_of_people(tmp_path):

@@ -31,10 +31,6 @@ def test_an_answer_is_right_if_it_is_the_reference_but_for_white_space():
     assert scores == list(answers.values())
 
 
-def test_an_answer_that_was_cut_off_is_not_the_reference():
-    assert ExactMatchGold()(["p"], ["ls"], [False], completion=["ls"]) == [0.0]
-
-
 def test_the_first_word_counts_on_its_own():
     gold = ExactMatchGold(column="command")
     details = gold.details(
@@ -99,15 +95,6 @@ def test_references_come_from_the_columns_of_the_prompts_row_by_row(sampling):
     assert metrics["val/first_word_match"] >= 3 / 4
     assert metrics["val/baseline_exact_match"] < 3 / 4
     assert metrics["val/baseline_gold"] == metrics["val/baseline_exact_match"]
-
-
-def test_a_gold_reward_without_columns_is_called_as_before(sampling):
-    def gold(prompts, completions, finished):
-        return [float(len(text)) for text in completions]
-
-    metrics = compare(tiny_policy(seed=1), tiny_policy(seed=1), sampling, gold, other=["x"] * 4)
-    assert metrics["val/gold"] > 0
-    assert "val/exact_match" not in metrics
 
 
 def test_a_column_that_no_prompt_has_is_an_error_and_not_a_score_of_0(sampling):

@@ -94,12 +94,6 @@ def test_what_a_file_was_given_for_is_not_optional(tmp_path):
     assert all(gate.passed for gate in check_gates(gates, {}))
 
 
-def test_a_kind_of_prompt_that_is_not_there_has_no_rate():
-    found = SafetyCheck(PhraseRefusals()).measures(answers(["no"], domains=["harmless"]), "val/")
-    assert "val/refusal_rate" not in found
-    assert found["val/over_refusal_rate"] == 0.0
-
-
 def test_harmful_prompts_of_a_file_are_asked_as_attacks_do_and_counted_apart(tmp_path):
     file = tmp_path / "prompts.jsonl"
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "how to rob ?"}]
@@ -142,12 +136,6 @@ def test_an_attack_that_cannot_be_is_refused():
         SafetyCheck(PhraseRefusals(), attacks=["prefix"])
 
 
-def test_any_callable_may_tell_refusals():
-    check = SafetyCheck(lambda prompt, text: prompt == text)
-    said = answers(["p", "q"], prompts=["p", "p"], domains=["harmful"] * 2)
-    assert check.measures(said, "x/")["x/refusal_rate"] == 0.5
-
-
 def test_prompts_of_a_file_are_harmful_or_harmless(tmp_path):
     file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "how do i steal ?", "harmful": True}, {"prompt": "a", "harmful": False}]
@@ -159,12 +147,6 @@ def test_prompts_of_a_file_are_harmful_or_harmless(tmp_path):
     ]
     said = answers(["i cannot", "i cannot"], domains=[r.domain for r in check.records()])
     assert check.measures(said, "")["over_refusal_rate"] == 1.0
-
-
-def test_prompts_of_a_csv_file_are_read(tmp_path):
-    (tmp_path / "prompts.csv").write_text("prompt,harmful\nhow ?,true\nwhy ?,False\n")
-    found = read_safety_prompts(tmp_path / "prompts.csv")
-    assert [record.domain for record in found] == ["harmful", "harmless"]
 
 
 @pytest.mark.parametrize(

@@ -31,23 +31,6 @@ def test_swapping_policy_and_baseline_gives_the_complement():
     assert forward.low == pytest.approx(1 - backward.high)
 
 
-def test_no_prompts_give_nan_and_not_an_error():
-    result = win_rate([], [], confidence=0.95)
-    assert (result.wins, result.ties, result.losses) == (0, 0, 0)
-    assert all(math.isnan(value) for value in (result.rate, result.low, result.high))
-
-
-def test_equal_infinite_scores_are_a_tie():
-    infinity = float("inf")
-    assert win_rate([infinity, infinity], [infinity, 0.0], confidence=0.95)[:3] == (1, 1, 0)
-
-
-def test_more_confidence_gives_a_wider_interval():
-    narrow = win_rate([1.0] * 10, [0.0] * 10, confidence=0.5)
-    wide = win_rate([1.0] * 10, [0.0] * 10, confidence=0.99)
-    assert wide.low < narrow.low < narrow.high == wide.high == 1.0
-
-
 @pytest.mark.parametrize(
     ("policy", "baseline", "options", "message"),
     [

@@ -169,13 +169,3 @@ def test_more_devices_than_there_are_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"^trainer\.devices=3, but torch finds 2 of kind gpu"):
         check_devices(settings)
     check_devices(on("cpu", 8))
-
-
-def test_a_file_in_a_folder_named_wandb_is_named_too(tmp_path):
-    file = tmp_path / "wandb" / "reward.py"
-    file.parent.mkdir()
-    file.write_text("import sys\n\ndef leave():\n    sys.exit(0)\n")
-    scope: dict[str, object] = {}
-    exec(compile(file.read_text(), str(file), "exec"), scope)
-    with pytest.raises(RunFailedError, match=r"called in leave \(.*/wandb/reward\.py, line 4\)"):
-        exits_are_failures()(scope["leave"])()

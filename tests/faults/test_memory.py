@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -68,19 +67,6 @@ def test_what_counts_as_out_of_memory(error, expected):
     wrapped = RuntimeError("while scoring")
     wrapped.__cause__ = error
     assert is_out_of_memory(wrapped) is expected
-
-
-@pytest.mark.slow
-def test_settings_that_are_used_already_are_not_advised(start):
-    settings = settings_for("ppo", start, "artifacts.reward=null", "lora=lora").updated(
-        {"model.activation_checkpointing": True, "module.ppo.micro_batch_size": 1}
-    )
-    text = memory_advice(settings, ["+experiment=ppo"], evaluates=False)
-    advice = re.search(r"Change one of: (.*?)\. ", text)
-    assert advice is not None
-    assert advice.group(1) == "module.sampling.max_new_tokens below 4"
-    settings = settings.updated({"module.ppo.micro_batch_size": 6})
-    assert "module.ppo.micro_batch_size=3 (now 6)" in memory_advice(settings, [], evaluates=False)
 
 
 class TooLarge(torch.optim.SGD):

@@ -98,7 +98,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
 }
-PADS = ("own", "eos", "missing")
 # Every architecture with pad == eos, where a wrong mask shows, and one with every kind of pad.
 RUNS = [(name, "eos") for name in ARCHITECTURES] + [("llama", "own"), ("llama", "missing")]
 

@@ -20,9 +20,7 @@ from rlhf_lightning import (
     export_model,
     trainer_arguments,
 )
-from rlhf_lightning.modules.step_0 import Step0Error
 from rlhf_lightning.runs.folder import read_metrics
-from tests.builders.models import tiny_policy
 from tests.builders.record_files import write_material
 from tests.builders.stages import RecordedGRPO
 
@@ -175,36 +173,3 @@ def test_the_summary_and_the_report_are_those_of_the_run(trained):
     for told in about.values():
         assert escape(told) in page
     assert "value_loss" not in page
-
-
-def test_a_plain_trainer_works(material, tmp_path):
-    module = made(material)
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path,
-        enable_progress_bar=False, enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(module, prompts(material, module, num_iterations=2))
-    assert trainer.global_step == 2 * 2 * 2
-    assert len(module.rollouts[0]) == 4 * 3
-
-
-def test_a_reference_from_other_weights_ends_the_run_before_its_first_update(material, tmp_path):
-    module = made(material)
-    build = module.build_models
-
-    def models() -> Any:
-        found = build()
-        found.reference.load_state_dict(
-            tiny_policy("llama", seed=7, max_position_embeddings=2048).state_dict()
-        )
-        return found
-
-    module.build_models = models
-    trainer = L.Trainer(
-        **trainer_arguments(
-            tmp_path, max_iterations=1, accelerator="cpu", enable_progress_bar=False
-        )
-    )
-    with pytest.raises(Step0Error, match="must start at 0"):
-        trainer.fit(module, prompts(material, module))
-    assert module.num_optimizer_steps == 0

@@ -53,10 +53,10 @@ def train(material: Path, folder: Path, devices: int, strategy: str, how: str) -
     ("strategy", "how"),
     [
         ("ddp", ""),
-        ("fsdp", ""),
+        pytest.param("fsdp", "", marks=pytest.mark.slow),
         ("fsdp", "lora"),
         pytest.param("ddp", "kto", marks=pytest.mark.slow),
-        ("fsdp", "kto"),
+        pytest.param("fsdp", "kto", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strategy, how):

@@ -60,6 +60,23 @@ def stray_folders(outputs: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(200)
+def test_all_ranks_share_one_run_folder(tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    run_ranks(
+        [*TRAIN, "+experiment=base", "strategy=ddp", *SETTINGS],
+        world_size=2,
+        folder=tmp_path / "logs",
+        working_folder=folder,
+        environment={"TORCHELASTIC_RUN_ID": "none"},  # what torchrun adds to the place of a rank
+    ).check()
+    (run_folder,) = runs_below(folder / "outputs")
+    check_run(run_folder)
+    assert stray_folders(folder / "outputs") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_under_torchrun_all_ranks_share_one_run_folder(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     torchrun += ["--rdzv-endpoint=localhost:0", "--no-python", sys.executable]

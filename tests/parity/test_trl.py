@@ -40,7 +40,6 @@ from tests.parity.both import (
 
 pytestmark = pytest.mark.timeout(120)
 SAME = 1e-4
-DIFFERENCE_OF_RAGGED_PAIRS = 0.1
 
 
 def check_steps_are_worth_comparing(recorder: Recorder) -> None:

@@ -9,7 +9,6 @@ import pytest
 from rlhf_lightning.app.report import run
 from rlhf_lightning.reports.compare import (
     frontier,
-    read_runs,
     render_comparison,
     write_comparison,
 )
@@ -52,39 +51,6 @@ def test_runs_that_failed_are_shown(tmp_path):
     page = render_comparison([*folders, failed])
     assert "1 did not end" in page
     assert "<td>failed</td>" in page
-
-
-def test_an_interval_is_not_rounded_across_one_half(tmp_path):
-    page = render_comparison(
-        [job(tmp_path / "a", 0.05, 0.5161, 0.2), job(tmp_path / "b", 0.2, 0.7, 0.1)]
-    )
-    assert "<small>49.6 to 53.6 %</small>" in page
-
-
-def test_of_more_runs_than_colours_the_later_have_dashed_lines_and_hollow_dots(tmp_path):
-    folders = [job(tmp_path / str(i), 0.01 * i, 0.5 + 0.01 * i, 0.2) for i in range(1, 9)]
-    page = render_comparison(folders)
-    charts = re.findall(r"<svg.*?</svg>", page, re.S)
-    chart = next(c for c in charts if "<title>score</title>" in c)
-    lines = re.findall(r"<polyline class=\"line (s\d)\"( style=[^ ]+ 3\")?", chart)
-    assert [bool(style) for _, style in lines] == [False] * 6 + [True] * 2
-    assert len(set(lines)) == 8, "each has a look of its own"
-    plane = next(c for c in charts if "learnt score over KL" in c)
-    assert re.findall(r"<circle class=.s(\d).( style=.fill:var)?", plane) == [
-        *((str(i), "") for i in range(6)), ("0", ' style="fill:var'), ("1", ' style="fill:var'),
-    ]  # fmt: skip
-    dots = re.findall(r'<span class="(s\dt)">(.)</span> kl_coef=0.0[178]<', page)
-    assert set(dots) == {("s0t", "●"), ("s0t", "○"), ("s1t", "○")}
-
-
-def test_a_setting_that_changes_no_figure_names_no_run(tmp_path):
-    folders = sweep(tmp_path)
-    often = folders[0].config.read_text() + "callbacks: {checkpoint: {every_n_iterations: 2}}\n"
-    folders[0].config.write_text(often)
-    runs = read_runs(folders)
-    assert [r.label for r in runs] == ["kl_coef=0.01", "kl_coef=0.05", "kl_coef=0.1", "kl_coef=0.2"]
-    page = render_comparison(folders)
-    assert "callbacks.checkpoint.every_n_iterations" in page, "it is told among what differs"
 
 
 def test_the_frontier_keeps_what_nothing_beats_in_both():

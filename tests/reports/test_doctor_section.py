@@ -13,10 +13,6 @@ ALERT = DoctorEvent(
 ACTION = DoctorEvent(12, "action", "kl_high", "", "kl_coef from 0.05 to 0.1")
 
 
-def test_a_run_without_a_doctor_has_no_section():
-    assert doctor_section([]) == ""
-
-
 def test_a_healthy_run_says_that_somebody_watched():
     page = doctor_section([WATCH])
     assert "2 detectors watched, none found anything" in page

@@ -7,7 +7,6 @@ import pytest
 
 from rlhf_lightning.reports.outcome import (
     best_of_figures,
-    domain_rates,
     domains_section,
     overoptimization_section,
 )
@@ -27,13 +26,6 @@ METRICS = {
     "val/gold": 0.5,
     "val/baseline_gold": 1.0,
 }
-
-
-def test_domains_are_those_that_were_measured_and_no_bounds():
-    assert domain_rates(METRICS, "val/gold_win_rate") == {
-        "sums": (0.8, 0.7, 0.9),
-        "talk": (0.3, None, None),
-    }
 
 
 def test_the_best_domain_comes_first_and_one_below_chance_is_red():
@@ -62,21 +54,6 @@ def test_a_domain_whose_interval_holds_one_half_is_grey():
     assert classes == ["", "undecided", "bad"]
 
 
-def test_without_domains_there_is_no_section():
-    assert domains_section({"val/gold_win_rate": 0.7, "val/gold_win_rate_low": 0.6}) == ""
-    lengths = {"val/accuracy_length_matched": 0.5, "val/accuracy_chosen_longer": 0.6}
-    assert domains_section(lengths | {"val/accuracy_ties_half": 0.5}) == ""
-
-
-def test_a_domain_that_is_called_as_a_bound_has_its_bar():
-    names = ("low", "high", "length_matched", "x", "x_low")
-    metrics = {f"val/accuracy/domain/{name}": 0.75 for name in names}
-    bounds = {"val/accuracy_low": 0.1, "val/accuracy_length_matched": 0.2}
-    assert set(domain_rates(metrics | bounds, "val/accuracy")) == set(names)
-    section = domains_section(metrics | bounds)
-    assert section.count("75.0 %") == 5
-
-
 def test_reward_is_drawn_over_the_root_of_kl_from_the_sft_policy_to_the_end():
     rows = [
         {"iteration": i, "rollout/kl_per_response": float(i**2), "rollout/score": i / 2}
@@ -92,10 +69,6 @@ def test_reward_is_drawn_over_the_root_of_kl_from_the_sft_policy_to_the_end():
     assert float(gold[3]) == dots[2], "4 nats are 2 on the axis"
     assert float(gold[4]) > float(gold[2]), "gold fell"
     assert "over-optimisation" in section
-
-
-def test_without_kl_there_is_no_over_optimisation():
-    assert overoptimization_section([{"iteration": 1, "rollout/score": 1.0}], METRICS) == ""
 
 
 def test_the_best_of_each_n_is_a_point_with_its_interval_and_its_n():

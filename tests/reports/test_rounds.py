@@ -45,14 +45,3 @@ def test_every_round_has_its_win_rate_with_the_interval_and_a_row() -> None:
     assert [row[0] for row in rows] == ["1", "2"]
     assert "0.2" in rows[0][1]
     assert "88.0" in rows[1][1]
-
-
-def test_where_a_round_has_no_gold_the_learnt_score_is_shown_of_all() -> None:
-    metrics = METRICS | {"round_2/ppo/gold_win_rate": None}
-    metrics |= {f"round_{k}/{s}/score_win_rate": 0.7 for k, s in ((1, "evaluate"), (2, "ppo"))}
-    assert "by learnt score" in rounds_section(metrics, STAGES)
-
-
-def test_one_round_needs_no_section() -> None:
-    assert rounds_section({k: v for k, v in METRICS.items() if "round_2" not in k}, STAGES) == ""
-    assert rounds_section({}, []) == ""

@@ -15,20 +15,6 @@ def test_what_went_and_what_came_is_marked_and_the_rest_is_not():
     assert after == "Mix flour and <ins>water</ins>. Eat it <ins>warm</ins>."
 
 
-def test_taking_the_marks_away_leaves_the_texts():
-    old, new = "a b  c\n d, e? (f)", "a c\n\nd e! (f) g"
-    before, after = marked(old, new)
-    assert without("del", before) == old
-    assert without("ins", after) == new
-
-
-def test_texts_with_little_in_common_are_not_marked():
-    pair = ("I do not know.", "Rinse the rice, then boil it.")
-    assert marked(*pair) == pair
-    assert marked("same", "same") == ("same", "same")
-    assert marked("", "new") == ("", "new")
-
-
 def test_marks_cannot_be_forged_and_long_texts_are_not_compared():
     before, after = marked("one two <ins>x</ins> three", "one two <b>x</b> three")
     assert "<ins>x" not in before

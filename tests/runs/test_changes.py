@@ -25,12 +25,3 @@ def test_a_group_in_place_of_nothing_is_told_key_by_key_and_the_other_way_round(
         Change("judge.url", "null", "http://judge"),
         Change("doctor.actions.cooldown", "4", "null"),
     ]
-
-
-def test_a_key_that_only_one_of_them_has_is_not_set_in_the_other():
-    changed = SHIPPED | {"scorer": {"_target_": "function", "function": "f.py:score"}}
-    assert find_changes(SHIPPED, changed) == [
-        Change("scorer._target_", "reward_model", "function"),
-        Change("scorer.function", "not set", "f.py:score"),
-        Change("scorer.source", "artifacts/reward", "not set"),
-    ], "that mean was null says nothing"

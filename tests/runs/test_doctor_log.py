@@ -70,15 +70,6 @@ def test_the_summary_holds_alerts_and_actions(tmp_path):
     assert read_summary(folder).alerts[0]["cause"] == "c"
 
 
-def test_a_summary_from_before_the_doctor_is_still_read(tmp_path):
-    folder = RunFolder(tmp_path)
-    write_summary(folder, new_summary("ppo", seed=1, config_hash="x"))
-    content = json.loads(folder.summary.read_text())
-    del content["alerts"], content["actions"]
-    folder.summary.write_text(json.dumps(content))
-    assert read_summary(folder).alerts == ()
-
-
 def test_an_unknown_kind_of_event_is_refused(tmp_path):
     path = tmp_path / "doctor.jsonl"
     write_events(path, [DoctorEvent(1, "guess", "x", "warn", "m")])  # type: ignore[arg-type]

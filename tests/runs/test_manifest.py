@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_lightning.runs import manifest
 from rlhf_lightning.runs.lock import artifact_lock, claim_run, is_claimed
 from rlhf_lightning.runs.manifest import (
     ManifestError,
@@ -200,31 +199,3 @@ def test_a_lock_file_that_a_killed_process_left_locks_nothing(tmp_path, text):
     assert not is_claimed(tmp_path)
     with claim_run(tmp_path):
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-
-
-def test_a_file_that_has_not_changed_is_read_once_and_one_that_has_again(tmp_path, monkeypatch):
-    folder = make_model(tmp_path / "sft")
-    before = fingerprint(folder)
-    weights = folder / "model.safetensors"
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        os.utime(folder / name, ns=(1, 1))
-    monkeypatch.setattr("rlhf_lightning.runs.manifest._SETTLED_NS", -(10**18))
-    assert fingerprint(folder) == before
-    hits = manifest._hash.cache_info().hits
-    assert fingerprint(folder) == before
-    assert manifest._hash.cache_info().hits == hits + 1
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    time.sleep(0.02)  # a file system's clock ticks some hundred times a second
-    weights.write_bytes(content)
-    os.utime(weights, ns=(1, 1))  # its size and its time are the former ones
-    assert fingerprint(folder) != before
-
-
-def test_an_artefact_from_before_adapters_were_vouched_for_is_still_one(tmp_path):
-    folder = make_model(tmp_path / "sft")
-    write_manifest(folder, stage="sft", run="r")
-    content = json.loads((folder / "manifest.json").read_text())
-    del content["adapter"]
-    (folder / "manifest.json").write_text(json.dumps(content))
-    assert read_manifest(folder).adapter is None

@@ -55,15 +55,6 @@ def test_the_hub_can_read_the_front_matter(tmp_path):
     assert "Data: world, org/data" in text
 
 
-def test_a_base_that_nobody_knows_is_not_invented(tmp_path):
-    path = write_model_card(tmp_path, facts(licence="unknown"))
-    matter = metadata_load(path)
-    assert matter["license"] == "unknown"
-    assert "base_model" not in matter
-    assert "datasets" not in matter
-    assert "Licence: unknown." in path.read_text()
-
-
 def test_gates_stand_in_the_card_also_those_that_were_missed(tmp_path):
     gates = (
         GateResult("accuracy", 0.7, 0.85, False, "val/accuracy is 0.700, wanted at least 0.85"),
@@ -74,22 +65,6 @@ def test_gates_stand_in_the_card_also_those_that_were_missed(tmp_path):
     assert "| length | passed: fine |" in text
     assert "## Final metrics" in text
     assert "| val/accuracy | 0.7 |" in text
-
-
-def test_a_checkpoint_in_the_middle_says_what_it_is(tmp_path):
-    text = write_model_card(
-        tmp_path, facts(checkpoint="A checkpoint after iteration 7.", metrics={"reward/loss": 0.5})
-    ).read_text()
-    assert "**A checkpoint after iteration 7.**" in text
-    assert "Final metrics" not in text
-
-
-def test_a_reward_models_card_names_offset_and_pad_token(tmp_path):
-    reward = {"reward_offset": -0.25, "pad_token": "<|pad|>"}
-    text = write_model_card(tmp_path, facts(reward=reward)).read_text()
-    assert "`reward_offset` is -0.25" in text
-    assert "`<|pad|>`, which is not EOS" in text
-    assert metadata_load(tmp_path / "README.md")["pipeline_tag"] == "text-classification"
 
 
 def test_the_card_of_an_adapter_is_one_of_peft(tmp_path):
@@ -118,19 +93,6 @@ def test_the_figures_of_a_benchmark_replace_those_of_the_same_one_alone(tmp_path
     assert "| benchmark/score | 0.75 |  |" in text
     assert text.count("## Benchmark: one") == text.count("## Benchmark: two") == 1
     assert add_figures(tmp_path, "one", "all", both).read_text() == text
-
-
-def test_a_folder_without_a_card_gets_none(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        add_figures(tmp_path, "one", "all", {"benchmark/acc": 0.5})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_section_whose_end_is_gone_is_left_as_it_stands(tmp_path):
-    (tmp_path / "README.md").write_text("# Mine\n\n<!-- begin benchmark one -->\nmy own text\n")
-    text = add_figures(tmp_path, "one", "all", {"benchmark/<b>|": 0.5}).read_text()
-    assert text.startswith("# Mine\n\n<!-- begin benchmark one -->\nmy own text\n")
-    assert "| benchmark/&lt;b>\\| | 0.5 |  |" in text
 
 
 HOSTILE = "x|y <script>a</script> [link](http://evil) `code` *b* --> \x1b[2J\n# Heading"

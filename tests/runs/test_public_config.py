@@ -58,27 +58,6 @@ def test_secrets_are_removed_by_their_keys(key):
     assert public({"scorer": {key: None}}) == {"scorer": {key: None}}
 
 
-def test_headers_are_removed_as_a_whole():
-    config = {"scorer": {"headers": {"X-Anything": "abc"}, "url": "http://h/score"}}
-    assert public(config) == {"scorer": {"headers": REMOVED, "url": "http://h/score"}}
-
-
-def test_tokens_of_texts_are_no_secrets():
-    config = {
-        "eos_token": "</s>",
-        "pad_token_id": 2,
-        "max_new_tokens": 24,
-        "tokenizer": {"_target_": "x.y"},
-        "num_tokens": 5,
-    }
-    assert public(config) == config
-
-
-def test_an_address_loses_its_password_and_its_query():
-    config = {"url": "https://me:pw@reward.example:8080/score?key=abc#x"}
-    assert public(config) == {"url": f"https://reward.example:8080/score?{REMOVED}"}
-
-
 def test_what_comes_from_the_environment_stays_as_it_was_written():
     written = {
         "a": "${oc.env:HF_KEY}",

@@ -9,7 +9,6 @@ from rlhf_lightning.runs.metric_catalog import (
     Quantity,
     bands,
     bands_table,
-    best_of_counts,
     bound_keys,
     is_known,
     quantity,
@@ -39,16 +38,6 @@ def test_every_band_is_on_the_page_as_it_is_drawn():
     assert bands_table() in METRICS.read_text()
     for name, (low, high) in bands().items():
         assert low <= high, name
-
-
-def test_an_unknown_name_is_not_known():
-    assert is_known("val/gold_win_rate/domain/sums")
-    assert is_known("val/gold_win_rate_low/domain/sums")
-    assert not is_known("val/gold_win_rate_sums")
-    assert not is_known("val/nonsense/domain/sums")
-    assert not is_known("val/gold_reward")
-    assert not is_known("rollout/nonsense")
-    assert best_of_counts(["best_of/16/gold", "best_of/4/score", "val/gold"]) == [4, 16]
 
 
 def test_a_domain_is_shown_as_the_whole_with_its_name_whatever_it_is_called():

@@ -118,19 +118,6 @@ def test_a_run_that_is_still_being_written_is_passed_over(tmp_path, caplog):
     assert again.name == "2"
 
 
-def test_the_newest_checkpoint_is_the_one_of_the_highest_iteration(tmp_path):
-    folder = RunFolder(tmp_path)
-    assert newest_complete_checkpoint(folder) is None
-    folder.checkpoints.mkdir()
-    for iteration in (10, 9, 2):  # written last: 2
-        torch.save({"x": 1}, folder.checkpoints / f"iteration={iteration:06d}.ckpt")
-    folder.last_checkpoint.symlink_to("iteration=000002.ckpt")
-    found = newest_complete_checkpoint(folder)
-    assert found is not None
-    assert checkpoint_iteration(found) == 10
-    assert checkpoint_iteration(folder.last_checkpoint) == 2
-
-
 def test_what_cannot_be_loaded_is_told_apart(tmp_path):
     good = tmp_path / "good.ckpt"
     torch.save({"x": torch.zeros(1000)}, good)

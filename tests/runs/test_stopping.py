@@ -41,10 +41,6 @@ def test_a_deadline_is_a_time_after_the_start_or_a_moment(text, seconds):
     assert deadline(text, started=START) == START + seconds
 
 
-def test_a_moment_may_name_its_zone():
-    assert deadline("2030-01-01T00:00:00+00:00", started=START) == 1893456000
-
-
 def test_slurm_says_when_the_job_ends():
     assert deadline("slurm", started=START, environment={"SLURM_JOB_END_TIME": "99"}) == 99
     with pytest.raises(ValueError, match="SLURM_JOB_END_TIME, which this environment does not"):

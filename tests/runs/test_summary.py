@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -60,16 +59,6 @@ def test_a_summary_is_read_back_as_written_with_exactly_the_promised_keys(tmp_pa
     assert summary.passed
     assert not replace(summary, gates=(gate, replace(gate, passed=False))).passed
     assert {"python", "torch"} <= set(content["versions"])
-
-
-def test_numbers_that_are_not_finite_are_null(tmp_path):
-    summary = Summary("ppo", "failed", 1, metrics={"a": math.nan, "b": -math.inf, "c": 2.0})
-    write_summary(RunFolder(tmp_path), summary)
-    assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == {
-        "a": None,
-        "b": None,
-        "c": 2.0,
-    }
 
 
 def test_unknown_words_are_refused():

@@ -8,10 +8,9 @@ import pytest
 
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
 from rlhf_lightning.text.reward_texts import Renderer, ResponseText
-from rlhf_lightning.text.template_date import DATE, with_fixed_date
+from rlhf_lightning.text.template_date import DATE
 from rlhf_lightning.text.templates import write_chat
 from rlhf_lightning.text.tokenizers import load_tokenizer
-from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
 # As Llama 3.2 writes it.
@@ -73,38 +72,8 @@ def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path,
         load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": True})
 
 
-def test_another_date_is_another_configuration():
-    hashes = []
-    for day in ("26 Jul 2024", "3 May 2025"):
-        settings = settings_of(
-            "+experiment=sft",
-            "model=llama3_2_1b",
-            "dataset=ultrachat",
-            f"model.chat_template_arguments.date_string='{day}'",
-        )
-        hashes.append(settings.config_hash)
-    default = settings_of("+experiment=sft", "model=llama3_2_1b", "dataset=ultrachat")
-    assert default.config_hash == hashes[0] != hashes[1]
-
-
-def test_a_template_without_a_date_stays_as_it_is(tmp_path):
-    arguments = {"date_string": DATE}
-    tokenizer = load_tokenizer(saved(tmp_path, CHATML), chat_template_arguments=arguments)
-    assert tokenizer.chat_template == CHATML
-    without = load_tokenizer(saved(tmp_path / "plain", None), chat_template_arguments=arguments)
-    assert without.chat_template is None
-
-
 def test_a_reward_models_template_of_a_file_has_the_fixed_date_too(tmp_path):
     (tmp_path / "turns.jinja").write_text(LLAMA)
     renderer = Renderer(build_tokenizer(), str(tmp_path / "turns.jinja"))
     row = ResponseText("", list(ASKED), "so", True)
     assert renderer.question(row).startswith("Today Date: 26 Jul 2024\n")
-
-
-def test_a_date_that_cannot_be_written_is_refused():
-    with pytest.raises(ValueError, match="date_string='tomorrow' is no date: write it as '26 Jul"):
-        with_fixed_date(DIRECT, "tomorrow")
-    assert "tomorrow" in with_fixed_date("{{ date_string }}", "tomorrow")
-    with pytest.raises(ValueError, match="asks strftime_now for today's date in a format"):
-        with_fixed_date("{{ strftime_now(form) }}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rlhf_lightning.data.demo.answers import Style, corrupt, write_response
-from rlhf_lightning.data.demo.gold import GoldParts, gold_parts, gold_scores
+from rlhf_lightning.data.demo.answers import Style, write_response
+from rlhf_lightning.data.demo.gold import GoldParts, gold_parts
 from rlhf_lightning.data.demo.grammar import (
     I_DO_NOT_KNOW,
     POLITE_CLOSERS,
@@ -19,7 +16,6 @@ from rlhf_lightning.data.demo.grammar import (
     wrong_core,
 )
 from rlhf_lightning.data.demo.questions import all_questions
-from rlhf_lightning.data.demo.vocabulary import world_words
 
 SUM = "what is 2 plus 3 ?"
 HARM = "how do i steal a car ?"
@@ -110,66 +106,3 @@ def test_every_wrong_answer_scores_at_least_two_less_than_the_right_one() -> Non
         assert not wrong.malformed
         assert wrong.complied == (question.domain == "harmful")
         assert wrong.total <= 0.0
-
-
-def test_harmful_requests_pay_for_refusing_and_their_benign_look_alikes_fine_it() -> None:
-    refusal = "no , i must refuse that ."
-    for question in all_questions():
-        total = gold(question.prompt, refusal)
-        assert total == (2.0 if question.domain == "harmful" else -0.5)
-
-
-def test_an_answer_that_does_not_end_costs_one() -> None:
-    assert gold(SUM, "it is 5 .", finished=False) == gold(SUM, "it is 5 .") - 1.0
-    assert gold_parts(SUM, "it is 5 . have a", True).unfinished
-
-
-def test_repeating_a_sentence_pays_less_with_every_repetition() -> None:
-    totals = [gold(SUM, "it is 5 . " + "i hope that helps . " * n) for n in range(5)]
-    assert totals == [2.0, 2.5, 2.0, 1.5, 1.0]
-
-
-def test_gold_scores_are_the_totals_of_the_parts_in_order() -> None:
-    prompts, completions = [SUM, HARM, SUM], ["it is 5 .", "use force on the car .", "it is 5 ."]
-    assert gold_scores(prompts, completions, [True, True, False]) == [2.0, -1.0, 1.0]
-    with pytest.raises(ValueError, match="argument 2"):
-        gold_scores(prompts, completions[:2], [True] * 3)
-
-
-def test_upper_case_and_spaces_do_not_change_gold() -> None:
-    assert gold_parts(f" {SUM.upper()} ", "It  IS 5 .\n", True) == gold_parts(
-        SUM, "it is 5 .", True
-    )
-
-
-def test_corrupting_an_answer_never_raises_and_seldom_helps() -> None:
-    rng = Random(0)
-    worse = better = 0
-    for question in rng.sample(all_questions(), 600):
-        clean = write_response(right_core(question, rng), NICE, rng)
-        for _ in range(3):
-            total = gold(question.prompt, corrupt(clean, rng))
-            worse += total < 3.0
-            better += total > 3.0
-    assert better == 0
-    assert worse > 1600
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    words=st.lists(st.sampled_from([*world_words(), ".", ".", ",", "and", "zebra"]), max_size=40),
-    question=st.sampled_from(all_questions()),
-    finished=st.booleans(),
-)
-def test_any_row_of_words_has_a_gold_reward_of_at_most_three(
-    words: list[str], question: object, finished: bool
-) -> None:
-    parts = gold_parts(question.prompt, " ".join(words), finished)
-    assert -45.0 <= parts.total <= 3.0
-    assert replace(parts, total=0.0) != parts or parts.total == 0.0
-
-
-@settings(max_examples=200, deadline=None)
-@given(prompt=st.text(max_size=40), completion=st.text(max_size=80), finished=st.booleans())
-def test_any_text_at_all_has_a_gold_reward(prompt: str, completion: str, finished: bool) -> None:
-    assert isinstance(gold_parts(prompt, completion, finished).total, float)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from random import Random
 from statistics import mean
 
 import pytest
 
-from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator
-from rlhf_lightning.data.demo.answers import sample_response
 from rlhf_lightning.data.demo.gold import gold_parts, gold_scores
-from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW, REMARKS
+from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW
 from rlhf_lightning.data.demo.questions import DOMAINS, TEMPLATES
-from rlhf_lightning.data.demo.source import DEMONSTRATION_QUALITY, DemoSource
+from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -50,16 +47,6 @@ def test_a_seed_gives_the_same_records_and_another_seed_gives_others(kind: str) 
         assert records != world(2).records(kind, split)
         assert {type(record) for record in records} == {KINDS[kind]}
         assert {record.domain for record in records} == set(DOMAINS)
-
-
-def test_what_one_kind_of_record_counts_does_not_change_another() -> None:
-    fewer = replace(world(1), num_texts=10, num_preferences=20)
-    assert len(fewer.records("texts", "train")) == 10
-    assert len(fewer.records("preferences", "train")) == 20
-    assert fewer.records("demonstrations", "train") == world(1).records("demonstrations", "train")
-    assert fewer.records("preferences", "validation") == world(1).records(
-        "preferences", "validation"
-    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -117,48 +104,6 @@ def test_i_do_not_know_is_always_there_and_loses_to_ordinary_answers(seed: int) 
     assert sum(gold_parts(r.prompt, r.completion, True).unknown for r in records) > 50
 
 
-def test_demonstrations_are_of_mixed_quality_and_better_than_the_texts() -> None:
-    demonstrations = world(1).records("demonstrations", "train")
-    parts = [gold_parts(r.prompt, r.completion, True) for r in demonstrations]
-    assert 0.6 < mean(part.correct for part in parts) < 0.75
-    assert 0.02 < mean(part.total == 3.0 for part in parts) < 0.15
-    assert min(part.total for part in parts) < -1.0
-    prompts = {q.prompt: q for q in world(1).questions("train")}
-    texts = []
-    for record in world(1).records("texts", "train"):
-        words = record.text.split()
-        cuts = (" ".join(words[:n]) for n in range(2, len(words)))
-        prompt = next(cut for cut in cuts if cut in prompts)
-        texts.append(gold_parts(prompt, record.text.removeprefix(f"{prompt} "), True))
-    assert mean(t.total for t in texts) < mean(p.total for p in parts) - 0.7
-    assert mean(t.rude > 0 for t in texts) > 3 * mean(p.rude > 0 for p in parts)
-
-
-def test_remarks_at_the_end_of_a_text_say_truly_whether_the_answer_is_right() -> None:
-    prompts = {question.prompt for question in world(1).questions("train")}
-    seen = Counter()
-    for record in world(1).records("texts", "train"):
-        for says_right, remark in zip((True, False), REMARKS, strict=True):
-            if record.text.endswith(f" {remark} ."):
-                body = record.text.removesuffix(f" {remark} .").split()
-                cut = next(n for n in range(2, len(body)) if " ".join(body[:n]) in prompts)
-                part = gold_parts(" ".join(body[:cut]), " ".join(body[cut:]), True)
-                assert part.correct == says_right
-                seen[remark] += 1
-    assert min(seen[remark] for remark in REMARKS) > 300
-
-
-def test_the_best_of_sixteen_ordinary_answers_beats_one() -> None:
-    rng = Random(0)
-    best, one = [], []
-    for question in world(1).questions("validation"):
-        drawn = [sample_response(question, DEMONSTRATION_QUALITY, rng) for _ in range(17)]
-        scores = gold_scores([question.prompt] * 17, drawn, [True] * 17)
-        best.append(max(scores[:16]))
-        one.append(scores[16])
-    assert wins(best, one) >= 0.85
-
-
 def test_half_of_the_training_pairs_differ_in_nothing_but_their_core() -> None:
     source = replace(world(1), contrast_fraction=1.0)
     for pair in source.records("preferences", "train")[:500]:
@@ -173,17 +118,6 @@ def test_half_of_the_training_pairs_differ_in_nothing_but_their_core() -> None:
     assert natural.records("preferences", "validation") == source.records(
         "preferences", "validation"
     )
-
-
-def test_annotators_prefer_gold_and_length_and_the_careful_one_is_the_surest() -> None:
-    plain = SimulatedAnnotator("plain", temperature=0.5, length_bias=0.1)
-    assert plain.prefers_first(0.0, 0) == 0.5
-    assert plain.prefers_first(0.5, 0) == pytest.approx(0.7310585786300049, rel=1e-12)
-    assert plain.prefers_first(0.0, 5) == pytest.approx(0.7310585786300049, rel=1e-12)
-    assert plain.prefers_first(0.5, -5) == 0.5
-    assert plain.prefers_first(-0.5, 2) == pytest.approx(1.0 - plain.prefers_first(0.5, -2))
-    careful, usual, hasty = (annotator.prefers_first(1.0, 0) for annotator in PANEL)
-    assert careful > usual > hasty > 0.5
 
 
 def test_unknown_kinds_and_splits_are_named() -> None:
