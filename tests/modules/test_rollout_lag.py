@@ -208,7 +208,7 @@ def test_a_killed_run_whose_responses_servers_were_writing_goes_on_bitwise(
 def test_a_checkpoint_without_what_is_pending_is_refused(tmp_path: Path):
     with pytest.raises(KilledError):
         run(tmp_path, die_at=3)
-    with pytest.raises(ValueError, match=r"holds no pending: .* resume=never"):
+    with pytest.raises(ValueError, match=r"has no pending: .* resume=never"):
         run(tmp_path, resume=True, **LAGGED)
 
 
