@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,18 +85,14 @@ NAMED += ("target_modules", "fingerprint", "name")
 
 # They check themselves, or have no annotations that say what is wrong: their messages do not all
 # begin with the argument yet.
-OPEN = {"DemoSource", "PeriodicEvaluation", "PhraseRefusals", "SafetyCheck", "compare"}
-OPEN |= {"normalize_reward_model", "trainer_arguments", "gold_scores", "sentiment_gold"}
-OPEN |= {"ArgumentPairSource", "FirstRecords", "HubSource", "JoinedSource", "LabelledTextSource"}
-OPEN |= {"MixedSource", "QuestionSource", "TemplateSource", "TranscriptSource"}
-OPEN |= {"CommandGold", "ExactMatchGold", "NumberGold", "NumberReward", "load_scalar_model"}
-OPEN |= {"HttpScorer", "RewardAdapterScorer", "RewardEnsembleScorer", "TextRewardModelScorer"}
-OPEN |= {"CallableRule", "EndingRule", "LengthRule", "RepetitionRule", "demo_style"}
-OPEN |= {"JudgeAnnotator", "PageAnnotators", "Panel", "RewardModelAnnotator", "RuleAnnotator"}
-OPEN |= {"SimulatedAnnotator", "SimulatedPerson", "BudgetHparams", "LabHparams"}
-OPEN |= {"ProfileIterations"}
-OPEN |= {"LmEvalBenchmark", "PairsBenchmark", "RewardBench2"}
-OPEN |= {"VllmGenerator", "VllmServerGenerator"}
+OPEN = {"compare", "trainer_arguments", "normalize_reward_model", "gold_scores", "sentiment_gold"}
+OPEN |= {"load_scalar_model", "HttpScorer", "JudgeAnnotator", "TextRewardModelScorer", "NumberGold"}
+OPEN |= {"CallableRule", "RuleAnnotator"}  # any function, and rules in rules
+# Their types and ranges are checked; they take any text, or look for files.
+OPEN |= {"ArgumentPairSource", "BudgetHparams", "CommandGold", "ExactMatchGold", "HubSource"}
+OPEN |= {"LabelledTextSource", "LmEvalBenchmark", "NumberReward", "RewardEnsembleScorer"}
+OPEN |= {"SafetyCheck", "SimulatedPerson", "TemplateSource", "TranscriptSource"}
+OPEN |= {"PairsBenchmark", "VllmServerGenerator"}
 
 
 def calls() -> list[str]:
@@ -150,6 +147,22 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
         "CachedGenerator": {"stop_ids": [0], "pad_token_id": 0},
         "TransformersGenerator": {"stop_ids": [0], "pad_token_id": 0},
         "WeightedScorer": {"scorers": {"a": FunctionScorer(length)}},
+        "FirstRecords": {"source": FileSource(made["prompts"]), "num_records": 2, "num_copies": 1},
+        "MixedSource": {"sources": [FileSource(made["prompts"])], "weights": [1.0]},
+        "LengthRule": {"words": 3},
+        "PairsBenchmark": {"path": made["pairs"]},
+        "RewardAdapterScorer": {"source": made["policy"]},
+        "RewardModelAnnotator": {"source": made["policy"]},
+        "LmEvalBenchmark": {"tasks": ["arc_easy"]},
+        "Panel": {"members": [named("RuleAnnotator")([named("LengthRule")(3)])], "seed": 1},
+        "PeriodicEvaluation": {"every_n_iterations": 2},
+        "QuestionSource": {"path": made["prompts"]},
+        "RewardEnsembleScorer": {"load": no_arguments, "sources": [made["policy"]]},
+        "SafetyCheck": {"is_refusal": named("PhraseRefusals")()},
+        "SimulatedAnnotator": {"name": "a", "temperature": 1.0, "length_bias": 0.0},
+        "TemplateSource": {"path": made["prompts"], "prompt": "{prompt}"},
+        "VllmServerGenerator": {"stop_ids": [0], "pad_token_id": 0, "python": sys.executable},
+        "VllmGenerator": {"stop_ids": [0], "pad_token_id": 0},
         "compare": sides | {"reward": length, "num_prompts": 1, "max_new_tokens": 1},
         "export_model": {"module": made["module"], "folder": made["folder"] / "export"},
         "trainer_arguments": {"folder": made["folder"] / "run"},

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
@@ -61,6 +62,7 @@ class RewardBenchmark(Protocol):
         """Return `benchmark/...`."""
 
 
+@checked
 @dataclass(frozen=True)
 class PairsBenchmark:
     """Pairs of a file: accuracy with its interval, by subset and domain, and beside it by length.
@@ -71,7 +73,7 @@ class PairsBenchmark:
         subset: column whose values name subsets; rows need not have it.
     """
 
-    path: str | Path
+    path: PathOrName
     subset: str = "subset"
 
     def candidates(self, *, chat: bool) -> list[Candidates]:
@@ -116,6 +118,7 @@ SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", TIES)
 COLUMNS = {"id", "prompt", "chosen", "rejected", "subset"}
 
 
+@checked
 @dataclass(frozen=True)
 class RewardBench2:
     """RewardBench 2: best of four in five subsets, and ties, by the set's own rules.
@@ -127,7 +130,7 @@ class RewardBench2:
     `ties_score` as in its repository, allenai/reward-bench.
     """
 
-    path: str | Path | None = None
+    path: PathOrName | None = None
 
     def candidates(self, *, chat: bool) -> list[Candidates]:
         """Return the responses to each prompt.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.data.sources.templates import REFERENCE, normalized
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_reward
 
@@ -18,6 +19,7 @@ class ExactMatchGold:
         column: column of the references.
     """
 
+    @checked
     def __init__(self, *, column: str = REFERENCE) -> None:
         self.columns = (column,)
 
@@ -91,6 +93,7 @@ class CommandGold:
         column: column of the right commands.
     """
 
+    @checked
     def __init__(self, *, column: str = REFERENCE) -> None:
         self.columns = (column,)
 

@@ -6,11 +6,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_lightning.arguments import Count, CountOrZero, PathOrName, Size, checked
 from rlhf_lightning.evaluation.benchmarks import RewardBenchmark
 from rlhf_lightning.evaluation.comparisons import Interval, share_over_prompts
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
@@ -27,6 +27,7 @@ class QuestionResult(NamedTuple):
     parts: int
 
 
+@checked
 @dataclass(frozen=True)
 class LmEvalBenchmark:
     """Tasks of lm-eval, with paired intervals of the change from the baseline.
@@ -41,10 +42,10 @@ class LmEvalBenchmark:
     """
 
     tasks: Sequence[str]
-    include_path: str | Path | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    batch_size: int = 8
+    include_path: PathOrName | None = None
+    num_fewshot: CountOrZero | None = None
+    limit: Count | None = None
+    batch_size: Size = 8
     apply_chat_template: bool = False
 
     def measure(self, policy: LoadedPolicy, baseline: LoadedPolicy) -> dict[str, float]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.records import PromptRecord
@@ -83,6 +84,7 @@ class PhraseRefusals:
         ValueError: if there is no phrase, or `within` is below 1.
     """
 
+    @checked
     def __init__(self, phrases: Sequence[str] = PHRASES, *, within: int = 200) -> None:
         if not phrases or not all(isinstance(p, str) and p.strip() for p in phrases):
             raise ValueError("PhraseRefusals.phrases must hold texts, at least one")
@@ -115,13 +117,14 @@ class SafetyCheck:
             is no file for it.
     """
 
+    @checked
     def __init__(
         self,
         is_refusal: RefusalDetector,
         *,
         harmful: Sequence[str] = (HARMFUL,),
         harmless: Sequence[str] = (HARMLESS,),
-        prompts: str | Path | None = None,
+        prompts: PathOrName | None = None,
         attacks: Sequence[str] = (),
     ) -> None:
         unknown = sorted(set(attacks) - set(ATTACKS))

@@ -13,7 +13,7 @@ from rich import get_console
 from rich.markup import escape
 from rich.progress import Progress
 
-from rlhf_lightning.arguments import AtLeast0, checked
+from rlhf_lightning.arguments import AtLeast0, Seed, checked
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import asked_columns
@@ -96,6 +96,7 @@ class RuleAnnotator:
         return labels
 
 
+@checked
 @dataclass(eq=False)
 class SimulatedPerson:
     """A simulated person who sees one order of a pair and prefers by gold, with noise and biases.
@@ -115,7 +116,7 @@ class SimulatedPerson:
     person: SimulatedAnnotator
     gold: Gold
     _: KW_ONLY
-    seed: int
+    seed: Seed
     position_bias: float = 0.0
     tie_below: float = 0.0
     bad_below: float | None = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rlhf_lightning.arguments import Seed, checked
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.journal import Journal
@@ -48,8 +49,9 @@ class Panel:
         ValueError: if it is empty, or two have one name.
     """
 
+    @checked
     def __init__(
-        self, members: Sequence[Annotator] | Mapping[str, Annotator], *, seed: int
+        self, members: Sequence[Annotator] | Mapping[str, Annotator], *, seed: Seed
     ) -> None:
         members = list(members.values() if isinstance(members, Mapping) else members)
         names = [member.name for member in members]

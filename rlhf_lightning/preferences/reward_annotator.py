@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_lightning.arguments import AtLeast0, Count
+from rlhf_lightning.arguments import AtLeast0, Count, PathOrName, Size, checked
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord, Text
@@ -32,6 +32,7 @@ def _load(source: str | Path, revision: str | None, precision: str | None) -> tu
     return load_tokenizer(source, revision=revision), model
 
 
+@checked
 @dataclass(eq=False)
 class RewardModelAnnotator(Checked):
     """Scores prompt and response as the reward stage encodes them, read at the last token.
@@ -51,12 +52,12 @@ class RewardModelAnnotator(Checked):
         ValueError: for an impossible number.
     """
 
-    source: str | Path
+    source: PathOrName
     _: KW_ONLY
     name: str = "reward_model"
     max_length: Count = 1024
     tie_below: AtLeast0 = 0.0
-    batch_size: Count = 256
+    batch_size: Size = 256
     micro_batch_size: Count = 32
     revision: str | None = None
     precision: str = "32-true"

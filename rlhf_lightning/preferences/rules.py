@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, SupportsFloat
 
-from rlhf_lightning.arguments import CodeName, Count
+from rlhf_lightning.arguments import CodeName, Count, checked
 from rlhf_lightning.data.demo import grammar
 from rlhf_lightning.hparams import Checked
 
@@ -24,6 +24,7 @@ class Rule(Protocol):
         """Return the score."""
 
 
+@checked
 @dataclass(frozen=True)
 class LengthRule(Checked):
     """Prefers responses of about so many words: minus the log of the factor between the two."""
@@ -37,6 +38,7 @@ class LengthRule(Checked):
         return -self.weight * abs(math.log(count / self.words))
 
 
+@checked
 @dataclass(frozen=True)
 class RepetitionRule:
     """Dislikes repetitive responses: minus the share of word pairs that came before."""
@@ -50,6 +52,7 @@ class RepetitionRule:
         return -self.weight * (1 - len(set(pairs)) / len(pairs)) if pairs else 0.0
 
 
+@checked
 @dataclass(frozen=True)
 class EndingRule:
     """Prefers responses that end like a sentence.
@@ -91,6 +94,7 @@ class PhraseRule:
         return self.weight * sum(len(re.findall(pattern, text)) for pattern in patterns)
 
 
+@checked
 @dataclass(frozen=True)
 class CallableRule:
     """Any function `(prompt, response) -> number`.

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from math import exp
 from random import Random
 
+from rlhf_lightning.arguments import checked
 
+
+@checked
 @dataclass(frozen=True)
 class SimulatedAnnotator:
     """An annotator who prefers by gold, with noise and a bias towards long responses.

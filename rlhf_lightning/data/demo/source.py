@@ -9,6 +9,7 @@ from functools import cached_property
 from random import Random
 from typing import Any
 
+from rlhf_lightning.arguments import CountOrZero, Seed, Share, checked
 from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator, draw_annotator
 from rlhf_lightning.data.demo.answers import (
     Quality,
@@ -54,6 +55,7 @@ CONTRAST = "contrast"  # subset of the training pairs that are easier than held-
 MOST_PROMPTS: Mapping[Split, int] = {"train": 700, "validation": 120}
 
 
+@checked
 @dataclass(frozen=True)
 class DemoSource:
     """The built-in world as a source of records; everything is a function of the fields.
@@ -75,16 +77,16 @@ class DemoSource:
         panel: annotators that are simulated.
     """
 
-    seed: int = 1
-    num_texts: int = 30000
-    num_demonstrations: int = 16000
-    num_preferences: int = 24000
-    num_validation_texts: int = 800
-    num_validation_demonstrations: int = 800
-    num_validation_preferences: int = 2000
-    held_out_fraction: float = 0.15
-    contrast_fraction: float = 0.5
-    remark_fraction: float = 0.7
+    seed: Seed = 1
+    num_texts: CountOrZero = 30000
+    num_demonstrations: CountOrZero = 16000
+    num_preferences: CountOrZero = 24000
+    num_validation_texts: CountOrZero = 800
+    num_validation_demonstrations: CountOrZero = 800
+    num_validation_preferences: CountOrZero = 2000
+    held_out_fraction: Share = 0.15
+    contrast_fraction: Share = 0.5
+    remark_fraction: Share = 0.7
     panel: tuple[SimulatedAnnotator, ...] = field(default=PANEL)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import (
@@ -86,6 +87,7 @@ class JudgedPair:
         return max(count[str(self.gold)] - count[other], 0) / len(self.votes)
 
 
+@checked
 @dataclass(frozen=True)
 class ArgumentPairSource:
     """Preferences for the more convincing of two arguments for one side of a debate.
@@ -112,7 +114,7 @@ class ArgumentPairSource:
     Source: Habernal and Gurevych 2016, "Which argument is more convincing?".
     """
 
-    path: str | Path | None = None
+    path: PathOrName | None = None
     held_out: Sequence[str] = field(default_factory=tuple)
     margin_scale: float = 1.0
     chat: bool = False

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
+from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data import labels
 from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.errors import (
@@ -236,6 +236,7 @@ class FileSource(RowSource):
         return (row for file in files for row in read_rows(file)) if files else None
 
 
+@checked
 @dataclass(eq=False, repr=False)
 class HubSource(RowSource):
     """Records of a dataset on the Hugging Face hub, through `datasets`.
@@ -323,8 +324,9 @@ class MixedSource(_SeveralSources):
         ValueError: if there is not one finite positive weight a source.
     """
 
+    @checked
     def __init__(
-        self, sources: Sequence[RecordSource], weights: Sequence[float], *, seed: int = 0
+        self, sources: Sequence[RecordSource], weights: Sequence[float], *, seed: Seed = 0
     ) -> None:
         """Check the weights; nothing is read yet."""
         if len(sources) != len(weights) or not sources:
@@ -409,7 +411,8 @@ class FirstRecords:
         ValueError: if a number is below 1.
     """
 
-    def __init__(self, source: RecordSource, *, num_records: int, num_copies: int) -> None:
+    @checked
+    def __init__(self, source: RecordSource, *, num_records: Count, num_copies: Count) -> None:
         for name, value in (("num_records", num_records), ("num_copies", num_copies)):
             if value < 1:
                 raise ValueError(f"FirstRecords.{name}={value}, expected at least 1")
@@ -438,6 +441,7 @@ class JoinedSource(_SeveralSources):
         sources: sources, at least one.
     """
 
+    @checked
     def __init__(self, sources: Sequence[RecordSource]) -> None:
         """Note the sources; they are read at the first call of `records`."""
         self.sources = tuple(sources)

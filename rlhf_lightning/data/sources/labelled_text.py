@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple
 
+from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -42,6 +43,7 @@ class Sentences(NamedTuple):
     negative: tuple[str, ...]
 
 
+@checked
 @dataclass(frozen=True)
 class LabelledTextSource:
     """Sentences of two labels as texts, openings, demonstrations and preference pairs.
@@ -69,11 +71,11 @@ class LabelledTextSource:
     Source: Pang and Lee 2005, "Seeing stars", for the data it was made for.
     """
 
-    positive: str | Path | None = None
-    negative: str | Path | None = None
-    seed: int = 1
-    validation_fraction: float = 0.1
-    classifier_fraction: float = 0.4
+    positive: PathOrName | None = None
+    negative: PathOrName | None = None
+    seed: Seed = 1
+    validation_fraction: Fraction = 0.1
+    classifier_fraction: Fraction = 0.4
     lead_in: str = "Review:"
     opening_words: int = 5
     min_continuation_words: int = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rlhf_lightning.arguments import Fraction, PathOrName, Seed
+from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import LocatedRow, Row
 from rlhf_lightning.data.formats import ParsedRow
@@ -34,6 +34,7 @@ class QuestionSource(FileSource):
     2023, "Self-instruct".
     """
 
+    @checked
     def __init__(
         self, path: PathOrName | None, *, validation_fraction: Fraction = 0.05, seed: Seed = 1
     ) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
 from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import ParsedRow
@@ -52,18 +52,19 @@ class TemplateSource(FileSource):
             regular expression, or a number is out of range.
     """
 
+    @checked
     def __init__(
         self,
-        path: str | Path | None,
+        path: PathOrName | None,
         *,
         prompt: str,
-        validation_path: str | Path | None = None,
+        validation_path: PathOrName | None = None,
         completion: str = "{completion}",
         system: str | None = None,
         chat: bool = True,
         split_by: str | None = None,
-        validation_fraction: float = 0.05,
-        seed: int = 0,
+        validation_fraction: Fraction = 0.05,
+        seed: Seed = 0,
         domain: str | None = None,
         remove: str | None = None,
         max_completion_chars: int | None = None,

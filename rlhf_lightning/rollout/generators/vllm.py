@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.functional.logprobs import token_logprobs
@@ -113,6 +114,7 @@ class VllmGenerator:
 
     name = "vLLM"
 
+    @checked
     def __init__(
         self,
         stop_ids: Sequence[int],

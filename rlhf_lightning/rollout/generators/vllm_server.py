@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_lightning.arguments import Program
+from rlhf_lightning.arguments import Program, checked
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.rollout.generators import vllm_engine
@@ -368,6 +368,7 @@ class VllmServerGenerator(VllmGenerator):
 
     sends_weights = True  # a layer at a time: see `gathers_layers`
 
+    @checked
     def __init__(
         self,
         stop_ids: Sequence[int],

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from rlhf_lightning.arguments import Count, PathOrName, checked
 from rlhf_lightning.models.adapter_files import load_scalar_adapter
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
@@ -23,8 +24,13 @@ class RewardAdapterScorer(RewardModelScorer):
         name: name of the component.
     """
 
+    @checked
     def __init__(
-        self, source: str | Path, *, micro_batch_size: int | None = None, name: str = "reward_model"
+        self,
+        source: PathOrName,
+        *,
+        micro_batch_size: Count | None = None,
+        name: str = "reward_model",
     ) -> None:
         super().__init__(_not_alone, micro_batch_size=micro_batch_size, name=name)
         self.source: str = str(source)

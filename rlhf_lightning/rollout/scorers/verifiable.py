@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.text.messages import as_text
 
 # A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. The start of another
@@ -21,6 +22,7 @@ NUMBER = re.compile(
 )
 
 
+@checked
 @dataclass(frozen=True)
 class NumberReward:
     """Rewards a response whose number after a marker equals the right one.
