@@ -92,7 +92,7 @@ OPEN |= {"CallableRule", "RuleAnnotator"}  # any function, and rules in rules
 OPEN |= {"ArgumentPairSource", "BudgetHparams", "CommandGold", "ExactMatchGold", "HubSource"}
 OPEN |= {"LabelledTextSource", "LmEvalBenchmark", "NumberReward", "RewardEnsembleScorer"}
 OPEN |= {"SafetyCheck", "SimulatedPerson", "TemplateSource", "TranscriptSource"}
-OPEN |= {"PairsBenchmark", "VllmServerGenerator"}
+OPEN |= {"PairsBenchmark", "RewardModelAnnotator", "VllmServerGenerator"}
 
 
 def calls() -> list[str]:

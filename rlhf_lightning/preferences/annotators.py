@@ -96,7 +96,7 @@ class RuleAnnotator:
         return labels
 
 
-@checked
+@checked(but=("gold",))
 @dataclass(eq=False)
 class SimulatedPerson:
     """A simulated person who sees one order of a pair and prefers by gold, with noise and biases.

@@ -16,14 +16,14 @@ def test_long_work_is_told_after_pauses_that_double(monkeypatch, caplog):
     monkeypatch.setattr(progress, "FIRST_AFTER", 0.02)
     caplog.set_level(logging.INFO)
     items = (time.sleep(0.005) or n for n in range(80))
-    assert list(progress.told(items, "reading x.jsonl", 80)) == list(range(80))
+    assert list(progress.with_progress(items, "reading x.jsonl", 80)) == list(range(80))
     assert 3 <= len(caplog.messages) <= 6
     assert all("reading x.jsonl" in line and " of 80 " in line for line in caplog.messages)
 
 
 def test_short_work_is_not_told(caplog):
     caplog.set_level(logging.INFO)
-    assert list(progress.told(range(1000), "reading")) == list(range(1000))
+    assert list(progress.with_progress(range(1000), "reading")) == list(range(1000))
     assert caplog.messages == []
 
 

@@ -214,9 +214,9 @@ def test_another_token_signs_everybody_out(tmp_path: Path):
         ({"host": "192.168.1.5"}, "needs a token"),
         ({"host": "::"}, "needs a token"),
         ({"hosts": "lab.example.org"}, "needs a token"),
-        ({"host": "0.0.0.0", "token": TOKEN}, "set PageSettings.hosts="),
+        ({"host": "0.0.0.0", "token": TOKEN}, r"set hosts="),
         ({"token": "short"}, "token has 5 characters, which can be guessed"),
-        ({"port": 70000}, "must be >= 0 and <= 65535"),
+        ({"port": 70000}, "port=70000 must be"),
     ],
 )
 def test_settings_that_would_let_strangers_in_are_refused(settings, message: str):

@@ -60,7 +60,7 @@ def test_in_bf16_the_engine_is_as_close_to_float32_as_the_plain_forward(
         return sample_unchecked(logits, uniform, temperature=temperature)
 
     monkeypatch.setattr(generate, "sample_unchecked", recorded)
-    monkeypatch.setitem(engine_rows.WASTE, "cpu", 0)  # prompts of one token are read alone
+    monkeypatch.setitem(engine_rows.PADDING_BUDGET, "cpu", 0)  # prompts of one token are read alone
     engine = generate.CachedGenerator([], 0)  # nobody stops, so rows keep their order
     with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
         result = engine(model, prompts, noise=NOISE, temperature=1.0, max_new_tokens=6)

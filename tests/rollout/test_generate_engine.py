@@ -75,7 +75,7 @@ def test_samples_of_one_prompt_read_it_once_and_differ():
 def test_prompts_read_in_many_forwards_give_the_same_tokens(model_type, monkeypatch):
     model, prompts = tiny(model_type), prompt_batch(ROWS)
     expected = generated(model, prompts)
-    monkeypatch.setitem(engine_rows.WASTE, "cpu", 1)
+    monkeypatch.setitem(engine_rows.PADDING_BUDGET, "cpu", 1)
     with recorded_forwards(model) as shapes:
         got = CachedGenerator(STOPS, PAD, prefill_tokens=16)(
             model, prompts, noise=NOISE, temperature=0.9, max_new_tokens=1

@@ -391,7 +391,7 @@ def test_weights_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path, 
 def test_a_response_that_the_engine_cut_short_ends_the_run(monkeypatch):
     generator = server(ENGINES[0].values[0])
     short = [([5, 6], [-1.0, -1.0])] * len(ROWS)
-    monkeypatch.setattr(generator, "answers", lambda *_: short)
+    monkeypatch.setattr(generator, "responses", lambda *_: short)
     with pytest.raises(RuntimeError, match=r"after 2 of max_new_tokens=8 .*max_model_len"):
         generated(generator, policy())
 
