@@ -138,7 +138,7 @@ def test_served_preferences_are_labelled_anew_unless_they_are_to_be_kept(
     served = annotate("file=in.jsonl")
     assert served.stdout.splitlines() == [
         "in.jsonl: 3 new pairs of 3 (0 with a known answer), 0 new labels of 0",
-        "3 preferences in in.jsonl are left out, and the pairs are labelled anew: "
+        "3 preferences in in.jsonl are left out, and the pairs are labelled again: "
         "known=labels keeps them as labels, known=gold makes them known answers",
         "http://here/",
         "0 of 3 labels are there, in outputs/annotate/labels.sqlite. Control-C stops; nothing is "

@@ -151,13 +151,11 @@ def test_tldr_reads_summaries_for_sft_and_ppo_and_pairs_for_the_reward_model(sou
         tmp_path / "tldr", [summary_row(n) for n in range(6)], "train", "validation", "test"
     )
     pairs = publish(tmp_path / "pairs", [summary_pair(n) for n in range(4)], "train", "validation")
-    overrides = [
-        f"dataset.hub_names.sft={summaries}",
-        f"dataset.hub_names.ppo={summaries}",
-        f"dataset.hub_names.reward={pairs}",
-    ]
+    folders = {"sft": summaries, "ppo": summaries, "reward": pairs}
     got = {
-        stage: source_of(stage, "tldr", *overrides).records(kind, "train")[0]
+        stage: source_of(stage, "tldr", f"dataset.hub_names.{stage}={folders[stage]}").records(
+            kind, "train"
+        )[0]
         for stage, kind in KINDS.items()
     }
     assert got["sft"] == DemonstrationRecord(post(0), " story 0")

@@ -178,8 +178,6 @@ def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     built_on = settings_of(*recipe("reward", name, ""), own).artifacts
     assert built_on.sft == published["ultrafeedback"]
     assert built_on.publish != reward.publish
-    again = settings_of(*recipe("sft", name, "", "ultrafeedback"), own).artifacts
-    assert again.publish == published["ultrafeedback"]
 
 
 def test_every_model_file_is_one_of_the_recipes_tested_here_and_no_experiment_names_a_size():
