@@ -185,7 +185,7 @@ def _signature(call: Callable[..., Any]) -> inspect.Signature:
     """
     found = inspect.signature(call)
     named = list(found.parameters.values())
-    if not named or not str(named[-1].annotation).startswith("Unpack["):
+    if not named or "Unpack[" not in str(named[-1].annotation):
         return found
     last = named.pop()
     (options,) = get_args(typing.get_type_hints(call, include_extras=True)[last.name])

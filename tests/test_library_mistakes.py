@@ -203,3 +203,26 @@ def test_no_checkpoint_runs_the_code_of_a_model_unless_its_reader_says_so(cls, m
     for says in (True, False):  # goes on to the next thing that is wrong with it
         with pytest.raises(ValueError, match="of another module"):
             cls.load_from_checkpoint(file, trust_remote_code=says)
+
+
+@pytest.mark.parametrize("reward", [["FILE:score"], ("FILE:score",), {"a": "FILE:score"}])
+def test_no_form_of_a_kept_reward_runs_code(reward, material, tmp_path):
+    code = tmp_path / "theirs.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef score(prompts, completions): ...\n")
+    place = f"{code}:score"
+    kept = dict.fromkeys(reward, place) if isinstance(reward, dict) else type(reward)([place])
+    module = ppo(material)
+    given = {**module.hparams, "reward": kept}
+    torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
+    with pytest.raises(ValueError, match="no checkpoint runs code"):
+        PPOModule.load_from_checkpoint(tmp_path / "theirs.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_checkpoint_names_a_file_as_its_chat_template(material, tmp_path):
+    (tmp_path / "secret").write_text("key")
+    module = SFTModule.from_pretrained(material["policy"])
+    given = {**module.hparams, "chat_template": str(tmp_path / "secret")}
+    torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
+    with pytest.raises(ValueError, match="chat template"):
+        SFTModule.load_from_checkpoint(tmp_path / "theirs.ckpt")

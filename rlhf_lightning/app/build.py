@@ -49,7 +49,12 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.summary import git_commit, installed_versions
-from rlhf_lightning.text.tokenizers import load_tokenizer, vocabulary_of, with_template
+from rlhf_lightning.text.tokenizers import (
+    load_tokenizer,
+    vocabulary_of,
+    with_template,
+    with_template_arguments,
+)
 
 DEMO_GOLD = "rlhf_lightning.data.demo.gold"
 
@@ -223,8 +228,8 @@ def make_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
         return load_tokenizer(settings.start, **model.template, **model.origin)
     if model.tokenizer is None:
         raise ConfigError(f"model={model.name} from random weights needs model.tokenizer")
-    tokenizer: PreTrainedTokenizerBase = with_template(model.tokenizer.build(), model.chat_template)
-    return tokenizer
+    tokenizer = with_template(model.tokenizer.build(), model.chat_template)
+    return with_template_arguments(tokenizer, model.chat_template_arguments or {})
 
 
 def with_vocabulary(settings: TrainSettings) -> TrainSettings:

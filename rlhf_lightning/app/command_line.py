@@ -81,6 +81,7 @@ def _arguments() -> list[str]:
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
     flag = CONFIG_DIR.rstrip("=")
+    words = [flag if word == "-cd" else word for word in words]
     while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs
         at = words.index(flag)
         words[at : at + 2] = [CONFIG_DIR + words[at + 1]]

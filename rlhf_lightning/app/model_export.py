@@ -135,9 +135,10 @@ def _against(scorer: Target | None) -> str:
     """Return what scored the responses."""
     if scorer is None:
         return "scores of no scorer"
-    words = getattr(scorer.read().call, "words", f"scores of {scorer.class_name}")
-    function, number = scorer.get("function"), len(scorer.get("sources") or ())
-    return str(words.format(function=without_folders(str(function)), number=number))
+    words = getattr(scorer.read().call, "words", None)  # a user's class may have any
+    words = words if isinstance(words, str) else f"scores of {scorer.class_name}"
+    words = words.replace("{number}", str(len(scorer.get("sources") or ())))
+    return words.replace("{function}", without_folders(str(scorer.get("function"))))
 
 
 def _needs(folder: Path) -> str:

@@ -166,8 +166,8 @@ def _start(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> Source | N
 def _untrained(settings: TrainSettings) -> Model:
     """Return the model that the stage began with, built by our own loaders from plain values."""
     stage, node = settings.spec, settings.module
-    builds: Any = stage.module
-    if getattr(node.read("module").call, "__func__", None) is not builds.from_pretrained.__func__:
+    func = getattr(node.read("module").call, "__func__", None)
+    if func is None or not func.__module__.startswith("rlhf_lightning."):
         raise ConfigError(
             f"module._target_={node.path} builds the model, which is none of ours: such a model is "
             "exported by its own run only"

@@ -253,6 +253,8 @@ def _reward(scorer: Any) -> str:
     weights = getattr(scorer, "weights", None)
     if weights is not None and (parts := getattr(scorer, "scorers", None)):
         return " + ".join(f"{weights.get(name, 1.0):g} {name}" for name in parts)
+    if members := getattr(scorer, "members", None):
+        return ", ".join(_reward(member) for member in members)
     named = getattr(scorer, "source", None) or getattr(scorer, "name", None)
     named = named or getattr(scorer, "__name__", None)
     return str(named or type(scorer).__name__)

@@ -38,6 +38,7 @@ from rlhf_lightning.text.tokenizers import (
     stop_ids,
     vocabulary_of,
     with_template,
+    with_template_arguments,
 )
 
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
@@ -252,7 +253,8 @@ class Start:
             raise ValueError("lora adapts a trained model: give source= in place of from_scratch")
         given = options["chat_template"]
         template = None if given is None else read_template(given)
-        tokenizer = with_template(tokenizer, template)
+        arguments = options["chat_template_arguments"] or {}
+        tokenizer = with_template_arguments(with_template(tokenizer, template), arguments)
         return cls(None, tokenizer, template, options, {**config, **vocabulary_of(tokenizer)})
 
     @property
@@ -384,5 +386,11 @@ def read_checkpoint(
         raise ValueError(
             f"{path} was trained with trust_remote_code=True, and no checkpoint runs code: give "
             "load_from_checkpoint(path, trust_remote_code=True) if you trust the model's own"
+        )
+    template = given.get("chat_template")
+    if template and "chat_template" not in changes and "{" not in str(template):
+        raise ValueError(
+            f"{path} has a chat template that is none, and no checkpoint names files to read: give "
+            "load_from_checkpoint(path, chat_template=...)"
         )
     return checkpoint, given

@@ -107,7 +107,8 @@ def named_reward(reward: Any) -> str | None:
         return str(reward)
     if type(reward) is RewardModelScorer:
         return reward.source
-    return reward.function_name if isinstance(reward, FunctionScorer) else None
+    name = reward.function_name if isinstance(reward, FunctionScorer) else None
+    return name if _names_function(name) else None
 
 
 def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
@@ -121,7 +122,7 @@ def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
             f"{path} was trained with a reward that no checkpoint can hold: give "
             "load_from_checkpoint(path, reward=function)"
         )
-    if not is_given and _names_function(reward):
+    if not is_given and (not isinstance(reward, str) or _names_function(reward)):
         raise ValueError(
             f"{path} was trained with reward={reward!r}, which is code, and no checkpoint runs "
             f"code: give load_from_checkpoint(path, reward={reward!r})"

@@ -136,3 +136,17 @@ def test_a_stage_that_is_trained_first_gets_the_words_that_it_reads():
     words = ["+dataset.source.num_texts=300", "model.ppo.batch_size=64"]
     settings = settings_of("+experiment=ppo", *words)
     assert training_words("base", settings, words) == ["seed=1", words[0]]
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        ("module.seed=7", "seed"),
+        ("module.policy=elsewhere", "artifacts.sft"),
+        ("module.chat_template=chatml", "model.chat_template"),
+        ("module.revision=abc", "model.revision"),
+    ],
+)
+def test_what_the_module_repeats_is_set_where_all_of_the_run_reads_it(word: str, place: str):
+    with pytest.raises(ConfigError, match=rf"repeats {place}"):
+        settings_of("+experiment=ppo", word)

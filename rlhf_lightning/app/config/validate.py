@@ -93,6 +93,7 @@ def read_settings(
         if not saved:  # earlier versions trained with settings that did nothing
             _check_doctor(found)
             _check_is_read(found)
+            _check_said_once(found)
     return found
 
 
@@ -157,6 +158,12 @@ def _check_training(settings: TrainSettings) -> None:
     settings.spec.check(settings)
 
 
+_OF_THE_MODEL = (
+    *("revision", "trust_remote_code", "activation_checkpointing"),
+    *("chat_template", "chat_template_arguments"),
+)
+
+
 def _check_is_read(settings: TrainSettings) -> None:
     """Refuse what the evaluation of this stage does not read: it would do nothing, in silence.
 
@@ -169,6 +176,24 @@ def _check_is_read(settings: TrainSettings) -> None:
             raise ConfigError(
                 f"evaluation.{name}={value}: {settings.spec.title} does not read it; leave it out"
             )
+
+
+def _check_said_once(settings: TrainSettings) -> None:
+    """Refuse arguments of the module that differ from what the rest of the run reads elsewhere.
+
+    Raises:
+        ConfigError: with the first one, and the key to set.
+    """
+    start = f"artifacts.{settings.spec.starts_from}"
+    places = {"seed": "seed", "lora": "lora", "policy": start, "source": start}
+    places |= {name: f"model.{name}" for name in _OF_THE_MODEL}
+    for name, place in places.items():
+        if name in settings.module.arguments:
+            value = settings.select(f"module.{name}")
+            if value != settings.select(place):
+                raise ConfigError(
+                    f"module.{name}={value} repeats {place}: set {place} in its place"
+                )
 
 
 def _check_doctor(settings: TrainSettings) -> None:

@@ -182,6 +182,11 @@ class RewardModelScorer:
         if policy is not None and source is not None and str(policy) != str(source):
             fix = f"use scorer=text_reward_model scorer.source={source}, which reads text"
             check_same_tokenizer(load_tokenizer(policy), source, fix=fix)
+        loaded = getattr(load, "keywords", {}).get("source", source)
+        if source is not None and str(loaded) != str(source):
+            raise ValueError(
+                f"source={source} and load.source={loaded} differ: set artifacts.reward"
+            )
         self.load = load
         self.source = None if source is None else str(source)
         self.micro_batch_size = micro_batch_size
