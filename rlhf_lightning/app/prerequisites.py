@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_lightning.app.config.compose import ConfigError, choices
-from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
-from rlhf_lightning.app.config.unread import is_read
-from rlhf_lightning.app.config.validate import load_settings, read_settings
+from rlhf_lightning.app.config.validate import load_settings, without_unread
 from rlhf_lightning.app.untrained import write_untrained
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
@@ -178,9 +176,7 @@ def training_words(experiment: str, settings: RunSettings, overrides: Sequence[s
 
 def _read_by(experiment: str, words: list[str]) -> list[str]:
     """Return those of some words that an experiment reads."""
-    cfg = composition("train", [f"+experiment={experiment}", *words])
-    settings = read_settings(TrainSettings, cfg)
-    return [word for word in words if is_read(word, settings)]
+    return list(without_unread([f"+experiment={experiment}", *words], words)[1:])
 
 
 def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:

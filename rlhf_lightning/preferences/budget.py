@@ -12,7 +12,7 @@ from typing import Annotated
 
 from scipy.stats import rankdata
 
-from rlhf_lightning.arguments import Above0, AtLeast0, Count, Fraction, Share
+from rlhf_lightning.arguments import Above0, AtLeast0, Count, Fraction, Seed, Share
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
@@ -44,7 +44,7 @@ class BudgetHparams(Checked):
     seconds_per_label: Above0 = 30.0
     hourly_wage: AtLeast0 = 25.0
     currency: str = "USD"
-    seed: int = 1
+    seed: Seed = 1
 
     def __post_init__(self) -> None:
         """Check the values, and that the two shares leave room for each other."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rlhf_lightning.arguments import AtLeast0, Count, ShareAbove0
+from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.aggregate import Method, Verdict, aggregate, by_pair
@@ -76,7 +76,7 @@ class LabHparams(Checked):
     margin_scale: AtLeast0 = 1.0
     near_duplicate: Annotated[ShareAbove0, Usual(0.5, 0.95)] = 0.7
     near_duplicate_n: Count = 3
-    seed: int = 1
+    seed: Seed = 1
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, choices, composed, register
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import TargetError
-from rlhf_lightning.app.config.unread import is_read
+from rlhf_lightning.app.config.unread import check_overrides_are_read, is_read
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.prerequisites import training_words
-from rlhf_lightning.app.study.steps import check_pipeline
+from rlhf_lightning.app.study.steps import HERE, check_pipeline, plan
 from rlhf_lightning.app.study.words import as_overrides
 from tests.builders.command_lines import settings_of
 
@@ -150,3 +150,25 @@ def test_a_stage_that_is_trained_first_gets_the_words_that_it_reads():
 def test_what_the_module_repeats_is_set_where_all_of_the_run_reads_it(word: str, place: str):
     with pytest.raises(ConfigError, match=rf"repeats {place}"):
         settings_of("+experiment=ppo", word)
+
+
+def test_words_for_every_training_go_to_those_that_read_them():
+    given = ["train:dataset.num_iterations=12", "train:model.ppo.batch_size=64", "collect=false"]
+    settings = read_settings(COMMANDS["pipeline"], composed("pipeline", as_overrides(given)))
+    words = {step.stage: step.words for step in plan(settings, HERE)}
+    check_pipeline(settings)
+    for word in ("dataset.num_iterations=12", "model.ppo.batch_size=64"):
+        assert [stage for stage, own in words.items() if word in own] == ["ppo"]
+    nobody = as_overrides(["train:model.dpo.learning_rate=1.0"])
+    with pytest.raises(
+        ConfigError, match=r"train:model\.dpo\.learning_rate=1\.0: no step reads it"
+    ):
+        check_pipeline(read_settings(COMMANDS["pipeline"], composed("pipeline", nobody)))
+
+
+def test_an_evaluation_of_a_run_takes_no_word_that_only_the_training_reads():
+    word, trained = "model.ppo.learning_rate=0.5", settings_of("+experiment=ppo")
+    evaluated = settings_of("policy=here", entry="evaluate")
+    check_overrides_are_read(["dataset.source.seed=3"], evaluated, trained)
+    with pytest.raises(ConfigError, match=r"nothing reads model\.ppo\.learning_rate"):
+        check_overrides_are_read([word], evaluated, trained)

@@ -18,6 +18,7 @@ from rlhf_lightning.app.config.settings import CommandSettings
 from rlhf_lightning.arguments import did_you_mean
 
 _OTHER = "another value than any"
+_HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
 
 
 def check_overrides_are_read(
@@ -35,7 +36,8 @@ def check_overrides_are_read(
     """
     for word in overrides:
         key = word.lstrip("+").partition("=")[0]
-        if not is_read(word, settings) and (origin is None or not is_read(word, origin)):
+        handed_on = origin is not None and key.startswith(_HANDED_ON) and is_read(word, origin)
+        if not is_read(word, settings) and not handed_on:
             keys = (k for g in settings.open_groups for k in _places(settings.written.get(g), g))
             known = [place for place in keys if is_read(place, settings)]
             alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]

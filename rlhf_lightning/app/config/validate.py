@@ -7,7 +7,7 @@ that does not exist would be found after the stages that come first, which may b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.targets import (
     listed,
     resolve,
 )
-from rlhf_lightning.app.config.unread import check_keys_are_known, check_overrides_are_read
+from rlhf_lightning.app.config.unread import check_keys_are_known, check_overrides_are_read, is_read
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.arguments import did_you_mean, fitting
 
@@ -57,6 +57,25 @@ def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -
     found = read_settings(settings, composition(entry, overrides))
     check_overrides_are_read(overrides, found)
     return found
+
+
+def without_unread(words: Sequence[str], shared: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a training, without those shared with others that it does not read.
+
+    Words that do not compose are returned as they are: reading them says what is wrong.
+
+    Args:
+        words: all words of its command line.
+        shared: those among them that were written for several trainings.
+    """
+    if not shared:
+        return tuple(words)
+    try:
+        settings = read_settings(TrainSettings, composition("train", list(words)))
+    except ConfigError:
+        return tuple(words)
+    unread = {word for word in shared if not is_read(word, settings)}
+    return tuple(word for word in words if word not in unread)
 
 
 def read_settings(

@@ -14,6 +14,7 @@ from rlhf_lightning.app.config.commands import RowSettings, StudySettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import without_unread
 from rlhf_lightning.app.study.engine import Run
 from rlhf_lightning.app.study.words import given, key_of
 
@@ -84,6 +85,9 @@ def plan(settings: StudySettings, folder: Path) -> list[PlannedRun]:
             for values in itertools.product(*choices):
                 of_row[name] = _planned(settings, folder, name, values, seed, of_row)
                 runs.append(of_row[name])
+    for word in settings.overrides.train:
+        if not any(word in run.words for run in runs):
+            raise ConfigError(f"train:{word}: no run reads it, leave it out")
     return runs
 
 
@@ -97,7 +101,8 @@ def _planned(
 ) -> PlannedRun:
     row = settings.runs[name]
     written = [*getattr(settings.shared, row.command), *row.overrides, *values]
-    written += getattr(settings.overrides, row.command)
+    shared = getattr(settings.overrides, row.command)
+    written += shared
     if any(key_of(word) == "seed" for word in written):
         raise ConfigError(f"runs.{name}: seeds=[...] says the seeds of all runs, not seed=")
     starts_from = {kind: of_row[other] for kind, other in row.starts_from.items()}
@@ -105,12 +110,13 @@ def _planned(
     named = re.sub(r"[^\w.=+-]", "_", setting)
     named = named if named == setting else f"{named}_{_digest(setting)}"
     models = (folder / "rows").resolve()
+    words = _words(settings, row, written, seed, models, starts_from, name in settings.makers)
     run = PlannedRun(
         row=name,
         setting=setting,
         seed=seed,
         command=row.command,
-        words=_words(settings, row, written, seed, models, starts_from, name in settings.makers),
+        words=without_unread(words, shared) if row.command == "train" else words,
         place=folder.joinpath("runs", name, *filter(None, (named, f"seed_{seed}"))),
         models=models if name in settings.makers else None,
         starts_from=starts_from,

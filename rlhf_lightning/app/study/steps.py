@@ -21,7 +21,7 @@ from rlhf_lightning.app.config.inherit import (
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.unread import check_overrides_are_read
-from rlhf_lightning.app.config.validate import load_settings, read_settings
+from rlhf_lightning.app.config.validate import load_settings, read_settings, without_unread
 from rlhf_lightning.app.study.engine import ATTEMPTS, Run
 from rlhf_lightning.app.study.words import STAGES, given, key_of
 from rlhf_lightning.arguments import did_you_mean
@@ -233,11 +233,13 @@ def _check_words_have_steps(overrides: Mapping[Any, Any], steps: list[Step]) -> 
     names |= {f"round_{step.round}/train" for step in steps}
     # Those of `adversarial` come besides those of `collect`.
     names |= {name.replace("adversarial", "collect") for name in names}
+    given_to = {word for step in steps for word in step.words}
     for place, words in overrides.items():
         for name, own in words.items() if isinstance(words, Mapping) else [("", words)]:
             full = f"{place}/{name}" if name else str(place)
-            if own and full not in names:
-                raise ConfigError(f"{full}:{own[0]}: no step reads it, leave it out")
+            unread = [word for word in own if full not in names or word not in given_to]
+            if unread:
+                raise ConfigError(f"{full}:{unread[0]}: no step reads it, leave it out")
 
 
 def accepted(settings: PipelineSettings, step: Step) -> bool:
@@ -324,7 +326,8 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
         experiment = f"+experiment={settings.experiments.get(stage)}"
         head = (experiment, *ours, *whole, *own, *words["train"])
         theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
-        return make(command="train", words=(*head, *theirs))
+        shared = (*words["train"], *here.get("train", ()))
+        return make(command="train", words=without_unread((*head, *theirs), shared))
     theirs = (*words[stage], *here.get(stage, ()))
     command = COLLECTIONS.get(stage, stage)
     if stage in COLLECTIONS:
