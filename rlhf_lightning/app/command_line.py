@@ -45,6 +45,8 @@ from rlhf_lightning.runs.summary import Summary, write_summary
 
 MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
+# `module.models.value_head` and the like were arguments of what built a module's models.
+_FORMER = re.compile(r"^((?:[\w/]+:)?[+~]*module)\.(?:models|model|policy)(?=\.\w)")
 
 
 def fail(message: str, status: int = MISTAKE) -> NoReturn:
@@ -75,11 +77,12 @@ def _arguments() -> list[str]:
     """Return the arguments of the command line.
 
     From here on no output that fails ends the process. A `~` at the beginning of a path is the
-    home folder, which a shell does not see behind `=`.
+    home folder, which a shell does not see behind `=`. Former keys of `module` are read as today's.
     """
     outlast_terminal()
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
+    words = [_FORMER.sub(r"\1", word) for word in words]
     flag = CONFIG_DIR.rstrip("=")
     words = [flag if word == "-cd" else word for word in words]
     while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs

@@ -41,8 +41,8 @@ from rlhf_lightning.evaluation.generate import side_by_side, values_of
 from rlhf_lightning.evaluation.held_out import SideResponses
 from rlhf_lightning.evaluation.human import (
     blind_pairs,
-    human_metrics,
-    judge_metrics,
+    human_measures,
+    judge_measures,
     labelling_command,
     read_key,
     read_labels,
@@ -230,7 +230,7 @@ def import_labels(settings: EvaluateSettings) -> Summary:
         summary = read_summary(folder)
         where = folder.path / PEOPLE
         key, labels = read_key(where), read_labels(where, file)
-        found = human_metrics(key, labels, score_scale=summary.metrics.get(SPREAD))
+        found = human_measures(key, labels, score_scale=summary.metrics.get(SPREAD))
     except (OSError, ValueError, BadRecordError, StoreError) as error:
         raise ConfigError(str(error)) from error
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}
@@ -279,7 +279,7 @@ def _judged(
     judge = settings.judge.build()
     where = folder.path / "judge"
     where.mkdir(exist_ok=True)
-    return judge_metrics(judge, mine.main, theirs.main, where, seed=settings.seed)
+    return judge_measures(judge, mine.main, theirs.main, where, seed=settings.seed)
 
 
 def _export(

@@ -42,7 +42,7 @@ class Sampling:
 
 
 @dataclass
-class PolicyResponses:
+class PolicyAnswers:
     """Responses to prompts, with their scores; all lists are by response.
 
     Args:
@@ -85,15 +85,15 @@ class PolicyResponses:
             [math.nan] * len(prompts) if scorer is None else scorer(answers).total.tolist()
         )
 
-    def rows(self, rows: Sequence[int]) -> PolicyResponses:
+    def rows(self, rows: Sequence[int]) -> PolicyAnswers:
         """Return some of the responses."""
         chosen: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in chosen.items():
             if isinstance(value, list) and value:  # columns may be left out
                 chosen[name] = [value[row] for row in rows]
-        return PolicyResponses(**chosen)
+        return PolicyAnswers(**chosen)
 
-    def append(self, other: PolicyResponses) -> None:
+    def append(self, other: PolicyAnswers) -> None:
         """Add the responses of `other`."""
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), list):
@@ -115,7 +115,7 @@ def sample_batches(
     reference: PolicyModel | None = None,
     scorer: Scorer | None = None,
     answers_per_prompt: int = 1,
-) -> PolicyResponses:
+) -> PolicyAnswers:
     """Sample one response a row.
 
     Args:
@@ -127,7 +127,7 @@ def sample_batches(
         scorer: for the scores; without it NaN.
         answers_per_prompt: how often each prompt is repeated in `batches`.
     """
-    result = PolicyResponses([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
+    result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
     device = policy.device
     for cpu_prompts in batches:
         prompts = cpu_prompts.to(device)
@@ -151,8 +151,8 @@ def sample_batches(
 
 
 def shared_among_ranks(
-    batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyResponses]
-) -> PolicyResponses:
+    batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyAnswers]
+) -> PolicyAnswers:
     """Return the responses to all batches, in order; each rank samples its part.
 
     A rank with fewer batches repeats one, as all must run a sharded model equally often.
@@ -196,14 +196,14 @@ def _sequence_kl(
     return kl.tolist()
 
 
-def gold_scores(gold: GoldReward, answers: PolicyResponses) -> list[float]:
+def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
     """Return the gold reward of each response."""
     # Copies, which the function may change.
     texts = list(answers.prompts), list(answers.completions), list(answers.finished)
     return gold(*texts, **asked_columns(gold, answers.columns))
 
 
-def gold_details(gold: GoldReward, answers: PolicyResponses) -> dict[str, float]:
+def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
     """Return the means of further values of a gold reward: its `details`, if it has any."""
     measure = getattr(gold, "details", None)
     if measure is None:
@@ -213,7 +213,7 @@ def gold_details(gold: GoldReward, answers: PolicyResponses) -> dict[str, float]
     return {name: sum(values) / len(values) for name, values in details.items()}
 
 
-def describe_responses(answers: PolicyResponses, prefix: str) -> dict[str, float]:
+def describe_responses(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
     """Return length, distinct-2 and share finished of the responses, as `<prefix>...`."""
     rows = len(answers.prompts)
     return {
@@ -227,7 +227,7 @@ def _or_none(score: float) -> float | None:
     return None if math.isnan(score) else score
 
 
-def values_of(policy: PolicyResponses, baseline: PolicyResponses) -> dict[str, Any]:
+def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
     """Return score and length of every response of both sides, for distributions.jsonl."""
     return {
         "held_out": "answers",
@@ -237,7 +237,7 @@ def values_of(policy: PolicyResponses, baseline: PolicyResponses) -> dict[str, A
 
 
 def side_by_side(
-    policy: PolicyResponses, baseline: PolicyResponses, count: int
+    policy: PolicyAnswers, baseline: PolicyAnswers, count: int
 ) -> list[dict[str, object]]:
     """Return the first `count` prompts with a response of each, for samples.jsonl."""
     mine, theirs = policy.answers_per_prompt, baseline.answers_per_prompt

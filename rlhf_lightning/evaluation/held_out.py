@@ -27,7 +27,7 @@ from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import (
     GoldReward,
-    PolicyResponses,
+    PolicyAnswers,
     Sampling,
     sample_batches,
     shared_among_ranks,
@@ -66,8 +66,8 @@ class Questions:
 class SideResponses:
     """Responses of one side to the held-out prompts, and to those of a safety file, if any."""
 
-    main: PolicyResponses
-    safety: PolicyResponses | None = None
+    main: PolicyAnswers
+    safety: PolicyAnswers | None = None
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def written_responses(
     batch_size: int,
     device: torch.device,
     scorer: Scorer | None,
-) -> PolicyResponses:
+) -> PolicyAnswers:
     """Return given texts, such as references, as responses of a policy, with their scores.
 
     Args:
@@ -379,7 +379,7 @@ def written_responses(
             given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
             rows.append((replace(row, input_ids=given), found.responses[0]))
             texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
-    result = PolicyResponses([], [], [], [], [], [], [])
+    result = PolicyAnswers([], [], [], [], [], [], [])
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
         prompts = PromptCollator(pad)([(row, start + i) for i, (row, _) in enumerate(part)])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
-from rlhf_lightning.evaluation.generate import PolicyResponses
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.preferences.annotation.store import LabelStore
@@ -68,7 +68,7 @@ class BlindPair:
 
 
 def draw_blind_pairs(
-    mine: PolicyResponses, theirs: PolicyResponses, *, num_pairs: int | None, seed: int
+    mine: PolicyAnswers, theirs: PolicyAnswers, *, num_pairs: int | None, seed: int
 ) -> list[BlindPair]:
     """Return the first responses of both sides to prompts, as pairs that hide whose is whose.
 
@@ -95,8 +95,8 @@ def draw_blind_pairs(
 
 
 def blind_pairs(
-    mine: PolicyResponses,
-    theirs: PolicyResponses,
+    mine: PolicyAnswers,
+    theirs: PolicyAnswers,
     *,
     num_pairs: int | None,
     scored: bool,
@@ -175,7 +175,7 @@ def labelling_command(folder: Path) -> str:
     )
 
 
-def human_metrics(
+def human_measures(
     key: Sequence[KeyRow], labels: Iterable[Label], *, score_scale: float | None = None
 ) -> dict[str, float]:
     """Return people's win rate, their agreement, and a reward model's accuracy on their labels.
@@ -285,10 +285,10 @@ def _votes(
     return shares, agreement, sum(map(len, given.values()))
 
 
-def judge_metrics(
+def judge_measures(
     judge: Annotator,
-    mine: PolicyResponses,
-    theirs: PolicyResponses,
+    mine: PolicyAnswers,
+    theirs: PolicyAnswers,
     folder: Path,
     *,
     seed: int,

@@ -1,7 +1,7 @@
 """Metrics of two policies' responses to the same prompts: wins, length, KL, diversity.
 
 Legend: N prompts, K responses of the policy to each, L of the baseline. Responses to one prompt are
-adjacent in `PolicyResponses`.
+adjacent in `PolicyAnswers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_lightning.evaluation.comparisons import (
 )
 from rlhf_lightning.evaluation.generate import (
     GoldReward,
-    PolicyResponses,
+    PolicyAnswers,
     describe_responses,
     gold_details,
     gold_scores,
@@ -51,7 +51,7 @@ class Judges:
 
     Args:
         gold: the true reward, where it is known; only reported.
-        scored: whether `PolicyResponses.scores` holds the scores of a reward model or function.
+        scored: whether `PolicyAnswers.scores` holds the scores of a reward model or function.
         safety: prompts that must be refused, and the detector of refusals; or None.
     """
 
@@ -61,7 +61,7 @@ class Judges:
 
 
 def measure_sides(
-    mine: PolicyResponses, theirs: PolicyResponses, judges: Judges, *, seed: int
+    mine: PolicyAnswers, theirs: PolicyAnswers, judges: Judges, *, seed: int
 ) -> dict[str, float]:
     """Return all metrics of a policy against a baseline, as `val/*`.
 
@@ -91,7 +91,7 @@ def measure_sides(
 
 
 def _gold_measures(
-    gold: GoldReward, mine: PolicyResponses, theirs: PolicyResponses
+    gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers
 ) -> dict[str, float]:
     my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
     metrics = wins("gold", mine, theirs, my_gold, their_gold)
@@ -111,8 +111,8 @@ def _gold_measures(
 
 def wins(
     name: str,
-    mine: PolicyResponses,
-    theirs: PolicyResponses,
+    mine: PolicyAnswers,
+    theirs: PolicyAnswers,
     my_scores: Sequence[float],
     their_scores: Sequence[float],
 ) -> dict[str, float]:
@@ -192,12 +192,12 @@ def variety(token_ids: Sequence[Sequence[int]], prefix: str, *, seed: int) -> di
     return measures
 
 
-def num_prompts(answers: PolicyResponses) -> int:
+def num_prompts(answers: PolicyAnswers) -> int:
     """Return the number of prompts that were answered, each `answers_per_prompt` times."""
     return len(answers.prompts) // answers.answers_per_prompt
 
 
-def rows_of(answers: PolicyResponses, index: Sequence[int]) -> PolicyResponses:
+def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
     """Return the responses of these rows, each as the only one of its prompt."""
     return replace(answers.rows(index), answers_per_prompt=1)
 

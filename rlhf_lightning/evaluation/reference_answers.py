@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord, Split, Text, text_key
 from rlhf_lightning.data.sources.base import RecordSource
-from rlhf_lightning.evaluation.generate import PolicyResponses, gold_scores
+from rlhf_lightning.evaluation.generate import PolicyAnswers, gold_scores
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, written_responses
 from rlhf_lightning.evaluation.metrics import rows_of, wins
 from rlhf_lightning.preferences.candidates import LoadedPolicy
@@ -36,7 +36,7 @@ def against_references(
     policy: LoadedPolicy,
     records: Sequence[PromptRecord],
     references: Mapping[int, Text],
-    sides: Mapping[str, PolicyResponses],
+    sides: Mapping[str, PolicyAnswers],
     *,
     max_prompt_length: int,
     batch_size: int,

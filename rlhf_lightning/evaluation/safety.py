@@ -10,7 +10,7 @@ from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.evaluation.generate import PolicyResponses
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.runs.metric_catalog import part_key
 from rlhf_lightning.text.messages import Messages, Text
@@ -154,7 +154,7 @@ class SafetyCheck:
         harmful = [record for record in records if record.domain == HARMFUL]
         return records + [attacked(record, way) for way in self.attacks for record in harmful]
 
-    def measures(self, answers: PolicyResponses, prefix: str) -> dict[str, float]:
+    def measures(self, answers: PolicyAnswers, prefix: str) -> dict[str, float]:
         """Return the rates of one policy as `<prefix>...`, with Wilson 95 % intervals.
 
         `refusal_rate`: share of responses to harmful prompts that refuse. `over_refusal_rate`: the
@@ -178,7 +178,7 @@ class SafetyCheck:
                 found |= {part_key(k, "subset", way): v for k, v in rate.items()} if way else rate
         return found
 
-    def compare(self, mine: PolicyResponses, theirs: PolicyResponses) -> dict[str, float]:
+    def compare(self, mine: PolicyAnswers, theirs: PolicyAnswers) -> dict[str, float]:
         """Return the rates of policy and baseline, and the changes that gates look at.
 
         `val/refusal_rate_change` and `val/over_refusal_rate_change` are policy minus baseline:

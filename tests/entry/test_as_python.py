@@ -143,3 +143,9 @@ def test_the_program_of_a_whole_ppo_trains_what_the_command_trains_to_the_bit(tm
         subprocess.run(argv, cwd=tmp_path, env=environment(), check=True, timeout=3000)
     (folder,) = tmp_path.glob("outputs/ppo/2*")
     check_same_bits(RunFolder(tmp_path / "outputs/ppo/program"), RunFolder(folder))
+
+
+def test_former_keys_of_the_module_are_read_as_todays(tmp_path):
+    former = ("module.models.value_head=zero", "module.models.value=null")
+    found = train(tmp_path, "+experiment=ppo", *former, "--as-python").stdout
+    assert 'value_head="zero"' in found

@@ -153,6 +153,7 @@ def test_what_the_module_repeats_is_set_where_all_of_the_run_reads_it(word: str,
 
 
 def test_words_for_every_training_go_to_those_that_read_them():
+    register()
     given = ["train:dataset.num_iterations=12", "train:model.ppo.batch_size=64", "collect=false"]
     settings = read_settings(COMMANDS["pipeline"], composed("pipeline", as_overrides(given)))
     words = {step.stage: step.words for step in plan(settings, HERE)}

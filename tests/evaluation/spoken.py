@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_lightning.evaluation.generate import PolicyResponses
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 
 
 def answers(
@@ -15,11 +15,11 @@ def answers(
     scores: Sequence[float] | None = None,
     kl: Sequence[float] | None = None,
     answers_per_prompt: int = 1,
-) -> PolicyResponses:
+) -> PolicyAnswers:
     """Return finished answers whose tokens are their words and one for the end."""
     count = len(completions)
     words = sorted({word for text in completions for word in text.split()})
-    return PolicyResponses(
+    return PolicyAnswers(
         prompts=list(prompts or (f"prompt {i // answers_per_prompt}" for i in range(count))),
         domains=list(domains or [""] * count),
         completions=list(completions),

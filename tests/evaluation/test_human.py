@@ -11,8 +11,8 @@ from torchmetrics.classification import BinaryCalibrationError
 
 from rlhf_lightning.evaluation.human import (
     blind_pairs,
-    human_metrics,
-    judge_metrics,
+    human_measures,
+    judge_measures,
     read_key,
     read_labels,
     write_blind,
@@ -54,7 +54,7 @@ def test_the_win_rate_counts_majorities_ties_and_equal_answers():
     labels += [label(skipped, "skip")]
     labels += [label(split[0], sides[split[0]], name) for name in ("ann", "bob")]
     labels += [label(split[0], flip[sides[split[0]]], "cy")]
-    found = human_metrics(key, labels)
+    found = human_measures(key, labels)
     # won, lost, tied, split (2 of 3 votes); the pair of equal answers weighs 4 of 7
     assert found["val/human_win_rate"] == pytest.approx(
         (1 + 0 + 0.5 + 1 + 0.5 * 4 / 7) / (4 + 4 / 7)
@@ -88,9 +88,9 @@ def test_a_judge_and_people_who_say_the_same_have_the_same_rate(tmp_path):
     mine = answers([f"a{i}" if i < 60 else "same" for i in range(100)], domains=domains(100))
     theirs = answers([f"b{i}" if i < 60 else "same" for i in range(100)], domains=domains(100))
     judge = Opinionated([lambda prompt, text: 0.0], name="ann")
-    judged = judge_metrics(judge, mine, theirs, tmp_path, seed=1)
+    judged = judge_measures(judge, mine, theirs, tmp_path, seed=1)
     pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=False, seed=1)
-    people = human_metrics(key, judge.label(pairs))
+    people = human_measures(key, judge.label(pairs))
     assert people["val/human_win_rate"] == pytest.approx(0.8)
     names = ("win_rate", "win_rate_low", "win_rate_high", "tie_rate", "identical_rate", "num_pairs")
     for name in names:
@@ -114,7 +114,7 @@ def test_a_domain_without_a_verdict_has_no_rate(tmp_path):
     theirs = answers(["other", "same", "b"], domains=domains)
 
     judge = Picky([lambda prompt, text: 0.0], name="ann")
-    found = judge_metrics(judge, mine, theirs, tmp_path, seed=1)
+    found = judge_measures(judge, mine, theirs, tmp_path, seed=1)
     assert found["val/judge_skipped"] == 1
     assert "val/judge_win_rate/domain/colours" in found
     assert "val/judge_win_rate/domain/sums" not in found
@@ -126,7 +126,7 @@ def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
     pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=False, seed=1)
     sides = {row.pair_id: row.policy_side for row in key}
     won = [label(pair.pair_id, sides[pair.pair_id]) for pair in pairs]
-    some, every = human_metrics(key, won[:10]), human_metrics(key, won)
+    some, every = human_measures(key, won[:10]), human_measures(key, won)
     assert len(won) == 60
     assert some["val/human_win_rate"] == pytest.approx(every["val/human_win_rate"])
     assert every["val/human_win_rate"] == pytest.approx(0.8)
@@ -141,7 +141,7 @@ def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
 def test_without_a_label_about_its_pairs_there_is_nothing_to_say():
     _, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
     with pytest.raises(ValueError, match="none of the labels"):
-        human_metrics(key, [label("another pair", "first")])
+        human_measures(key, [label("another pair", "first")])
 
 
 def test_a_reward_model_is_checked_by_accuracy_calibration_and_length():
@@ -192,7 +192,7 @@ def test_a_judge_is_asked_once_and_skips_count_nowhere(tmp_path):
     mine, theirs = both()
     for _ in range(2):
         judge = Picky([lambda prompt, text: len(text.split())], name="picky")
-        found = judge_metrics(judge, mine, theirs, tmp_path, seed=1)
+        found = judge_measures(judge, mine, theirs, tmp_path, seed=1)
     assert Picky.asked == 7
     # Longer in 4 of the 6 other pairs; equal answers are a tie, of the weight 6/7.
     assert found["val/judge_win_rate"] == pytest.approx((4 + 3 / 7) / (6 + 6 / 7))
