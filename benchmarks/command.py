@@ -108,7 +108,7 @@ def add_overrides(made: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="of this project's configuration, such as rollout=cuda_graphs; default its defaults",
+        help="of this project's configuration, such as rollout=transformers; default its defaults",
     )
 
 

@@ -18,6 +18,7 @@ from benchmarks.configured import PRECISIONS, bare_trainer, training_settings
 from benchmarks.shapes import PAD, Workload
 from benchmarks.shapes import prompts as prompt_rows
 from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
+from rlhf_lightning.app.build import make_module
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.modules.ppo import PPOModule
@@ -128,16 +129,9 @@ def ppo_module(task: Task, workload: Workload, tokenizer: Any) -> PPOModule:
         f"module.sampling.max_new_tokens={workload.new_tokens}",
         *task["overrides"],
     )
-    assert settings.scorer is not None
-    module: PPOModule = settings.module.build(
-        **settings.all_hparams,
-        optimizer=settings.optimizer.build(),
-        schedule=settings.scheduler.build(),
-        scorer=settings.scorer.build(),
-        generator=settings.rollout.build()((), PAD),  # nothing stops: responses have full length
-        tokenizer=tokenizer,
-        seed=1,
-    )
+    module: PPOModule = make_module(settings)
+    module.tokenizer = tokenizer
+    module.generator = settings.rollout.build()((), PAD)  # nothing stops: responses are full
     return module
 
 

@@ -17,6 +17,7 @@ from benchmarks.configured import PRECISIONS, bare_trainer, training_settings
 from benchmarks.ragged import Ragged, answers, pairs
 from benchmarks.shapes import PAD
 from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
+from rlhf_lightning.app.build import make_module
 from rlhf_lightning.batches import PreferenceBatch, SFTBatch
 
 
@@ -62,11 +63,7 @@ def training_module(task: Task, ragged: Ragged) -> L.LightningModule:
         f"module.{stage}.micro_batch_size={ragged.micro_batch_size}",
         f"module.{stage}.learning_rate=1.0e-6",
     )
-    module: L.LightningModule = settings.module.build(
-        **settings.all_hparams,
-        optimizer=settings.optimizer.build(),
-        schedule=settings.scheduler.build(),
-    )
+    module: L.LightningModule = make_module(settings)
     return module
 
 
