@@ -29,7 +29,7 @@ from rlhf_lightning.app.config.compose import (
     primary,
     register,
 )
-from rlhf_lightning.app.config.errors import composition
+from rlhf_lightning.app.config.errors import composition, in_todays_keys
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
@@ -45,8 +45,6 @@ from rlhf_lightning.runs.summary import Summary, write_summary
 
 MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
-# `module.models.value_head` and the like were arguments of what built a module's models.
-_FORMER = re.compile(r"^((?:[\w/]+:)?[+~]*module)\.(?:models|model|policy)(?=\.\w)")
 
 
 def fail(message: str, status: int = MISTAKE) -> NoReturn:
@@ -82,7 +80,7 @@ def _arguments() -> list[str]:
     outlast_terminal()
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
-    words = [_FORMER.sub(r"\1", word) for word in words]
+    words = in_todays_keys(words)
     flag = CONFIG_DIR.rstrip("=")
     words = [flag if word == "-cd" else word for word in words]
     while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs

@@ -23,6 +23,14 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 OF_TRAINING = ("logger=", "logger.", "debug=")  # how words begin that training alone takes
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
 
+# `module.models.value_head` and the like were arguments of what built a module's models.
+_FORMER = re.compile(r"^((?:[\w/]+:)?[+~]*module)\.(?:models|model|policy)(?=\.\w)")
+
+
+def in_todays_keys(words: Sequence[str]) -> list[str]:
+    """Return words of a command line with the keys of today."""
+    return [_FORMER.sub(r"\1", word) for word in words]
+
 
 def composition(entry: str, overrides: Sequence[str]) -> DictConfig:
     """Return what a command line composes, with the node `hydra`.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_lightning.app.config.errors import OF_TRAINING
+from rlhf_lightning.app.config.errors import OF_TRAINING, in_todays_keys
 
 STAGES = ("base", "sft", "collect", "adversarial", "reward", "ppo", "evaluate")  # of a round
 ADDRESSED = ("train", *STAGES)  # by words of the command line
@@ -22,7 +22,7 @@ def as_overrides(words: Sequence[str]) -> list[str]:
     """
     own: dict[str, list[str]] = {}
     others = []
-    for word in words:
+    for word in in_todays_keys(words):
         place, colon, rest = f"{'train:' * word.startswith(OF_TRAINING)}{word}".partition(":")
         at, _, stage = place.rpartition("/")
         if colon and stage in ADDRESSED and (not at or _ROUND.fullmatch(at)):
