@@ -293,6 +293,14 @@ def test_an_export_takes_no_model_of_somebody_else_and_is_made_again(material, t
     assert (tmp_path / "export/model.safetensors").is_file()
 
 
+def test_a_folder_of_somebody_else_is_refused_as_it_is(material, tmp_path):
+    (tmp_path / "report.html").write_text("my thesis")
+    with pytest.raises(FileExistsError, match=r"report\.html.*in Python that of trainer_arguments"):
+        train(material, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "my thesis"
+
+
 def resume(material: dict[str, Path], folder: Path, **changes: Any) -> None:
     module = PPOModule.from_pretrained(material["policy"], length, **changes)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, seed=1)
@@ -427,3 +435,9 @@ def test_early_stopping_ends_with_the_best_weights(material, tmp_path):
     assert len(rows(tmp_path / "run")) < 12
     best = torch.load(tmp_path / "run/checkpoints/best.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, best[name]) for name, value in module.state_dict().items())
+
+
+def test_a_logger_is_named_or_given(material, tmp_path):
+    assert type(arguments(tmp_path, logger="wandb")["logger"]).__name__ == "IterationWandbLogger"
+    with pytest.raises(ValueError, match="logger='mlflow'"):
+        arguments(tmp_path, logger="mlflow")

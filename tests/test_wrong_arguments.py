@@ -26,6 +26,7 @@ from rlhf_lightning import (
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
+    SFTHparams,
     SFTModule,
     WeightedScorer,
     compare,
@@ -309,3 +310,15 @@ def test_what_worked_is_taken(policy):
 def test_adapters_with_dropout_train_no_policy_on_its_own_samples(cls: Any) -> None:
     with pytest.raises(ValueError, match=r"^lora\.dropout=0\.5"):
         cls.from_pretrained("nowhere", len, lora=LoraHparams(dropout=0.5))
+
+
+def test_adapters_of_peft_are_named(policy):
+    peft = pytest.importorskip("peft")
+    with pytest.raises(TypeError, match=r"^lora=.*LoraHparams"):
+        SFTModule.from_pretrained(policy["policy"], lora=peft.LoraConfig())
+
+
+def test_numbers_of_numpy_and_whole_floats_arguments_are_taken() -> None:
+    assert fitting("seed", np.int64(3), int) == 3
+    assert type(SFTHparams(learning_rate=np.float32(1e-4)).learning_rate) is float
+    assert SFTHparams(max_grad_norm=np.int32(2)).max_grad_norm == 2.0

@@ -89,14 +89,14 @@ def export_model(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a module has trained, and from what.
+    """A trained model, and the model that it started from.
 
     Args:
         model: whole, or an adapter on its base.
         tokenizer: the one it was trained with.
         state: full state dict of `model`, on the CPU.
         source: the model that training started from; None for random weights.
-        trust_remote_code: of that.
+        trust_remote_code: run the code beside that model's weights.
     """
 
     model: PolicyModel | ScalarHeadModel
@@ -107,7 +107,7 @@ class Trained:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """How the start is loaded."""
+        """Options with which the start is loaded."""
         revision = None if self.source is None else self.source.revision
         return {"revision": revision, "trust_remote_code": self.trust_remote_code}
 

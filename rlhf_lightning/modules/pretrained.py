@@ -48,8 +48,8 @@ _WITHOUT_ADAPTER = {  # by the argument that names a folder
     "policy with lora, or start it from the policy by module.value_head=zero",
     "reward": "A reward adapter stands on the policy's base: train the reward model on the policy "
     "with lora, or use the merged one (scorer=reward_model)",
-    "start": "With lora training goes on from the adapter of `start` (artifacts.ppo); without it "
-    "(lora=none) from the merged policy",
+    "start": "With lora, training continues from the adapter of `start` (artifacts.ppo); "
+    "lora=none continues from the merged policy",
 }
 
 
@@ -150,7 +150,7 @@ def of_policy(
         start.check_adapter("start", onward, scale=lora)
     elif onward is not None:
         with naming_argument("start", onward):
-            fix = "go on from a policy that was trained from `policy` (artifacts.ppo)"
+            fix = "continue from a policy that was trained from `policy` (artifacts.ppo)"
             check_same_tokenizer(start.tokenizer, onward, fix=fix)
     hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
 
@@ -259,7 +259,7 @@ class Start:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What a loader of `models.factory` loads."""
+        """The model to load, as arguments of a loader of `models.factory`."""
         if self.source is None:
             return {"from_scratch": self.from_scratch}
         return {"source": self.source.name}

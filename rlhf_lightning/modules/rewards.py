@@ -1,4 +1,4 @@
-"""What `reward` of a module may be: a scorer, a function, a model's name, or a list of these."""
+"""The forms of a module's `reward`: a scorer, a function, a model's name, or a list of these."""
 
 from __future__ import annotations
 

@@ -65,6 +65,13 @@ def test_a_damaged_checkpoint_is_refused_or_is_whole(tmp_path, damage):
     check_bytes(tmp_path / "last.ckpt", damaged(WHOLE, *damage))
 
 
+@pytest.mark.slow
+@examples(5000)
+@given(DAMAGE | st.tuples(st.just(0.0), st.binary(max_size=300), st.just("put")))
+def test_very_many_damaged_checkpoints_are_refused_or_whole(tmp_path, damage):
+    check_bytes(tmp_path / "last.ckpt", damaged(WHOLE, *damage))
+
+
 def test_every_single_byte_of_a_checkpoint_counts(tmp_path):
     for at in range(0, len(WHOLE), 97):
         content = bytearray(WHOLE)
@@ -80,6 +87,22 @@ PLAIN = st.recursive(
         | st.tuples(inner, inner)
     ),
 )
+
+
+def check_content(path: Path, content: Any) -> None:
+    path.write_bytes(saved(content))
+    try:
+        found = read_checkpoint(path)
+    except CheckpointError as error:
+        must_name(error, path)
+    else:
+        assert isinstance(found["state_dict"], dict)
+
+
+@examples(30)
+@given(PLAIN | st.fixed_dictionaries({"state_dict": PLAIN}))
+def test_any_plain_content_is_a_checkpoint_or_is_said_to_be_none(tmp_path, content):
+    check_content(tmp_path / "last.ckpt", content)
 
 
 PARTS = ("checksums.json", "meta.pt", "shard-00001.safetensors")
@@ -105,4 +128,12 @@ def check_folder(folder: Path, part: str, damage: tuple[float, bytes, str]) -> N
 @examples(15)
 @given(st.sampled_from(PARTS), DAMAGE)
 def test_damaged_shards_are_refused_or_do_no_harm(folder, part, damage):
+    check_folder(folder, part, damage)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@examples(3000)
+@given(st.sampled_from(PARTS), DAMAGE)
+def test_very_many_damaged_shards_are_refused_or_do_no_harm(folder, part, damage):
     check_folder(folder, part, damage)

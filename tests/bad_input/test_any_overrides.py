@@ -132,6 +132,14 @@ def test_a_misspelt_key_is_never_taken_in_silence(place, edit):
     add_misspelt(place, edit)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@examples(1500)
+@given(PLACES, EDITS)
+def test_very_many_misspelt_keys_are_not_taken_in_silence(place, edit):
+    add_misspelt(place, edit)
+
+
 SIGNS = st.text("=+~,[]{}()<>:;'\"$\\@/.*?! abcseedmodel019\t\n", max_size=20)
 
 
@@ -148,4 +156,12 @@ def compose_any(override: str) -> None:
 @examples(10)
 @given(SIGNS)
 def test_any_text_as_an_override_composes_or_is_explained(override):
+    compose_any(override)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@examples(1500)
+@given(SIGNS | st.text(max_size=10) | SIGNS.map("seed={}".format) | SIGNS.map("+data={}".format))
+def test_very_many_texts_as_overrides_compose_or_are_explained(override):
     compose_any(override)

@@ -98,6 +98,16 @@ def test_any_rows_are_records_or_are_named(rows):
     check_rows(rows)
 
 
+def test_a_key_with_half_of_a_character_is_named_in_words_that_a_log_file_takes(caplog):
+    row = json.loads('{"prompt\\ude99": "p", "chosen": "a"}')
+    with pytest.raises(BadRecordError, match=r"prompt\\ude99") as raised:
+        parse([row])
+    must_tell(raised.value, "set.jsonl")
+    parse([row, {"text": "t"}], "skip")
+    assert "prompt\\ude99" in caplog.text
+    caplog.text.encode()
+
+
 @pytest.mark.slow
 @examples(5000)
 @given(st.lists(ROW, min_size=1, max_size=4))
@@ -150,6 +160,15 @@ def damaged(content: bytes, where: float, more: bytes, how: str) -> bytes:
 @examples(15)
 @given(st.sampled_from(EXTENSIONS), DAMAGE)
 def test_a_damaged_file_gives_its_records_or_is_named(tmp_path, extension, damage):
+    path = tmp_path / f"pairs{extension}"
+    path.write_bytes(damaged(whole_file(extension), *damage))
+    check_file(path)
+
+
+@pytest.mark.slow
+@examples(3000)
+@given(st.sampled_from(EXTENSIONS), DAMAGE | st.tuples(st.just(0.0), st.binary(), st.just("put")))
+def test_very_many_damaged_files_are_named(tmp_path, extension, damage):
     path = tmp_path / f"pairs{extension}"
     path.write_bytes(damaged(whole_file(extension), *damage))
     check_file(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,26 @@ def test_a_saved_node_that_could_do_anything_is_refused_and_does_nothing(
     assert not proof.exists()
     assert "\n" not in str(caught.value)
     assert "canary-of-the-environment" not in str(caught.value)
+
+
+def concatenated(config: Config) -> Config:
+    parts = {"one": "$", "two": "{oc.env:CANARY}", "name": "${dataset.one}${dataset.two}"}
+    return config | {"dataset": config["dataset"] | parts}
+
+
+def doubling(config: Config) -> Config:
+    rows = {f"l{n}": [f"${{dataset.l{n + 1}}}"] * 10 for n in range(12)} | {"l12": "x"}
+    return config | {"dataset": config["dataset"] | rows}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", [concatenated, doubling])
+def test_interpolations_neither_build_others_nor_grow_without_end(
+    saved: Config, tmp_path: Path, change: Callable[[Config], Config]
+) -> None:
+    folder = folder_of(tmp_path, yaml.safe_dump(change(saved)))
+    with pytest.raises(ConfigError, match="dataset"):
+        settings_of(f"run={folder.path}", entry="evaluate")
 
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

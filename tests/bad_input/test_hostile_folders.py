@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.saved import working_folder
 from rlhf_lightning.app.report import run as report
 from rlhf_lightning.app.study.steps import plan
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.resume import checkpoint_problem
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import make_start
@@ -113,6 +115,12 @@ def test_a_report_is_written_from_odd_files(
     assert "swordfish" not in page
 
 
+@pytest.mark.parametrize("content", [None, "hydra: [1]", "hydra: {runtime: x}"])
+def test_a_folder_that_is_told_in_an_odd_way_is_this_one(folder, tmp_path, content) -> None:
+    put(folder.config.with_name("hydra.yaml"), content, tmp_path)
+    assert working_folder(folder) == Path()
+
+
 @pytest.mark.parametrize("content", [None, "LINK", DEEP, b"\xff"])
 def test_settings_that_are_no_plain_text_are_refused_by_name(folder, tmp_path, content) -> None:
     put(folder.config, content, tmp_path / "private")
@@ -128,6 +136,14 @@ def test_an_export_that_is_a_link_to_a_model_elsewhere_is_not_loaded(
     folder.export.symlink_to(tmp_path / "model")
     with pytest.raises(ConfigError, match="export"):
         settings_of(f"run={folder.path}", entry="evaluate")
+
+
+@pytest.mark.parametrize("content", [None, DEEP, LESS_DEEP, "[]", '{"meta.pt": 1}', b"\xff"])
+def test_odd_checksums_of_a_checkpoint_are_a_problem_of_it(folder, tmp_path, content) -> None:
+    shards = folder.checkpoints / "iteration=000001.ckpt"
+    put(shards / "checksums.json", content, tmp_path)
+    put(shards / "meta.pt", None, tmp_path)
+    assert checkpoint_problem(shards) is not None
 
 
 def test_the_record_of_a_pipeline_is_read_as_data(tmp_path: Path) -> None:

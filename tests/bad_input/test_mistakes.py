@@ -125,6 +125,12 @@ def test_the_whole_command_line_answers_as_its_checks_do(mistake, whole_command)
     check(whole_command(mistake.given.split()), mistake)
 
 
+def test_the_mistakes_are_at_least_sixty_and_distinct():
+    assert len(MISTAKES) >= 60
+    assert len({mistake.given for mistake in MISTAKES}) == len(MISTAKES)
+    assert len({mistake[1:] for mistake in MISTAKES}) == len(MISTAKES)
+
+
 def test_the_mistakes_are_distinct():
     assert len({mistake.given for mistake in MISTAKES}) == len(MISTAKES)
     assert len({mistake[1:] for mistake in MISTAKES}) == len(MISTAKES)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
 
 from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, register
+from rlhf_lightning.app.config.saved import saved_config
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import Kind, TargetError, read_node, resolve
 from rlhf_lightning.app.config.validate import check_run, read_settings
@@ -186,6 +188,21 @@ def test_a_node_builds_only_what_the_annotation_of_its_place_allows(what):
         read_node(node, kind, "here")
 
 
+@pytest.mark.parametrize("key", ["_args_", "_convert_", "_recursive_", "__class__"])
+def test_a_node_has_keyword_arguments_alone(key):
+    node = {"_target_": f"{BASE}.FunctionScorer", "function": "f.py:g", key: ["x"]}
+    with pytest.raises(TargetError, match=rf"unknown key here\.{key} "):
+        read_node(node, SCORER, "here")
+
+
+def test_what_the_run_gives_itself_is_no_argument_of_a_node():
+    for key in ("stop_ids", "pad_token_id"):
+        name = "rlhf_lightning.rollout.generators.base.CachedGenerator"
+        node = {"_target_": name, "_partial_": True, key: 3}
+        with pytest.raises(TargetError, match=rf"rollout\.{key} is given by the run"):
+            read_node(node, GENERATOR, "rollout")
+
+
 def test_reading_a_node_calls_nothing(tmp_path):
     marker = tmp_path / "imported"
     (tmp_path / "mine.py").write_text(f"open({str(marker)!r}, 'w')\ndef f(**_): return []\n")
@@ -244,6 +261,17 @@ def test_every_experiment_builds_by_names_and_arguments_that_exist(composed, exp
     read_settings(TrainSettings, composed(f"+experiment={experiment}")).check_targets()
 
 
+@pytest.mark.parametrize("scorer", choices("scorer"))
+def test_every_scorer_is_allowed(composed, scorer):
+    values = {"function": "f.py:g", "http": "http://x/y", "text_reward_model": "org/name"}
+    keys = {"function": "function", "http": "url", "text_reward_model": "source"}
+    values["reward_ensemble"], keys["reward_ensemble"] = "[org/one,org/two]", "sources"
+    more = [f"scorer.{keys[scorer]}={values[scorer]}"] if scorer in keys else []
+    stage = "sft" if scorer == "none" else "ppo"  # PPO needs one
+    cfg = composed(f"+experiment={stage}", f"scorer={scorer}", *more)
+    read_settings(TrainSettings, cfg).check_targets()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -300,3 +328,10 @@ def test_a_trusted_prefix_keeps_the_rule_of_annotations(tmp_path, monkeypatch):
     for kind, name in ((SCORER, "Mine"), (CALLBACK, "number"), (CALLBACK, "os.system")):
         with pytest.raises(TargetError, match=rf"a\._target_=mine_d3\.{name} "):
             read_node({"_target_": f"mine_d3.{name}"}, kind, "a")
+
+
+def test_a_saved_configuration_is_loaded_as_data(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text("a: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(ConfigError, match="could not determine a constructor"):
+        saved_config(file)

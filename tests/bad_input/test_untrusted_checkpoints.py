@@ -7,6 +7,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,10 @@ def signed(folder: Path) -> Path:
     return folder
 
 
+def test_a_sharded_checkpoint_passes(tmp_path):
+    check_checkpoint(sharded(tmp_path / "a.ckpt"))
+
+
 def test_no_part_of_a_sharded_checkpoint_runs_code(tmp_path, marker):
     folder = sharded(tmp_path / "a.ckpt")
     torch.save({"epoch": touch(marker)}, folder / "meta.pt")
@@ -163,6 +168,18 @@ def test_no_part_of_a_sharded_checkpoint_runs_code(tmp_path, marker):
         check_checkpoint(signed(folder))
     with pytest.raises(CheckpointError, match=r"meta\.pt is refused: it names posix\.system"):
         read_full(folder)
+    assert not marker.exists()
+
+
+def test_an_index_of_torchs_own_format_is_not_read(tmp_path, marker):
+    folder = tmp_path / "a.ckpt"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(touch(marker)))
+    torch.save({"epoch": 0}, folder / "meta.pt")
+    with pytest.raises(CheckpointError, match=r"to its end, checksums\.json is missing"):
+        check_checkpoint(folder)
+    with suppress(Exception):
+        read_full(signed(folder))
     assert not marker.exists()
 
 

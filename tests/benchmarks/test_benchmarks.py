@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import flops, ppo_iteration, shapes, tables
-from benchmarks.command import PEER
+from benchmarks import flops, ppo_iteration, scaling, shapes, tables
+from benchmarks.command import PEER, Setting, parser
 
 # Each measured process imports torch anew, and the machine may be busy.
 pytestmark = pytest.mark.timeout(600)
@@ -54,6 +54,40 @@ def test_counted_weights_are_those_of_the_real_model(name: str) -> None:
     matrices = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
     assert flops.trunk_weights(shape) == sum(m.weight.numel() for m in matrices)
     assert flops.head_weights(shape) == model.lm_head.weight.numel()
+
+
+def test_the_fit_tells_linear_from_quadratic_cost() -> None:
+    tokens = [100.0, 200.0, 400.0, 800.0]
+    line = scaling.fit([(t, 0.5 + 0.002 * t) for t in tokens])
+    assert line["milliseconds_per_token"] == pytest.approx(2.0)
+    assert line["intercept_seconds"] == pytest.approx(0.5)
+    assert line["r_squared"] == pytest.approx(1.0)
+    assert scaling.fit([(t, t * t) for t in tokens])["exponent"] == pytest.approx(2.0)
+
+
+def fake_runs(**steps: int) -> dict[str, list[dict[str, Any]]]:
+    rate = {precision: {"trunk": 2e9, "large": 3e9} for precision in ("fp32", "bf16")}
+    runs: dict[str, list[dict[str, Any]]] = {"matrix rate": [rate]}
+    for side, count in steps.items():
+        lap = {"seconds": 4.0, "cpu_seconds": 4.0, "optimizer_steps": count}
+        lap |= dict.fromkeys(ppo_iteration.PHASES, 1.0)
+        memory = {"peak": 2**30, "after_imports": 2**29}
+        runs[f"{side} fp32"] = [{"iterations": [lap], "memory": memory, "threads": 1}]
+    return runs
+
+
+def quick_setting() -> Setting:
+    return Setting("ppo_iteration", parser("").parse_args(["--quick"]))
+
+
+def test_shares_and_ratios_are_those_of_the_definition() -> None:
+    wanted = quick_setting().workload.num_ppo_epochs
+    runs = fake_runs(ours=wanted, trl=wanted)
+    runs["trl fp32"][0]["iterations"][0]["seconds"] = 6.0
+    summary = ppo_iteration.summarise(quick_setting(), runs)
+    assert summary["ratios"]["ours fp32 against trl fp32"] == {"faster": 1.5, "memory": 1.0}
+    nominal = flops.update_flops(shapes.SHAPES["tiny"], shapes.WORKLOADS["quick"])["nominal"]
+    assert summary["sides"]["ours fp32"]["share_nominal"] == pytest.approx(nominal / 2e9)
 
 
 def test_the_tables_of_the_readme_say_what_the_results_say() -> None:

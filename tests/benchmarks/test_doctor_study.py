@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.studies.doctor import pairs, table
+from benchmarks.studies.doctor import pairs, rewards, table
 from rlhf_lightning.app.config.compose import conf_dir
 from rlhf_lightning.doctor.catalog import DETECTORS
+
+
+def test_the_judge_of_form_pays_for_items_and_length_alone():
+    short, items, long = rewards.likes_lists(["p"] * 3, ["a", "- a\n- b\n3. c", "a " * 80])
+    assert short == pytest.approx(1 / 40)
+    assert items == pytest.approx(1.5 + 6 / 40)
+    assert long == 1.0
 
 
 @pytest.fixture

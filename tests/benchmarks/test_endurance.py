@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.studies.endurance.memory_log import growth, read_memory
 from benchmarks.studies.endurance.outcome import differences, memory_growth, passed_over
 from benchmarks.studies.endurance.run import endure
 
@@ -27,3 +28,14 @@ def test_a_run_that_is_killed_again_and_again_is_the_one_that_never_was(
         given = run.state["given"]
         assert isinstance(given, dict)
         assert set(SURVIVED) <= set(given)
+
+
+def test_growth_is_seen_and_a_warm_up_is_none(tmp_path):
+    file = tmp_path / "memory.txt"
+    sizes = [1000 + 5 * min(i, 20) + max(i - 20, 0) for i in range(1, 61)]
+    file.write_text("".join(f"7 {i} {size}\n" for i, size in enumerate(sizes, 1)) + "7 61 12")
+    rows = read_memory(file)
+    assert len(rows) == 60, "a line that a kill has cut is no row"
+    assert growth(rows, warm_up=20, window=10) == pytest.approx(1135 / 1105 - 1, rel=0.01)
+    flat = [(pid, i, 1100) for pid, i, _ in rows]
+    assert growth(flat, warm_up=20, window=10) == 0

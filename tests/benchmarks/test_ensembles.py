@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.studies.ensembles.curves import (
+    STEP,
+    at_distance,
+    binned,
+    points,
     report,
+    t_interval,
 )
 from benchmarks.studies.ensembles.plan import (
     ENSEMBLES,
@@ -24,6 +31,23 @@ def recorded(condition: str, seed: int, *, gold_falls: float) -> dict:
     return {"condition": condition, "seed": seed, "curve": curve, "sft": sft}
 
 
+def test_rewards_are_gains_over_sft_in_its_standard_deviations():
+    found = points(recorded("single", 1, gold_falls=0.0))
+    assert found[0] == pytest.approx((0, 0, 0))
+    assert found[-1] == pytest.approx((2.95, 2.95, 2.95))
+
+
+def test_a_bin_is_the_mean_of_the_iterations_inside_it():
+    inside = binned([(0.01, 1.0, 0.0), (0.02, 3.0, 1.0), (STEP + 0.01, 5.0, 5.0)])
+    assert inside == {0: pytest.approx((0.015, 2.0, 0.5)), 1: (STEP + 0.01, 5.0, 5.0)}
+
+
+def test_a_distance_is_passed_first_between_two_iterations_and_not_on_the_way_back():
+    run = [(0.0, 0.0, 0.0), (2.0, 1.0, -1.0), (0.5, 9.0, 9.0), (2.0, 8.0, 8.0)]
+    assert at_distance(run, 1.5) == pytest.approx((1.5, 0.75, -0.75))
+    assert at_distance(run, 2.5) is None
+
+
 def test_the_report_finds_by_how_much_ensembles_are_nearer(tmp_path):
     runs = [recorded("single", seed, gold_falls=2.0) for seed in (1, 2, 3)]
     runs += [recorded(how, s, gold_falls=1.0 + 0.1 * s) for how in ENSEMBLES for s in (1, 2, 3)]
@@ -35,6 +59,13 @@ def test_the_report_finds_by_how_much_ensembles_are_nearer(tmp_path):
     assert 0.3 < float(less[0]) < 0.5
     assert 0 < float(less[1].strip("()")) < float(less[0])
     assert (tmp_path / "ensembles.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_interval_of_four_pairs_is_students():
+    # Mean 0.35, standard deviation 0.20817; the 0.975 quantile of t with 3 degrees is 3.18245.
+    low, high = t_interval([0.1, 0.3, 0.4, 0.6])
+    assert (low, high) == pytest.approx((0.35 - 0.33125, 0.35 + 0.33125), abs=1e-4)
+    assert t_interval([0.5, 0.5]) == (0.5, 0.5)
 
 
 def test_every_run_has_the_reward_models_it_is_paid_by():

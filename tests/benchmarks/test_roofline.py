@@ -60,3 +60,14 @@ def test_a_phase_takes_no_more_kernels_bytes_and_time_than_its_budget(counted, m
     assert 0.9 * kernels < found["kernels"] <= kernels
     assert found["gigabytes"] <= gigabytes
     assert found["A100_ms"] <= milliseconds
+
+
+def test_the_operations_of_1b_are_those_of_its_matrices(counted):
+    layer = 2 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)  # of a token
+    head = 2 * 2048 * 128256
+    trunk, answers = 16 * layer * 8 * 480, head * 8 * 300
+    attention = 16 * 2 * 8 * 32 * 480 * 480 * 64  # causal
+    found = {phase: 1e12 * work["teraflop"] for phase, work in counted["1b"]["counts"].items()}
+    assert found["score"] == pytest.approx(trunk + answers + attention, rel=1e-3)
+    # The head's logits fit one chunk, or they would be computed once more.
+    assert found["update"] == pytest.approx(3 * (trunk + answers) + 3.5 * attention, rel=0.01)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.studies.rounds import (
+    interval_over_seeds,
     pooled_interval,
     report,
 )
@@ -25,6 +26,13 @@ def test_the_interval_is_that_of_the_mean_over_seeds_of_means_over_prompts() -> 
     # Three independent means of 400: a standard error of 1 / sqrt(1200).
     assert high - low == pytest.approx(2 * 1.96 / np.sqrt(1200), rel=0.1)
     assert low < mean < high
+
+
+def test_the_interval_over_seeds_is_students_and_needs_two() -> None:
+    # Means 1, 2, 3: standard error 1 / sqrt(3); the 0.975 quantile of t with 2 degrees is 4.30265.
+    found = interval_over_seeds([np.full(5, mean) for mean in (1.0, 2.0, 3.0)])
+    assert found == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
+    assert interval_over_seeds([np.ones(5)]) is None
 
 
 def test_the_report_reads_what_is_there(tmp_path: Path) -> None:

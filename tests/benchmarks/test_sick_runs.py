@@ -12,16 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.sick.continued import SAVING, study_settings
+from benchmarks.studies.sick.continued import SAVING, raised, study_settings
 from benchmarks.studies.sick.diseases import BASE, DISEASES
 from benchmarks.studies.sick.run import (
+    NOISY_OVERRIDES,
+    REWARD_OVERRIDES,
     fired,
     make_artifacts,
     make_result,
     report,
     run_one,
+    seeds_of,
 )
+from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
+from rlhf_lightning.runs.doctor_log import DoctorEvent
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
+from tests.builders.command_lines import settings_of
 
 # Not among those on which the thresholds were set.
 SEED = 11
@@ -62,6 +70,24 @@ def test_every_disease_is_built_from_its_settings(name: str) -> None:
     settings = study_settings([*BASE, *models, *DISEASES[name].overrides, *SAVING])
     for group in (settings.scorer, settings.rollout, settings.doctor.second_scorer):
         group.read()
+
+
+def test_a_run_ends_by_the_alerts_of_its_doctor(tmp_path: Path) -> None:
+    doctor = Doctor(RunFolder(tmp_path), DoctorThresholds())
+    for level in ("warn", "healthy"):
+        event = DoctorEvent(3, "alert", f"kl_{level}", level, "")
+        doctor.alert_log.events.append(event)
+    assert [event.name for event in raised(doctor)] == ["kl_warn"]
+
+
+@pytest.mark.parametrize("overrides", [REWARD_OVERRIDES, NOISY_OVERRIDES])
+def test_the_settings_of_the_reward_models_are_settings(overrides: tuple[str, ...]) -> None:
+    settings = settings_of(*overrides, "artifacts.sft=sft")
+    settings.data.source.build()
+
+
+def test_seeds_are_read_as_ranges() -> None:
+    assert seeds_of("0-2,7") == [0, 1, 2, 7]
 
 
 def result(disease: str, seed: int, **raised: int) -> dict:

@@ -7,6 +7,21 @@ import numpy as np
 from rlhf_lightning.preferences.records import Choice, Label, Pair
 
 NOW = "2026-11-02T09:30:00+00:00"
+# Fleiss 1971 by way of many textbooks: 14 raters, 10 subjects, 5 categories; kappa is 0.210.
+TEXTBOOK = np.array(
+    [
+        [0, 0, 0, 0, 14],
+        [0, 2, 6, 4, 2],
+        [0, 0, 3, 5, 6],
+        [0, 3, 9, 2, 0],
+        [2, 2, 8, 1, 1],
+        [7, 7, 0, 0, 0],
+        [3, 2, 6, 3, 0],
+        [2, 5, 3, 2, 2],
+        [6, 5, 2, 1, 0],
+        [0, 2, 2, 3, 7],
+    ]
+)
 
 
 def label(pair_id: str, annotator: str, choice: str, **changes) -> Label:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Timer
 from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.runs.atomic import remove, take_along
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
@@ -75,6 +76,19 @@ def test_a_run_killed_anywhere_and_resumed_is_the_run_never_killed(
         trainer, module = run(folder, resume=start is not None, **settings)
         expected = [i for i in whole[1].validations if i > done]
         assert module.validations == expected, (where, iteration)
+        assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
+
+
+def test_early_stopping_decides_the_same_after_a_kill(tmp_path):
+    settings = {"num_iterations": 12, "validate_every": 2, "save_every": 2, "patience": 2}
+    whole = run(tmp_path / "whole", **settings)
+    stopped_at = current_iteration(whole[0])
+    assert 4 < stopped_at < 12, "the run must be stopped early for this test to say anything"
+    for iteration in range(3, stopped_at + 1):
+        folder = tmp_path / str(iteration)
+        with pytest.raises(KilledError):
+            run(folder, die_at=("train", iteration), **settings)
+        trainer, module = run(folder, resume=True, **settings)
         assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
 
 
@@ -167,6 +181,33 @@ def test_a_resume_that_is_refused_deletes_nothing(tmp_path):
     trainer, _ = run(tmp_path, num_iterations=8, losses=LOSSES, start=start)
     assert current_iteration(trainer) == 8
     assert not (checkpoints / "best.ckpt").is_symlink(), "what it led to is gone"
+
+
+def test_a_best_checkpoint_can_be_continued_under_another_name(tmp_path):
+    with pytest.raises(KilledError):
+        stopped_early(tmp_path / "killed", die_at=("train", 3))
+    copy = tmp_path / "my_best.ckpt"
+    copy.write_bytes((tmp_path / "killed/checkpoints/last.ckpt").read_bytes())
+    trainer, module = stopped_early(tmp_path / "on", start=copy)
+    assert current_iteration(trainer) == 6
+    assert checkpoint_iteration(RunFolder(tmp_path / "on").best_checkpoint) == 2
+    assert torch.equal(module.policy.weight, weights_of(copy))
+
+
+def test_another_metric_of_the_best_is_not_held_against_the_score_of_the_first(tmp_path, caplog):
+    with pytest.raises(KilledError):
+        run(tmp_path / "killed", num_iterations=12, losses=LOSSES, die_at=("train", 5))
+    start = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    settings = {"monitor": "ppo/draws", "mode": "min"}
+    trainer, _ = run(tmp_path / "on", num_iterations=12, losses=LOSSES, start=start, **settings)
+    best = trainer.checkpoint_callback
+    values = {
+        int(row["iteration"]): row["ppo/draws"] for row in read_metrics(tmp_path / "on/metrics.csv")
+    }
+    assert best.best_model_score == pytest.approx(values[best.best_iteration])
+    assert (
+        "('ppo/draws', 'min') is asked for: it takes the place of the checkpoint's" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("patience", [9, None])
@@ -271,6 +312,13 @@ def test_going_back_to_an_older_checkpoint_removes_what_came_after(tmp_path):
     )
 
 
+def test_a_monitor_nobody_logs_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"val/losss.* with one of val/loss"):
+        run(tmp_path, num_iterations=2, monitor="val/losss")
+    with pytest.raises(ValueError, match=r"val/loss.*this run does not validate: monitor what"):
+        run(tmp_path / "other", num_iterations=2, validate=False)
+
+
 @pytest.mark.parametrize("monitor", ["val/losss", "ppo/losss"])
 @pytest.mark.parametrize("save_every", [1, 2, None])
 def test_a_monitor_nobody_logs_does_not_lose_the_run(tmp_path, monitor, save_every):
@@ -341,3 +389,20 @@ def test_a_checkpoint_killed_while_it_is_written_leaves_the_old_or_the_new(tmp_p
         found = torch.load(path)
         assert found["n"] >= done.value
         assert torch.equal(found["weights"], torch.full((1_000_000,), float(found["n"])))
+
+
+def test_a_checkpoint_that_cannot_be_pickled_leaves_the_old_one(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"n": 1}, path)
+    with pytest.raises((AttributeError, TypeError, RuntimeError)):
+        AtomicCheckpointIO().save_checkpoint({"n": 2, "bad": lambda: None}, path)
+    assert torch.load(path) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_early_stopping_watches_another_metric_where_one_is_named(tmp_path):
+    stopping = {"monitor": "val/accuracy", "mode": "max", "patience": 3}
+    callbacks = trainer_arguments(tmp_path, early_stopping=stopping)["callbacks"]
+    keeper = next(one for one in callbacks if isinstance(one, IterationCheckpoint))
+    stops = next(one for one in callbacks if isinstance(one, PatientStopping))
+    assert (keeper.monitor, keeper.mode) == (stops.monitor, stops.mode) == ("val/accuracy", "max")

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
 
-from rlhf_lightning.callbacks.console import measures_table
+from rlhf_lightning.callbacks.console import COURSE_LENGTH, course, measures_table
 
 
 def shown(history: dict[str, list[float]], width: int) -> str:
@@ -46,3 +47,25 @@ def test_no_line_is_wider_than_the_terminal(width):
     for line in shown(history(**names), width).splitlines():
         plain = line.replace("\x1b[0m", "").replace("\x1b[31m", "").replace("\x1b[36m", "")
         assert len(plain.replace("\x1b[2m", "").rstrip()) <= width
+
+
+def test_a_course_goes_from_the_lowest_to_the_highest_block_and_keeps_its_length():
+    assert course([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert course([1.0, math.nan, 2.0]) == "▁ █"
+    assert len(course([float(i) for i in range(1000)])) == COURSE_LENGTH
+    assert len(set(course([2.0, 2.0, 2.0]))) == 1
+    assert course([1.0]) == ""
+
+
+def test_nothing_is_cut_at_80_columns_but_the_course_which_is_shorter():
+    long = history(
+        ppo__explained_variance=[-0.34] * 40,
+        rollout__eos_fraction=[1.0] * 40,
+        ppo__approx_kl=[0.0144 - 0.0001 * i for i in range(40)],
+    )
+    text = shown(long, 80)
+    assert "…" not in text
+    for part in ("responses that end by themselves", "100.0 %", "start", "0.001 to 0.05"):
+        assert part in text
+    assert len(re.findall("[▁▂▃▄▅▆▇█]+", text)[0]) == 10
+    assert len(re.findall("[▁▂▃▄▅▆▇█]+", shown(long, 120))[0]) == COURSE_LENGTH

@@ -106,6 +106,13 @@ def test_all_rows_of_a_rollout_have_score_and_length_and_those_of_a_prompt_are_c
     assert [math.isnan(score) for score in values["score"]] == [False, True]
 
 
+def test_a_step_without_a_rollout_writes_no_samples(tmp_path):
+    run(tmp_path, num_iterations=2, callbacks=[SampleLog(RunFolder(tmp_path))])
+    assert not (tmp_path / "samples.jsonl").exists()
+    with pytest.raises(ValueError, match="num_samples=0"):
+        SampleLog(RunFolder(tmp_path), num_samples=0)
+
+
 def test_validation_stands_on_the_row_of_its_iteration_and_on_no_other(tmp_path):
     run(tmp_path, num_iterations=7, validate_every=3)
     rows = read_metrics(tmp_path / "metrics.csv")
@@ -113,6 +120,20 @@ def test_validation_stands_on_the_row_of_its_iteration_and_on_no_other(tmp_path)
     assert [row["iteration"] for row in rows if "val/loss" in row] == [3, 6]
     assert all("ppo/loss" in row for row in rows)
     assert len({row["ppo/batch"] for row in rows}) == 7
+
+
+class StopLate(Callback):
+    """Asks for the end after `MetricsLog` has written its row; Lightning then validates."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = batch_idx + 1 >= 4
+
+
+def test_a_validation_nobody_expected_joins_the_row_that_is_already_written(tmp_path):
+    run(tmp_path, num_iterations=9, validate_every=3, callbacks=[StopLate()])
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in rows if "val/loss" in row] == [3, 4]
 
 
 class Recorder(Logger):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_lightning.app.build import function_digests
 from rlhf_lightning.app.train import run
-from rlhf_lightning.callbacks.same_configuration import SameSources
+from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.data.record_datamodule import RecordDataModule
@@ -111,6 +111,14 @@ def test_ranks_with_other_data_are_refused_on_each(monkeypatch, tmp_path):
         True,
         True,
     ]
+
+
+def test_other_configurations_are_named_before_the_data_that_they_change(monkeypatch):
+    # Lightning asks for the batches between `setup` and `on_fit_start`.
+    found = refusals(
+        monkeypatch, lambda r: SameConfiguration(f"{r}", "runs").setup(NONE, NONE, "fit")
+    )
+    assert ["same configuration" in text for text in found] == [True, True]
 
 
 def test_ranks_with_another_reward_or_start_are_refused_on_each(monkeypatch):

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
     assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
 
 
+def test_a_run_of_the_library_that_is_told_to_stop_is_recorded_as_stopped(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    told = [RunRecord(folder), Send(signal.SIGTERM, 3)]
+    with pytest.raises(RunStoppedError):
+        run(tmp_path, callbacks=told)
+    assert read_summary(folder).status == "stopped"
+    assert "SIGTERM" in (read_summary(folder).cause or "")
+
+
 def test_a_last_validation_that_is_not_finite_leaves_no_earlier_value_in_the_summary(
     tmp_path, monkeypatch, caplog
 ):
@@ -149,6 +159,21 @@ def test_a_deadline_is_kept_with_a_checkpoint_behind_the_last_iteration(tmp_path
     last = len(read_metrics(tmp_path / "metrics.csv"))
     assert slow.saved == [1, last], "the first save shows how long one takes"
     assert last_saved(tmp_path) == last >= 3
+
+
+def test_a_deadline_that_has_come_stops_a_resumed_run_after_an_iteration(tmp_path):
+    settings: dict[str, Any] = {"num_iterations": 9, "save_every": 100}
+    moment = datetime.fromtimestamp(time.time() + 0.5).isoformat()
+    for done in (1, 2):
+        with pytest.raises(RunStoppedError, match=f"saved after iteration {done} of 9"):
+            run(
+                tmp_path,
+                resume=done > 1,
+                must_save_by=moment,
+                started=time.time() - 60,
+                callbacks=[Slow(0.6)],
+                **settings,
+            )
 
 
 @pytest.mark.parametrize("save_every", [5, 100])

@@ -49,6 +49,18 @@ def test_messages_are_read_as_they_were_before_they_were_printed(form):
     assert messages_in(WRITTEN[form], "prompt", WHERE) == MESSAGES
 
 
+@pytest.mark.parametrize("dump", [json.dumps, repr, lambda m: str(array(m))])
+def test_a_message_may_begin_with_any_key(dump):
+    given = [{"name": "x", "weight": 1, "content": "q", "role": "user"}]
+    assert messages_in(dump(given), "prompt", WHERE) == given
+
+
+def test_arrays_inside_of_messages_and_nan_are_values():
+    given = [{"role": "user", "content": "q", "parts": array([1, "x"]), "weight": float("nan")}]
+    (found,) = messages_in(str(array(given)), "prompt", WHERE)
+    assert found == {"role": "user", "content": "q", "parts": [1, "x"], "weight": None}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -155,3 +167,12 @@ def test_a_whole_conversation_in_one_key_is_read_as_its_error_says(row, kind):
     hidden = {"prompt": None} if "prompt" in row else {}
     (record,) = read("demonstrations", row, messages=key, **{key: None}, **hidden)
     assert (record.prompt, record.completion) == (tuple(WHOLE[:1]), tuple(WHOLE[1:]))
+
+
+def test_sides_that_repeat_a_conversation_are_read_as_their_error_says():
+    sides = {"chosen": WHOLE, "rejected": [WHOLE[0], {"role": "assistant", "content": "no"}]}
+    for prompt in ("Something else.", WHOLE[:1]):
+        with pytest.raises(BadRecordError, match=r"columns={prompt: null}"):
+            read("preferences", {"prompt": prompt, **sides})
+        (pair,) = read("preferences", {"prompt": prompt, **sides}, prompt=None)
+        assert pair.prompt == tuple(WHOLE[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import pickle
@@ -110,6 +111,26 @@ def test_a_columns_values_keep_their_types(tmp_path, tokenizer, write, columns):
     again = PromptBatch.cat([copied[[1, 0]], copied[torch.tensor([False, False, True, True])]])
     FunctionScorer(function)(responses_of(again[[1, 0, 2, 3]], [[7]] * 4))
     assert {name: seen[0][name] for name in wanted} == wanted
+
+
+def test_a_csv_cell_is_text(tmp_path, tokenizer):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["prompt", "n", "flag"]] + [[f"w{i}", i, "x"] for i in range(4)]
+        )
+    batch = batch_of(FileSource(path, validation_fraction=0), tokenizer)
+    assert sorted(batch.columns["n"]) == ["0", "1", "2", "3"]
+
+
+def test_a_column_that_few_rows_have_is_in_every_batch(tokenizer):
+    rows = [{"prompt": f"w{i}"} for i in range(7)] + [{"prompt": "w7", "answer": 1}]
+    given = GivenRows(rows, validation_fraction=0)
+    data = PromptDataModule(given, tokenizer, batch_size=2, num_iterations=4, seed=1)
+    with pytest.warns(UserWarning, match="7 of 8 training prompts lack the column 'answer'"):
+        data.setup("fit")
+    values = [batch.columns["answer"] for batch in data.train_dataloader()]
+    assert sorted(v or 0 for both in values for v in both) == [0] * 7 + [1]
 
 
 def test_the_built_in_rewards_read_numbers_of_any_type():

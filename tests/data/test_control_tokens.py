@@ -9,17 +9,23 @@ from transformers import ByT5Tokenizer
 
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.encode import (
+    encode_all,
+    encode_demonstration,
     encode_preference,
     encode_prompt,
+    encode_text,
 )
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import (
+    DemonstrationRecord,
     PreferenceRecord,
     PromptRecord,
+    TextRecord,
 )
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids, render_chat
+from rlhf_lightning.text.turn_end import turn_end
 from tests.builders.tokenizers import family_tokenizer
 
 WIDE = {"max_length": 2000}
@@ -55,6 +61,45 @@ def assistant(content):
 def whole(text, tokenizer):
     """Return what the tokenizer makes of a text by itself, nothing put in front."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@every_tokenizer
+def test_ordinary_text_has_the_tokens_that_the_tokenizer_gives_it(tokenizer):
+    for text in ORDINARY:
+        assert_plain_text_is_the_tokenizers(text, tokenizer)
+        assert_a_conversation_is_the_rendered_text(text, tokenizer)
+
+
+def assert_plain_text_is_the_tokenizers(text, tokenizer):
+    front = [] if tokenizer.bos_token is None else [tokenizer.bos_token_id]
+    eos = tokenizer.eos_token_id
+    plain = [*front, *whole(text, tokenizer)]
+    assert tokenizer(text)["input_ids"] == plain, "a premise of this test"
+    assert prompt_ids(text, tokenizer) == plain
+    record = DemonstrationRecord(text, text)
+    shown = encode_demonstration(record, tokenizer, **WIDE).input_ids.tolist()
+    assert shown == [*front, *whole(text + text, tokenizer), eos]
+    assert encode_text(TextRecord(text), tokenizer, **WIDE).input_ids.tolist() == [*plain, eos]
+    pair = encode_preference(PreferenceRecord(text, text, "no"), tokenizer, **WIDE)
+    assert pair.chosen_input_ids.tolist() == shown
+    (together,), report = encode_all([record], tokenizer, **WIDE)
+    assert (together.input_ids.tolist(), report.num_spelled) == (shown, 0)
+
+
+def assert_a_conversation_is_the_rendered_text(text, tokenizer):
+    prompt = (user(text), assistant(text), user("why?"))
+    start = render_chat(prompt, tokenizer)
+    full = render_chat((*prompt, assistant(text)), tokenizer, add_generation_prompt=False)
+    assert prompt_ids(prompt, tokenizer) == whole(start, tokenizer)
+    shown = encode_demonstration(
+        DemonstrationRecord(prompt, (assistant(text),)), tokenizer, **WIDE
+    ).input_ids.tolist()
+    given, ids = whole(start, tokenizer), whole(full, tokenizer)
+    if ids[: len(given)] != given:
+        ids = [*given, *whole(full[len(start) :], tokenizer)]
+    behind = turn_end(tokenizer).behind
+    cut = len(whole(tokenizer.eos_token + behind, tokenizer)) - 1 if behind else 0
+    assert shown == ids[: len(ids) - cut]
 
 
 @every_tokenizer

@@ -62,6 +62,12 @@ def test_the_developers_message_is_given_to_the_template():
     assert record.prompt == ({"role": "user", "content": "Be brief.\n\nTea?"},)
 
 
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
+def test_parts_of_text_are_text_whatever_they_are_called(kind):
+    parts = [{"type": kind, "text": "A "}, {"type": kind, "text": "drink."}]
+    assert encoded(messages(ASKED, SAID | {"content": parts}))[1] == "A drink."
+
+
 @pytest.mark.parametrize("given", ["\n", "<noinput>", None, pd.NA])
 def test_an_input_that_says_nothing_is_no_part_of_an_alpaca_prompt(given):
     assert encoded(alpaca(given))[0] == "Tea?"
@@ -98,6 +104,13 @@ def test_a_thought_that_a_message_has_twice_is_named():
 def test_a_column_of_any_type_is_named_as_unread_where_it_says_something(value, is_named):
     report = encoded(messages(ASKED, SAID, vector=value))[2]
     assert list(report.unread_columns) == ["vector"] * is_named
+
+
+@pytest.mark.parametrize("column", ["system", "tools", "history", "chat_template_kwargs"])
+@pytest.mark.parametrize("missing", [pd.NA, None])
+def test_a_missing_value_of_pandas_is_none(column, missing):
+    given, learnt, report = encoded(messages(ASKED, SAID, **{column: missing}))
+    assert (given, learnt, dict(report.unread_columns)) == (PROMPT, "A drink.", {})
 
 
 NAMES_CALLS = (
@@ -140,9 +153,39 @@ def test_keys_of_two_dialects_in_a_message_are_named():
     assert (given, set(report.unread)) == (PROMPT, {"from", "value"})
 
 
+def test_a_call_without_a_name_is_named():
+    with pytest.raises(BadRecordError, match=r"a call of messages\[1\]"):
+        encoded(calls({"function": {"name": " ", "arguments": {"a": 1}}}))
+
+
+@pytest.mark.parametrize("column", ["label", "score"])
+def test_a_verdict_beside_a_pair_is_named_as_unread(column):
+    rows = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b", column: i} for i in range(2)]
+    records = GivenRows(rows, validation_fraction=0).records("preferences", "train")
+    _, report = encode_all(records, build_tokenizer(), max_length=100)
+    assert report.unread_columns == {column: 2}
+
+
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
 def test_one_side_of_all_pairs_that_repeats_the_prompt_is_a_warning(side, caplog):
     rows = [{"prompt": f"Tea {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(3)]
     rows = [row | {side: f"{row['prompt']} {row[side]}"} for row in rows]
     GivenRows(rows, validation_fraction=0).records("preferences", "train")
     assert ["begin with their prompt" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "more", [{"role": "user"}, {"role": None}, {"role": None, "content": None}]
+)
+@pytest.mark.parametrize("last", [True, False])
+def test_a_message_whose_own_keys_are_not_filled_is_read_by_the_others(more, last):
+    theirs = {"from": "human", "value": ASKED["content"]}
+    given, learnt, report = encoded(messages(theirs | more if last else more | theirs, SAID))
+    assert (given, learnt, dict(report.unread)) == (PROMPT, "A drink.", {})
+
+
+def test_an_empty_key_of_a_call_holds_no_arguments():
+    for given in ({"arguments": {"town": "Ulm"}}, {}):
+        call = {"name": "f", "parameters": {}} | given
+        assert encoded(calls(call))
+        assert encoded(calls({"function": call}))

@@ -38,6 +38,16 @@ def test_rows_under_a_key_of_a_json_file_are_read(tmp_path, key, wrapper):
     assert source.records("preferences", "train") == RECORDS
 
 
+def test_a_parquet_file_holds_conversations_and_nulls(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "hi"}], "domain": None},
+        {"prompt": [{"role": "user", "content": "ho"}], "domain": "d"},
+    ]
+    path = write(tmp_path / "prompts.parquet", rows)
+    records = FileSource(path, validation_fraction=0).records("prompts", "train")
+    assert [(r.prompt[0]["content"], r.domain) for r in records] == [("hi", ""), ("ho", "d")]
+
+
 def test_a_csv_cell_may_hold_line_breaks_and_an_empty_margin(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('prompt,chosen,rejected,margin\np,"a\nb",c,\n')
@@ -234,6 +244,21 @@ def test_names_of_columns_may_have_a_space_before_them(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("prompt, domain\na,b\n")
     assert [row for _, row in read_rows(path)] == [{"prompt": "a", "domain": "b"}]
+
+
+@pytest.mark.parametrize("name", ["bzip2.csv", "xz.jsonl", "zstd.jsonl", "gzip.jsonl"])
+def test_a_compressed_file_of_any_kind_that_was_cut_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(CONTENTS[name][:-12])
+    with pytest.raises(BadRecordError, match="not a whole compressed file"):
+        list(read_rows(path))
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("sep=;\nprompt;domain\na;b\nc\n")
+    with pytest.raises(BadRecordError, match="line 4: "):
+        FileSource(path).records("prompts", "train")
 
 
 def test_a_pipe_is_read_as_a_file_is(tmp_path):

@@ -43,6 +43,12 @@ def test_parts_are_disjoint_and_hold_every_sentence(files):
     assert set.union(*parts) == {*sentences(GOOD), *sentences(BAD)}
 
 
+def test_parts_have_about_their_shares(files):
+    source = LabelledTextSource(*files, validation_fraction=0.2, classifier_fraction=0.5)
+    sizes = [sum(map(len, source.sentences(part))) / 400 for part in PARTS]
+    assert sizes == pytest.approx([0.3, 0.2, 0.5], abs=0.07)
+
+
 def test_no_record_shows_a_sentence_of_the_classifier(files):
     source = LabelledTextSource(*files)
     kept = {*source.sentences("classifier").positive, *source.sentences("classifier").negative}

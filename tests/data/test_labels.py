@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.labels import verdict
 from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord, UnpairedRecord
 from rlhf_lightning.data.sources.given import GivenRows
 
@@ -118,6 +119,20 @@ def test_a_rating_of_the_only_response_to_each_prompt_is_named(values, caplog):
     assert not caplog.records
 
 
+def test_a_third_word_beside_good_and_bad_is_neither():
+    given = rows("label", ("good", "neutral", "bad"))
+    with pytest.raises(BadRecordError, match=r"row 2: .*neither good nor bad"):
+        records(given, "demonstrations")
+    assert len(records(given, "demonstrations", on_bad_record="skip")) == 3
+    assert len(records(given, "unpaired", on_bad_record="skip")) == 6
+
+
+def test_remarks_on_responses_are_no_ratings(caplog):
+    given = rows("feedback", [f"It is {i} words too long for a good response." for i in range(9)])
+    assert len(records(given, "demonstrations")) == 27
+    assert not caplog.records
+
+
 def test_words_that_may_be_opposites_are_named(caplog):
     with caplog.at_level(logging.WARNING):
         assert len(records(rows("label", ("safe", "unsafe")), "demonstrations")) == 6
@@ -147,6 +162,11 @@ def test_a_row_without_its_label_is_a_bad_record():
         with pytest.raises(BadRecordError, match=r"row (7|2)"):
             records(given, kind)
     assert len(records(given, "unpaired", on_bad_record="skip")) == 6
+
+
+@pytest.mark.parametrize("word", ["home", "2", "none", "", "0.5", "positively"])
+def test_words_that_are_no_verdict_are_none(word):
+    assert verdict(word) is None
 
 
 @pytest.mark.parametrize("repeats", [True, False])
@@ -186,6 +206,15 @@ def test_true_is_bad_where_the_name_of_the_column_says_so(name, values):
 
 
 @pytest.mark.parametrize(
+    ("name", "values"),
+    [("not_bad", (True, False)), ("thumbs_up", (1, 0)), ("thumbs_down", ("good", "bad"))],
+)
+def test_true_is_good_under_another_name_and_words_speak_for_themselves(name, values):
+    found = records(rows(name, values), "unpaired", columns={"label": name})
+    assert [record.label for record in found] == [True, False] * 3
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "thumbsUpOrDown",
@@ -201,3 +230,16 @@ def test_a_name_of_both_poles_or_of_a_number_says_that_true_is_good(name, caplog
     found = records(rows(name, (True, False)), "unpaired", columns={"label": name})
     assert [record.label for record in found] == [True, False] * 3
     assert not caplog.records
+
+
+@pytest.mark.parametrize("odd", [float("nan"), "", "skip"])
+@pytest.mark.parametrize("values", [(True, False), (1, 0)])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_an_odd_cell_leaves_a_name_of_bad_its_meaning(odd, values, mapped, caplog):
+    options = {"columns": {"label": "thumbs_down"}} if mapped else {}
+    given = rows("thumbs_down", (*values, odd))
+    found = records(given, "unpaired", on_bad_record="skip", **options)
+    assert [record.label for record in found] == [False, True] * 3
+    said = [r for r in caplog.records if "true is bad" in r.getMessage()]
+    assert len(said) == 1
+    assert "'thumbs_down'" in said[0].getMessage()

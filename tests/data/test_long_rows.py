@@ -38,3 +38,10 @@ def test_a_row_without_an_end_is_named_and_not_held(name, tmp_path, monkeypatch)
     assert name in str(told.value)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 100
+
+
+def test_a_row_below_the_limit_is_read(tmp_path):
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb") as file:
+        file.write(b'{"prompt": "' + b"x" * MIB + b'"}')
+    (row,) = [row for _, row in checked_rows(tmp_path / "rows.jsonl.gz")]
+    assert len(row["prompt"]) == MIB

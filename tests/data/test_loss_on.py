@@ -161,6 +161,15 @@ def test_an_empty_turn_is_named_and_a_weight_of_0_is_the_way_on():
     assert learnt(messages, tokenizer) == ["1: <s>a<|im_end|>c[[d<|im_end|>]]"]
 
 
+def test_a_turn_that_answers_nothing_is_named():
+    tokenizer = build_tokenizer(template=PLAIN)
+    messages = [{"role": "assistant", "content": "hello"}, *conversation("a", "b")]
+    with pytest.raises(BadRecordError, match=r"message 1 .*weight: 0"):
+        encoded(messages, tokenizer)
+    messages[0]["weight"] = 0
+    assert learnt(messages, tokenizer) == ["1: <s>hello<|im_end|>a[[b<|im_end|>]]"]
+
+
 def test_plain_records_have_no_turns():
     source = GivenRows([{"prompt": "a", "completion": "b"}], validation_fraction=0)
     records = source.records("demonstrations", "train")

@@ -191,6 +191,12 @@ def test_a_row_that_prefers_neither_answer_is_left_out_as_its_error_says(row):
     assert len(left.skipped_records) == 1
 
 
+def test_several_turns_of_the_arena_are_one_conversation():
+    row = {"prompt": [Q, "And?"], "response_a": [BAD, GOOD], "response_b": [BAD, "No."]}
+    (pair,) = source({**row, **NO, "winner_model_a": 1}).records("preferences", "train")
+    assert pair == PreferenceRecord(TWO, (said(GOOD),), (said("No."),))
+
+
 @pytest.mark.parametrize(
     ("row", "fix"),
     [
@@ -246,6 +252,14 @@ def test_two_responses_with_a_label_are_told_how_to_be_a_pair(first, second):
     row = {"instruction": "2 + 2?", first: "4", second: "5", "preference": 1}
     with pytest.raises(BadRecordError, match=f"{first} and {second} as chosen"):
         GivenRows([row], validation_fraction=0.0).records("preferences", "train")
+
+
+def test_a_hint_names_no_column_that_is_merely_spelled_alike():
+    with pytest.raises(BadRecordError) as error:
+        source({"context": Q, "reply": GOOD}).records("demonstrations", "train")
+    assert "rename" not in str(error.value)
+    with pytest.raises(BadRecordError, match="rename 'promts' to 'prompt'"):
+        source({"promts": Q}).records("prompts", "train")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,18 @@ def test_the_argument_pairs_are_all_there_and_their_ties_are_left_out():
     assert sum(counts) + sum(left_out) == 6447
 
 
+def test_the_longer_argument_wins_as_often_in_the_held_out_debates_as_in_all():
+    source = source_of("arguments")
+
+    def longer_wins(splits):
+        strict = [r for s in splits for r in source.records("preferences", s) if r.subsets]
+        unequal = [r for r in strict if len(r.chosen) != len(r.rejected)]
+        return sum(len(r.chosen) > len(r.rejected) for r in unequal) / len(unequal)
+
+    assert longer_wins(("train", "validation")) == pytest.approx(0.78, abs=0.005)
+    assert longer_wins(("validation",)) == pytest.approx(0.78, abs=0.005)
+
+
 def test_the_shell_commands_are_all_there_and_no_page_and_no_command_is_on_both_sides():
     source = source_of("shell_commands")
     records = [source.records("demonstrations", s) for s in ("train", "validation")]

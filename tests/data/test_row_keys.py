@@ -9,6 +9,7 @@ from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
+from rlhf_lightning.text import templates
 from rlhf_lightning.text.templates import unread_keys
 from tests.builders.tokenizers import build_tokenizer
 
@@ -82,6 +83,11 @@ def test_results_of_tools_keep_whose_they_are():
     assert parse(conversation({**assistant(""), "tool_calls": [CALL]}, result)).record.prompt[
         2
     ] == (result)
+
+
+def test_nulls_of_messages_are_none():
+    nulls = dict.fromkeys(["name", "tool_calls", "reasoning_content", "weight", "function_call"])
+    assert parse(conversation(**nulls)).record == parse(conversation()).record
 
 
 def test_parts_of_text_are_one_text():
@@ -232,12 +238,33 @@ def test_what_rows_say_is_in_the_tokens():
     assert "because" in tokenizer.decode(sequence.input_ids[sequence.loss_mask])
 
 
+def test_prompts_that_differ_in_documents_are_two():
+    rows = [conversation() | {"documents": [{"text": text}]} for text in "ab"]
+    assert len(read(rows, "prompts")) == 2
+
+
 @pytest.mark.parametrize("value", [True, False, "on"])
 def test_a_flag_of_a_message_that_the_template_reads_is_not_named(value):
     template = WRITES_ALL.replace("{{ m.content }}", "{% if m.flag %}!{% endif %}{{ m.content }}")
     tokenizer = build_tokenizer(template=template)
     message = user("hi") | {"flag": value}
     assert not list(unread_keys([message, assistant("ho")], {}, tokenizer))
+
+
+def test_a_key_that_the_template_does_not_read_is_looked_for_a_few_times(monkeypatch):
+    template = WRITES_ALL.replace("{{ m.content }}", "{% set x = m.flag %}{{ m.content }}")
+    tokenizer = build_tokenizer(template=template)
+    message, written = user("hi") | {"flag": 1}, []
+    own = templates.write_chat
+    monkeypatch.setattr(
+        templates, "write_chat", lambda *a, **k: [written.append(1), own(*a, **k)][1]
+    )
+    counts = []
+    for _ in range(9):
+        assert list(unread_keys([message, assistant("ho")], {}, tokenizer)) == ["flag"]
+        counts.append(len(written))
+    assert counts[0] > 0
+    assert counts[4] == counts[8]
 
 
 @pytest.mark.parametrize("where", ["loop.last", "loop.index > 4", "loop.index == 2"])

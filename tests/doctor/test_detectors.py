@@ -115,6 +115,16 @@ def test_each_case_is_found_in_time_and_by_its_own_detector_first(name: str) -> 
     assert DETECTORS[name].measures in described
 
 
+def test_an_engine_whose_log_probabilities_are_no_numbers_is_an_alarm() -> None:
+    found = run(lambda t: {"sampler_gap": 0.01, "sampler_non_finite": 1.0})
+    assert [(x.detector, x.after) for _, x in found] == [("engine_weights", ALARM)]
+
+
+def test_an_alert_that_grows_becomes_an_alarm() -> None:
+    levels = [x.after for _, x in run(CASES["kl_high"][0]) if x.detector == "kl_high"]
+    assert levels == [WARN, ALARM]
+
+
 @pytest.mark.parametrize(
     ("length", "levels"), [(2.0, [ALARM]), (7.0, [WARN]), (8.5, []), (28.0, [WARN])]
 )

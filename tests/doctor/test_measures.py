@@ -26,6 +26,11 @@ def test_measures_do_not_depend_on_how_ranks_share_the_answers() -> None:
     assert response_metrics(rows, score_clip=1.5) == response_metrics(shuffled, score_clip=1.5)
 
 
+def test_the_most_common_answer_is_counted() -> None:
+    rows = [answer(i, tokens=(7,) if i < 6 else (i, 8)) for i in range(8)]
+    assert response_metrics(rows, score_clip=None)["most_common"] == pytest.approx(6 / 8)
+
+
 def test_domains_are_judged_by_the_second_scorer_alone_where_there_is_one() -> None:
     rows = [answer(i, domain="ab"[i % 2], score=7.0) for i in range(6)]
     by_score = response_metrics(rows, score_clip=None)
@@ -45,6 +50,11 @@ def test_lengths_that_differ_between_domains_are_no_correlation() -> None:
         answer(i, domain="sums", length=3 + i % 2, score=1.0 + i // 2 % 2) for i in range(4, 8)
     ]
     assert response_metrics(rows, score_clip=None)["length_correlation"] == pytest.approx(0)
+
+
+def test_a_score_that_is_the_length_correlates_fully() -> None:
+    rows = [answer(i, length=i + 2, score=2.0 * i) for i in range(6)]
+    assert response_metrics(rows, score_clip=None)["length_correlation"] == pytest.approx(1)
 
 
 def test_refusals_count_only_on_harmful_prompts() -> None:

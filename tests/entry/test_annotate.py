@@ -236,3 +236,30 @@ def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
     assert annotate("page.title=Which is true?").returncode == 0
     assert annotate(other, "add=true").returncode == 0
     assert annotate(other).returncode == 0
+
+
+def test_the_status_has_how_often_each_rater_chose_what_was_shown_first(annotate, tmp_path: Path):
+    write_rows(tmp_path / "a.jsonl")
+    annotate("action=import", "file=a.jsonl", "known=ignore", "ratings_per_pair=3")
+    store = tmp_path / "outputs/annotate/labels.sqlite"
+    for name, choices in {"Ann": "left left right", "Bo": "left left left", "Cy": "tie"}.items():
+        for choice in choices.split():
+            answered(store, choice, name)
+    rows = {line.split()[0]: line for line in annotate("action=status").stdout.splitlines()[2:]}
+    assert rows["Ann"].endswith("  2 of 3")
+    assert rows["Bo"].endswith("  3 of 3")
+    assert rows["Cy"].endswith("  -")
+
+
+@pytest.mark.parametrize("action", [["status"], ["export", "file=out.jsonl", "format=trl"]])
+def test_a_damaged_store_is_named_in_one_line(annotate, tmp_path: Path, action: list[str]):
+    write_rows(tmp_path / "a.jsonl")
+    annotate("action=import", "file=a.jsonl", "store=x.sqlite")
+    content = bytearray((tmp_path / "x.sqlite").read_bytes())
+    for page in range(4096, len(content), 4096):
+        content[page + 100 : page + 4096] = bytes(range(128, 228)) * 39 + bytes(96)
+    (tmp_path / "x.sqlite").write_bytes(content)
+    result = annotate(f"action={action[0]}", *action[1:], "store=x.sqlite")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: x.sqlite")
+    assert result.stderr.count("\n") == 1

@@ -5,20 +5,28 @@ In this process: a stage runs, what it exports is evaluated, asked for candidate
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlhf_lightning.app.collect import run as run_collect
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.evaluate import run as run_evaluate
+from rlhf_lightning.app.export import run as run_export
+from rlhf_lightning.app.train import run as run_train
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.models import cpu
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.folder import RunFolder
-from tests.builders.command_lines import settings_of
+from tests.builders.command_lines import overrides_of, settings_of
+from tests.builders.runs import completed
 from tests.models.test_architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.timeout(600)
@@ -67,6 +75,15 @@ def evaluated(folder: Path, policy: Path, baseline: Path, reward: Path, *more: s
     return run_evaluate(settings_of(*given, entry="evaluate"), RunFolder(folder), given).metrics
 
 
+def ppo_run(folder: Path, sft: Path, *more: str) -> RunFolder:
+    own = [word for word in overrides_of("ppo", sft) if not word.startswith("scorer")]
+    settings, made = settings_of(*own, *more), RunFolder(folder)
+    made.config.parent.mkdir(parents=True)
+    write_settings(made.config, settings)  # as Hydra does
+    run_train(settings, made, [])
+    return made
+
+
 @pytest.fixture
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, fused = request.param
@@ -91,3 +108,30 @@ def test_an_evaluation_of_another_precision_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"trainer\.precision='16-mixed' must be '32-true' or 'bf16-mixed'"
     ):
         evaluated(tmp_path, tmp_path, tmp_path, tmp_path, "trainer.precision=16-mixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("lora=lora", "lora.r=4")], ids=["whole", "lora"])
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+def test_every_command_runs_at_bf16(tmp_path: Path, kind: str, lora: tuple[str, ...]) -> None:
+    base = made(tmp_path / "base", kind)
+    sft = completed(tmp_path / "sft", "sft", base, BF16, *lora).export
+    reward = completed(tmp_path / "reward", "reward", sft, BF16, *lora).export
+    scorer = "scorer=reward_adapter" if lora else "scorer=reward_model"
+    ppo = ppo_run(tmp_path / "ppo", sft, f"artifacts.reward={reward}", scorer, BF16, *lora)
+    measures = json.loads(ppo.summary.read_text())["metrics"]
+    assert math.isfinite(measures["val/score"])
+    found = evaluated(tmp_path / "evaluate", ppo.export, sft, reward, BF16)
+    assert found["val/kl_per_token"] >= -1
+    assert all(math.isfinite(value) for value in found.values())
+
+    given = [f"artifacts.sft={sft}", f"+annotator.automatic.model.source={reward}", *COLLECT]
+    summary = run_collect(
+        settings_of(*given, entry="collect"), RunFolder(tmp_path / "collect"), given
+    )
+    assert summary.status == "completed"
+
+    run_export(ExportSettings(run=ppo.path, to=tmp_path / "out"))
+    exported, kept = load_policy(tmp_path / "out"), load_policy(ppo.export)
+    for name, value in kept.state_dict().items():
+        torch.testing.assert_close(exported.state_dict()[name], value, rtol=0, atol=1e-6)

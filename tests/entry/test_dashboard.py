@@ -19,6 +19,7 @@ from rlhf_lightning.app.dashboard import (
 from rlhf_lightning.callbacks.wandb_logger import is_logged_in
 from tests import offline_wandb
 from tests.builders.processes import run_python
+from tests.builders.runs import completed
 
 
 def logged_by(folder) -> set[str]:
@@ -47,6 +48,15 @@ def test_the_panels_of_ppo_name_what_a_run_logs(tracked):
     wanted = {*sections()["rollout"], *sections()["ppo"], *MEDIA} - {"rollout/informative_groups"}
     assert len(wanted) > 14
     assert wanted <= logged, sorted(wanted - logged)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_the_panels_of_the_other_stages_name_what_a_run_logs(stage, start, tmp_path):
+
+    folder = completed(tmp_path / stage, stage, start, "logger=wandb", "logger.mode=offline")
+    assert set(sections()[stage]) <= logged_by(folder)
 
 
 def test_the_workspace_holds_every_panel_with_iterations_as_its_axis():

@@ -43,6 +43,10 @@ def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
     assert doctor.refusals.judge("sums", "i can not help with that .") is None
 
 
+def test_nobody_watches_where_it_is_switched_off(tmp_path):
+    assert doctors(tmp_path, "doctor=none") == []
+
+
 def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
     (doctor,) = doctors(tmp_path, "doctor=act", "doctor.actions.cooldown=7")
     assert doctor.actions.on_alarm == "rollback"

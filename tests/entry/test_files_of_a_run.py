@@ -113,6 +113,14 @@ def test_what_was_edited_since_is_refused_by_name_until_it_is_named_again(
         settings_of(f"run={own.path}", f"++{key}={named}", *LABELS[entry], entry=entry)
 
 
+def test_a_file_that_is_named_again_is_the_one_that_is_read(own: RunFolder) -> None:
+    other = rows(own.path.parent / "other.jsonl", "what is {} to you ?")
+    for entry in ENTRIES:
+        words = [f"run={own.path}", f"++dataset.path={other}", *LABELS[entry]]
+        settings = settings_of(*words, entry=entry)
+        assert settings.dataset.source.get("path") == str(other)
+
+
 FILES = "rlhf_lightning.data.sources.base.FileSource"
 HUB = "rlhf_lightning.data.sources.base.HubSource"
 TEXT = "rlhf_lightning.data.sources.labelled_text.LabelledTextSource"

@@ -15,6 +15,13 @@ NEEDED = {"report": ["run=a"], "export": ["run=a"], "study": ["study=objectives"
 
 
 @pytest.mark.parametrize("kind", choices("logger"))
+def test_training_and_its_plan_take_every_logger(kind):
+    for entry in ("train", "plan"):
+        words = ["+experiment=ppo", f"logger={kind}"]
+        assert load_settings(COMMANDS[entry], "train", words).logger.kind == kind
+
+
+@pytest.mark.parametrize("kind", choices("logger"))
 @pytest.mark.parametrize("entry", ["pipeline", "study"])
 def test_a_pipeline_and_a_study_give_it_to_training(entry, kind):
     words = as_overrides([*NEEDED.get(entry, []), f"logger={kind}", "train:seed=3"])

@@ -157,6 +157,13 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         check_pipeline(composed(*overrides))
 
 
+def test_a_pipeline_of_another_objective_than_ppo_is_evaluated_too() -> None:
+    settings = composed("experiments.ppo=kto", "experiments.reward=null")
+    check_pipeline(settings)
+    *_, trained, evaluation = plan(settings, Path("somewhere"))
+    assert (evaluation.stage, evaluation.lead) == ("evaluate", trained)
+
+
 ALONE = (
     *(f"experiments.{stage}=null" for stage in ("sft", "reward", "ppo")),
     "evaluate=false",
@@ -225,6 +232,19 @@ def test_a_pipeline_does_not_say_that_gates_passed_which_were_not_measured(
     folder = ended_base(cfg, working_folder, *gates)
     assert run(cfg, folder).status == "completed"
     assert f"\n{outcome} (" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_leaves_a_page_that_names_it_and_those_that_wait(tmp_path: Path) -> None:
+    alone = ["experiments.reward=null", "experiments.ppo=null", "evaluate=false", *TINY]
+    told = pipeline(tmp_path, *alone, "sft:data.max_length=2", code=1)
+    assert "round_1/sft ended with status 1" in told
+    made = only(tmp_path)
+    page = (made / "report.html").read_text()
+    assert 'href="round_1/base/report.html"' in page
+    assert summary(made)["metrics"]["round_1/base/loss"] is not None  # what was known is kept
+    assert summary(made)["status"] == "failed"
+    assert "calling the pipeline again" in page
 
 
 @pytest.mark.slow

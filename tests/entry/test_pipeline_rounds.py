@@ -17,12 +17,13 @@ from rlhf_lightning.app.study.steps import check_pipeline, plan
 from rlhf_lightning.app.study.words import given
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
-from rlhf_lightning.runs.summary import new_summary, write_summary
+from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
 from tests.builders.runs import make_start
 from tests.entry.test_collect import DECIDED
 from tests.entry.test_pipeline import (
     TINY,
     composed,
+    ended,
     only,
     pipeline,
     settings_of_step,
@@ -106,6 +107,45 @@ def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Pat
 def test_rounds_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         check_pipeline(composed(*overrides))
+
+
+@pytest.mark.slow  # of the first round: tests/entry/test_pipeline.py
+def test_a_failed_gate_of_a_later_round_is_accepted_there(working_folder: Path) -> None:
+    words = ["rounds=2", "experiments.base=null", "experiments.sft=null", "adversarial=false"]
+    words += ["train:paths.publish=false"]
+    folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
+    figures = {
+        "reward": {"val/accuracy": 0.9},
+        "ppo": {"val/gold_win_rate": 0.8, "val/score_win_rate": 0.9, "val/kl_per_token": 0.2},
+    }
+    for step in plan(composed(*words), folder.path):
+        gates: tuple[GateResult, ...] = ()
+        metrics = dict(figures.get(step.stage, {}))
+        if step.name == "round_2/ppo":
+            metrics |= {"val/gold_win_rate": 0.4}
+            gates = (GateResult("gold_win_rate", 0.4, 0.75, False, "wins 0.4 of comparisons"),)
+        settings_of_step(step)
+        ended(step, *gates, **metrics)
+        (step.place / "data").mkdir()
+    begun = new_summary("pipeline", seed=1, config_hash=composed(*words).config_hash)
+    write_summary(folder, replace(begun, status="failed"))
+    found = run(composed(*words), folder)
+    assert found.status == "stopped"
+    assert "round_2/ppo failed its gates" in found.cause
+    assert "with round_2/STAGE:KEY=VALUE for the stage to change" in found.cause
+    assert "or with accept=[round_2/ppo]" in found.cause
+    found = run(composed(*words, "accept=[round_2/ppo]"), folder)
+    assert found.status == "completed"
+    assert found.metrics["round_1/ppo/gold_win_rate"] == 0.8
+    assert found.metrics["round_2/ppo/gold_win_rate"] == 0.4
+    assert "<h2>Rounds</h2>" in folder.report.read_text()
+    # It is complete now: the same call begins a new pipeline, one for more rounds goes on.
+    new = RunFolder(folder.path.with_name("2026-11-03_09-30-00"))
+    assert where_to_run(composed(*words), new) == new
+    more = [*words, "rounds=3"]
+    assert where_to_run(composed(*more), new).path.samefile(folder.path)
+    assert where_to_run(composed(*more, "experiments.ppo=kto"), new) == new
+    assert where_to_run(composed(*more, "resume=never"), new) == new
 
 
 def test_the_newest_pipeline_decides_what_is_gone_on_with(working_folder: Path) -> None:

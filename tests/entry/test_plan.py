@@ -193,3 +193,8 @@ def test_rows_of_kto_go_through_an_update_one_by_one_and_pairs_of_dpo_two_by_two
     assert kto["stage"].startswith("KTO")
     assert kto["batch"].startswith("64 rows")
     assert dpo["batch"].startswith("64 pairs")
+
+
+def test_a_setting_that_does_not_exist_is_named():
+    with pytest.raises(ConfigError, match=r"unknown key plan\.device_memry; did you mean"):
+        read("+experiment=ppo", "plan.device_memry=80GiB")

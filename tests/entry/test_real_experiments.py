@@ -15,6 +15,7 @@ from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold, NumberGold
 from tests.builders.command_lines import settings_of
 from tests.builders.models import config_fields, tiny_policy
 from tests.builders.tokenizers import CHATML, build_tokenizer
+from tests.entry.test_train import summary, train
 
 EXPERIMENTS = (
     "reward_smollm2_arguments",
@@ -63,3 +64,29 @@ def model(tmp_path_factory) -> Path:
 def write_rows(path, rows):
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ppo_on_word_problems_pays_for_the_right_number_without_a_reward_model(model, tmp_path):
+    rows = [
+        {"question": f"what is {i}?", "answer": f"it is <<{i}>>{i}\n#### {i}"} for i in range(60)
+    ]
+    common = (f"dataset.path={write_rows(tmp_path / 'rows.jsonl', rows)}", "data.batch_size=4")
+    train(tmp_path, "+experiment=sft_smollm2_gsm8k", f"artifacts.base={model}", *common, *SMALL)
+    sft = summary(tmp_path, "sft_smollm2_gsm8k")["metrics"]
+    assert {"val/solved", "val/baseline_solved", "val/answered"} <= set(sft)
+    train(
+        tmp_path,
+        "+experiment=ppo_smollm2_gsm8k",
+        "data.max_prompt_length=200",
+        "module.sampling.max_new_tokens=6",
+        "dataset.reward.wrong=-0.5",
+        "module.ppo.critic_warmup_iterations=0",
+        *common,
+        *SMALL[:-1],
+    )
+    ppo = summary(tmp_path, "ppo_smollm2_gsm8k")["metrics"]
+    solved = ppo["val/solved"]
+    assert ppo["val/score"] == pytest.approx(1.0 * solved - 0.5 * (1 - solved))
+    assert ppo["val/gold"] == solved

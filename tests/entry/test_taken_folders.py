@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from rlhf_lightning.app.config import run_claim
 from rlhf_lightning.app.config.compose import ConfigError, composed
 from rlhf_lightning.app.config.inherit import command_settings as command_settings_of
-from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.config.run_claim import _or_fail, check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
@@ -266,6 +266,19 @@ def test_a_sweep_does_not_write_into_the_folder_of_another(tmp_path, start):
     assert done.returncode == 2
     assert "holds the runs of another sweep, e.g. 0: choose another folder" in done.stderr
     assert contents(sweep) == before
+
+
+def test_only_the_first_process_of_a_job_looks_at_its_folder(tmp_path, monkeypatch):
+    def taken() -> None:
+        raise FolderTakenError("taken")
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as Lightning sets it for the processes it starts
+    _or_fail("hydra.run.dir", tmp_path, taken)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        _or_fail("hydra.run.dir", tmp_path, taken)
 
 
 @pytest.mark.parametrize(

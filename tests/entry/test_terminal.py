@@ -134,6 +134,26 @@ def test_control_characters_are_shown_and_not_obeyed():
     assert raw.getvalue() == SHOWN + "\ttab\r\\x1b[1mbold é\n".encode()
 
 
+def test_a_terminal_gets_colours_and_the_moves_of_a_progress_bar_alone():
+    reader, writer = os.openpty()
+    ours = "\x1b[1;31mred\x1b[0m\x1b[?25l\x1b[1A\x1b[2K"
+    with Shown(open(writer, "wb", buffering=0), encoding="utf-8") as stream:
+        stream.write(HOSTILE + ours)
+        stream.flush()
+        assert os.read(reader, 1000) == SHOWN + ours.encode()
+    os.close(reader)
+
+
+def test_a_key_with_control_characters_reaches_no_terminal(tmp_path):
+    (tmp_path / "keys.jsonl").write_text(json.dumps({"key\x1b]0;t\x07": 1}) + "\n")
+    words = ["-m", "rlhf_lightning.annotate", "store=s.sqlite", "action=import", "file=keys.jsonl"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, timeout=120
+    )
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert rb"key\x1b]0;t\x07" in done.stdout + done.stderr
+
+
 def test_commands_silence_the_warnings_of_transformers_after_it_was_imported() -> None:
     script = (
         "from rlhf_lightning.app.train import main\n"

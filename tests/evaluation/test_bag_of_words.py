@@ -35,6 +35,15 @@ def test_log_odds_are_those_worked_out_by_hand():
     assert log_odds == pytest.approx([expected, -expected, 0, 2 * expected, 0, 0], abs=1e-12)
 
 
+def test_probability_is_the_sigmoid_of_the_log_odds():
+    classifier = BagOfWords().fit(LIKED, LOATHED)
+    texts = ["warm and funny", "cold and tired", "nothing known"]
+    odds, probability = classifier.log_odds(texts), classifier.probability(texts)
+    assert probability == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
+    assert probability[0] > 0.9 > 0.1 > probability[1]
+    assert probability[2] == 0.5
+
+
 def test_new_texts_are_put_into_their_class():
     classifier = BagOfWords().fit(LIKED, LOATHED)
     assert classifier.accuracy(["a warm cast", "funny"], ["a cold cast", "dull"]) == 1.0

@@ -91,3 +91,9 @@ def test_a_win_rate_is_the_mean_over_every_draw_and_its_interval_is_over_prompts
     wanted = share_over_prompts(np.array(by_prompt), confidence=0.95)
     ends = [found[f"best_of/3/gold_win_rate{end}"] for end in ("", "_low", "_high")]
     assert ends == pytest.approx(list(wanted))
+
+
+def test_a_smaller_pool_is_the_beginning_of_a_larger_one(pool: Pool, start: Path) -> None:
+    first = sampled(start, 2)
+    torch.testing.assert_close(first.scores, pool.scores[:, :2], rtol=0, atol=0)
+    assert not torch.equal(pool.scores[:, 0], pool.scores[:, 1])

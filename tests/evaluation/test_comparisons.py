@@ -96,6 +96,17 @@ def test_the_length_controlled_rate_is_the_intercept_of_a_regression_on_tanh_of_
     assert got == pytest.approx(1 / (1 + np.exp(-weights[0])), abs=1e-4)
 
 
+def test_a_policy_that_wins_by_quality_keeps_its_win_rate():
+    rng = np.random.default_rng(1)
+    lengths = 60 + rng.integers(-30, 60, size=800)
+    scores = rng.normal(0.5, 1, size=800)
+    raw = float((scores > 0).mean())
+    got = length_controlled_win_rate(scores.tolist(), [0.0] * 800, lengths.tolist(), [60] * 800)
+    assert abs(got - raw) < 0.03
+    same = length_controlled_win_rate(scores.tolist(), [0.0] * 800, [60] * 800, [60] * 800)
+    assert same == pytest.approx(raw, abs=1e-3)
+
+
 def test_unequal_or_missing_numbers_are_refused():
     with pytest.raises(ValueError, match="of the same prompts"):
         win_rate_over_prompts(torch.zeros(2, 1), torch.zeros(3, 1), confidence=0.95)

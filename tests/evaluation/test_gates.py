@@ -139,3 +139,14 @@ def test_a_gate_that_failed_says_what_to_try(gate, metrics, attempt):
     result = verdict(gate, **metrics)
     assert not result.passed
     assert attempt in result.reason
+
+
+def test_a_policy_without_a_learnt_reward_is_not_said_to_follow_one():
+    reason = verdict(WINS, gold_win_rate=0.41, kl_per_token=0.03).reason
+    assert "learnt reward" not in reason
+    assert "more iterations" not in reason  # it is worse than its start
+
+
+def test_a_gate_that_passed_or_that_nothing_is_known_of_gives_no_advice():
+    assert verdict(NEAR, kl_per_token=0.1).reason == "val/kl_per_token is 0.100, wanted at most 0.5"
+    assert verdict({"metric": "val/x", "at_most": 1}, x=4.0).reason.endswith("wanted at most 1")

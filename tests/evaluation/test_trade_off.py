@@ -28,6 +28,11 @@ def test_gain_is_interpolated_between_the_neighbours_in_kl_and_not_beyond_the_en
     assert gain_at(CURVE[:1], 0.3) is None  # one setting is no curve
 
 
+def test_settings_of_equal_kl_count_one_half_each():
+    same = [Measured(0.1, 0.6, 0.02), Measured(0.1, 0.8, 0.04)]
+    assert gain_at(same, 0.1) == pytest.approx((0.1, 0.7, 0.03), rel=1e-12)
+
+
 def test_the_mean_gain_is_the_area_under_the_curve_over_its_width():
     # (0.1 * (0.6 + 0.8) / 2 + 0.1 * (0.8 + 0.9) / 2) / 0.2
     assert mean_gain(CURVE, 0.1, 0.3).gain == pytest.approx(0.775, rel=1e-12)
@@ -47,6 +52,11 @@ def test_the_interval_over_seeds_is_students():
     wider = math.sqrt(half**2 + (1.959963984540054 * 0.02) ** 2)
     shared = over_seeds(values, same_prompts=True)
     assert shared == pytest.approx((0.7, 0.7 - wider, 0.7 + wider, 3), rel=1e-9)
+
+
+def test_seeds_that_agree_by_luck_are_no_surer_than_their_prompts():
+    found = over_seeds([Measured(0.1, 0.7, 0.03)] * 4, same_prompts=False)
+    assert found.high - found.value == pytest.approx(1.959963984540054 * 0.03 / 2, rel=1e-9)
 
 
 def test_one_seed_has_the_interval_over_its_prompts_and_none_where_that_is_not_known():

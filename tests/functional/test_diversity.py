@@ -54,3 +54,12 @@ def test_self_bleu_is_that_of_the_formula():
     # "ab" against "aaaa" is shorter: exp(1 - 4 / 2).
     got = self_bleu(["aaaa", "ab"], n=1, max_references=5, seed=0)
     assert got == pytest.approx((1 / 4 + 1 / 2 * math.exp(-1)) / 2)
+
+
+def test_self_bleu_of_many_is_drawn_by_its_seed():
+    answers = [f"{i:04d} {i * i:06d}" for i in range(40)]
+    first, again, other = (
+        self_bleu(answers, n=3, max_references=4, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert first < self_bleu(answers, n=3, max_references=39, seed=1)

@@ -70,6 +70,16 @@ def test_policy_losses_and_measures_of_micro_batches_add_up(name: str, reduction
             torch.testing.assert_close(total, getattr(whole, field))
 
 
+@pytest.mark.parametrize("name", SURROGATES)
+def test_measures_under_a_constant_divisor_become_token_means_by_the_documented_factor(name: str):
+    loss, tensors = surrogate(name), (*batch(), MASK)
+    by_token = loss(*tensors, num_tokens=None)
+    constant = loss(*tensors, num_tokens=divisor("constant"))
+    factor = divisor("constant") / MASK.sum()
+    torch.testing.assert_close(constant.clipfrac * factor, by_token.clipfrac)
+    torch.testing.assert_close(constant.approx_kl * factor, by_token.approx_kl)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("garbage", [1e30, torch.inf, torch.nan])
 @pytest.mark.parametrize("name", [*SURROGATES, "k2", "k3"])
@@ -91,6 +101,16 @@ def test_nothing_off_the_mask_reaches_loss_or_gradient(name: str, garbage: float
     assert torch.equal(clean[1], dirty[1])
     assert (clean[1][~MASK] == 0).all()
     assert clean[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_at_ratio_one_every_policy_loss_has_the_same_gradient(name: str):
+    logprobs, _, advantages = batch()
+    leaf = logprobs.clone().requires_grad_()
+    loss = surrogate(name)(leaf, logprobs, advantages, MASK, num_tokens=None).loss
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    wanted = torch.where(MASK, -advantages / MASK.sum(), 0)
+    torch.testing.assert_close(gradient, wanted)
 
 
 def test_cispo_keeps_the_gradient_of_every_token_and_gspo_clips_whole_responses():
@@ -156,6 +176,15 @@ def test_equal_scores_and_single_responses_get_exactly_zero(baseline: Any, scale
     assert (advantages[:4] == 0).all()
     assert advantages[4] < 0 < advantages[5]
     assert informative_groups(scores, ids).tolist() == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(("baseline", "scale"), BASELINES)
+def test_a_nan_score_reaches_its_own_group_and_no_other(baseline: Any, scale: Any):
+    scores = torch.tensor([1.0, torch.nan, 2.0, 3.0, torch.nan, 1.0])
+    ids = torch.tensor([0, 0, 1, 1, 2, 1])
+    advantages = group_advantages(scores, ids, baseline=baseline, scale=scale)
+    assert advantages.isnan().tolist() == [True, True, False, False, True, False]
+    assert informative_groups(scores, ids).all()
 
 
 def test_a_lambda_for_each_row_is_that_of_the_rows_alone():

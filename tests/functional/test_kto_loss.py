@@ -72,6 +72,11 @@ def test_its_gradient_is_that_of_the_formula_and_leaves_the_reference_point_alon
         assert got == pytest.approx(slope, rel=1e-9)
 
 
+def test_a_row_is_right_on_its_side_of_the_reference_point_and_neither_on_it():
+    assert float(ours(kl=0.0)[1].accuracy) == pytest.approx(2 / 5)  # rows 1 and 2; row 3 is on it
+    assert float(ours(kl=1.5)[1].accuracy) == pytest.approx(1 / 5)  # row 2 alone
+
+
 def test_parts_of_a_step_add_up_to_the_whole():
     _, whole = ours(kl=0.4)
     parts = [

@@ -71,6 +71,14 @@ def test_without_entropy_the_gradient_is_that_of_the_log_probabilities_alone(sof
     torch.testing.assert_close(gradient, expected)
 
 
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight, _, tokens = head()
+    hidden.requires_grad_()
+    linear_token_logprobs(hidden, weight, tokens, temperature=1.0).logprobs.sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("accumulate", [None, lambda weight, grad, inputs: grad.T @ inputs])
 def test_many_chunks_in_bf16_are_as_near_to_the_exact_gradient_as_one(weights, accumulate):
@@ -126,6 +134,16 @@ def test_autocast_multiplies_in_bf16_and_normalizes_in_fp32(chunk_rows):
         assert error < 1e-2
 
 
+def test_chunks_do_not_change_a_bit_of_the_values():
+    hidden, weight, _, tokens = head(torch.float32)
+    one = linear_token_logprobs(hidden, weight, tokens, temperature=0.9, with_entropy=True)
+    many = linear_token_logprobs(
+        hidden, weight, tokens, temperature=0.9, with_entropy=True, chunk_rows=16
+    )
+    assert torch.equal(one.logprobs, many.logprobs)
+    assert torch.equal(one.entropy, many.entropy)
+
+
 def test_a_gpu_takes_the_head_in_one_chunk_where_a_cpu_takes_many_with_the_same_gradient():
     tokens = torch.arange(2048)
 
@@ -142,6 +160,12 @@ def test_a_gpu_takes_the_head_in_one_chunk_where_a_cpu_takes_many_with_the_same_
     (on_cpu, expected), (on_gpu, got) = (products_and_gradient(kind) for kind in ("cpu", "cuda"))
     assert (on_cpu, on_gpu) == (4, 3)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_no_position_gives_no_numbers():
+    hidden, weight, _, tokens = head()
+    got = linear_token_logprobs(hidden[:0], weight, tokens[:0], temperature=1.0)
+    assert got.logprobs.shape == (0,)
 
 
 def test_saved_tensors_do_not_grow_with_the_vocabulary():

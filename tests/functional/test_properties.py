@@ -15,12 +15,14 @@ from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.logprobs import token_entropy, token_logprobs
 from rlhf_lightning.functional.losses import (
     PolicyLoss,
+    causal_lm_loss,
     clipped_value_loss,
     ppo_policy_loss,
 )
 from rlhf_lightning.functional.masked import masked_mean, masked_whiten, zero_off_mask
 from rlhf_lightning.functional.rewards import shape_rewards
 from rlhf_lightning.functional.sequences import (
+    next_token_labels,
     response_mask,
     response_state_index,
 )
@@ -134,6 +136,25 @@ def test_the_policy_gradient_reaches_every_action_and_nothing_else(experience: E
     assert (gradient.abs().amax(-1)[reached] > 1e-4).all()
 
 
+def test_the_language_model_gradient_reaches_every_response_token_and_nothing_else(
+    experience: Experience,
+):
+    learnt = positions_before_actions(experience).roll(1, dims=1)
+    labels = next_token_labels(experience.input_ids, learnt)
+    logits = experience.logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(causal_lm_loss(logits, labels, num_tokens=None), logits)
+    assert torch.equal((gradient != 0).any(-1), positions_before_actions(experience))
+    assert (labels == EOS).sum() == 5
+
+
+def test_a_better_token_becomes_more_likely(experience: Experience):
+    batch = on_policy(experience)
+    advantages = torch.where(torch.arange(4) % 2 == 0, 1.0, -1.0).expand(6, 4).double()
+    stepped = batch.logits - 0.1 * gradient_of(batch, advantages)
+    change = response_logprobs(stepped, batch) - response_logprobs(batch.logits, batch)
+    assert (change * advantages > 0)[batch.mask].all()
+
+
 def test_before_any_update_ratio_is_one_and_nothing_is_clipped(experience: Experience):
     advantages = whitened_advantages(experience)
     result = policy_loss(experience.logits, on_policy(experience), advantages)
@@ -141,6 +162,15 @@ def test_before_any_update_ratio_is_one_and_nothing_is_clipped(experience: Exper
     assert result.approx_kl == 0
     assert result.loss == -advantages.sum() / experience.mask.sum()
     assert abs(result.loss) < 1e-12
+
+
+def test_without_divergence_the_rewards_are_the_scores(experience: Experience):
+    logprobs = response_logprobs(experience.logits, experience)
+    rewards = shape_rewards(
+        experience.scores, kl_k1(logprobs, logprobs), experience.mask, kl_coef=0.05
+    )
+    assert torch.equal(rewards.sum(-1), experience.scores)
+    assert (rewards != 0).sum() == 6
 
 
 def test_rewards_add_up_to_score_less_penalty_and_to_the_first_return(experience: Experience):

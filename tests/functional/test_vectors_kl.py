@@ -99,12 +99,26 @@ def test_kl_controller_matches_the_vectors(case: Case):
     assert_matches(case, computed, torch.float64, tolerance=1e-12)
 
 
+def test_k3_of_identical_policies_is_exactly_zero():
+    logprobs = -torch.rand(100, generator=torch.Generator().manual_seed(0)) * 20
+    for estimator in (kl_k1, kl_k2, kl_k3):
+        assert torch.equal(estimator(logprobs, logprobs), torch.zeros(100))
+
+
 def test_k3_pulls_a_token_back_however_far_the_policy_has_left_the_reference():
     d = torch.tensor([-30.0, -8.0, 0.5, 2.7, 8.0, 30.0], dtype=torch.float64)
     logprobs = (-d - 40).requires_grad_()
     kl_k3(logprobs, torch.full_like(d, -40)).sum().backward()
     expected = 1 - d.clamp(-20, 20).exp()
     torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=0)
+
+
+def test_the_coefficient_rises_above_the_target_and_falls_below():
+    settings = {"target": 6.0, "horizon": 10000, "num_episodes": 64}
+    assert adapted_kl_coef(0.05, 9.0, **settings) > 0.05
+    assert adapted_kl_coef(0.05, 6.0, **settings) == 0.05
+    assert adapted_kl_coef(0.05, 3.0, **settings) < 0.05
+    assert adapted_kl_coef(0.05, 1e9, **settings) == pytest.approx(0.05 * (1 + 0.2 * 64 / 10000))
 
 
 @pytest.mark.parametrize(
@@ -120,3 +134,8 @@ def test_impossible_controllers_are_refused(observed, changed, message):
     settings = {"target": 6.0, "horizon": 10000, "num_episodes": 64} | changed
     with pytest.raises(ValueError, match=message):
         adapted_kl_coef(0.05, observed, **settings)
+
+
+def test_the_largest_allowed_step_keeps_the_coefficient_positive():
+    settings = {"target": 6.0, "horizon": 100, "num_episodes": 499}
+    assert adapted_kl_coef(0.05, 0.0, **settings) > 0

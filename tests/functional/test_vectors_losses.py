@@ -1,3 +1,4 @@
+import math
 from typing import Any, Literal
 
 import pytest
@@ -194,6 +195,11 @@ def test_half_precision_scores_and_logprobs_give_float32_losses():
     logits = torch.randn(2, 3, 5).bfloat16()
     labels = torch.zeros(2, 3, dtype=torch.int64)
     assert causal_lm_loss(logits, labels, num_tokens=None).dtype == torch.float32
+
+
+def test_an_untrained_reward_model_loses_log_two():
+    loss = pairwise_reward_loss(torch.zeros(4), torch.zeros(4), **PLAIN_PAIRS).loss
+    assert loss.item() == pytest.approx(math.log(2))
 
 
 def test_a_ratio_that_overflows_keeps_loss_and_gradient_finite():

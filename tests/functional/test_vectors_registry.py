@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vectors.cases import FOLDER, load, topics
+from tests.vectors.cases import FOLDER, load, topics, unused_entries
 
 TESTS = Path(__file__).parents[1]
 TESTED_BY = {
@@ -47,6 +47,14 @@ def test_the_registered_test_takes_every_case_of_its_topic(topic: str, file: str
     tests = re.findall(rf'cases\("{topic}"\)\)\n(?:@.*\n)*def (test_\w+)', source)
     assert tests
     assert "assert_matches(case" in source
+
+
+def test_unused_names_only_what_exists():
+    assert len(unused_entries()) == (FOLDER / "UNUSED.md").read_text().count("\n| `")
+    for topic, name, key in unused_entries():
+        matching = [case for case in load(topic) if name in (case.name, "*")]
+        assert matching, f"{topic}/{name} does not exist"
+        assert key == "*" or any(key in case.expected for case in matching), f"{topic}/{name}/{key}"
 
 
 def test_there_are_as_many_cases_as_were_delivered():

@@ -42,6 +42,22 @@ def shaped_rewards(case: Case, dtype: torch.dtype):
     return {key: computed[key] for key in case.wanted_keys()}
 
 
+def test_without_clip_and_penalty_the_scores_stay():
+    scores = torch.tensor([-100.0, 100.0])
+    has_eos = torch.tensor([True, False])
+    assert torch.equal(adjust_scores(scores, has_eos, clip=None, missing_eos_penalty=0.0), scores)
+    penalised = adjust_scores(scores, has_eos, clip=None, missing_eos_penalty=3.0)
+    assert penalised.tolist() == [-100.0, 97.0]
+
+
+def test_a_negative_score_does_not_gain_from_being_cut_off():
+    scores = torch.tensor([-5.0, -5.0])
+    cut, finished = adjust_scores(
+        scores, torch.tensor([False, True]), clip=5.0, missing_eos_penalty=1.0
+    )
+    assert cut < finished
+
+
 @pytest.mark.parametrize(
     ("clip", "penalty", "message"),
     [

@@ -35,6 +35,10 @@ def test_last_token_and_positions_match_the_vectors(case: Case):
         assert_matches(case, computed, torch.float64)
 
 
+def test_a_response_without_stop_ids_counts_whole():
+    assert response_mask(torch.tensor([[1, 2, 3]]), []).all()
+
+
 def test_the_last_index_of_a_row_without_tokens_is_in_range():
     mask = torch.tensor([[False, False], [False, True]])
     assert last_token_index(mask).tolist() == [0, 1]
@@ -46,6 +50,21 @@ def test_labels_are_the_next_learnt_tokens():
     labels = next_token_labels(input_ids, loss_mask)
     assert labels.tolist() == [[-100, 1, 2, 9, -100], [1, 9, -100, -100, -100]]
     assert input_ids.tolist() == [[7, 8, 1, 2, 9], [7, 1, 9, 9, 9]]
+
+
+def test_each_learnt_token_is_predicted_once():
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(0, 50, (6, 11), generator=generator)
+    loss_mask = torch.rand(input_ids.shape, generator=generator) < 0.5
+    loss_mask[:, 0] = False
+    labels = next_token_labels(input_ids, loss_mask)
+    assert torch.equal(labels[labels != -100], input_ids[loss_mask])
+
+
+def test_the_state_before_a_response_token_is_one_position_earlier():
+    index = response_state_index(torch.tensor([3, 1, 0]), 4)
+    assert index.tolist() == [[2, 3, 4, 5], [0, 1, 2, 3], [0, 0, 1, 2]]
+    assert index.dtype == torch.int64
 
 
 def test_labels_and_state_index_agree():

@@ -60,6 +60,15 @@ def test_rows_do_not_know_each_other_and_no_position_sees_a_later_one():
     assert not torch.equal(changed[:, 10:], whole[:, 10:])
 
 
+def test_the_scale_is_the_one_asked_for():
+    tensors = inputs()
+    usual, _ = short_attention(Module(), *tensors, None)
+    again, _ = short_attention(Module(), *tensors, None, scaling=16**-0.5)
+    other, _ = short_attention(Module(), *tensors, None, scaling=1.0)
+    assert torch.equal(usual, again)
+    assert not torch.equal(usual, other)
+
+
 @pytest.mark.parametrize("case", ["mask", "fp32", "one query"])
 def test_everything_else_goes_to_torchs_kernel(monkeypatch, case):
     calls = []

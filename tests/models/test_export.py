@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 from transformers import (
     AutoModelForCausalLM,
@@ -16,14 +17,17 @@ from transformers import (
     GenerationConfig,
 )
 
+from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.text.classifier_tokenizer import (
     ADDED,
     classifier_tokenizer,
+    unused_special_token,
 )
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
+from tests.builders.mirror import on_mirror
 from tests.builders.models import (
     EOS,
     MODEL_TYPES,
@@ -101,6 +105,16 @@ def test_our_own_export_loads_again_and_takes_the_policys_ids(model_type, tmp_pa
         assert AutoTokenizer.from_pretrained(tmp_path / name).get_vocab()[ADDED] == VOCABULARY
 
 
+def test_the_exported_tokenizer_differs_from_the_policys_in_the_pad_token_alone(tmp_path):
+    tokenizer = tiny_tokenizer(pad_is_eos=True)
+    export_reward(tiny_scalar_model("llama"), tokenizer, tmp_path)
+    exported = load_tokenizer(tmp_path)
+    extra = set(exported.get_vocab().items()) - set(tokenizer.get_vocab().items())
+    assert extra == {(ADDED, VOCABULARY)}
+    assert exported(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
+    assert tokenizer.pad_token == "<eos>", "the tokenizer of the run must stay as it is"
+
+
 def with_special(*tokens: str) -> Any:
     tokenizer = tiny_tokenizer(pad_is_eos=True)
     tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
@@ -128,6 +142,30 @@ def test_padding_takes_a_token_that_texts_do_not_use(tokens, taken):
     assert padded.eos_token_id == EOS
 
 
+def test_a_token_of_the_chat_template_or_beyond_the_embeddings_does_not_pad():
+    tokenizer = with_special("<|endoftext|>", "<|reserved_special_token_0|>")
+    tokenizer.chat_template = "<|reserved_special_token_0|>" + CHAT
+    assert unused_special_token(tokenizer, VOCABULARY + 2) == "<|endoftext|>"
+    assert unused_special_token(tokenizer, VOCABULARY) is None
+
+
+def test_an_added_token_takes_a_row_that_the_model_keeps_in_reserve(tmp_path):
+    # As Qwen and GPT-NeoX do, whose embeddings have more rows than their tokenizers tokens.
+    policy = tiny_policy("llama", vocab_size=VOCABULARY + 16)
+    tokenizer = tiny_tokenizer(pad_is_eos=True)
+    save_hf_model(policy, tokenizer, tmp_path / "sft", policy.state_dict(), stop_ids=[EOS])
+    model = load_scalar_model(tmp_path / "sft", head="reward")
+    export_reward(model, tokenizer, tmp_path / "reward")
+    config = json.loads((tmp_path / "reward/config.json").read_text())
+    assert (config["vocab_size"], config["pad_token_id"]) == (VOCABULARY + 16, VOCABULARY)
+
+
+def test_a_word_that_merely_looks_like_a_pad_token_is_not_taken():
+    # `<pad>` is in the vocabulary, but an ordinary word there: a text may hold it.
+    assert "<pad>" in tiny_tokenizer(pad_is_eos=True).get_vocab()
+    assert unused_special_token(tiny_tokenizer(pad_is_eos=True), VOCABULARY) is None
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, tmp_path):
     policy, tokenizer = tiny_policy(model_type), tiny_tokenizer(pad_is_eos=True)
@@ -150,6 +188,19 @@ def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, 
         "tokenizer_config.json",
         "chat_template.jinja",
     }
+
+
+def exported_from(device: str, folder: Path) -> None:
+    policy = tiny_policy("llama", tie_word_embeddings=True).to(device)
+    save_hf_model(policy, tiny_tokenizer(), folder, full_state(policy), stop_ids=[EOS])
+
+
+def test_tied_weights_that_lay_on_a_device_are_exported_once(tmp_path):
+    exported_from("cpu", tmp_path / "cpu")
+    on_mirror(exported_from, "mirror", tmp_path / "mirror")
+    here, there = (load_file(tmp_path / d / "model.safetensors") for d in ("cpu", "mirror"))
+    assert there.keys() == here.keys()
+    assert "lm_head.weight" not in here
 
 
 def test_a_temperature_without_do_sample_does_not_stop_the_export(tmp_path):
@@ -206,3 +257,9 @@ def test_a_conversation_ends_at_eos_in_the_classifiers_template(name):
         assert ours == tokenizer.apply_chat_template(messages, tokenize=False, **kept)
     again = classifier_tokenizer(exported, 300)
     assert again.chat_template == exported.chat_template
+
+
+def test_a_template_that_refuses_the_exchange_stays_as_it_is():
+    refusing = "{{ raise_exception('system first') if messages[0].role != 'system' }}" + CHATML
+    tokenizer = build_tokenizer(template=refusing)
+    assert classifier_tokenizer(tokenizer, 300).chat_template == refusing

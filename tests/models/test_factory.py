@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_lightning.models.export import export_policy, export_scalar_model
 from rlhf_lightning.models.factory import (
     check_deterministic,
+    frozen,
     load_policy,
     load_scalar_model,
+    set_dropout,
 )
 from rlhf_lightning.models.heads import PolicyModel
 from tests.builders.models import (
@@ -89,6 +92,17 @@ def test_loaded_policies_and_scalar_models_have_no_dropout_either(model_type, tm
         assert torch.equal(model(IDS, POSITIONS), model(IDS, POSITIONS))
 
 
+def test_set_dropout_leaves_switches_alone():
+    config = SimpleNamespace(attn_pdrop=0.1, hidden_dropout=0.2, use_dropout=True, hidden=3)
+    set_dropout(config, 0.0)
+    assert vars(config) == {
+        "attn_pdrop": 0.0,
+        "hidden_dropout": 0.0,
+        "use_dropout": True,
+        "hidden": 3,
+    }
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_exported_policy_gives_the_same_logits_here_and_in_transformers(model_type, tmp_path):
     policy = tiny_policy(model_type)
@@ -121,6 +135,16 @@ def test_an_exported_reward_model_scores_the_same_its_offset_included(model_type
     torch.testing.assert_close(scores, expected.view(2, 8)[:, -1], rtol=0, atol=1e-5)
 
 
+def test_a_normalized_reward_model_survives_a_second_export(tmp_path):
+    model = tiny_scalar_model("llama", bias=0.3)
+    for name in ("a", "b"):
+        export_scalar_model(model, tmp_path / name, model.state_dict(), pad_token_id=PAD)
+        model = load_scalar_model(tmp_path / name)
+    first = load_scalar_model(tmp_path / "a")
+    assert first.head.bias.item() == pytest.approx(0.3)
+    assert torch.equal(first(IDS, POSITIONS), model(IDS, POSITIONS))
+
+
 def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alone(tmp_path):
     policy = tiny_policy("llama")
     export_policy(policy, tmp_path, policy.state_dict())
@@ -137,6 +161,15 @@ def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alon
     assert first.head.weight.std().item() == pytest.approx((HIDDEN + 1) ** -0.5, rel=0.4)
 
 
+def test_a_policy_is_no_reward_model(tmp_path):
+    policy = tiny_policy("llama")
+    export_policy(policy, tmp_path, policy.state_dict())
+    with pytest.raises(
+        ValueError, match=r"stores no reward head .*score\.weight.*experiment=reward"
+    ):
+        load_scalar_model(tmp_path)
+
+
 def test_weights_from_scratch_depend_on_the_seed_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -144,3 +177,20 @@ def test_weights_from_scratch_depend_on_the_seed_alone():
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("options", [{}, {"source": "x", "from_scratch": {"model_type": "gpt2"}}])
+def test_a_policy_has_exactly_one_origin(options):
+    with pytest.raises(ValueError, match="exactly one of source and from_scratch"):
+        load_policy(**options)
+
+
+def test_an_unknown_head_is_refused():
+    with pytest.raises(ValueError, match="head='new' must be 'stored', 'zero' or 'reward'"):
+        load_scalar_model("nowhere", head="new")
+
+
+def test_a_frozen_model_is_in_eval_mode_without_gradients():
+    policy = frozen(tiny_policy())
+    assert not any(module.training for module in policy.modules())
+    assert not any(parameter.requires_grad for parameter in policy.parameters())

@@ -12,6 +12,8 @@ from rlhf_lightning.models.forward import (
     bucket_width,
     by_micro_batch,
     micro_batches,
+    pack,
+    pack_right,
     response_statistics,
     response_values,
     sequence_scores,
@@ -142,6 +144,28 @@ def test_a_row_has_the_same_bits_in_every_micro_batch_and_padding(model_type, bf
             assert (a[:, width:] == 0).all()
 
 
+def test_packing_moves_tokens_to_column_0_and_pads_to_the_bucket():
+    batch = padded([[5, 6], [7]], [[8, EOS], [9, 10]], pad=EOS, left=1, right=1)
+    packed = pack(batch)
+    assert packed.input_ids.shape == (2, BUCKET)
+    assert packed.input_ids[0].tolist() == [5, 6, 8, EOS] + [0] * (BUCKET - 4)
+    assert packed.input_ids[1].tolist() == [7, 9, 10] + [0] * (BUCKET - 3)
+    assert packed.positions.tolist() == [1, 2, BUCKET + 0, BUCKET + 1]
+    assert packed.tokens.tolist() == [8, EOS, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("length", "width"), [(1, BUCKET), (BUCKET, BUCKET), (BUCKET + 1, 2 * BUCKET)]
+)
+def test_the_bucket_of_a_row_is_the_next_multiple(length, width):
+    assert bucket_width(torch.tensor(length)) == width
+    ids = torch.arange(2, 2 + length).unsqueeze(0)
+    packed = pack_right(ids, torch.ones_like(ids, dtype=torch.bool))
+    assert packed.shape == (1, width)
+    assert torch.equal(packed[:, :length], ids)
+    assert (packed[:, length:] == 0).all()
+
+
 @pytest.mark.parametrize("size", [None, 1, 2, 5])
 def test_micro_batches_hold_every_row_once_and_only_rows_of_one_bucket(size):
     lengths = torch.tensor([3, 20, 16, 40, 17, 1, 33, 16, 5])
@@ -208,6 +232,14 @@ def test_rows_share_a_forward_by_buckets_on_a_cpu_and_by_tokens_elsewhere_unless
         assert in_buckets("cuda")
     with pytest.raises(ValueError, match=r"model.micro_batches='rows': use auto, buckets, tokens"):
         micro_batching("rows").__enter__()
+
+
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_results_come_back_in_the_order_of_the_rows(size):
+    lengths = torch.tensor([3, 20, 16, 40, 17, 1])
+    mask = torch.arange(41) < lengths[:, None]
+    (got,) = by_micro_batch(lambda rows: (lengths[rows] * 10,), mask, size)
+    assert got.tolist() == (lengths * 10).tolist()
 
 
 def test_a_rank_with_fewer_micro_batches_repeats_one_and_drops_the_result():

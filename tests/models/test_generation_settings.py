@@ -87,3 +87,12 @@ def test_settings_that_cannot_be_exported_or_used_are_refused_before_training(
     for lora in (None, LoraHparams(r=2, alpha=2)):
         with pytest.raises(ValueError, match=key):
             load_policy(folder, lora=lora)
+
+
+def test_a_trial_of_the_settings_draws_no_random_number(tmp_path):
+    folder = with_settings(tmp_path, {"do_sample": True, "top_k": 5})
+    torch.manual_seed(1)
+    load_policy(folder)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3))

@@ -7,6 +7,7 @@ from torch import nn
 from rlhf_lightning.functional.logprobs import token_entropy
 from rlhf_lightning.models.heads import (
     PolicyModel,
+    ScalarHeadModel,
     TokenStatistics,
     scalar_head,
 )
@@ -51,6 +52,13 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused():
         PolicyModel(_SoftCapped(tiny_policy("llama").model))
 
 
+def test_scalars_are_float32_under_autocast():
+    model = tiny_scalar_model()
+    ids = torch.randint(2, VOCABULARY, (2, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(ids, torch.tensor([3, 9])).dtype == torch.float32
+
+
 def test_a_scalar_heads_gradients_are_not_rounded_when_backward_runs_under_autocast():
     torch.manual_seed(0)
     model = tiny_scalar_model()
@@ -84,9 +92,27 @@ def test_normalize_maps_scores_to_mean_0_and_std_1_and_keeps_their_order():
     torch.testing.assert_close(after, (before - mean) / std, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("std", [0.0, -1.0, float("nan")])
+def test_normalize_refuses_a_std_that_is_not_positive(std):
+    with pytest.raises(ValueError, match=f"std={std}"):
+        tiny_scalar_model().normalize(0.0, std)
+
+
 def test_a_value_head_starts_at_zero_and_a_reward_head_small():
     assert (scalar_head(HIDDEN, init_std=0.0).weight == 0).all()
     torch.manual_seed(0)
     head = scalar_head(4096, init_std=4097**-0.5)
     assert float(head.weight.std()) == pytest.approx(4097**-0.5, rel=0.05)
     assert head.bias.item() == 0
+
+
+def test_a_zero_head_gives_values_of_exactly_0():
+    trunk = tiny_policy().model.base_model
+    model = ScalarHeadModel(trunk, scalar_head(HIDDEN, init_std=0.0))
+    ids = torch.randint(2, VOCABULARY, (2, 8))
+    assert (model(ids, torch.arange(16)) == 0).all()
+
+
+def test_a_head_that_autocast_would_round_is_refused():
+    with pytest.raises(TypeError, match=r"head=Linear is no ScalarHead: use scalar_head"):
+        ScalarHeadModel(tiny_policy().model.base_model, nn.Linear(HIDDEN, 1))

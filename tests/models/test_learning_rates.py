@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.hparams import LoraHparams, PPOHparams, RewardHparams, SFTHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.learning_rates import TABLE, default_learning_rate
 from rlhf_lightning.modules.optimization import parameter_group
@@ -29,6 +29,27 @@ def test_sizes_between_two_rows_have_rates_between_theirs(kind):
         rate = default_learning_rate(kind, middle, lora=False)
         mean = (getattr(low, kind) * getattr(high, kind)) ** 0.5
         assert rate == pytest.approx(mean, rel=0.05), "two digits of the geometric mean"
+
+
+def test_beyond_the_table_the_rate_stays_that_of_its_end():
+    for kind in KINDS:
+        assert default_learning_rate(kind, 1, lora=False) == getattr(TABLE[0], kind)
+        assert default_learning_rate(kind, 10**12, lora=False) == getattr(TABLE[-1], kind)
+    with pytest.raises(ValueError, match="num_parameters=0 must be at least 1"):
+        default_learning_rate("sft", 0, lora=False)
+
+
+def test_adapters_have_ten_times_the_rate():
+    for kind in KINDS:
+        for size in (10**6, 2 * 10**8, 10**10):
+            full = default_learning_rate(kind, size, lora=False)
+            assert default_learning_rate(kind, size, lora=True) == pytest.approx(10 * full)
+
+
+def test_no_hyper_parameters_carry_a_rate_of_some_size():
+    assert SFTHparams().learning_rate is None
+    assert RewardHparams().learning_rate is None
+    assert (PPOHparams().learning_rate, PPOHparams().value_learning_rate) == (None, None)
 
 
 def test_a_module_without_a_rate_takes_that_of_its_own_model(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from tests.builders.models import tiny_policy, tiny_tokenizer
@@ -65,6 +67,22 @@ def test_code_of_a_hub_name_needs_a_commit_before_anything_is_asked_of_the_hub(r
             load("org/name", revision=revision, trust_remote_code=True)
     with pytest.raises(ValueError, match=f", not {revision}$"):
         ppo_models("org/name", None, value_head="zero", revision=revision, trust_remote_code=True)
+
+
+def test_code_of_another_repository_is_refused_because_nothing_pins_it(with_code):
+    change_config(with_code, auto_map={"AutoModelForCausalLM": "other/repo--mine.MyModel"})
+    with pytest.raises(ValueError, match=r"takes the code of AutoModelForCausalLM from other/repo"):
+        load_policy(with_code, trust_remote_code=True)
+
+
+def test_a_revision_belongs_to_a_hub_name_and_not_to_a_folder(folder):
+    assert loading_options("org/name", revision=COMMIT) == {
+        "trust_remote_code": False,
+        "revision": COMMIT,
+    }
+    assert loading_options(folder, revision=COMMIT) == {"trust_remote_code": False}
+    load_policy(folder, revision=COMMIT)
+    assert len(load_tokenizer(folder, revision=COMMIT)) == len(tiny_tokenizer())
 
 
 def damage(folder: Path, how: str) -> None:
@@ -129,3 +147,13 @@ def test_ends_of_responses_that_are_no_ids_are_named_with_their_folder(folder, c
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=f"cannot load {folder}: "):
         stop_ids(load_tokenizer(folder), folder)
+
+
+def test_a_name_that_is_nowhere_is_named(tmp_path):
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(ValueError, match=r"cannot load no/where: .*Wanted is a folder or hub"):
+            load("no/where")
+    shutil.rmtree(tmp_path)
+    (tmp_path / "empty").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"cannot load .*empty"):
+        load_tokenizer(tmp_path / "empty")

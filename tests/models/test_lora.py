@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from rlhf_lightning.models.adapter_files import (
 )
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_model
-from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
+from rlhf_lightning.models.ppo_models import ADAPTER, policy_models, ppo_models
 from tests.builders.models import MODEL_TYPES, config_fields, tiny_policy
 
 LORA = LoraHparams(r=4, alpha=8)
@@ -104,6 +105,13 @@ def test_gradients_of_one_adapter_reach_it_alone_though_another_graph_is_alive(f
     assert all(p.grad is not None for p in value.parameters())
 
 
+def test_adding_an_adapter_keeps_a_frozen_one_frozen(folders):
+    base = load_base(folders["llama"], LORA)
+    frozen = add_scalar_model(base, "reward", init_std=0.1, seed=1).requires_grad_(False)
+    add_policy(base, "policy", seed=0)
+    assert not any(p.requires_grad for p in frozen.parameters())
+
+
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_checkpointed_activations_change_no_gradient_whichever_adapter_is_on_later(folders, kind):
     gradients = []
@@ -176,6 +184,25 @@ def test_a_stored_reward_adapter_comes_back_onto_another_copy_of_its_base(folder
     assert torch.equal(again(IDS, POSITIONS), reward(IDS, POSITIONS))
 
 
+def test_a_stored_adapter_can_be_read_by_whoever_the_umask_lets_in(folders, tmp_path):
+    policy = add_policy(load_base(folders["llama"], LORA), "policy", seed=0)
+    former = os.umask(0o027)
+    try:
+        save_adapter(policy, tmp_path, policy.state_dict(), base="b", base_fingerprint="")
+    finally:
+        os.umask(former)
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in tmp_path.iterdir()}
+    assert "adapter_model.safetensors" in modes
+    assert set(modes.values()) == {"0o640"}, modes
+
+
+def test_an_adapter_of_another_shape_is_refused_by_name(folders, tmp_path):
+    reward = load_scalar_model(folders["llama"], head="reward", lora=LORA)
+    save_adapter(reward, tmp_path, reward.state_dict(), base="somewhere", base_fingerprint="")
+    with pytest.raises(ValueError, match=r"trained on somewhere.*does not fit"):
+        load_scalar_adapter(load_base(folders["gpt_neox"], LORA), tmp_path, "reward")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -237,6 +264,11 @@ def test_an_adapter_of_peft_with_other_tensors_is_refused_by_name(folders, tmp_p
         read_adapter(tmp_path)
 
 
+def test_a_missing_adapter_folder_says_how_one_is_made(tmp_path):
+    with pytest.raises(FileNotFoundError, match="lora=lora"):
+        read_adapter(tmp_path)
+
+
 def test_policy_value_and_reward_share_one_base_in_ppo(folders, tmp_path):
     reward = shaken(load_scalar_model(folders["llama"], head="reward", lora=LORA))
     save_adapter(reward, tmp_path / ADAPTER, reward.state_dict(), base="b", base_fingerprint="")
@@ -259,11 +291,47 @@ def test_ppo_goes_on_from_an_adapter_and_keeps_the_base_as_reference(folders, tm
     assert all(p.requires_grad for p in models.policy.parameters())
 
 
+@pytest.mark.parametrize("other", [LoraHparams(r=4, alpha=64), LoraHparams(r=8, alpha=8)])
+def test_training_goes_on_from_an_adapter_of_the_same_rank_and_scale_alone(
+    folders, tmp_path, other
+):
+    last = add_policy(load_base(folders["llama"], LORA), "policy", seed=0)
+    save_adapter(last, tmp_path / ADAPTER, last.state_dict(), base="b", base_fingerprint="")
+    wanted = rf"lora\.r={other.r} lora\.alpha={other.alpha} .*use lora\.r=4 lora\.alpha=8"
+    with pytest.raises(ValueError, match=wanted):
+        policy_models(folders["llama"], start=tmp_path, lora=other)
+
+
 def test_ppo_goes_on_from_a_policy_and_keeps_its_first_start_as_reference(folders, tmp_path):
     tiny_policy("llama", seed=9).model.save_pretrained(tmp_path)
     models = ppo_models(folders["llama"], None, start=tmp_path, value_head="zero")
     assert torch.equal(logprobs(models.policy), logprobs(load_policy(tmp_path)))
     assert torch.equal(logprobs(models.reference), logprobs(load_policy(folders["llama"])))
+
+
+def test_a_reward_adapter_is_no_policy_to_go_on_from(folders, tmp_path):
+    reward = load_scalar_model(folders["llama"], head="reward", lora=LORA)
+    save_adapter(reward, tmp_path / ADAPTER, reward.state_dict(), base="b", base_fingerprint="")
+    with pytest.raises(ValueError, match="give that of a policy"):
+        ppo_models(folders["llama"], None, start=tmp_path, value_head="zero", lora=LORA)
+
+
+def test_unknown_target_modules_are_refused_with_the_names_there_are(folders):
+    with pytest.raises(ValueError, match=r"'query'.*k_proj"):
+        load_base(folders["llama"], LoraHparams(target_modules="query,k_proj"))
+
+
+def test_named_target_modules_alone_get_an_adapter(folders):
+    base = load_base(folders["llama"], LoraHparams(target_modules="q_proj, v_proj"))
+    names = set(add_policy(base, "policy", seed=0).state_dict())
+    assert len(names) == 2 * 2 * 2
+    assert all("q_proj" in name or "v_proj" in name for name in names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for machines without CUDA")
+def test_a_four_bit_base_without_cuda_says_what_it_needs(folders):
+    with pytest.raises(ValueError, match=r"needs CUDA and bitsandbytes"):
+        load_base(folders["llama"], LoraHparams(quantization="nf4"))
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "llama"])

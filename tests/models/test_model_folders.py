@@ -11,10 +11,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from rlhf_lightning.app import export
+from rlhf_lightning.app.config.commands import ExportSettings
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.models.adapter_files import read_adapter
 from rlhf_lightning.models.classifiers import load_classifier
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.hub import HubError, push_folder
 from rlhf_lightning.runs.manifest import publish_artifact
+from rlhf_lightning.runs.model_folder import of_adapter
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import tiny_policy, tiny_tokenizer
 
@@ -78,6 +83,13 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(shard, model):
         load_policy(model)
 
 
+@pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(text, model):
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json is damaged"):
+        load_policy(model)
+
+
 def test_links_within_the_folder_to_it_and_in_the_hubs_cache_are_read(model, tmp_path):
     (model / "again.safetensors.txt").symlink_to("model.safetensors")
     (tmp_path / "name").symlink_to(model)
@@ -119,3 +131,30 @@ def test_an_adapters_folder_is_named_with_its_base_and_the_way_to_merge_it(model
     for load in (load_policy, load_tokenizer):
         with pytest.raises(ValueError, match=r"is an adapter on .*merge_and_unload"):
             load(adapter)
+
+
+def test_an_adapter_of_a_run_is_named_with_its_merged_model_where_that_stands(model, adapter):
+    (adapter / "rlhf_lightning.json").write_text("{}")
+    own = model / "adapter"
+    shutil.copytree(adapter, own)
+    assert "merge_and_unload" in of_adapter(own)  # it lies beside its base
+    (model / "training_config.yaml").touch()
+    assert f"give {model}, where it is merged" in of_adapter(own)
+
+
+def test_a_reward_adapter_is_named_with_what_merges_it(adapter):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": "SEQ_CLS"}))
+    assert "ForSequenceClassification" in of_adapter(adapter)
+
+
+def test_an_adapter_that_is_to_be_exported_is_named_as_one(adapter):
+    with pytest.raises(ConfigError, match=r"is an adapter on .*merge_and_unload"):
+        export.run(ExportSettings(run=adapter))
+
+
+def test_an_adapter_with_a_link_that_leaves_it_is_not_read(adapter, tmp_path):
+    shutil.move(adapter / "adapter_model.safetensors", tmp_path / "other.safetensors")
+    (adapter / "adapter_model.safetensors").symlink_to(tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="is a link to"):
+        read_adapter(adapter)

@@ -18,6 +18,7 @@ from rlhf_lightning.models.forward import (
     pack_together,
     packed_micro_batches,
     packs,
+    pair_micro_batches,
     sequence_scores,
 )
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
@@ -103,6 +104,18 @@ def test_in_bf16_packed_rows_are_as_near_to_fp32_as_rows_alone(
     assert 0 < float((got - exact).norm()) < 1.2 * float((usual - exact).norm())
 
 
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_a_row_does_not_depend_on_what_it_is_packed_with(model_type):
+    policy = tiny_policy(model_type)
+    with torch.no_grad():
+        before = packed_logprobs(policy, ROWS)
+        changed = [*ROWS[:1], [7] * 20, *ROWS[2:]]
+        after = packed_logprobs(policy, changed)
+    row = torch.arange(len(ROWS)).repeat_interleave(torch.tensor([len(r) - 1 for r in ROWS]))
+    torch.testing.assert_close(after[row != 1], before[row != 1], rtol=0, atol=1e-6)
+    assert (after[row == 1] - before[row == 1]).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_scores_of_packed_rows_are_those_of_rows_alone_padded_on_either_side(model_type, left):
@@ -186,6 +199,15 @@ def test_packed_micro_batches_hold_every_row_once_within_the_budget_and_nearly_a
     if budget >= 64:
         assert len(parts) <= -(-215 // budget) + 1
         assert max(sizes) - min(sizes) <= 64
+
+
+def test_pairs_are_packed_by_the_tokens_of_both_sides():
+    chosen = torch.arange(10) < torch.tensor([10, 2, 3, 1])[:, None]
+    rejected = torch.arange(10) < torch.tensor([10, 4, 9, 1])[:, None]
+    assert [p.tolist() for p in pair_micro_batches(chosen, rejected, 1, packed=True)] == [
+        [0],
+        [2, 1, 3],
+    ]
 
 
 def loss_and_gradient(module: Any, loss: Tensor, model: ScalarHeadModel | PolicyModel) -> Any:

@@ -81,6 +81,25 @@ def test_a_rounded_model_gives_without_autocast_what_it_gives_under_it(
     assert got.float().std() > 0
 
 
+@torch.no_grad()
+def test_a_model_in_fp32_computes_in_fp32(folders):
+    model = load_policy(folders["qwen2"])
+    assert not torch.equal(statistics(model), in_bf16(model))
+    one = in_precision("32-true", CPU)
+    with one:
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def in_bf16(model: Any) -> Tensor:
+    with in_precision(MIXED_BF16, CPU):
+        return statistics(model)
+
+
+def test_a_precision_that_no_run_has_is_refused():
+    with pytest.raises(ValueError, match="precision=16-mixed must be one of 32-true, bf16-mixed"):
+        in_precision("16-mixed", CPU)
+
+
 def test_fp32_products_on_cuda_are_in_tf32_where_allowed_and_a_cpu_keeps_its_bits(monkeypatch):
     before = torch.get_float32_matmul_precision()
     try:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.loading import load_config
 from rlhf_lightning.models.rounding import base_dtype, measure_rounding, rounded
 from rlhf_lightning.modules.export import save_hf_model
-from tests.builders.models import tiny_policy, tiny_tokenizer
+from tests.builders.models import tiny_policy, tiny_scalar_model, tiny_tokenizer
 
 BF16 = torch.bfloat16
 
@@ -32,6 +33,13 @@ def test_rounding_keeps_large_steps_and_falls_back_from_small_ones(tmp_path, ste
     assert low <= found.kept <= high
     expected = (after.to(BF16).float() - after).norm() / after.norm()
     assert found.error == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_what_was_kept_is_not_told_where_nobody_knows_the_weights_before(tmp_path: Path):
+    for start in (None, str(tmp_path), "org/of-nobody"):
+        found = measure_rounding({"w": grid(4, 4) / 3}, start, BF16, revision=None)
+        assert found.kept is None
+        assert 0 < found.error < 2**-8
 
 
 def test_tied_weights_stay_tied_and_integers_stay_whole():
@@ -61,6 +69,21 @@ def test_a_policy_in_bf16_is_half_as_large_and_names_its_dtype(tmp_path: Path, m
     assert load_policy(tmp_path / "half").model.dtype == torch.float32
     for name in ("full", "half"):  # so that the next stage knows it of either
         assert base_dtype(load_config(tmp_path / name, {})) == BF16
+
+
+def test_a_reward_model_in_bf16_keeps_its_head_in_fp32(tmp_path: Path):
+    model, tokenizer = tiny_scalar_model("llama", bias=0.3), tiny_tokenizer(pad_is_eos=True)
+    stops = [int(tokenizer.eos_token_id)]
+    save_hf_model(model, tokenizer, tmp_path, model.state_dict(), stop_ids=stops, dtype=BF16)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights.pop("score.weight"), model.head.weight)
+    assert {value.dtype for value in weights.values()} == {BF16}
+    again = load_scalar_model(tmp_path)
+    assert torch.equal(again.head.weight, model.head.weight)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    # As the model card says.
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype="float32")
+    assert torch.equal(plain.score.weight, model.head.weight)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", None])

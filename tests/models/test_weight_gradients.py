@@ -54,6 +54,15 @@ def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype, instruction,
         torch.testing.assert_close(weight.grad, expected * times, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("device", "casts"), [("cpu", 3), ("meta", 0)])  # there and back
+def test_only_a_cpu_multiplies_bf16_in_fp32(device, casts, monkeypatch):
+    monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
+    factors = (torch.ones(2, 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    with torch.profiler.profile() as profile:
+        assert products.product(*factors).dtype == torch.bfloat16
+    assert sum(event.name == "aten::_to_copy" for event in profile.events()) == casts
+
+
 def test_no_tensor_of_the_gradients_size_is_made_beside_it():
     weight = nn.Parameter(torch.zeros(40_000, 512))
     weight.grad = torch.zeros_like(weight)  # 78 MiB
@@ -63,3 +72,12 @@ def test_no_tensor_of_the_gradients_size_is_made_beside_it():
             accumulate_weight_grad(weight, grad, inputs)
         largest = max(event.cpu_memory_usage for event in profile.events())
         assert largest <= 32 * 2**20
+
+
+def test_a_matrix_that_others_look_at_is_left_to_autograd():
+    weight = nn.Parameter(torch.zeros(3, 2))
+    weight.register_hook(lambda gradient: gradient)
+    grad, inputs = torch.randn(5, 3), torch.randn(5, 2)
+    torch.testing.assert_close(accumulate_weight_grad(weight, grad, inputs), grad.T @ inputs)
+    assert weight.grad is None
+    assert accumulate_weight_grad(weight.requires_grad_(False), grad, inputs) is None

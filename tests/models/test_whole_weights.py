@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.adapter_files import save_adapter
+from rlhf_lightning.models.adapter_files import read_adapter, save_adapter
 from rlhf_lightning.models.classifiers import load_classifier
 from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
@@ -115,6 +115,26 @@ def test_tensors_that_a_foreign_model_has_no_place_for_are_named_and_nothing_els
         assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
+def test_buffers_that_transformers_computes_are_nothing_unexpected(tmp_path, caplog):
+    for name, buffer in (
+        ("gpt2", "transformer.h.0.attn.bias"),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ):
+        folder = hub_model(tmp_path / name, name)
+        change(folder, lambda t, buffer=buffer: t | {buffer: torch.ones(1, 1, 8, 8)})
+        with caplog.at_level(logging.WARNING, "rlhf_lightning"):
+            load_policy(folder)
+    assert not warnings_of_ours(caplog)
+
+
+def test_an_artefact_of_ours_holds_nothing_but_its_model(tmp_path):
+    folder = hub_model(tmp_path / "sft", "llama")
+    change(folder, lambda t: t | {"v_head.summary.weight": torch.zeros(1, 32)})
+    write_manifest(folder, stage="sft", run="r")
+    with pytest.raises(ValueError, match=r"has no place for v_head\.summary\.weight"):
+        load_policy(folder)
+
+
 @pytest.fixture
 def reward(tmp_path: Path) -> Path:
     model = tiny_scalar_model("llama", bias=0.3)
@@ -205,6 +225,15 @@ def test_an_adapter_is_loaded_whole(adapted, name):
         change(root / name, lambda _, damage=damage: damage(whole), file)
         with pytest.raises(ValueError, match=message):
             load()
+
+
+def test_an_adapter_is_that_of_its_artefacts_manifest(adapted):
+    _, root = adapted
+    write_manifest(root / "sft", stage="sft", run="r")
+    read_adapter(root / "sft" / ADAPTER)
+    flip_a_bit(root / "sft" / ADAPTER / "adapter_model.safetensors")
+    with pytest.raises(ManifestError, match="fingerprint of adapter/"):
+        read_adapter(root / "sft" / ADAPTER)
 
 
 def flip_a_bit(file: Path) -> None:

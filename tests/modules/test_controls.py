@@ -4,11 +4,18 @@ import pytest
 
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.metrics import RunningMeans
 
 
 def controls() -> Controls:
     return Controls.from_hparams(
         PPOHparams(kl_coef=0.07), SamplingHparams(temperature=0.8), "module.ppo"
+    )
+
+
+def test_controls_start_from_the_hparams():
+    assert controls() == Controls(
+        kl_coef=0.07, temperature=0.8, learning_rate_factor=1.0, domain_weights={}
     )
 
 
@@ -28,3 +35,18 @@ def test_a_checkpoint_that_lacks_a_control_is_refused():
     del state["temperature"]
     with pytest.raises(KeyError, match="temperature"):
         controls().load_state_dict(state)
+
+
+def test_running_means_count_each_value_on_its_own():
+    means = RunningMeans()
+    means.add({"a": 1.0, "b": 4.0})
+    means.add({"a": 3.0})
+    assert means.means() == {"a": 2.0, "b": 4.0}
+
+
+def test_a_minibatch_without_a_step_counts_in_the_means_and_not_in_the_steps():
+    means = RunningMeans()
+    means.add({"kl": 0.0, "loss": 2.0})
+    means.add({"kl": 0.5}, took_step=False)
+    assert means.means() == {"kl": 0.25, "loss": 2.0}
+    assert means.num_steps == 1

@@ -289,6 +289,15 @@ def test_the_reference_is_kept_by_row_and_is_the_start_of_each_row(material, tra
             torch.testing.assert_close(table[row], torch.cat(pair), rtol=0, atol=atol)
 
 
+def test_rows_of_no_batch_are_computed_when_a_longer_run_needs_them(material, tmp_path):
+    _, one = train(material, tmp_path, max_iterations=1)
+    module, _ = train(material, tmp_path, max_iterations=3, ckpt_path="last")
+    data: Any = one.datamodule
+    assert len(data.rows_of_batches(1)) == 8
+    unknown = module.references.tables["train"].isnan().any(-1)
+    assert 0 < int(unknown.sum()) <= len(unknown) - 16
+
+
 class Rates(L.Callback):
     """Keeps the learning rate of each iteration."""
 
@@ -315,6 +324,21 @@ def test_a_run_with_other_pairs_keeps_its_reference_in_a_file_of_its_own(materia
     for pairs in (material["pairs"], other, material["pairs"]):
         module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
         data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8, num_iterations=1)
+        L.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, default_root_dir=tmp_path,
+        ).fit(module, data)  # fmt: skip
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+
+
+def test_another_compute_dtype_has_a_file_of_its_own(material, tmp_path):
+    """FSDP2Strategy computes in bf16 while the Trainer's precision is 32-true."""
+    for dtype in (None, torch.bfloat16):
+        module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
+        module.compute_dtype = dtype
+        data = PreferenceDataModule(
+            material["pairs"], module.tokenizer, batch_size=8, num_iterations=1
+        )
         L.Trainer(
             max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, default_root_dir=tmp_path,

@@ -178,6 +178,19 @@ def test_a_group_whose_scores_are_clipped_to_one_is_dull(score_clip, groups, at_
     assert measures.get("rollout/clipped") == at_clip
 
 
+def test_a_round_more_asks_on_where_the_last_one_ended():
+    module = built(module_with(3))
+    module.collect_rollout(share(rounds=3), 0)
+    assert module.asked == [[0, 1, 2, 3], [4, 5], [6], [7]]
+    assert module.groups == [[0, 5, 2, 7]]
+
+
+def test_what_was_resampled_is_logged(run):
+    names = ("resampled_groups", "resampling_rounds", "informative_groups")
+    got = [tuple(values[f"rollout/{name}"] for name in names) for values in run.logged]
+    assert got == [(0.25, 2, 0.75), (0.5, 1, 1.0), (0.0, 0, 1.0)]
+
+
 def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
     stream = StreamBatchSampler(len(ROWS), batch_size=10, num_iterations=2, seed=SEED)
     texts = [ROWS[row] for number in range(2) for row in stream.batch(number)]
@@ -248,6 +261,16 @@ def test_where_every_group_teaches_resampling_costs_and_changes_nothing():
         assert new == {"rollout/resampled_groups", "rollout/resampling_rounds"}
         timed = {name for name in ours if name.startswith(("time/", "throughput/"))}
         assert all(ours[name] == theirs[name] for name in ours if name not in new | timed)
+
+
+def test_without_resampling_dull_groups_stay_and_the_batch_has_no_spares():
+    module = fitted(module_with(0))
+    assert module.groups == module.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    batch, rollout = module.seen[0]
+    assert len(batch) == BATCH * SIZE
+    assert not batch.spare.any()
+    assert rollout.resampled is None
+    assert module.logged[0]["rollout/informative_groups"] == 0.5
 
 
 class KilledError(RuntimeError):
@@ -355,6 +378,11 @@ def test_a_batch_without_spare_prompts_is_refused():
     loader = data().train_dataloader()  # made without a Trainer, so without the module
     with pytest.raises(ValueError, match=r"max_resampling_rounds=2 needs 16 spare rows, .* has 0"):
         trainer().fit(module_with(2), loader)
+
+
+def test_resampling_without_a_baseline_is_refused():
+    with pytest.raises(ValueError, match="max_resampling_rounds=1 needs a group's baseline"):
+        GRPOHparams(baseline="none", scale="none", max_resampling_rounds=1)
 
 
 def test_a_scorer_that_tells_of_unscored_rows_in_some_batches_alone_may_be_resampled():

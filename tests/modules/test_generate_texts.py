@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from rlhf_lightning import (
@@ -19,6 +21,7 @@ from rlhf_lightning import (
     SamplingHparams,
     SFTModule,
     compare,
+    export_model,
     trainer_arguments,
 )
 from tests.builders.record_files import write_material
@@ -87,6 +90,11 @@ def test_a_trainer_predicts_the_held_out_prompts_and_given_ones(material, traine
     assert texts == trained.generate(["w2 w3", "w4"])
 
 
+def test_a_prompt_that_leaves_no_room_is_named(material):
+    with pytest.raises(ValueError, match="prompt 2 of 2"):
+        module_of(material).generate(["w2", "w3 " * 5000])
+
+
 def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperature(
     material, trained
 ):
@@ -108,6 +116,11 @@ def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperatur
     ]
     assert greedy[1].win_rate == 0.5
     assert greedy[0].samples != greedy[1].samples
+
+
+def test_samples_of_the_first_and_the_last_iteration_are_written(trained):
+    lines = (trained.folder / "samples.jsonl").read_text().splitlines()
+    assert sorted({json.loads(line)["iteration"] for line in lines}) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +163,12 @@ def test_rows_that_are_no_mappings_are_named_where_they_are_given(trained, rows)
         PromptDataModule(rows, trained.tokenizer, batch_size=4)
     with pytest.raises(TypeError, match=r"^prompts\[\d\] is "):
         compare(trained, trained, rows, reward=length)
+
+
+@pytest.mark.parametrize("module", ["x", None, torch.nn.Linear(1, 1)])
+def test_what_is_no_module_is_not_exported(module, tmp_path):
+    with pytest.raises(TypeError, match=r"^module="):
+        export_model(module, tmp_path / "export")
 
 
 def test_a_comparison_by_a_reward_that_applies_nowhere_says_so(material, trained):

@@ -28,6 +28,7 @@ from tests.builders.stages import (
     grpo_hparams,
     policy_loss_and_gradient,
     ppo_hparams,
+    prompts,
     rollout_of,
     some_score,
     tiny_grpo,
@@ -228,6 +229,18 @@ def test_loss_and_gradient_are_the_formula_whatever_the_micro_batches(surrogate,
     assert differs > 0.02 if reduction == "token" else differs < 1e-5
 
 
+def test_measures_under_a_constant_divisor_are_means_over_tokens():
+    module = other_reference(**hparams_of("ppo", "token"))
+    rollout = moved_rollout(module)
+    _, _, by_token = policy_loss_and_gradient(module, rollout)
+    constant = other_reference(**hparams_of("ppo", "constant"))
+    _, _, measured = policy_loss_and_gradient(constant, rollout)
+    for name in ("clipfrac", "approx_kl"):
+        assert by_token[f"grpo/{name}"] > 1e-3
+        assert measured[f"grpo/{name}"] == pytest.approx(by_token[f"grpo/{name}"], rel=1e-5)
+    assert measured["grpo/policy_loss"] != pytest.approx(by_token["grpo/policy_loss"], rel=0.01)
+
+
 @pytest.mark.parametrize(("surrogate", "reduction"), zip(SURROGATES, REDUCTIONS, strict=True))
 def test_the_ratio_starts_at_1_and_the_kl_at_0(surrogate, reduction):
     hparams = grpo_hparams(
@@ -254,6 +267,14 @@ def test_every_minibatch_holds_whole_groups_and_every_group_once_a_pass():
             assert minibatch.group_ids.bincount().sum() == len(minibatch) == ROWS // 2
             assert len(minibatch.group_ids.unique()) == 2
         assert sorted(torch.cat([m.row_ids for m in both]).tolist()) == [*range(ROWS)]
+
+
+def test_groups_of_one_row_are_refused_unless_nothing_is_compared():
+    with pytest.raises(ValueError, match=r"baseline=mean compares .* PromptDataModule\(num_gen"):
+        fit(tiny_grpo(), [prompts()])
+    module = tiny_grpo(grpo=grpo_hparams(**OBJECTIVES["reinforce_pp"]))
+    fit(module, [prompts()])
+    assert module.num_optimizer_steps == 1
 
 
 @dataclass(frozen=True)

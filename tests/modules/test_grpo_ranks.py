@@ -111,6 +111,17 @@ def test_ranks_take_the_same_steps_and_log_the_same_as_one(monkeypatch, one_rank
                     ), measure
 
 
+def test_ranks_with_other_numbers_of_rows_are_refused(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    modules = [without_trainer(tiny_grpo()) for _ in range(2)]
+
+    def one(rank: int) -> None:
+        with pytest.raises(ValueError, match="were given 16, 8 prompts"):
+            modules[rank].training_step(group_prompts(rows=ROWS // 4)[: (16, 8)[rank]], 0)
+
+    ranks.run(one)
+
+
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [0, 4, 1, 5, 2, 6, 3, 7]])
 def test_groups_of_unequal_size_or_out_of_order_are_refused(rows):
     module = without_trainer(tiny_grpo())

@@ -4,20 +4,25 @@ import csv
 import io
 import json
 import re
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
 from rlhf_lightning.callbacks.console import print_verdict
+from rlhf_lightning.data.encode import EncodedSequence
 from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.data.unpaired import with_other_responses
 from rlhf_lightning.modules import base, dpo
+from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, read_summary
@@ -97,6 +102,30 @@ def test_the_reference_point_is_at_least_0_and_the_rewards_are_means_of_their_ow
     rewards = 0.3 * (own - module.references.tables["train"][:, 0])
     assert measures["dpo/chosen_reward"] == pytest.approx(float(rewards[LABEL].mean()), abs=1e-5)
     assert measures["dpo/rejected_reward"] == pytest.approx(float(rewards[~LABEL].mean()), abs=1e-5)
+
+
+def test_a_batch_of_one_label_says_nothing_of_the_other():
+    module = module_of()
+    step(module, unpaired_batch())
+    measures, _ = step(module, replace(unpaired_batch(), label=torch.ones(8, dtype=torch.bool)))
+    assert measures["dpo/chosen_reward"] == measures["dpo/chosen_reward"]
+    for name in ("rejected_reward", "margin"):  # not a number, and not the last batch's
+        assert measures[f"dpo/{name}"] != measures[f"dpo/{name}"]
+    sums = torch.tensor([[2.0, 4.0, -6.0], [1.0, 1.0, -8.0]])
+    found = by_label({"dpo/by_label": sums, "dpo/loss": torch.tensor(1.0)})
+    assert {k: float(v) for k, v in found.items()} == {
+        "dpo/loss": 1.0, "dpo/chosen_reward": 2.0, "dpo/rejected_reward": 1.0, "dpo/margin": 1.0,
+        "dpo/chosen_logprob": -3.0, "dpo/rejected_logprob": -8.0,
+    }  # fmt: skip
+
+
+def test_weights_and_smoothing_of_another_objective_are_refused():
+    with pytest.raises(ValueError, match="kind=kto alone"):
+        DPOHparams(desirable_weight=2.0)
+    with pytest.raises(ValueError, match="kind=sigmoid alone"):
+        DPOHparams(kind="kto", label_smoothing=0.1)
+    with pytest.raises(ValueError, match="desirable_weight=0, undesirable_weight=0"):
+        DPOHparams(kind="kto", desirable_weight=0, undesirable_weight=0)
 
 
 @pytest.mark.parametrize(
@@ -260,3 +289,13 @@ def test_rows_of_another_objective_are_refused_with_the_kind_that_fits(
     trainer = L.Trainer(**trainer_arguments(tmp_path, max_iterations=1, accelerator="cpu"))
     with pytest.raises(TypeError, match=f"kind={module.record_kinds[0]}"):
         trainer.fit(module, data)
+
+
+def test_rows_of_one_prompt_that_follow_each_other_cost_no_search_each():
+    ids, learnt = np.array([[5, 6, 9], [7, 8, 4]], dtype=np.int32), np.array([False, False, True])
+    rows = [EncodedSequence(ids[0], learnt, label=True)] * 20_000
+    rows += [EncodedSequence(ids[1], learnt, label=False)]
+    started = time.perf_counter()
+    paired = with_other_responses(rows, rows, max_length=8)
+    assert time.perf_counter() - started < 5
+    assert {tuple(row.rejected_input_ids) for row in paired} == {(5, 6, 4), (7, 8, 9)}

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning.batches import Generation, PromptBatch
+from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
 from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.spec import ALARM
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.functional.kl import MAX_LOG_RATIO
 from rlhf_lightning.functional.off_policy import sequence_ratios
+from rlhf_lightning.models.forward import response_statistics
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from tests.builders.models import PAD, flat_parameters
 from tests.builders.stages import (
@@ -181,11 +183,40 @@ class Broken(CachedGenerator):
         return replace(generation, logprobs=nan)
 
 
+def test_log_probabilities_that_are_no_numbers_end_a_run_that_weighs_by_them():
+    with pytest.raises(RuntimeError, match=r"log-probabilities of Broken .*off_policy=truncated"):
+        trained("grpo", generator=Broken(STOPS, PAD), off_policy="truncated")
+
+
 def test_log_probabilities_that_are_no_numbers_are_counted_where_only_metrics_read_them():
     module = trained("grpo", generator=Broken(STOPS, PAD), off_policy="none")
     assert all(row["grpo/num_updates"] > 0 for row in module.logged)
     assert all(row["rollout/sampler_non_finite"] > 0 for row in module.logged)
     assert all(row["rollout/sampler_gap"] == MAX_LOG_RATIO for row in module.logged)
+
+
+def test_a_weight_that_has_a_graph_is_another_gradient(monkeypatch):
+    # The mutation: the policy in training in place of the old one, with its graph.
+    module = built(module_of("grpo", kl_coef=0.0, off_policy="truncated", off_policy_cap=1.2))
+    module.generator = OtherSampler(STOPS, PAD)
+    rollout = rollout_of(module, group_prompts())
+    loss, expected, _ = policy_loss_and_gradient(module, rollout)
+    kept: list[torch.Tensor] = []
+
+    def forward_and_keep(*arguments: Any, **options: Any) -> Any:
+        result = response_statistics(*arguments, **options)
+        kept.append(result.logprobs)
+        return result
+
+    def with_a_graph(batch: RolloutBatch, algorithm: Any) -> torch.Tensor:
+        ratio = (kept[-1] - batch.sampler_logprobs).exp().clamp(max=algorithm.off_policy_cap)
+        return batch.advantages * torch.where(batch.response_mask, ratio, 0)
+
+    monkeypatch.setattr(on_policy, "response_statistics", forward_and_keep)
+    monkeypatch.setattr(on_policy, "corrected_advantages", with_a_graph)
+    same_loss, other, _ = policy_loss_and_gradient(module, rollout)
+    assert same_loss == pytest.approx(loss, abs=1e-6)
+    assert (other - expected).abs().max() > 1e-2
 
 
 class Stale(CachedGenerator):

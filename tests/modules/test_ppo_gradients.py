@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import RolloutBatch
+from rlhf_lightning.functional.sequences import response_mask
 from rlhf_lightning.hparams import UnusualHparamWarning
 from rlhf_lightning.models.forward import BUCKET, micro_batches, pack, response_statistics
 from rlhf_lightning.models.micro_batching import micro_batching
+from rlhf_lightning.rollout.generators import base as generate
 from tests.builders.models import EOS, PAD, flat_gradients
 from tests.builders.stages import (
     STOPS,
@@ -49,6 +51,13 @@ def assert_same(got, expected) -> None:
     assert got[0] == pytest.approx(expected[0], abs=1e-6)
     torch.testing.assert_close(got[1], expected[1], **GRADIENT)
     torch.testing.assert_close(got[2], expected[2], **GRADIENT)
+
+
+def test_responses_end_in_every_possible_way(rollout):
+    lengths = rollout.response_mask.sum(-1)
+    assert lengths.min() == 1
+    assert lengths.unique().numel() > 4
+    assert set(rollout.finish_reason.tolist()) == {0, 1}
 
 
 def pad_columns(batch: RolloutBatch, left: int, right: int, fill: int) -> RolloutBatch:
@@ -96,6 +105,18 @@ def test_micro_batches_by_tokens_have_the_gradient_of_exact_buckets(micro_batch_
         assert one.dtype == torch.float64
         assert one.abs().max() > 1e-2
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_mean_of_micro_batch_means_would_be_another_gradient(module, rollout, expected):
+    # The mutation of the test above: each micro-batch divided by its own tokens.
+    module.zero_grad()
+    for rows in torch.arange(16).split(4):
+        part = rollout[rows]
+        for term in module.loss_terms(0):
+            loss, _ = term(part, counts_of(part))
+            (loss / 4).backward()
+    got = flat_gradients(module.policy)
+    assert (got - expected[1]).norm() / expected[1].norm() > 0.03
 
 
 def test_the_order_of_the_rows_changes_no_gradient(module, rollout, expected):
@@ -193,6 +214,17 @@ def test_there_is_a_gradient_at_every_action_and_nowhere_else(model_type, pad):
     plain = built(tiny_module(model_type, pad=pad))
     rollout = rollout_of(plain, prompts(pad=pad))
     assert_gradient_exactly_on_actions(plain, rollout)
+
+
+def test_a_mask_that_drops_the_eos_does_not_pass_the_check_of_the_actions(monkeypatch):
+    def without_eos(responses, stop_ids):
+        stops = torch.isin(responses, torch.tensor(list(stop_ids)))
+        return response_mask(responses, stop_ids) & ~stops
+
+    monkeypatch.setattr(generate, "response_mask", without_eos)
+    plain = built(tiny_module())
+    with pytest.raises(AssertionError):
+        assert_gradient_exactly_on_actions(plain, rollout_of(plain))
 
 
 def test_entropy_bonus_raises_the_entropy_and_kl_loss_lowers_the_k2(rollout):

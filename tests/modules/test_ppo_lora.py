@@ -140,3 +140,9 @@ def test_a_run_resumes_with_the_rank_and_scale_of_its_adapters_alone(artifacts, 
         wanted = rf"policy.* r={other.r} alpha={other.alpha}, .*checkpoint r=4 alpha=8"
         with pytest.raises(ValueError, match=wanted):
             run(tmp_path, resume=True, **parts(artifacts, lora=other))
+
+
+def test_a_reward_adapter_without_a_shared_base_is_refused(artifacts):
+    scorer = RewardAdapterScorer(artifacts / "reward")
+    with pytest.raises(ValueError, match=r"scorer=reward_adapter shares the policy's base"):
+        tiny_module(scorer=scorer).configure_model()

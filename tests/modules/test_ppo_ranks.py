@@ -12,6 +12,7 @@ from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import PPOHparams
 from rlhf_lightning.modules import on_policy, optimization
 from rlhf_lightning.modules.metrics import RunningMeans
+from rlhf_lightning.rollout import estimators
 from tests.builders.models import flat_parameters
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import (
@@ -146,6 +147,17 @@ def test_two_ranks_log_and_control_the_same(one_and_two):
                         name
                     )
     assert two[0].controls == two[1].controls
+
+
+def test_whitening_each_rank_alone_would_take_other_steps(one_and_two, monkeypatch):
+    # The mutation of the tests above.
+    def local_moments(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[mask].mean(), x[mask].var(unbiased=False)
+
+    monkeypatch.setattr(estimators, "global_moments", local_moments)
+    one, _ = one_and_two
+    two = train(monkeypatch, 2)
+    assert (flat_parameters(two[0]) - flat_parameters(one)).abs().max() > 1e-3
 
 
 def test_ranks_with_few_micro_batches_run_as_many_forwards_as_the_others(monkeypatch):

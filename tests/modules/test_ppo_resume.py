@@ -157,9 +157,40 @@ def test_the_checkpoint_holds_the_controls_and_no_frozen_model(killed):
     assert {name.split(".")[0] for name in checkpoint["state_dict"]} == {"policy", "value"}
 
 
+def test_a_run_resumed_against_the_trained_weights_as_reference_is_another(whole, killed):
+    # The mutation: without its own source, the reference would be what the checkpoint holds.
+    state = torch.load(killed / "last.ckpt", weights_only=False)["state_dict"]
+
+    class Wrong(RecordedPPO):
+        def configure_model(self) -> None:
+            super().configure_model()
+            policy = {k.removeprefix("policy."): v for k, v in state.items() if "policy." in k}
+            self.reference.load_state_dict(policy)
+
+    _, module, _ = run(killed, resume=True, cls=Wrong)
+    name = "policy.model.transformer.wte.weight"
+    assert not torch.equal(module.state_dict()[name], whole[1].state_dict()[name])
+
+
 def test_a_checkpoint_of_another_reference_is_refused(killed):
     with pytest.raises(ValueError, match=r"trained against reference sft, .* is now other"):
         run(killed, resume=True, fingerprint="other")
+
+
+def test_the_loader_yields_every_prompt_once_a_pass_and_numbers_the_rows(whole):
+    _, module, seen = whole
+    assert torch.cat(seen).tolist() == list(range(ITERATIONS * 8))
+    prompts = [
+        tuple(ids[mask].tolist())
+        for rollout in module.rollouts
+        for ids, mask in zip(
+            rollout.query_tensors,
+            rollout.attention_mask[:, : rollout.prompt_length],
+            strict=True,
+        )
+    ]
+    for first in (0, 10, 20):
+        assert len(set(prompts[first : first + 10])) == 10
 
 
 def test_a_run_resumed_with_other_settings_gets_them_and_says_so(killed, caplog):

@@ -19,6 +19,7 @@ from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PPOModels
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.step_0 import Step0Error, rounding_tolerance
+from rlhf_lightning.rollout import collect
 from tests.builders.models import MODEL_TYPES, config_fields, tiny_policy
 from tests.builders.stages import (
     RecordedPPO,
@@ -105,6 +106,22 @@ def test_a_response_of_one_token_alone_in_its_micro_batch_has_a_ratio_of_exactly
     assert_first_ratio_is_one(module)
 
 
+def test_logprobs_taken_from_generation_would_not_give_a_ratio_of_1_in_bf16(monkeypatch):
+    # The mutation: what the sampler saw, in place of a forward of the training module.
+    evaluate = collect.evaluate_responses
+
+    def with_sampled_logprobs(parts, answers, *, temperature):
+        _, entropy, reference, values = evaluate(parts, answers, temperature=temperature)
+        return answers.generation.logprobs, entropy, reference, values
+
+    monkeypatch.setattr(collect, "evaluate_responses", with_sampled_logprobs)
+    module = tiny_module(cls=WithRatios, models=lambda: replace(tiny_models(), same_source=False))
+    with pytest.raises(Step0Error, match="the ratio must start at 1"):
+        fit(module, 1, precision="bf16-mixed")
+    assert not module.num_optimizer_steps
+    assert max(x.abs().max() for x in module.log_ratios) > 1e-3
+
+
 def test_the_second_minibatch_of_a_bf16_step_sees_the_updated_weights():
     # Autocast's cache of bf16 weights would outlive an optimizer step inside one training_step.
     module = tiny_module(ppo=ppo_hparams(num_ppo_epochs=4))
@@ -137,6 +154,16 @@ def test_one_reference_weight_that_is_hardly_another_one_ends_the_run_too():
         return made
 
     with pytest.raises(Step0Error, match="KL to the reference"):
+        fit(tiny_module(models=models), 1)
+
+
+def test_a_reference_in_another_precision_ends_the_run():
+    def models() -> PPOModels:
+        made = tiny_models()
+        made.reference.to(torch.bfloat16).to(torch.float32)
+        return made
+
+    with pytest.raises(Step0Error, match="in another precision"):
         fit(tiny_module(models=models), 1)
 
 
@@ -190,6 +217,12 @@ def test_a_resumed_run_is_not_held_to_where_it_started():
     module.on_load_checkpoint(checkpoint)
     fit(module, 1)
     assert module.num_optimizer_steps
+
+
+def test_the_measures_of_a_run_are_not_more_than_they_were():
+    module = tiny_module()
+    fit(module, 1)
+    assert not [name for step in module.steps for name in step if name.startswith("step_0")]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import re
@@ -28,6 +29,7 @@ from tests.builders.stages import (
     prompts,
     rollout_of,
     some_score,
+    tiny_models,
     tiny_module,
 )
 
@@ -286,6 +288,15 @@ def test_edge_cases_train_with_finite_measures_and_weights(name):
         assert logged[0]["rollout/response_length"] == 1
 
 
+def test_equal_returns_leave_the_explained_variance_out():
+    models = tiny_models(value=lambda: tiny_scalar_model(init_std=0.0))
+    module = built(tiny_module(models=lambda: models))
+    rollout = rollout_of(module)
+    assert "ppo/explained_variance" in rollout_metrics(rollout, "ppo")
+    flat = copy.copy(rollout.returns).fill_(0.3)
+    assert "ppo/explained_variance" not in rollout_metrics(replace(rollout, returns=flat), "ppo")
+
+
 def test_several_components_of_the_score_are_logged_by_name():
     module = built(tiny_module())
     rollout = rollout_of(module)
@@ -313,6 +324,12 @@ def test_many_scores_at_the_clip_are_logged_and_warned_of_once(caplog):
     (message,) = said
     assert "75 % of the scores are at module.ppo.score_clip=5 or beyond" in message
     assert "normalise" in message
+
+
+def test_a_quarter_of_the_scores_at_the_clip_is_not_warned_of(caplog):
+    metrics, said = clipped_run(caplog, 0.25)
+    assert float(metrics["rollout/clipped"]) == 0.25
+    assert said == []
 
 
 def run_with_scores(caplog, scores, **hparams):
@@ -366,6 +383,12 @@ def test_scores_of_a_function_are_not_clipped_unless_it_is_asked_for():
     assert rollout.rewards.sum(1).max() > 20
 
 
+def test_without_a_clip_there_is_no_share_at_it(caplog):
+    metrics, said = clipped_run(caplog, 1.0, score_clip=None)
+    assert "rollout/clipped" not in metrics
+    assert said == []
+
+
 class OwnLoss(PPOModule):
     """The loss of PPO with a function's word on what is returned."""
 
@@ -393,10 +416,23 @@ def test_a_target_without_the_kl_that_it_bounds_is_an_error():
         fit(module, 1)
 
 
+def test_a_kl_alone_is_enough_for_its_target():
+    module = with_answer(
+        lambda *given: only(*given, "ppo/approx_kl"), target_approx_kl=1e-6, num_ppo_epochs=4
+    )
+    assert fit(module, 1).global_step < 4
+
+
 def test_a_target_waits_for_the_first_step_of_the_policy():
     module = tiny_module(ppo=ppo_hparams(target_approx_kl=0.1, critic_warmup_iterations=1))
     assert fit(module, 2).callback_metrics["ppo/approx_kl"] is not None
     assert module.num_optimizer_steps > 2
+
+
+def test_a_warmup_that_leaves_the_policy_no_iteration_is_refused():
+    module = tiny_module(ppo=ppo_hparams(critic_warmup_iterations=2))
+    with pytest.raises(ValueError, match=r"critic_warmup_iterations=2 leaves none of 2"):
+        fit(module, 2)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,25 @@ def test_tokens_are_those_of_the_older_weights_at_the_noise_of_their_own_iterati
     assert responses(module, 1) == responses(initial, 0)
 
 
+def test_a_killed_run_with_a_lag_goes_on_bitwise(lagged, tmp_path: Path):
+    whole, _, calls = lagged
+    with pytest.raises(KilledError):
+        run(tmp_path, die_at=3, **LAGGED)
+    generator = Noted(STOPS, PAD)
+    _, module, _ = run(tmp_path, resume=True, generator=generator, **LAGGED)
+    assert len(module.rollouts) == ITERATIONS - 2
+    # Iteration 3 was sampled before the kill: it comes out of the checkpoint.
+    assert [call.row_ids for call in generator.calls] == [calls[3].row_ids]
+    for ours, theirs in zip(module.rollouts, whole.rollouts[2:], strict=True):
+        names = ("sequences", "response_mask", "sampler_logprobs", "logprobs", "values")
+        for name in (*names, "rewards", "advantages", "finish_reason"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert module.steps == whole.steps[-len(module.steps) :]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    assert module.controls == whole.controls
+
+
 class AtOnce(VllmServerGenerator):
     """Waits for the servers before it returns."""
 
@@ -296,6 +315,14 @@ def test_ranks_take_the_steps_of_one_and_save_the_rows_of_all(monkeypatch, stage
     widths = [module.rollouts[2].response_mask.shape[1] for module in two]
     masks = [module.rollouts[2].response_mask for module in two]
     assert widths == [int(mask.sum(-1).max()) for mask in masks], "cut to the rank's own longest"
+
+
+def test_nothing_is_sampled_after_the_last_iteration():
+    generator = Noted(STOPS, PAD)
+    module = with_steps(tiny_module(ppo=ppo_hparams(**LAGGED), generator=generator), 2)
+    for iteration in range(2):
+        module.training_step(batch(iteration), iteration)
+    assert [call.iteration for call in generator.calls] == [0, 1]
 
 
 def test_prompts_and_responses_that_are_missing_or_others_are_errors():

@@ -177,6 +177,23 @@ def test_one_batch_without_scores_takes_no_step_and_the_run_goes_on():
     assert float(trainer.callback_metrics["rollout/score"]) == 7.5
 
 
+def test_scores_that_are_not_finite_in_every_iteration_do_not_end_well():
+    module = tiny_module(scorer=FunctionScorer(lambda p, c: [3e38] * len(c)), ppo=ppo_hparams())
+    module.scorer = Infinite(module.scorer)
+    with pytest.raises(RuntimeError, match="no optimizer step"):
+        fit(module, 2)
+
+
+class Infinite:
+    def __init__(self, scorer):
+        self.build = scorer.build
+        self.scorer = scorer
+
+    def __call__(self, answers):
+        scores = self.scorer(answers)
+        return scores._replace(total=scores.total * 10)
+
+
 def test_random_numbers_that_a_function_seeds_or_draws_change_no_bit_of_a_run():
     def plain(prompts, completions):
         return [float(len(text) % 5) for text in completions]

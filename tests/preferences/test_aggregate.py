@@ -10,9 +10,11 @@ from rlhf_lightning.data.errors import Location, SkippedRecords
 from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.records import PreferenceRecord
 from rlhf_lightning.preferences.aggregate import (
+    NO_MAJORITY,
     NO_VOTE,
     TIE,
     aggregate,
+    left_out,
     preference_row,
 )
 from rlhf_lightning.preferences.records import Pair
@@ -48,6 +50,18 @@ def test_people_decide_where_they_were_asked(choices, people, choice, margin) ->
     assert found.choice == choice
     assert found.margin == pytest.approx(margin)
     assert found.by_people == bool(people)
+
+
+def test_a_plain_majority_asks_nobody_first() -> None:
+    assert verdict("second", "first", "first", people=1, method="majority").choice == "first"
+
+
+def test_what_is_no_preference_says_why() -> None:
+    found = [verdict("skip"), verdict("first", "second"), verdict("tie", "both_bad", "first")]
+    assert [v.left_out for v in found] == [NO_VOTE, NO_MAJORITY, TIE]
+    assert left_out([*found, found[0], verdict("first")]) == {NO_VOTE: 2, NO_MAJORITY: 1, TIE: 1}
+    with pytest.raises(ValueError, match="no vote"):
+        preference_row(found[0])
 
 
 def test_annotators_are_weighed_by_how_right_they_are() -> None:

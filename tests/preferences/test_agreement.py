@@ -14,10 +14,24 @@ from rlhf_lightning.preferences.agreement import (
     cohen_kappa,
     collect_votes,
     fleiss_kappa,
+    majority,
     position_bias,
     raw_agreement,
 )
-from tests.builders.labels import label
+from tests.builders.labels import TEXTBOOK, label
+
+
+def test_fleiss_kappa_of_the_textbook_example_is_0_210() -> None:
+    assert raw_agreement(TEXTBOOK) == pytest.approx(0.37802197802197803, rel=1e-12)
+    assert fleiss_kappa(TEXTBOOK) == pytest.approx(0.20993070442195522, rel=1e-12)
+
+
+def test_two_items_by_hand() -> None:
+    # Item 1: A A B -> 1 of 3 pairs agree. Item 2: B B B -> 3 of 3. P = 2/3.
+    # Votes: A 2/6, B 4/6, so chance is 1/9 + 4/9 = 5/9 and kappa (2/3 - 5/9) / (4/9) = 1/4.
+    counts = np.array([[2, 1], [0, 3]])
+    assert raw_agreement(counts) == pytest.approx(2 / 3)
+    assert fleiss_kappa(counts) == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,6 +71,15 @@ def test_unequal_numbers_of_votes_equal_counting_pair_by_pair(seed: int) -> None
     assert fleiss_kappa(counts) == pytest.approx((observed - chance) / (1 - chance), rel=1e-12)
 
 
+def test_what_cannot_be_measured_is_nan() -> None:
+    assert np.isnan(raw_agreement(np.array([[1, 0], [0, 1]])))
+    assert np.isnan(fleiss_kappa(np.array([[1, 0]])))
+    assert np.isnan(fleiss_kappa(np.array([[3, 0], [2, 0]])))
+    assert np.isnan(cohen_kappa([1, 1], [1, 1]))
+    with pytest.raises(ValueError, match="same items"):
+        cohen_kappa([1], [1, 2])
+
+
 def test_votes_are_one_an_annotator_and_pair_and_skips_are_none() -> None:
     labels = [
         label("p", "ada", "first"),
@@ -72,6 +95,11 @@ def test_votes_are_one_an_annotator_and_pair_and_skips_are_none() -> None:
     assert votes.counts.tolist() == [[0, 1, 0], [0, 0, 2]]
     assert collect_votes(labels, categories=("first", "second")).counts.tolist() == [[0, 1]]
     assert votes.cells.tolist() == [[0, 0, 1], [1, 1, 2], [1, 0, 2]]
+
+
+def test_a_majority_is_alone_at_the_top() -> None:
+    counts = np.array([[2, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 2]])
+    assert majority(counts).tolist() == [0, MISSING, MISSING, 2]
 
 
 def test_position_bias_counts_what_was_shown_first_not_the_first_of_the_pair() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
+from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold
 from rlhf_lightning.preferences.agreement import position_bias
 from rlhf_lightning.preferences.annotators import (
@@ -24,6 +25,7 @@ from rlhf_lightning.preferences.rules import (
     LengthRule,
     PhraseRule,
     RepetitionRule,
+    demo_style,
 )
 
 SURE = SimulatedAnnotator("sure", temperature=0.01, length_bias=0.0)
@@ -56,6 +58,16 @@ def test_a_rule_may_be_a_function_in_a_file_of_the_users(tmp_path: Path) -> None
         CallableRule(f"{file}:says_thanks")
 
 
+def test_the_demo_rules_know_manners_and_no_fact() -> None:
+    annotator = RuleAnnotator([demo_style()])
+    polite = "sure , no problem at all . it is 9 ."
+    rude = "dumb question . it is 5 . time flies ."
+    pairs = [Pair.make("q", polite, rude), Pair.make("q", "it is 5 .", "it is 9 .")]
+    first, second = annotator.label(pairs)
+    assert (first.choice, first.margin, first.kind) == ("first", 2.0, "rule")
+    assert (second.choice, second.margin) == ("tie", 0.0)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -72,6 +84,12 @@ def test_a_rule_may_be_a_function_in_a_file_of_the_users(tmp_path: Path) -> None
 def test_a_rule_or_person_that_cannot_work_is_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_difference_below_the_threshold_is_a_tie() -> None:
+    annotator = RuleAnnotator([CallableRule(lambda p, r: len(r))], tie_below=2)
+    one, two = annotator.label([Pair.make("q", "aa", "a"), Pair.make("q", "a", "aaa")])
+    assert (one.choice, one.margin, two.choice, two.margin) == ("tie", 1, "second", 2)
 
 
 def test_a_sure_person_follows_gold_and_says_when_both_are_bad() -> None:
@@ -103,6 +121,13 @@ def test_a_bias_for_what_is_shown_first_is_seen_in_the_labels() -> None:
     assert position_bias(fair.label(PAIRS)).value == pytest.approx(0.5, abs=0.08)
     # sigmoid(1) = 0.731
     assert position_bias(biased.label(PAIRS)).value == pytest.approx(0.731, abs=0.06)
+
+
+def test_a_liking_for_length_is_that_of_the_built_in_world() -> None:
+    wordy = SimulatedAnnotator("wordy", temperature=0.5, length_bias=1.0)
+    person = SimulatedPerson(wordy, gold_scores, seed=1)
+    pair = Pair.make("what is 1 plus 1 ?", "it is 2 .", "it is 2 . " + "time flies . " * 3)
+    assert person.label([pair])[0].choice == "second"
 
 
 def test_gold_that_holds_answers_against_the_right_one_is_given_it() -> None:
@@ -148,3 +173,12 @@ def test_after_a_failure_only_the_rest_is_asked_for(tmp_path: Path) -> None:
     assert {x.annotator for x in labels} == {"flaky"}
     assert len(journal.read()) == 445
     assert label_pairs(flaky, PAIRS[:45], journal) == labels
+
+
+def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
+    class Backwards(Flaky):
+        def label(self, pairs):
+            return RuleAnnotator([LengthRule(3)], name=self.name).label(pairs[::-1])
+
+    with pytest.raises(AnnotationError, match="another order"):
+        label_pairs(Backwards(), PAIRS[:3], record_journal(Label, tmp_path / "x.jsonl"))

@@ -70,6 +70,15 @@ def test_pairs_on_which_annotators_differ_go_to_people_and_so_do_small_margins()
     assert all(sure[p.pair_id] <= least_kept for p in agreeing if p.pair_id in looked_at)
 
 
+def test_a_pair_without_an_automatic_label_never_becomes_one() -> None:
+    hparams = BudgetHparams(automatic_share=0.7, validation_share=0.1)
+    labels = automatic_labels(silent=set(range(600)))
+    routing = route(PAIRS, labels, hparams, validation=choose_validation(PAIRS, hparams))
+    silent = {PAIRS[i].pair_id for i in range(600)}
+    assert not silent & {p.pair_id for p in routing.automatic}
+    assert len(routing.automatic) + len(routing.people) == 900
+
+
 def test_certainty_by_hand() -> None:
     def judged(*labels):
         return {"p": list(labels)}
@@ -104,3 +113,10 @@ def test_the_cost_before_and_after_by_hand() -> None:
     mixed = actual_cost([*measured, label("x", "a", "first")], hparams)
     assert (mixed.hours, mixed.measured) == (pytest.approx(0.51), False)
     assert actual_cost([], hparams).money == 0
+
+
+def test_shares_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="must not sum to more than 1"):
+        BudgetHparams(automatic_share=0.7, validation_share=0.4)
+    with pytest.raises(ValueError, match="hourly_wage"):
+        BudgetHparams(hourly_wage=-1.0)

@@ -112,6 +112,14 @@ def test_the_journal_of_another_plan_is_refused(sampling: Sampling, tmp_path: Pa
         sample_candidates(PROMPTS[:3], small, candidate_journal(path))
 
 
+def test_prompts_that_are_too_long_are_left_out(sampling: Sampling, tmp_path: Path) -> None:
+    lengths = sorted(len(p.prompt.split()) for p in PROMPTS)
+    assert lengths[0] < lengths[-1]
+    short = replace(sampling, max_prompt_length=lengths[0])
+    found = sample_candidates(PROMPTS, short, candidate_journal(tmp_path / "c.jsonl"))
+    assert {len(c.prompt.split()) for c in found} == {lengths[0]}
+
+
 def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
     def made(prompt, response, *, finished=True, model="sft"):
         return Candidate.make(prompt, response, model=model, settings={}, seed=0, finished=finished)
@@ -132,6 +140,13 @@ def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
     ]
     assert dropped == {EMPTY: 1, DUPLICATE: 1, UNFINISHED: 1}
     assert len(usable(candidates, keep_unfinished=True)[0]) == 4
+
+
+def test_settings_that_sample_nothing_are_refused(sampling: Sampling) -> None:
+    with pytest.raises(ValueError, match="num_samples=0"):
+        replace(sampling, num_samples=0)
+    with pytest.raises(ValueError, match=r"policies=.* must be not empty"):
+        replace(sampling, policies={})
 
 
 def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(

@@ -61,3 +61,19 @@ def test_the_expected_share_of_right_labels_is_that_of_the_simulation() -> None:
     tally = Counter(zip(first.tolist(), (3 - first).tolist(), strict=True))
     right = (first > 1.5) == (p > 0.5)
     assert expected_correct(tally, fit_shape(tally)) == pytest.approx(right.mean(), abs=0.01)
+
+
+def test_unanimous_people_leave_no_noise_and_coin_tossers_nothing_else() -> None:
+    same = estimate_ceiling({(3, 0): 500, (0, 3): 500})
+    assert same is not None
+    assert same.single > 0.99
+    random = estimate_ceiling(beta_tally(1e4, 5000, 3, seed=4))
+    assert random is not None
+    assert random.single < 0.56
+
+
+def test_what_cannot_be_estimated_is_said() -> None:
+    assert estimate_ceiling({(1, 0): 10}) is None
+    assert math.isnan(expected_correct({(1, 1): 3}, 1.0))
+    with pytest.raises(ValueError, match="num_votes=0"):
+        majority_ceiling(1.0, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_lightning.preferences.decoding import grid, truncate
+from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator, grid, truncate
 from rlhf_lightning.rollout.noise import sample
 
 
@@ -49,6 +49,13 @@ def test_samples_follow_the_truncated_distribution() -> None:
     assert counts[:2].tolist() == pytest.approx(weights.tolist(), abs=0.01)
 
 
+def test_the_likeliest_token_needs_no_truncation() -> None:
+    logits = torch.tensor([[0.0, 3.0]])
+    assert torch.equal(truncate(logits, temperature=0, top_k=1, top_p=0.1), logits)
+    generator = TruncatedGenerator([0], 0, decoding=Decoding(temperature=0, top_p=0.1))
+    assert torch.equal(generator._truncated(logits, 0.0), logits)
+
+
 def test_a_grid_is_every_combination() -> None:
     settings = grid({"temperature": [0.7, 1.0], "top_p": [0.9, 1.0]})
     assert [d.settings for d in settings] == [
@@ -58,3 +65,18 @@ def test_a_grid_is_every_combination() -> None:
         {"temperature": 1.0, "top_p": 1.0},
     ]
     assert grid({"top_k": [20]})[0].settings == {"temperature": 1.0, "top_p": 1.0, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temprature": [1.0]}, "decoding.temprature is unknown: use temperature, top_p, top_k"),
+        ({"top_p": []}, "give a list"),
+        ({"top_p": 0.9}, "give a list"),
+        ({"top_p": [0.0]}, "top_p"),
+        ({"temperature": [-1.0]}, "temperature"),
+    ],
+)
+def test_a_grid_that_cannot_be_says_why(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        grid(settings)

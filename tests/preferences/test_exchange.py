@@ -75,6 +75,17 @@ def test_preferences_survive_the_way_through_trl(tmp_path: Path, pair: Pair):
         )
 
 
+def test_the_order_of_a_trl_row_does_not_tell_what_was_chosen(tmp_path: Path):
+    file = tmp_path / "trl.jsonl"
+    rows = [{"prompt": f"Q{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_collection(file, format="auto", known="labels", now=NOW)
+    firsts = sum(pair.first.startswith("good") for pair in found.pairs)
+    assert 15 < firsts < 45
+    for pair, given in zip(found.pairs, found.labels, strict=True):
+        assert {"first": pair.first, "second": pair.second}[given.choice].startswith("good")
+
+
 def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path: Path):
     pairs = [*make_pairs(2), CHAT]
     found = Collection(tuple(pairs[:2]), tuple(some_labels([*pairs])[:4]))
@@ -91,6 +102,14 @@ def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path:
     (row,) = map(json.loads, file.read_text().splitlines())
     assert row["chosen"] == [{"role": "assistant", "content": "Jupiter."}]
     assert row["prompt"][1] == {"role": "user", "content": "Largest planet?"}
+
+
+def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path):
+    pair = Pair.make("q", "a", "b", columns={"answer": "forty-two"})
+    write_collection(
+        tmp_path / "c.json", Collection((pair,), ()), format="label_studio", level="raw"
+    )
+    assert "forty-two" not in (tmp_path / "c.json").read_text()
 
 
 def test_verdicts_are_predictions_and_come_back_as_a_judge(tmp_path: Path):

@@ -9,8 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_lightning.preferences.journal import Journal, record_journal
-from rlhf_lightning.preferences.records import Label
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
+from rlhf_lightning.preferences.records import Label, Pair, read_records
 from tests.builders.labels import label
 
 WRITER = """
@@ -38,6 +41,19 @@ def test_what_is_appended_is_read_back_and_a_torn_line_is_dropped(tmp_path: Path
     assert again.read() == [odd, label("q", "ada", "tie")]
     again.append([label("r", "ada", "second")])
     assert [x.pair_id for x in record_journal(Label, path).read()] == ["p\ud83d", "q", "r"]
+
+
+def test_a_line_that_is_something_else_names_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    path.write_text('{"pair_id": "r"}\n')
+    with pytest.raises(BadRecordError, match="line 1: Label lacks the key 'annotator'"):
+        record_journal(Label, path).read()
+
+
+def test_records_are_written_in_one_step(tmp_path: Path) -> None:
+    pairs = [Pair.make("q", "a", "b"), Pair.make("q", "a", "c\u2028")]
+    write_records(tmp_path / "pairs.jsonl", pairs)
+    assert list(read_records(Pair, tmp_path / "pairs.jsonl")) == pairs
 
 
 def test_killed_in_the_middle_of_writing_it_loses_and_repeats_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 from rlhf_lightning.data.demo.annotators import PANEL
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.encode import encode_prompt
+from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
@@ -22,6 +24,7 @@ from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.publishing import (
+    describe,
     flat_metrics,
     write_collection,
 )
@@ -135,6 +138,25 @@ def test_candidates_that_were_dropped_are_told_with_what_to_change(
     assert sum(v for k, v in metrics.items() if "/dropped_" in k) == 120 - usable
 
 
+def test_prompts_that_are_over_long_are_counted_with_the_candidates(lab: Lab) -> None:
+    said: list[str] = []
+    lengths = sorted(len(policy_tokens(lab, prompt.prompt)) for prompt in PROMPTS)
+    assert lengths[10] < lengths[-1]
+    short = replace(lab.sampling, max_prompt_length=lengths[-1] - 1)
+    longest = sum(length == lengths[-1] for length in lengths)
+    collection = replace(lab, sampling=short, say=said.append).run(PROMPTS)
+    assert collection.dropped["prompt over-long"] == 4 * longest
+    assert f"{4 * longest} prompt over-long" in said[0]
+
+
+def policy_tokens(lab: Lab, prompt) -> list[int]:
+
+    tokenizer = lab.sampling.policies["sft"]().tokenizer
+    encoded = encode_prompt(PromptRecord(prompt), tokenizer, max_length=10_000)
+    assert encoded is not None
+    return list(encoded.input_ids)
+
+
 def test_what_is_on_disk_is_not_done_again(lab: Lab, tmp_path: Path) -> None:
     first = lab.run(PROMPTS)
     written = {p.name: p.read_bytes() for p in tmp_path.glob("*.jsonl")}
@@ -172,6 +194,29 @@ def test_a_judge_takes_part_and_its_cost_is_counted(lab: Lab) -> None:
     assert (lab.folder / "judgements.jsonl").exists()
 
 
+def test_a_judge_alone_labels_validation_too_and_nothing_is_said_of_people(lab: Lab) -> None:
+    with serving(lambda prompt, a, b: "A" if len(a) > len(b) else "B") as server:
+        judge = JudgeAnnotator(model="judge", base_url=server.url, api_key_env=None)
+        collection = replace(lab, annotators=[judge], people=None).run(PROMPTS)
+    assert {label.annotator for label in collection.labels} == {"judge"}
+    assert not collection.people
+    assert not collection.routing.people
+    for verdict in (*collection.train, *collection.validation):
+        first, second = len(verdict.pair.first), len(verdict.pair.second)
+        assert verdict.choice == (
+            "first" if first > second else "second" if second > first else None
+        )
+    assert any(verdict.choice for verdict in collection.validation)
+    figures = describe(collection)
+    flat = flat_metrics(figures)
+    assert flat["collect/judge_replies"] == 2 * len(collection.labels)
+    assert flat["collect/judge_unreadable"] == 0
+    assert figures["people"] is None
+    assert figures["pairs"]["people"] == 0
+    assert figures["records"]["validation"]["kept"] > 0
+    assert collection.after.labels == 0
+
+
 def test_near_duplicates_of_held_out_prompts_are_not_trained_on_but_replaced(lab: Lab) -> None:
     with pytest.warns(UserWarning, match="near_duplicate"):
         strict = replace(lab.hparams, near_duplicate=0.2, near_duplicate_n=1, num_pairs=15)
@@ -191,3 +236,16 @@ def test_without_two_answers_to_a_prompt_it_says_what_to_do(lab: Lab) -> None:
     same = replace(lab.sampling, decodings=[Decoding(temperature=0.31, top_p=0.01)])
     with pytest.raises(ValueError, match=r"said before.*sample more"):
         replace(lab, sampling=same).run(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pairing": "best"}, "^pairing='best'"),
+        ({"aggregation": "mean"}, "^aggregation='mean'"),
+        ({"pairs_per_prompt": 0}, "pairs_per_prompt"),
+    ],
+)
+def test_settings_that_cannot_be_say_why(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        LabHparams(**changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -12,6 +13,13 @@ from rlhf_lightning.preferences.near_duplicates import (
     near_duplicates,
     word_grams,
 )
+
+
+def test_grams_are_words_and_punctuation_in_lower_case() -> None:
+    assert word_grams("How  are YOU?", 3) == {("how", "are", "you"), ("are", "you", "?")}
+    assert word_grams("2 + 3", 2) != word_grams("2 - 3", 2)
+    assert word_grams("Hi", 3) == word_grams("hi", 3) == {("hi",)}
+    assert word_grams("", 3) == {()}
 
 
 def test_a_changed_word_in_a_long_prompt_is_a_near_duplicate_and_in_a_short_one_is_not() -> None:
@@ -35,3 +43,20 @@ def test_it_finds_what_comparing_every_pair_finds(threshold: float, n: int) -> N
             expected.append(NearDuplicate(i, scores.index(max(scores)), max(scores)))
     assert expected
     assert near_duplicates(train, held_out, threshold=threshold, n=n) == expected
+
+
+def test_thousands_of_prompts_take_seconds() -> None:
+    rng = random.Random(2)
+    words = [f"word{i}" for i in range(3000)]
+    texts = [" ".join(rng.choices(words, k=20)) for _ in range(8_000)]
+    train, held_out = texts[:7_000], texts[7_000:]
+    train[5] = held_out[7] + " please"
+    started = time.process_time()
+    assert [(d.train, d.held_out) for d in near_duplicates(train, held_out)] == [(5, 7)]
+    assert time.process_time() - started < 10
+
+
+def test_settings_that_mean_nothing_are_errors() -> None:
+    for settings in ({"threshold": 0.0}, {"threshold": 1.1}, {"n": 0}):
+        with pytest.raises(ValueError, match="threshold="):
+            near_duplicates(["a"], ["b"], **settings)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.preferences.annotation.server.security import host_name
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from tests.builders.labels import make_pairs
 from tests.preferences.page_server import Client, Server, csrf_token_of, serving
@@ -98,6 +99,16 @@ def test_a_foreign_host_is_refused_before_anything_is_shown(server: Server, host
     assert host not in reply.text or not host
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:9999", "[::1]:8000"])
+def test_this_machine_is_let_in_by_each_of_its_names(server: Server, host: str):
+    assert Client(server.url).get(Host=host).status == 200
+
+
+def test_a_further_name_is_let_in_where_it_was_given(guarded: Server):
+    assert Client(guarded.url).get(Host="lab.test").status == 200
+    assert Client(guarded.url).get(Host="evil.test").status == 421
+
+
 def test_every_answer_carries_a_strict_policy(server: Server):
     client = Client(server.url)
     for reply in (client.get(), client.get("/static/page.css"), client.get(Host="evil.test")):
@@ -107,6 +118,14 @@ def test_every_answer_carries_a_strict_policy(server: Server):
         assert "frame-ancestors 'none'" in policy
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
         assert "server" not in {key.lower() for key in reply.headers}
+
+
+def test_the_page_has_no_inline_script_or_style_and_nothing_from_elsewhere(server: Server):
+    client = Client(server.url)
+    for page in (client.get().text, client.sign_in("Ann").text):
+        assert page.count("<script") == 1
+        for bad in ("style=", "<style", "onclick", "javascript:", "http://", "https://", "//cdn"):
+            assert bad not in page
 
 
 def test_a_label_without_signing_in_is_refused(server: Server):
@@ -180,6 +199,15 @@ def test_a_form_that_makes_no_sense_is_refused_and_changes_nothing(server: Serve
     assert client.get().status == 200
 
 
+def test_what_is_not_there_is_told_without_telling_the_path(server: Server):
+    client = Client(server.url)
+    reply = client.get("/<script>")
+    assert (reply.status, "There is no such page." in reply.text) == (404, True)
+    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/"):
+        assert client.get(path).status == 404
+    assert client.get("/label").status == 405
+
+
 def test_the_token_is_asked_for_and_without_it_nobody_gets_in(guarded: Server):
     client = Client(guarded.url)
     assert 'name="token"' in client.get().text
@@ -223,3 +251,29 @@ def test_settings_that_would_let_strangers_in_are_refused(settings, message: str
     with pytest.raises(ValueError, match=message) as caught:
         PageSettings(**settings)
     assert settings.get("token", TOKEN) not in str(caught.value)
+
+
+def test_the_names_that_are_allowed_follow_from_the_address():
+    local = {"localhost", "127.0.0.1", "[::1]"}
+    assert PageSettings().allowed_hosts == local
+    assert PageSettings(host="::1").allowed_hosts == local
+    assert PageSettings(host="127.0.0.2").allowed_hosts == local | {"127.0.0.2"}
+    lan = PageSettings(host="192.168.1.5", hosts="Lab.example.org, fe80::1", token=TOKEN)
+    assert lan.allowed_hosts == {"192.168.1.5", "lab.example.org", "[fe80::1]"}
+    every = PageSettings(host="0.0.0.0", hosts="lab", token=TOKEN)
+    assert every.allowed_hosts == local | {"lab"}
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("Localhost:8000", "localhost"),
+        ("[::1]:1", "[::1]"),
+        ("a:b", None),
+        ("x@localhost", None),
+        ("localhost/../", None),
+        ("", None),
+    ],
+)
+def test_the_name_is_read_out_of_a_host_header(header: str, name: str | None):
+    assert host_name(header) == name

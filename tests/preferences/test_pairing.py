@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from rlhf_lightning.preferences.pairing import make_pairs
 from rlhf_lightning.preferences.records import Candidate
 
@@ -36,6 +38,14 @@ def test_a_smaller_number_of_pairs_covers_as_many_prompts_as_it_can() -> None:
     assert more[:30] == pairs
     assert set(Counter(p.prompt for p in more).values()) == {3}
     assert all(p.domain == f"d{int(str(p.prompt)[1:]) % 2}" for p in more)
+
+
+def test_no_pair_comes_twice_and_all_can_be_had() -> None:
+    pairs = make_pairs(candidates(3), method="random", per_prompt=99, num_pairs=None, seed=1)
+    assert len(pairs) == 30
+    assert len({(p.prompt, texts(p)) for p in pairs}) == 30
+    one = make_pairs(candidates(3, ["only"]), method="random", per_prompt=2, num_pairs=None, seed=1)
+    assert one == []
 
 
 def test_what_stands_first_is_drawn() -> None:
@@ -95,3 +105,9 @@ def test_the_best_meets_the_worst() -> None:
         score=words,
     )
     assert same == []
+
+
+def test_a_method_that_needs_a_score_says_so() -> None:
+    settings = {"method": "best_against_worst", "per_prompt": 1, "num_pairs": None, "seed": 1}
+    with pytest.raises(ValueError, match=r"needs pairing\.score"):
+        make_pairs(candidates(1), **settings)

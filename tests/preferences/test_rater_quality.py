@@ -69,6 +69,16 @@ def test_the_quality_of_annotators_is_found_without_the_truth() -> None:
     assert (found == truth).mean() > (by_count == truth).mean() + 0.03
 
 
+def test_its_probabilities_say_how_often_it_is_right() -> None:
+    votes, truth = simulated(4000, seed=2, share=0.6)
+    model = dawid_skene(votes)
+    sure = model.posterior.max(1)
+    right = model.posterior.argmax(1) == truth
+    assert right.mean() == pytest.approx(sure.mean(), abs=0.02)
+    unsure = sure < 0.8
+    assert right[unsure].mean() == pytest.approx(sure[unsure].mean(), abs=0.06)
+
+
 def test_every_iteration_raises_the_likelihood() -> None:
     votes, _ = simulated(300, seed=3, share=0.5)
     values = [
@@ -89,3 +99,16 @@ def test_the_likelihood_equals_summing_over_every_truth() -> None:
         ]
         total += np.log(sum(joint))
     assert model.log_likelihood == pytest.approx(total, rel=1e-9)
+
+
+def test_one_vote_by_somebody_unknown_is_believed_but_not_fully() -> None:
+    model = dawid_skene(make_votes([(0, "new", 0)], ("first", "second", "tie")))
+    assert 0.4 < model.posterior[0, 0] < 1.0
+    assert likely_choices(model, at_least=0.99).tolist() == [MISSING]
+
+
+def test_what_it_cannot_do_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no vote"):
+        dawid_skene(make_votes([], ("first", "second")))
+    with pytest.raises(ValueError, match="smoothing=-1"):
+        dawid_skene(make_votes([(0, "a", 0)], ("first", "second")), smoothing=-1)

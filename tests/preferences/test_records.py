@@ -17,11 +17,20 @@ from rlhf_lightning.preferences.records import (
     from_row,
     prompt_name,
     read_records,
+    readable,
     to_row,
 )
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
 NOW = "2026-11-02T09:30:00+00:00"
+
+
+PAIR_NAME = "2d3f88bc7c7b1f1b62c1f394"
+
+
+CHAT_NAME = "128dcf09f31f79dadafd41ec"
+
+
 WHERE = Location("labels.jsonl", 3)
 
 
@@ -76,6 +85,11 @@ def test_names_are_hashes_of_content_so_that_a_second_import_adds_nothing() -> N
     assert prompt_name(CHAT) != prompt_name(CHAT[-1]["content"]) != prompt_name(CHAT[1:])
 
 
+def test_names_do_not_change_between_versions() -> None:
+    assert Pair.make("q", "a", "b").pair_id == PAIR_NAME
+    assert prompt_name(CHAT) == CHAT_NAME
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -121,6 +135,19 @@ def test_a_bad_row_names_its_line(change: dict, message: str) -> None:
     row = {k: v for k, v in (to_row(label()) | change).items() if v is not ...}
     with pytest.raises(BadRecordError, match=message):
         from_row(Label, row, WHERE)
+
+
+def test_the_answer_shown_first_is_told_from_the_first_of_the_pair() -> None:
+    assert label(choice="first", order="second").shown_first_won is False
+    assert label(choice="second", order="second").shown_first_won is True
+    assert label(choice="tie").shown_first_won is None
+
+
+def test_a_candidate_says_who_wrote_it_and_a_prompt_can_be_read() -> None:
+    made = candidate(settings={"temperature": 0.7, "top_p": 1.0})
+    assert made.source == "sft temperature=0.7 top_p=1 seed=1"
+    assert readable(CHAT) == "system: Be brief.\n\nuser: 2 + 2?"
+    assert readable("plain") == "plain"
 
 
 def test_a_prompt_keeps_all_keys_of_its_messages(tmp_path: Path) -> None:

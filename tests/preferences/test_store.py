@@ -104,6 +104,16 @@ def test_a_lease_keeps_a_pair_and_its_end_gives_it_to_somebody_else(store, clock
     assert [label.annotator for label in store.labels()] == ["Bob"]
 
 
+def test_a_late_answer_counts_if_nobody_took_the_pair_meanwhile(store, clock):
+    store.add_pairs(make_pairs(2), ratings_per_pair=1)
+    ann = store.enter("Ann")[0]
+    held = task_of(store, ann)
+    clock.now += 3600
+    assert store.label(ann, held.assignment_id, "left", NO_GOLD, seconds=40.0) == "kept"
+    assert next(store.labels()).seconds == 40.0
+    assert store.next_task(ann, NO_GOLD).pair == make_pair(1)
+
+
 def test_who_comes_back_after_the_lease_gets_the_same_pair_first(store, clock):
     store.add_pairs(make_pairs(3), ratings_per_pair=1)
     ann = store.enter("Ann")[0]
@@ -154,6 +164,20 @@ def test_undo_gives_the_same_pair_in_the_same_order_back_and_then_goes_on(store)
     assert [label.shown_first_won for label in last] == [False]
 
 
+def test_undo_has_nothing_to_take_back_before_the_first_label(store):
+    store.add_pairs(make_pairs(1), ratings_per_pair=1)
+    assert not store.undo(store.enter("Ann")[0], NO_GOLD)
+
+
+def test_nobody_takes_a_pair_between_undo_and_the_new_answer(store):
+    store.add_pairs(make_pairs(1), ratings_per_pair=1)
+    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
+    answer(store, ann, "left")
+    assert store.undo(ann, NO_GOLD)
+    assert store.next_task(bob, NO_GOLD) is None
+    answer(store, ann, "right")
+
+
 def test_a_skipped_pair_goes_to_others_and_does_not_come_back(store):
     store.add_pairs(make_pairs(1), ratings_per_pair=1)
     ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
@@ -162,6 +186,15 @@ def test_a_skipped_pair_goes_to_others_and_does_not_come_back(store):
     assert answer(store, bob, "left").pair == skipped.pair
     assert not store.undo(ann, NO_GOLD), "the pair is complete: another label would be too many"
     assert store.progress(ann) == store.progress().__class__(1, 1, 0, 1)
+
+
+def test_a_skip_can_be_taken_back_while_the_pair_is_open(store):
+    store.add_pairs(make_pairs(1), ratings_per_pair=1)
+    ann = store.enter("Ann")[0]
+    answer(store, ann, "skip")
+    assert store.undo(ann, NO_GOLD)
+    answer(store, ann, "left")
+    assert store.progress(ann).labelled == 1
 
 
 def test_gold_questions_are_mixed_in_at_their_share_and_asked_of_everybody(store):
@@ -178,6 +211,13 @@ def test_gold_questions_are_mixed_in_at_their_share_and_asked_of_everybody(store
     assert store.progress().done == sum(label.pair_id not in gold for label in store.labels())
 
 
+def test_a_store_of_gold_questions_alone_asks_them(store):
+    store.add_pairs(make_pairs(0, gold=2), ratings_per_pair=1)
+    ann = store.enter("Ann")[0]
+    assert [answer(store, ann, "left").pair.gold for _ in range(2)] == ["first", "first"]
+    assert store.next_task(ann, NO_GOLD) is None
+
+
 def test_time_and_reason_are_kept_and_impossible_times_are_replaced(store, clock):
     store.add_pairs(make_pairs(3), ratings_per_pair=1)
     ann = store.enter("Ann")[0]
@@ -187,6 +227,14 @@ def test_time_and_reason_are_kept_and_impossible_times_are_replaced(store, clock
         store.label(ann, task.assignment_id, "left", NO_GOLD, seconds=seconds, reason=reason)
     kept = [(label.seconds, label.reason) for label in store.labels()]
     assert kept == [(2.5, "shorter"), (7.0, None), (7.0, None)]
+
+
+def test_adding_pairs_again_changes_nothing(store):
+    pairs = make_pairs(3)
+    assert store.add_pairs(pairs, ratings_per_pair=2) == 3
+    assert store.add_pairs([*pairs, make_pair(9)], ratings_per_pair=5) == 1
+    assert store.progress().wanted == 11
+    assert list(store.pairs()) == [*pairs, make_pair(9)]
 
 
 def test_labels_from_elsewhere_count_as_ratings_if_a_person_gave_them(store):
@@ -205,6 +253,17 @@ def test_labels_from_elsewhere_count_as_ratings_if_a_person_gave_them(store):
     assert store.next_task(bob, NO_GOLD) is None
     with pytest.raises(StoreError, match="which the store does not have: import the pairs first"):
         store.add_labels([Label("unknown", "Ann", "tie", "person", "first", time)])
+
+
+def test_one_person_is_one_rater_however_the_name_is_written(store):
+    assert store.enter("Ann Lee")[1], "new"
+    assert not store.enter(" ann  lee ")[1]
+    assert store.enter("Ann  Lee")[0] == store.enter(" ann lee ")[0] == store.enter("Ann Lee")[0]
+    assert store.enter("Ann L\u0065\u0301")[0] == store.enter("Ann L\u00e9")[0]
+    assert store.enter("J\u00fcrgen")[0] == store.enter("J\u00dcRGEN")[0]
+    for bad in ("", "   ", "x" * 61, "Ann\u202e", "Ann\x00"):
+        with pytest.raises(StoreError, match="name"):
+            store.enter(bad)[0]
 
 
 def test_a_change_that_fails_changes_nothing_and_the_next_one_works(store):

@@ -168,6 +168,12 @@ def test_nothing_is_confirmed_once_the_path_leads_to_another_file(tmp_path: Path
                 assert len(list(found.labels())) == 1
 
 
+def test_a_move_during_the_commit_is_noticed_before_the_label_is_confirmed(tmp_path: Path):
+    path = tmp_path / "labels.sqlite"
+    with LabelStore(path) as store, pytest.raises(StoreError, match="was moved"):
+        store._write(lambda db: _move(path))
+
+
 def test_a_store_behind_a_link_and_one_that_is_moved_back_take_labels(tmp_path: Path):
     LabelStore(tmp_path / "real.sqlite").close()
     path = tmp_path / "labels.sqlite"

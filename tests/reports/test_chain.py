@@ -60,6 +60,14 @@ def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_p
     assert all((tmp_path / link).is_file() for link in links)
 
 
+def test_what_trained_the_policy_is_titled_by_its_own_objective(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    trained = fake_ppo_run(tmp_path / STAGES[2], 20)
+    write_summary(trained, replace(read_summary(trained), stage="dpo", title="KTO"))
+    titles = re.findall(r"<h3><b>(.*?)</b>", write_report(run).read_text())
+    assert titles == ["sft: Supervised fine-tuning", "reward: Reward model", "ppo: KTO", "evaluate"]
+
+
 def test_what_was_not_run_says_for_what_it_waits_and_the_top_says_what_to_do(
     tmp_path: Path,
 ) -> None:
@@ -91,3 +99,8 @@ def test_stages_that_a_foreign_summary_names_lead_nowhere_else(tmp_path: Path) -
     page = write_report(run).read_text()
     assert re.findall(r'href="(.*?)"', page) == ["round_1/sft/report.html"]
     assert not Outline(page).tags & {"script", "img"}
+
+
+def test_the_time_of_a_pipeline_is_that_of_its_stages(tmp_path: Path) -> None:
+    text = Outline(write_report(pipeline(tmp_path)).read_text()).text
+    assert "round_1/reward 1:00 · 66.7 %" in text

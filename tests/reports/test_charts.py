@@ -36,6 +36,20 @@ def test_a_rising_curve_rises_and_spans_the_width():
     assert (ys[1] - ys[2]) / (ys[0] - ys[1]) == pytest.approx(3, rel=0.02)
 
 
+def test_the_healthy_band_lies_between_its_edges():
+    points = [(1, 0.0), (2, 2.0)]
+    svg = line_chart("kl", [Series("kl", points)], band=(0.5, 1.0))
+    (band,) = ET.fromstring(svg).iter("rect")
+    (line,) = drawn(svg)
+    top, height = float(band.get("y", "")), float(band.get("height", ""))
+    zero, two = line[0][1], line[1][1]
+    per_unit = (zero - two) / 2
+    assert top == pytest.approx(zero - 1.0 * per_unit, abs=0.2)
+    assert height == pytest.approx(0.5 * per_unit, abs=0.2)
+    far = line_chart("kl", [Series("kl", points)], band=(50.0, 100.0))
+    assert "<rect" not in far, "a band that is nowhere near stays off the axis"
+
+
 def test_values_that_are_not_finite_are_gaps():
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 3.0), (5, math.inf), (6, 1.0), (7, 2.0)]
     svg = line_chart("x", [Series("x", points)])
@@ -88,3 +102,8 @@ def test_a_curve_that_hardly_moves_is_not_stretched_over_the_axis(unit, low, hig
     ticks = [e.text or "" for e in ET.fromstring(svg).iter("text") if e.get("x") == str(LEFT - 7)]
     assert len(ticks) == len(set(ticks)) >= 2
     assert not [t for t in ticks if t.startswith("10") and t not in ("100 %", "100.0 %")]
+
+
+def test_a_curve_that_moves_by_a_tenth_fills_the_axis():
+    ((first, second),) = drawn(line_chart("x", [Series("x", [(1, 0.9), (2, 1.0)])]))
+    assert first[1] - second[1] > (HEIGHT - TOP - BOTTOM) * 0.8

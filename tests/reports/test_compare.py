@@ -9,6 +9,7 @@ import pytest
 from rlhf_lightning.app.report import run
 from rlhf_lightning.reports.compare import (
     frontier,
+    read_runs,
     render_comparison,
     write_comparison,
 )
@@ -51,6 +52,16 @@ def test_runs_that_failed_are_shown(tmp_path):
     page = render_comparison([*folders, failed])
     assert "1 did not end" in page
     assert "<td>failed</td>" in page
+
+
+def test_a_setting_that_changes_no_figure_names_no_run(tmp_path):
+    folders = sweep(tmp_path)
+    often = folders[0].config.read_text() + "callbacks: {checkpoint: {every_n_iterations: 2}}\n"
+    folders[0].config.write_text(often)
+    runs = read_runs(folders)
+    assert [r.label for r in runs] == ["kl_coef=0.01", "kl_coef=0.05", "kl_coef=0.1", "kl_coef=0.2"]
+    page = render_comparison(folders)
+    assert "callbacks.checkpoint.every_n_iterations" in page, "it is told among what differs"
 
 
 def test_the_frontier_keeps_what_nothing_beats_in_both():

@@ -28,6 +28,16 @@ def counted(svg: str) -> list[list[float]]:
     return [[round(height / most, 2) for height in part] for part in found]
 
 
+def test_a_histogram_counts_both_parts_in_the_same_bins() -> None:
+    drawn = histogram("score", {"before": [0, 0, 1], "after": [1, 1, 1, 3]})
+    assert counted(drawn) == [[0.67, 0.33, 0, 0], [0, 1, 0, 0.33]]
+
+
+def test_a_margin_of_0_is_an_edge_so_that_wrong_and_right_share_no_bin() -> None:
+    right, wrong = counted(histogram("margin", {"right": [0.01, 0.9], "wrong": [-0.01, -0.7]}))
+    assert not any(a and b for a, b in zip(right, wrong, strict=True))
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -44,6 +54,10 @@ def test_any_values_have_a_histogram_of_at_most_fifty_bins_that_holds_all(values
     (heights,) = counted(histogram("x", {"": values}))
     assert 1 <= len(heights) <= 50
     assert max(heights) == 1
+
+
+def test_shares_stand_in_one_bin_each_and_the_whole_is_in_the_last() -> None:
+    assert counted(histogram("x", {"": [0, 0.5, 1, 1]}, bins=3)) == [[0.5, 0.5, 1]]
 
 
 def test_without_values_there_is_no_histogram() -> None:
@@ -98,6 +112,12 @@ def test_an_evaluation_has_a_baseline_and_a_policy_and_its_pool_is_compared_with
     assert [legend.partition(",")[0] for legend in score.legends] == ["baseline", "policy"]
     assert list(solved.legends) == ["policy, mean 66.7 %"]
     assert "above 0.5" in solved.note
+
+
+def test_one_rollout_is_drawn_once_and_equal_scores_solve_nothing() -> None:
+    line = {"iteration": 1, "score": [1, 1], "length": [3, 4], "groups": [2]}
+    (score, _), _ = answers_figures([line])
+    assert list(score.legends) == ["iteration 1, mean 1.00"]
 
 
 PAIRS: dict[str, Any] = {

@@ -193,6 +193,16 @@ def test_a_figure_whose_interval_holds_one_half_is_undecided_and_not_red(tmp_pat
     assert "Undecided" in page
 
 
+def test_a_score_of_0_is_a_score_and_one_that_is_missing_is_none(tmp_path):
+    folder = RunFolder(tmp_path)
+    write_summary(folder, Summary("ppo", "completed", 1))
+    sample = {"prompt": "p", "response": "r", "baseline_response": "b"}
+    SamplesAppender(folder.samples).append(9, [sample | {"score": 0.0, "baseline_score": 0.0}])
+    assert Outline(render_report(folder)).text.count("score 0") == 2
+    SamplesAppender(folder.samples).append(10, [sample | {"score": None, "baseline_score": None}])
+    assert "score 0" not in Outline(render_report(folder)).text
+
+
 def test_the_page_says_from_what_on_what_and_on_how_many_prompts(tmp_path):
     folder = fake_ppo_run(tmp_path / "run", 2)
     assert "What was run" not in render_report(folder), "a summary of an earlier version"

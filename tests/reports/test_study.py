@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -245,6 +246,19 @@ def test_published_figures_stand_beside_our_mean_over_what_was_held_out():
          "55.2 to 100.0 %", "6 of 6"],
     ]  # fmt: skip
     assert "Their paper, table 2. Expected of a run: 2 GiB. Found: at most 0:10, 0:20" in table.lead
+
+
+def test_intervals_and_ticks_of_shares_are_drawn_within_0_and_100_percent(tmp_path):
+    one = study()
+    for gain in (0.99, 0.01):  # seeds far apart: Student's interval of the mean leaves 0 to 1
+        apart = [result("a", "c=0.1", s, g, 0.1) for s, g in ((1, gain), (2, 1 - gain), (3, gain))]
+        page, _ = write_study(replace(one, results=apart), tmp_path)
+        drawn = page.read_text()
+        ticks = [float(t) for t in re.findall(r">(-?[0-9.]+) %</text>", drawn)]
+        assert min(ticks) >= 0
+        assert max(ticks) <= 100
+        heights = [float(y) for y in re.findall(r"[0-9.]+,(-?[0-9.]+)[ \"]", drawn)]
+        assert min(heights) >= 10, "the top of the plane"
 
 
 def test_what_was_run_stands_above_the_tables_and_what_to_do_next_at_the_top(tmp_path):

@@ -92,6 +92,12 @@ def test_rewards_are_the_clipped_penalised_score_minus_the_kl():
         assert (rollout.rewards[row, last + 1 :] == 0).all()
 
 
+def test_a_flipped_kl_sign_does_not_pass_the_check_of_the_rewards(monkeypatch):
+    monkeypatch.setattr(collect, "kl_k1", lambda policy, reference: reference - policy)
+    with pytest.raises(AssertionError):
+        assert_rewards_add_up(assembled(), ADJUSTED, SHAPING.kl_coef)
+
+
 def test_with_gamma_and_lambda_1_the_first_return_is_the_sum_of_the_rewards():
     rollout = assembled(shaping=replace(SHAPING, estimator=GAE(1.0, 1.0)))
     torch.testing.assert_close(rollout.returns[:, 0], rollout.rewards.sum(-1), rtol=0, atol=1e-5)
@@ -148,6 +154,14 @@ def test_a_constant_added_to_all_scores_leaves_the_advantages_without_critic_alo
     assert (a.advantages - b.advantages).abs().max() > 0.01
 
 
+def test_domain_weights_multiply_the_scores_before_they_are_shaped():
+    prompts = prompt_batch(PROMPTS, domains=["maths"] * 3 + [""] * 3)
+    shaping = replace(SHAPING, domain_weights={"maths": 0.5})
+    rollout = assembled(prompts, shaping=shaping)
+    weighted = [0.5, -1.0 - 1.5, 0.25, *ADJUSTED[3:]]
+    assert_rewards_add_up(rollout, weighted, SHAPING.kl_coef)
+
+
 def test_the_diversity_bonus_pays_for_bigrams_that_no_other_answer_has():
     # All bigrams here stand in one answer only; the third answer has none.
     rollout = assembled(shaping=replace(SHAPING, diversity_bonus=0.2))
@@ -189,3 +203,11 @@ def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(tempera
         got = rollout.logprobs[row, : len(response)]
         torch.testing.assert_close(got, picked, rtol=0, atol=1e-5)
     assert not rollout.logprobs.requires_grad
+
+
+def test_equal_scores_without_kl_and_critic_give_advantages_of_exactly_0():
+    shaping = replace(SHAPING, kl_coef=0.0, missing_eos_penalty=0.0, estimator=GAE(1.0, 1.0))
+    zero = tiny_scalar_model(init_std=0.0)
+    rollout = assembled(scores=[0.7] * 6, shaping=shaping, value_model=zero)
+    assert (rollout.advantages == 0).all()
+    assert rollout.rewards.sum(-1).tolist() == pytest.approx([0.7] * 6)

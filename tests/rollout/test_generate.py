@@ -151,6 +151,20 @@ def test_a_checkpoints_generation_config_changes_nothing(engine, monkeypatch):
     assert all(torch.isfinite(logits).all() for logits in seen)
 
 
+def test_transformers_own_sampling_would_have_used_the_hidden_settings():
+    # The premise of the test above: these settings do reach model.generate by default.
+    model, prompts = eval_model(), prompt_batch(ROWS[:1])
+    model.generation_config = HIDDEN_SETTINGS
+    output = model.generate(
+        input_ids=prompts.input_ids,
+        attention_mask=prompts.attention_mask.long(),
+        generation_config=GenerationConfig(do_sample=True, max_new_tokens=1),
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    assert torch.isinf(output.scores[0]).any()
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_response_ends_with_its_first_stop_token_and_says_how_it_ended(engine):
     model, prompts = eval_model(), prompt_batch(ROWS)
@@ -181,6 +195,13 @@ def test_a_sampled_pad_is_a_token_and_a_stop_at_the_limit_is_a_stop():
         [9, PAD, PAD, 4],
         [9, 9, 9, EOS],
     ]
+
+
+def test_responses_are_as_wide_as_the_longest_and_pad_may_be_eos():
+    body = torch.tensor([[9, EOS, 3, 3], [EOS, 3, 3, 3]])
+    result = as_generation(torch.tensor([[5], [6]]), body, [EOS], EOS)
+    assert result.sequences.tolist() == [[5, 9, EOS], [6, EOS, EOS]]
+    assert result.response_mask.tolist() == [[True, True], [True, False]]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -45,6 +45,16 @@ def test_the_models_attention_is_its_own_again_even_after_an_error():
         assert model.config._attn_implementation == before
 
 
+def test_attention_that_is_not_torchs_own_is_left_alone():
+    model = tiny()
+    expected = generated(model, prompt_batch(ROWS))
+    model.set_attn_implementation("eager")
+    with one_token_attention(model) as used:
+        assert not used
+        assert model.config._attn_implementation == "eager"
+    assert generated(model, prompt_batch(ROWS)) == expected
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_in_bf16_the_engine_is_as_close_to_float32_as_the_plain_forward(

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhf_lightning.models.forward import equal_widths
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import kv_cache as engine_cache
+from rlhf_lightning.rollout.generators.active_rows import Prefill
 from rlhf_lightning.rollout.generators.base import CachedGenerator, TransformersGenerator
 from tests.builders.models import MODEL_TYPES, PAD, prompt_batch
 from tests.rollout.plain_generation import (
@@ -71,6 +73,13 @@ def test_samples_of_one_prompt_read_it_once_and_differ():
     assert generated(model, prompt_batch(rows)[order]) == without_cache(model, rows)
 
 
+def test_a_pad_id_inside_a_prompt_is_a_token_when_equal_prompts_are_found():
+    rows = [[PAD, 5, 6], [5, 6], [PAD, PAD, 5, 6]]
+    model = tiny()
+    assert len(Prefill.of(prompt_batch(rows)).lengths) == 3
+    assert generated(model, prompt_batch(rows)) == without_cache(model, rows)
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_prompts_read_in_many_forwards_give_the_same_tokens(model_type, monkeypatch):
     model, prompts = tiny(model_type), prompt_batch(ROWS)
@@ -85,6 +94,18 @@ def test_prompts_read_in_many_forwards_give_the_same_tokens(model_type, monkeypa
     body = got.sequences[:, prompts.input_ids.shape[1] :]
     assert body[:, 0].tolist() == [ids[0] for ids in expected.values()]
     assert generated(model, prompts) == expected
+
+
+def test_runs_of_like_length_cover_every_prompt_within_the_budget():
+    lengths = sorted([3, 3, 4, 9, 9, 10, 31, 32, 32, 64, 65, 200])
+    for waste, budget in [(0, 10**6), (10, 128), (10**6, 64), (10**6, 10**6)]:
+        runs = equal_widths(lengths, waste=waste, budget=budget)
+        assert sorted(i for run in runs for i in run) == list(range(len(lengths)))
+        for run in runs:
+            width = max(lengths[i] for i in run)
+            assert len(run) * width <= budget or len(run) == 1
+            assert sum(width - lengths[i] for i in run) <= waste
+    assert len(equal_widths(lengths, waste=10**6, budget=10**6)) == 1
 
 
 def test_room_that_grows_while_rows_leave_changes_no_token(monkeypatch):

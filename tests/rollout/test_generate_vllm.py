@@ -210,6 +210,12 @@ def test_a_server_that_starts_too_slowly_ends_the_run():
         generated(generator, policy())
 
 
+def test_another_release_of_vllm_ends_the_run():
+    generator = server(ENGINES[0].values[0], {"STAND_IN_VERSION": "0.29.1"})
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.29\.1 is installed, .* made for 0\.32"):
+        generated(generator, policy())
+
+
 def test_an_environment_without_vllm_ends_the_run():
     generator = server((sys.executable, {}))
     with pytest.raises(RuntimeError, match="server 0: ModuleNotFoundError: No module named 'vllm'"):
@@ -276,6 +282,16 @@ def test_responses_are_written_in_the_background_with_the_weights_that_were_sent
     assert not torch.equal(waits().sequences, expected.sequences)
 
 
+def test_a_call_meanwhile_waits_for_what_is_written_in_the_background():
+    model = policy()
+    generator = server(ENGINES[0].values[0], {}, {})
+    expected = generated(generator, model).sequences
+    waits = begun(generator, model)
+    other = generated(generator, model, seed=2).sequences
+    assert torch.equal(waits().sequences, expected)
+    assert torch.equal(generated(generator, model, seed=2).sequences, other)
+
+
 def test_a_server_killed_in_the_background_is_started_again_with_the_weights_that_were_sent(
     tmp_path,
 ):
@@ -310,6 +326,15 @@ def test_a_server_that_is_started_again_with_other_weights_is_noticed(tmp_path, 
     with pytest.raises(RuntimeError, match=r"server 0, started again, differs by .* not arrived"):
         waits()
     assert not folder.exists()
+
+
+def test_weights_that_did_not_arrive_are_noticed_before_responses_are_begun():
+    model = policy()
+    generator = server(ENGINES[0].values[0], {"STAND_IN_STALE": 1})
+    begun(generator, model)()
+    change(model)
+    with pytest.raises(RuntimeError, match="some weight has not arrived"):
+        begun(generator, model)
 
 
 def test_an_engine_that_sleeps_keeps_its_weights_for_what_is_written_in_the_background(tmp_path):

@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_lightning.rollout.generators.prepared_weights import linear_weights_prepared
-from tests.builders.models import HIDDEN, MODEL_TYPES, prompt_batch, prompt_rows
+from tests.builders.models import HIDDEN, MODEL_TYPES, VOCABULARY, prompt_batch, prompt_rows
 from tests.rollout.plain_generation import ROWS, generated, tiny, without_cache
 
 
@@ -46,6 +46,18 @@ def test_a_weight_is_cast_once_a_generation_frozen_or_not(frozen):
     with torch.autocast("cpu", torch.bfloat16), casts:
         generated(model, prompt_batch(ROWS))
     assert casts.count <= 3 * 2, "gate, up and down of two layers"
+
+
+def test_layers_and_weights_are_as_before_even_after_an_error():
+    model = tiny("gpt2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wrong = torch.tensor([[VOCABULARY]])
+    with pytest.raises(IndexError), linear_weights_prepared(model, rows=1):
+        model(input_ids=wrong)
+    generated(model, prompt_batch(ROWS))
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_an_update_between_two_generations_is_seen():
@@ -89,6 +101,12 @@ def test_the_active_adapter_is_part_of_the_policy_and_the_others_are_not(model_t
     for layer in adapter_layers(model):
         layer.enable_adapters(False)
     assert generated(model, prompt_batch(ROWS)) == plain
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}])
+def test_other_kinds_of_adapters_compute_what_they_compute(changes):
+    model = adapted(**changes)
+    assert generated(model, prompt_batch(ROWS)) == without_cache(model, ROWS)
 
 
 def test_a_young_adapter_does_not_vanish_in_the_rounding_of_its_base():

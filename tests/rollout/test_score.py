@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from rlhf_lightning.rollout.scorers.base import (
     WeightedScorer,
     make_responses,
 )
+from rlhf_lightning.rollout.scorers.functions import load_function
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model, tiny_tokenizer
 from tests.rollout.answers import responses_of
 
@@ -82,6 +84,14 @@ def test_a_function_gets_prompts_completions_and_the_columns_it_asked_for():
 
 
 @pytest.mark.parametrize(
+    "values", [np.array([0.5, 2.0], dtype=np.float32), torch.tensor([0.5, 2.0]), (True, 2)]
+)
+def test_numbers_of_numpy_and_torch_count_as_numbers(values):
+    scores = FunctionScorer(lambda prompts, completions: values)(answers())
+    assert scores.total.tolist() == [float(values[0]), 2.0]
+
+
+@pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda p, c: [1.0], r"returned 1 scores for 2 completions: return one number"),
@@ -114,6 +124,37 @@ def test_a_function_gets_the_domains_where_there_are_some():
     plain = FunctionScorer(lambda prompts, completions: [1.0] * len(completions))
     with_domains = replace(given, prompts=replace(given.prompts, domains=domains))
     assert plain(with_domains).total.sum() > 0
+
+
+def test_scores_by_row_in_a_dict_are_refused():
+    count = len(answers().completions)
+    with pytest.raises(ValueError, match=r"returned dict, .*one number a compl"):
+        FunctionScorer(lambda prompts, completions: dict.fromkeys(range(count), 1.0))(answers())
+
+
+def test_a_function_that_raises_is_named_with_its_columns():
+    def broken(prompts, completions, *, answr):
+        return []
+
+    with pytest.raises(ValueError, match=r"broken needs the column 'answr'.* \['answer'\]"):
+        FunctionScorer(broken)(answers(answer=["a", "b"]))
+
+    def messages(completions, **columns):
+        return [float("yes" in c[0]["content"]) for c in completions]
+
+    with pytest.raises(
+        RuntimeError,
+        match=r"function messages raised TypeError: .*no lists of messages.*'answer'\]",
+    ):
+        FunctionScorer(messages)(answers(answer=["a", "b"]))
+
+
+def test_a_function_that_ends_the_process_has_failed():
+    def leaving(prompts, completions):
+        raise SystemExit(0)
+
+    with pytest.raises(RuntimeError, match="reward function leaving raised SystemExit: 0; it was"):
+        FunctionScorer(leaving)(answers())
 
 
 def test_a_function_may_do_with_its_lists_what_it_likes():
@@ -154,6 +195,21 @@ def test_a_function_is_found_by_file_and_by_dotted_name(tmp_path):
     assert set(scores.components) == {"short"}
     dotted = FunctionScorer("tests.rollout.test_score.length_of")
     assert dotted(answers()).total.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.py:f", "no file nowhere.py; give 'path.py:name' or 'package.module.name'"),
+        ("no.such.module.f", "No module named 'no'"),
+        ("f", "give 'path.py:name'"),
+        ("math.nothing", "'nothing' is no callable there"),
+        ("math.pi", "'pi' is no callable there"),
+    ],
+)
+def test_a_function_that_is_not_there_is_an_error(path, message):
+    with pytest.raises(ValueError, match=f"reward function '{path}'.*{message}"):
+        load_function(path)
 
 
 def test_a_weighted_sum_takes_the_domains_weights_where_there_are_some():
@@ -207,3 +263,9 @@ def test_a_reward_model_reads_the_last_token_of_each_answer_padding_or_not():
         torch.testing.assert_close(got[row], expected, rtol=0, atol=1e-5)
     same_ids = responses_of(prompt_batch(ROWS, pad=EOS, width=5), RESPONSES, pad=EOS)
     assert torch.equal(scorer(same_ids).total, got)
+
+
+def test_a_reward_model_that_was_not_built_is_an_error():
+    scorer, _ = reward_model_scorer()
+    with pytest.raises(RuntimeError, match=r"build\(\) was not called"):
+        scorer(answers())

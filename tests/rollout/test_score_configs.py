@@ -9,17 +9,27 @@ import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
 from rlhf_lightning.rollout.scorers.http import HttpScorer
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.text.tokenizers import check_same_tokenizer
 from tests.builders.command_lines import settings_of
-from tests.builders.models import tiny_tokenizer
-from tests.rollout.reward_models import byte_tokenizer
+from tests.builders.models import tiny_scalar_model, tiny_tokenizer
+from tests.rollout.reward_models import built, byte_tokenizer, save_reward_model
 
 URL = "scorer.url=http://127.0.0.1:8000/score"
 
 
 def scorer_of(*overrides):
     return settings_of("+experiment=ppo", *overrides).scorer.build()
+
+
+def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclass():
+    scorer = scorer_of("scorer=http", URL)
+    assert isinstance(scorer, HttpScorer)
+    assert scorer.hparams == HttpScorerHparams(url="http://127.0.0.1:8000/score")
+    assert scorer.request == {"prompts": "prompts", "completions": "completions"}
+    assert scorer.extra == {}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +63,16 @@ def test_what_a_service_is_sent_is_given_on_the_command_line():
     assert scorer.path == ("rewards",)
 
 
+def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp_path):
+    folder = save_reward_model(tmp_path, "bert")
+    scorer = scorer_of("scorer=text_reward_model", f"scorer.source={folder}")
+    assert isinstance(scorer, TextRewardModelScorer)
+    assert scorer.hparams == TextRewardModelHparams()
+    assert built(folder).hparams == scorer.hparams
+    (model,) = scorer.build()
+    assert not model.training
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -74,6 +94,14 @@ def test_what_a_service_is_sent_is_given_on_the_command_line():
 def test_a_scorer_that_cannot_work_is_refused_before_anything_runs(overrides, message):
     with pytest.raises(ConfigError, match=message):
         settings_of("+experiment=ppo", *overrides)
+
+
+def test_the_scorers_of_a_sum_are_checked_too():
+    target = "rlhf_lightning.rollout.scorers.http.HttpScorer"
+    both = f"{{http: {{_target_: {target}, url: 'http://h/', max_retries: -1}}}}"
+    total = "scorer._target_=rlhf_lightning.rollout.scorers.base.WeightedScorer"
+    with pytest.raises(ConfigError, match="max_retries=-1 must be >= 0"):
+        settings_of("+experiment=ppo", "scorer=none", f"+{total}", f"+scorer.scorers={both}")
 
 
 def save_tokenizer(folder: Path, tokenizer) -> Path:
@@ -102,6 +130,26 @@ def test_a_reward_model_may_have_a_pad_token_of_its_own(tmp_path):
     check_same_tokenizer(policy, save_tokenizer(tmp_path, exported), fix="")
 
 
+def test_an_end_of_text_of_another_name_is_refused(tmp_path):
+    other = tiny_tokenizer()
+    other.eos_token = "w9"
+    with pytest.raises(ValueError, match=r"ends texts with 'w9', the policy with '<eos>': .*fix"):
+        check_same_tokenizer(tiny_tokenizer(), save_tokenizer(tmp_path, other), fix="the fix")
+
+
+def test_a_token_that_the_reward_model_does_not_know_is_refused(tmp_path):
+    policy = tiny_tokenizer()
+    policy.add_tokens(["w48"])
+    with pytest.raises(ValueError, match=r"1 of 49 tokens differ, .* 'w48', id 48 .* and None"):
+        check_same_tokenizer(policy, save_tokenizer(tmp_path, tiny_tokenizer()), fix="")
+
+
+def test_a_reward_model_without_a_tokenizer_cannot_be_compared(tmp_path):
+    policy = save_tokenizer(tmp_path / "policy", tiny_tokenizer())
+    with pytest.raises(ValueError, match="has no tokenizer to be compared with the policy's"):
+        RewardModelScorer(tiny_scalar_model, policy=policy, source=tmp_path)
+
+
 @pytest.mark.parametrize("experiment", ["ppo", "grpo"])
 def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experiment, tmp_path):
     file = tmp_path / "mine.py"
@@ -127,3 +175,11 @@ def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experimen
     total = f"+scorer._target_={base}.WeightedScorer"
     with pytest.raises(ConfigError, match=r"scorer\.scorers\.mine: .*queries"):
         check("scorer=none", total, f"+scorer.scorers={both}", *value_head)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "null", "true", "soon", ".inf"])
+def test_a_time_limit_that_cannot_be_is_refused(value, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(prompts, completions): return [0]\n")
+    words = ["scorer=function", f"scorer.function={tmp_path}/mine.py:f", "artifacts.reward=null"]
+    with pytest.raises(ConfigError, match=r"scorer\.timeout_seconds"):
+        settings_of("+experiment=grpo", *words, f"scorer.timeout_seconds={value}")

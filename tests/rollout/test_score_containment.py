@@ -7,17 +7,21 @@ import builtins
 import contextlib
 import gc
 import logging.config
+import math
 import os
+import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -131,6 +135,17 @@ def test_a_call_that_takes_long_is_named_once_with_its_prompt_while_it_runs(
     )
 
 
+def test_outside_of_the_main_thread_there_is_the_same_limit():
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(scored, swapped).result() == [1.0, 2.0]
+        with pytest.raises(TimeoutError, match=r"within 0\.3 seconds"):
+            pool.submit(scored, lambda p, c: time.sleep(2), timeout_seconds=0.3).result()
+        with pytest.raises(RuntimeError, match="raised TimeoutError: its own"):
+            pool.submit(
+                scored, lambda p, c: (_ for _ in ()).throw(TimeoutError("its own"))
+            ).result()
+
+
 def test_a_timer_of_the_caller_and_one_of_the_function_work_as_before():
     rung = []
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append("caller"))
@@ -150,6 +165,12 @@ def test_a_timer_of_the_caller_and_one_of_the_function_work_as_before():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, "5", True])
+def test_an_impossible_limit_is_refused(value):
+    with pytest.raises((TypeError, ValueError), match="timeout_seconds"):
+        FunctionScorer(swapped, timeout_seconds=value)
 
 
 def state():
@@ -338,9 +359,23 @@ def test_code_of_a_value_can_neither_hang_nor_fork_nor_change_the_process(capfd)
     assert state() == before
 
 
+@pytest.mark.parametrize(
+    "value", [np.complex64(1 + 2j), np.str_("1.5"), np.bytes_(b"1.5"), np.datetime64(5, "s")]
+)
+def test_a_value_of_numpy_that_is_no_real_number_is_refused(value):
+    with pytest.raises(ValueError, match=r"for completion 0 .*finite number"):
+        scored(lambda p, c: [value, 1.0])
+
+
 def closes(prompts, completions):
     sys.stderr.close()
     return [1, 2]
+
+
+def test_its_random_numbers_go_on_from_call_to_call():
+    scorer = FunctionScorer(lambda p, c: [random.random(), random.random()])
+    answers = responses_of(prompt_batch(ROWS), RESPONSES)
+    assert scorer(answers).total.tolist() != scorer(answers).total.tolist()
 
 
 @pytest.mark.parametrize("how", ["returns", "raises", "exits", "awaits"])
@@ -378,6 +413,12 @@ def test_a_file_that_changes_the_process_while_it_is_read_leaves_it_as_it_was(tm
     assert (torch.get_default_dtype(), os.getcwd()) == before
 
 
+def test_threads_run_on():
+    done = threading.Event()
+    assert scored(lambda p, c: [threading.Thread(target=done.set).start(), 1, 2][1:]) == [1, 2]
+    assert done.wait(5)
+
+
 @pytest.mark.parametrize("waits_for_it", [True, False])
 def test_a_timer_that_a_function_leaves_running_is_no_limit(waits_for_it):
     """It may ring within the function, or while what it returned is taken."""
@@ -391,3 +432,24 @@ def test_a_timer_that_a_function_leaves_running_is_no_limit(waits_for_it):
     for _ in range(5 if waits_for_it else 200):
         assert scored(leaves, timeout_seconds=5) == [1.0, 2.0]
         assert signal.getitimer(signal.ITIMER_REAL)[1] == 0.0  # none that rings again
+
+
+def test_a_limit_that_a_function_raised_stays_and_one_that_it_lowered_comes_back():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = soft // 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (half, hard))
+    try:
+        for wanted in (soft, half):  # raised, and then lowered
+            change = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (wanted, hard))
+            with containment.restoring_state("a function"):
+                change()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_other_threads_see_the_environment_while_a_variable_is_put_back(monkeypatch):
+    monkeypatch.setattr(os.environ, "clear", lambda: pytest.fail("it was empty for a moment"))
+    with containment.restoring_state("a function"):
+        os.environ["SET_BY_A_FUNCTION"] = "1"
+    assert "SET_BY_A_FUNCTION" not in os.environ

@@ -36,6 +36,10 @@ def test_the_minimum_is_the_lowest_member_of_each_row():
     assert total.tolist() == [1.0, 1.0]
 
 
+def test_coefficient_0_is_the_plain_mean():
+    assert combined(SCORES, RewardEnsembleHparams(std_coef=0.0))[0].tolist() == [3.0, 3.0]
+
+
 def test_members_are_loaded_once_each_and_their_scores_are_components():
     scorer = ensemble(std_coef=0.5, micro_batch_size=1)
     models = scorer.build()
@@ -57,6 +61,14 @@ def test_members_are_loaded_once_each_and_their_scores_are_components():
 
 
 ENSEMBLE = ("+experiment=ppo", "scorer=reward_ensemble")
+
+
+def test_an_ensemble_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp_path):
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    sources = f"scorer.sources=[{','.join(folders)}]"
+    scorer = settings_of(*ENSEMBLE, sources, "scorer.policy=null").scorer.build()
+    assert scorer.hparams == RewardEnsembleHparams()
+    assert [member.load.keywords["source"] for member in scorer.members] == folders
 
 
 @pytest.mark.parametrize(

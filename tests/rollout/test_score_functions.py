@@ -151,6 +151,20 @@ def test_a_function_with_other_names_is_refused_where_it_is_given(function, name
         FunctionScorer(function)
 
 
+def test_a_function_whose_optional_parameters_may_mean_the_completions_is_refused():
+    def verl(data_source=None, solution_str=None, **others):
+        return [0.0, 0.0]
+
+    with pytest.raises(ValueError, match="'solution_str'"):
+        scored(verl, data_source=["a", "b"])
+    assert scored(verl, data_source=["a", "b"], solution_str=["c", "d"]) == [0, 0]
+
+
+def test_a_column_of_the_name_of_the_completions_is_refused():
+    with pytest.raises(ValueError, match=r"column 'completions'.*rename"):
+        scored(lambda p, c: [1, 2], completions=["a", "b"])
+
+
 def test_columns_keep_their_types_and_are_copies():
     given = {
         "flag": [True, False],
@@ -304,6 +318,11 @@ def test_whatever_it_raises_is_an_error_with_its_name(raised, name, asynchronous
 def test_a_function_of_messages_is_told_that_completions_are_texts(function):
     with pytest.raises(RuntimeError, match=r"TypeError.*completions \(texts, no lists of messages"):
         scored(function)
+
+
+def test_an_endless_recursion_is_named():
+    with pytest.raises(RuntimeError, match="RecursionError"):
+        scored(lambda p, c: deep(0))
 
 
 def test_ctrl_c_is_passed_on():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import shutil
 import socket
 import ssl
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from rlhf_lightning.rollout.scorers.http import HttpScorer, ServiceError
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.reward_server import (
     failing,
+    hanging_up,
     lengths,
     serving,
     slow,
@@ -113,6 +117,14 @@ def test_an_error_that_may_pass_is_tried_again(status):
     assert server.requests[0] == server.requests[2]
 
 
+def test_the_waits_between_attempts_double():
+    with serving(failing(500), failing(500), failing(500), lengths) as server:
+        scorer(server.url, backoff=0.2, max_retries=3)(answers())
+    waits = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
+    for wait, longest in zip(waits, (0.2, 0.4, 0.8), strict=True):
+        assert wait >= longest / 2, "the jitter takes at most half of it away"
+
+
 @pytest.mark.parametrize(
     ("pause", "seconds"), [("1", 1.0), ("0.4", 0.4), (" 0.4 ", 0.4), ("date", 0.9), ("soon", 0.0)]
 )
@@ -122,6 +134,20 @@ def test_a_server_that_says_how_long_to_wait_is_waited_for(pause, seconds, statu
     with serving(failing(status, Retry_After=asked), lengths) as server:
         scorer(server.url)(answers())
     assert seconds <= server.times[1] - server.times[0] < 3
+
+
+def test_a_connection_that_breaks_is_tried_again():
+    with serving(hanging_up, lengths) as server:
+        assert scorer(server.url)(answers()).total.tolist() == SCORES
+
+
+def test_a_service_that_always_fails_is_an_error_that_says_what_to_do():
+    with serving(failing(500, "no memory  left")) as server, pytest.raises(ServiceError) as caught:
+        scorer(server.url)(answers())
+    message = str(caught.value)
+    assert message.startswith(f"{server.url} did not answer: HTTP 500: 'no memory left' (3 ")
+    assert "scorer.timeout" in message
+    assert len(server.requests) == 3
 
 
 def test_a_service_that_is_not_there_is_an_error_that_says_what_to_do():
@@ -140,6 +166,11 @@ def test_an_answer_that_takes_too_long_is_a_time_out(late):
             scorer(server.url, timeout=0.2, max_retries=1)(answers())
         assert time.monotonic() - started < 5
         assert len(server.requests) == 2
+
+
+def test_an_attempt_that_timed_out_is_tried_again():
+    with serving(slow(20), lengths) as server:
+        assert scorer(server.url, timeout=1.5)(answers()).total.tolist() == SCORES
 
 
 @pytest.mark.parametrize("behaviour", [failing(503), slow(20), trickling])
@@ -171,6 +202,11 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(monkeypatch):
     assert [h["Authorization"] for h in server.headers] == ["Bearer s3cret"] * 2
 
 
+def test_a_column_that_the_prompts_do_not_have_is_an_error():
+    with pytest.raises(ValueError, match=r"scorer.request.gold=gold is not there: use one of \["):
+        scorer("http://127.0.0.1:1/", request={"gold": "gold"})(answers())
+
+
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 def test_the_service_is_asked_directly_whatever_proxy_and_passwords_the_machine_names(
     tmp_path, monkeypatch, variable
@@ -183,6 +219,20 @@ def test_the_service_is_asked_directly_whatever_proxy_and_passwords_the_machine_
     with serving(lengths) as server:
         assert scorer(server.url, max_retries=0)(answers()).total.tolist() == SCORES
     assert "Authorization" not in server.headers[0]
+
+
+def test_a_proxy_that_is_not_used_is_named_where_the_service_is_not_reached(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with pytest.raises(ServiceError, match="HTTP_PROXY of the environment is not used"):
+        scorer("http://127.0.0.1:1/", max_retries=0)(answers())
+
+
+def test_a_service_is_asked_from_a_running_event_loop_such_as_a_notebooks():
+    async def cell():
+        return scorer(server.url)(answers()).total.tolist()
+
+    with serving(lengths) as server:
+        assert asyncio.run(cell()) == SCORES
 
 
 def test_headers_that_trickle_are_a_time_out():
@@ -254,6 +304,14 @@ def test_a_certificate_is_checked_and_one_that_is_not_trusted_is_not_tried_again
     assert len(server.requests) == 1
 
 
+def test_retries_draw_nothing_from_the_global_random_state():
+    # It is in the checkpoint: a network error must not change the run behind it.
+    before = random.getstate()
+    with serving(failing(500), lengths) as server:
+        scorer(server.url)(answers())
+    assert random.getstate() == before
+
+
 def test_ranks_ask_for_their_own_rows_and_fail_together(monkeypatch):
     def behaviour(body):
         return failing(400, "bad")(body) if "rank 1" in body["completions"] else lengths(body)
@@ -273,3 +331,11 @@ def test_ranks_ask_for_their_own_rows_and_fail_together(monkeypatch):
     assert "another rank got no scores from" in first
     assert "HTTP 400: 'bad'" in second
     assert len(server.requests) == 4
+
+
+def test_several_scorers_may_ask_at_the_same_time():
+    with serving(slow(0.02)) as server:
+        http = scorer(server.url, batch_size=1)
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: http(answers()).total.tolist(), range(4)))
+    assert results == [SCORES] * 4

@@ -45,6 +45,25 @@ def test_an_answer_that_cannot_be_used_is_an_error_at_once(reply, message):
     assert len(server.requests) == 1
 
 
+def test_the_row_of_a_bad_score_is_that_of_the_whole_call():
+    def behaviour(body):
+        return {"scores": [None if p == "a" else 1.0 for p in body["prompts"]]}
+
+    with serving(behaviour) as server, pytest.raises(ServiceError, match=r"None .* of response 2"):
+        scorer(server.url, batch_size=2)(answers())
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "a\nb", "schlüssel"])
+def test_a_token_that_is_not_there_is_an_error_before_anything_is_asked(monkeypatch, value):
+    if value is None:
+        monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    else:
+        monkeypatch.setenv("REWARD_TOKEN", value)
+    with pytest.raises(ValueError, match=r"token_env=REWARD_TOKEN: .* no key") as caught:
+        scorer("http://127.0.0.1:1/", token_env="REWARD_TOKEN")
+    assert not (value or "").strip() or value not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

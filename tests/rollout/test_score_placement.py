@@ -35,6 +35,16 @@ def answers() -> Responses:
     return text_answers(PROMPTS, COMPLETIONS)
 
 
+def test_the_model_is_loaded_once_frozen_and_given_to_be_placed(tmp_path):
+    scorer = built(save_reward_model(tmp_path, "bert"))
+    (model,) = scorer.build()
+    assert scorer.build(base=object()) == [model]
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    first, second = scorer(answers()).total, scorer(answers()).total
+    assert torch.equal(first, second), "dropout must be off"
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "deberta-v2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_are_fp32_numbers_under_bf16(model_type, dtype, tmp_path):
@@ -51,6 +61,17 @@ def test_scores_are_fp32_numbers_under_bf16(model_type, dtype, tmp_path):
         torch.testing.assert_close(scores, exact, rtol=0.1, atol=0.1)
     assert not torch.equal(inside, inside.bfloat16().float()), "the head is not rounded to bf16"
     assert not torch.equal(inside, exact), "the model must compute in bf16"
+
+
+def test_auto_takes_the_dtype_of_the_checkpoint(tmp_path):
+    folder = save_reward_model(tmp_path / "fp32", "gpt2")
+    saved = tmp_path / "bf16"
+    scorer = built(folder, dtype="bfloat16")
+    scorer.tokenizer.save_pretrained(saved)
+    scorer.model.model.save_pretrained(saved)
+    dtypes = {p.dtype for p in built(saved, dtype="auto").model.parameters()}
+    assert dtypes == {torch.bfloat16}
+    close(built(saved, dtype="auto")(answers()).total, scorer(answers()).total)
 
 
 class RewardOfText(TextRewardModelScorer):

@@ -8,12 +8,16 @@ import logging
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertForSequenceClassification,
 )
 
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.rollout.reward_models import (
     DECODERS,
@@ -139,6 +143,12 @@ def test_token_types_tell_the_answer_from_the_question(tmp_path):
     assert (got - without).abs().max() > 1e-2
 
 
+def test_a_classifier_of_completions_does_not_see_the_prompt(tmp_path):
+    folder = save_reward_model(tmp_path, "distilbert")
+    got = scored(folder, text_answers(WORDS, ANSWERS), input_format="completion").total
+    close(got, plain_call(folder, ANSWERS)[:, 0])
+
+
 def test_an_answer_that_did_not_finish_gets_no_eos(tmp_path):
     for adds_eos in (False, True):  # some tokenizers end every text with it
         folder = save_reward_model(
@@ -181,6 +191,28 @@ def test_labels_that_are_true_or_false_each_by_itself_do_not_compete(tmp_path):
     close(scored(folder, answers, label=2, output="probability").total, logits[:, 2].sigmoid())
 
 
+@pytest.mark.parametrize("label", [None, "nice", 2, -1])
+def test_several_labels_need_the_one_that_is_rewarded(label, tmp_path):
+    folder = save_reward_model(tmp_path, "bert", num_labels=2, **LABELS)
+    with pytest.raises(ValueError, match=r"has 2 labels, .*: 0: bad, 1: good"):
+        built(folder, label=label)
+
+
+def test_scores_are_shifted_and_scaled_by_mean_and_std(tmp_path):
+    folder = save_reward_model(tmp_path, "gpt2")
+    answers = text_answers(PROMPTS, COMPLETIONS)
+    plain = scored(folder, answers).total
+    close(scored(folder, answers, mean=0.25, std=4.0).total, (plain - 0.25) / 4)
+
+
+def test_a_model_without_a_trained_head_is_refused(tmp_path):
+    folder = save_reward_model(tmp_path, "gpt2")
+    config = AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"stores no score\.weight: .* needs a trained"):
+        built(folder)
+
+
 def test_a_model_that_needs_code_of_its_repository_is_refused_and_served_instead(tmp_path):
     folder = save_reward_model(tmp_path, "bert")
     config = json.loads((folder / "config.json").read_text())
@@ -218,6 +250,24 @@ def test_settings_that_do_not_fit_the_model_are_refused(model_type, settings, me
         built(folder, **settings)
 
 
+def test_a_scorer_that_was_not_built_is_an_error(tmp_path):
+    scorer = TextRewardModelScorer(save_reward_model(tmp_path, "gpt2"))
+    with pytest.raises(RuntimeError, match=r"build\(\) was not called"):
+        scorer(text_answers(PROMPTS, COMPLETIONS))
+
+
+def test_a_sum_of_a_text_reward_model_and_a_function(tmp_path):
+    folder = save_reward_model(tmp_path, "bert")
+    reward = TextRewardModelScorer(folder)
+    length = FunctionScorer(lambda prompts, completions: [len(c) for c in completions])
+    both = WeightedScorer({"model": reward, "length": length}, weights={"length": -0.5})
+    assert both.build() == reward.build() == [reward.model]
+    answers = text_answers(WORDS, ANSWERS)
+    got = both(answers)
+    close(got.total, reward(answers).total - 0.5 * torch.tensor([5.0, 2.0, 17.0]))
+    assert set(got.components) == {"model", "length"}
+
+
 def normalized_by(folder, **keys):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
@@ -245,6 +295,14 @@ def test_mean_and_std_of_a_foreign_reward_model_are_applied_once_and_named(tmp_p
     close(scored(folder, answers, mean=1.0, std=2.0).total, (raw - 1) / 2)
     normalized_by(folder, normalize_reward=False)
     close(scored(folder, answers).total, raw)
+
+
+@pytest.mark.parametrize("keys", [{"std": 0}, {"std": -1.0}, {"mean": "3"}, {"std": True}])
+def test_mean_and_std_that_normalize_nothing_are_named(keys, tmp_path):
+    folder = save_reward_model(tmp_path, "llama")
+    normalized_by(folder, **({"mean": 3.5, "std": 0.25} | keys))
+    with pytest.raises(ValueError, match=r"mean=.*std=.*config\.json"):
+        scored(folder, text_answers(PROMPTS, COMPLETIONS))
 
 
 def test_a_reward_model_that_continues_one_with_mean_and_std_is_exported_with_its_scores(tmp_path):

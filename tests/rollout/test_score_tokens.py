@@ -151,6 +151,12 @@ def test_a_block_that_a_template_writes_before_some_answers_belongs_to_the_answe
     assert (text, over_long) == (f"hy?[assistant]<long>so it is{EOS}", False)
 
 
+def test_a_template_that_refuses_a_conversation_is_named():
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No!') }}{% endif %}"
+    with pytest.raises(ValueError, match=r"refuses a conversation of system, .*assistant: No!"):
+        read(conversation(), byte_tokenizer(template=template + TURNS))
+
+
 @pytest.mark.parametrize("spelt", [EOS, "<|im_start|>", "<s>", "<|im_<|im_end|>end|>"])
 def test_an_answer_or_a_prompt_that_spells_the_reward_models_special_tokens_is_text(spelt):
     tokenizer = byte_tokenizer(template=CHATML)
@@ -213,6 +219,39 @@ def test_the_prompt_is_cut_from_the_left_and_the_answer_never_but_for_one_that_i
     assert read(row, max_length=max_length) == (text, over_long)
 
 
+def test_a_bos_that_the_template_writes_is_kept_when_the_prompt_is_cut():
+    tokenizer = byte_tokenizer(template="{{ bos_token }}" + TURNS)
+    text, over_long = read(conversation(), tokenizer, max_length=17)
+    assert (text, over_long) == (f"<s>y?[assistant]so{EOS}", False)
+
+
+def test_a_tokenizer_without_eos_cannot_end_a_text_with_it():
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"has no EOS token: use scorer\.ending=template or none"):
+        read(plain("a", "b"), tokenizer)
+    assert read(plain("a", "b"), tokenizer, ending="none") == ("<s>ab", False)
+
+
+def test_an_empty_text_is_read_as_its_end():
+    tokenizer = byte_tokenizer(bos=False)
+    assert read(plain("", "", finished=False), tokenizer) == (EOS, False)
+    assert read(plain("", ""), tokenizer) == (EOS, False)
+    tokenizer = byte_tokenizer(adds_eos=True)
+    assert read(plain("", ""), tokenizer) == (f"<s>{EOS}", False)
+    assert read(plain("", "", finished=False), tokenizer) == ("<s>", False)
+
+
+def test_the_conversation_travels_with_the_prompt_as_json():
+    columns = {CONVERSATION: [json.dumps(CHAT), ""]}
+    answers = text_answers(["rendered", "plain"], ["a", "b"], finished=[True, False], **columns)
+    assert response_texts_of(answers) == [
+        ResponseText("rendered", CHAT, "a", True),
+        ResponseText("plain", None, "b", False),
+    ]
+    assert [row.messages for row in response_texts_of(text_answers(["p"], ["a"]))] == [None]
+
+
 def test_a_conversational_prompt_record_reaches_the_scorer_and_no_reward_function():
     tokenizer = byte_tokenizer(template=CHATML)
     own = {"answer": "42", CONVERSATION: "a column of the data that happens to be called so"}
@@ -230,6 +269,16 @@ def test_a_conversational_prompt_record_reaches_the_scorer_and_no_reward_functio
         return [float(value) for value in answer]
 
     assert FunctionScorer(function)(answers).total.tolist() == [42.0, 42.0]
+
+
+def test_conversations_and_plain_prompts_are_scored_in_one_batch(tmp_path):
+    folder = save_reward_model(tmp_path, "llama", tokenizer=byte_tokenizer(template=CHATML))
+    tokenizer = byte_tokenizer()
+    columns = {CONVERSATION: [json.dumps(CHAT), ""]}
+    got = scored(folder, text_answers(["rendered", "why?"], ["so", " so"], **columns)).total
+    for score, text in zip(got, [f"{OPENED}so{EOS}", f"<s>why? so{EOS}"], strict=True):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        close(score, plain_logits(folder, ids)[0])
 
 
 def test_an_over_long_answer_is_counted_and_said_once(tmp_path, caplog):

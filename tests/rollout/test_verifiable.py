@@ -133,6 +133,31 @@ def test_right_wrong_and_missing_answers_are_worth_what_was_set():
     assert reward(["p"] * 3, completions, answer=["#### 1000"] * 3) == [2.0, -0.75, -1.0]
 
 
+def test_the_plain_function_pays_1_for_the_number_of_the_column_answer():
+    answers = ["a\n#### 3", "4"]
+    assert NumberReward()(["p"] * 2, ["#### 3", "#### 3"], answer=answers) == [1.0, 0.0]
+
+
+def test_a_wrong_number_may_not_be_worth_as_much_as_the_right_one():
+    with pytest.raises(ValueError, match="worth as much"):
+        NumberReward(right=1.0, wrong=0.5, answered=0.5)
+    with pytest.raises(ValueError, match="fallback='first'"):
+        NumberReward(fallback="first")
+    with pytest.raises(ValueError, match=r"^strict='all'"):
+        NumberReward(strict="all")
+    with pytest.raises(ValueError, match="use fallback=none"):
+        NumberReward(strict="last", fallback="last_number")
+    with pytest.raises(ValueError, match="marker is empty"):
+        NumberReward(marker=" ")
+
+
+def test_a_missing_column_and_a_right_answer_without_a_number_are_errors():
+    with pytest.raises(ValueError, match=r"no column 'answer'.*\['solution'\]"):
+        NumberReward()(["p"], ["#### 3"], solution=["#### 3"])
+    with pytest.raises(ValueError, match="'about three' holds no number"):
+        NumberReward()(["p"], ["#### 3"], answer=["about three"])
+
+
 def test_the_column_reaches_the_reward_through_a_scorer():
     tokenizer = tiny_tokenizer()
     prompts = prompt_batch([[2, 3], [4, 5]], answer=["w7 7", "w8 9"], other=["a", "b"])

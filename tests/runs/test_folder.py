@@ -161,3 +161,10 @@ def test_what_readers_leave_out_stays_in_the_file_of_the_run(tmp_path, monkeypat
     assert len(read_samples(path)) == 2
     samples.truncate(1)
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_run_may_log_thousands_of_metrics(tmp_path):
+    appender = MetricsAppender(tmp_path / "metrics.csv")
+    appender.append(1, {f"norm/{i}": 1.0 for i in range(20_000)})
+    appender.append(2, {"new": 2.0})
+    assert read_metrics(tmp_path / "metrics.csv")[1] == {"iteration": 2, "new": 2}

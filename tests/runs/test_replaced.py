@@ -57,6 +57,15 @@ def test_a_folder_below_a_file_is_refused_before_anything_is_written(tmp_path):
         check_replaceable(tmp_path / "target/in/it")
 
 
+def test_an_empty_folder_and_a_link_to_one_are_written_to(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    for content in ("1", "2"):
+        write(tmp_path / "link", config=content)
+        assert (tmp_path / "empty/config").read_text() == content
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "link"]
+
+
 def test_what_a_killed_publication_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()

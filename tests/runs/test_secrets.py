@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import yaml
 
+from rlhf_lightning.preferences.judge_service import JudgeHparams, JudgeService
+from rlhf_lightning.rollout.scorers.http import HttpScorer
 from rlhf_lightning.runs import secrets
 from rlhf_lightning.runs.secrets import (
     REMOVED,
@@ -162,6 +165,20 @@ def test_an_assigned_secret_is_removed_where_it_stands(text, clean):
     assert redacted(text) == clean
 
 
+def test_a_known_secret_is_no_part_of_another_word():
+    learn_secrets({"password": "open-7"}, environment={})
+    assert redacted("reopen-7, open-73, open-7.") == f"reopen-7, open-73, {REMOVED}."
+
+
+def test_keys_that_are_read_for_a_service_are_known(monkeypatch):
+    monkeypatch.setenv("MY_SERVICE", "tomato-soup-1")
+    monkeypatch.setenv("MY_OTHER", "tomato-soup-2")
+    judge = JudgeHparams(base_url="http://127.0.0.1:9/v1", model="m", api_key_env="MY_SERVICE")
+    JudgeService(judge)
+    HttpScorer(url="http://127.0.0.1:9", token_env="MY_OTHER")
+    assert redacted("401 tomato-soup-1 tomato-soup-2") == f"401 {REMOVED} {REMOVED}"
+
+
 def test_log_records_lose_their_secrets(caplog):
     caplog.handler.addFilter(RedactingFilter())
     logging.getLogger("d3").warning("the hub said no to %s after %d tries", HF, 3)
@@ -174,3 +191,10 @@ def test_a_text_of_several_lines_is_removed_and_what_follows_stays(style, tmp_pa
     file.write_text(f"a:\n  api_key: {style}\n    one\n    two\n\n  next: 2\nlast: 3\n")
     redact_files(file)
     assert yaml.safe_load(file.read_text()) == {"a": {"api_key": REMOVED, "next": 2}, "last": 3}
+
+
+@pytest.mark.parametrize("unit", ["a-", "/", "x.y@"])
+def test_a_long_text_is_searched_in_a_moment(unit):
+    started = time.perf_counter()
+    assert redacted(unit * 20_000) == unit * 20_000
+    assert time.perf_counter() - started < 2

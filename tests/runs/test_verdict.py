@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf_lightning.runs.metric_catalog import number, percent
+from rlhf_lightning.runs.metric_catalog import duration, number, percent
 from rlhf_lightning.runs.outcome import Fact
 from rlhf_lightning.runs.summary import GateResult, Summary
 from rlhf_lightning.runs.verdict import verdict
@@ -150,6 +150,22 @@ def test_a_collection_says_how_many_records_it_made_and_how_far_to_trust_them():
     assert "of ?" in verdict(Summary("collect", "completed", 1, metrics=damaged)).caption
     none = verdict(Summary("collect", "running", 1))
     assert (none.number, none.facts) == ("", ())
+
+
+def test_numbers_are_short():
+    assert [number(x) for x in (0, 0.5, -0.02, 14.14, 123.4, 3e-5, 2.5e6, -1e-7)] == [
+        "0",
+        "0.50",
+        "-0.0200",
+        "14.1",
+        "123",
+        "3.0e-5",
+        "2.5e+6",
+        "-1.0e-7",
+    ]
+    assert number(math.nan) == "not a number"
+    assert number(-0.02, like=1.4) == "-0.02"
+    assert [duration(s) for s in (0.4, 59.6, 3600, 3725)] == ["0:00", "1:00", "1:00:00", "1:02:05"]
 
 
 def test_a_pipeline_ends_in_the_verdict_on_its_last_stage_not_in_the_figures_of_all():

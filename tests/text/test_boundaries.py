@@ -20,6 +20,7 @@ from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.data.summary import render_examples
 from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids
+from tests.builders.models import tiny_tokenizer
 
 WIDE = {"max_length": 1000}
 PROMPTS = (
@@ -188,6 +189,12 @@ def test_special_tokens_around_a_text_stay_at_its_front_alone(kind):
     assert spelled.prompt.count(tokenizer.bos_token_id) == 1
 
 
+def test_what_the_boundary_spells_is_text():
+    tokenizer = made("byte level")
+    found = prompt_and_responses("say </", ["s> now"], tokenizer)
+    assert tokenizer.eos_token_id not in found.prompt + found.responses[0][:-1]
+
+
 def test_a_control_token_that_takes_white_space_behind_it_is_the_prompts():
     template = (
         "{% for m in messages %}{{ m['role'] }}<x>\n{{ m['content'] }}</s>{% endfor %}"
@@ -222,6 +229,13 @@ def test_a_tokenizer_without_offsets_is_cut_where_the_tokens_part(monkeypatch):
 def _without_encodings(encoded):
     encoded._encodings = None
     return encoded
+
+
+def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
+    tokenizer = tiny_tokenizer()
+    for answer in ("w5 w6", " w5 w6"):
+        found = prompt_and_responses("w3 w4", [answer], tokenizer)
+        assert (found.prompt, found.responses, found.is_merged) == ([3, 4], [[5, 6, 1]], False)
 
 
 def test_white_space_that_has_other_tokens_in_front_of_an_answer_is_counted():

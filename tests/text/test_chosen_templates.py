@@ -60,6 +60,11 @@ def test_a_template_that_is_nowhere_is_an_error_that_names_ours(folder):
         load_tokenizer(folder, chat_template="chatlm")
 
 
+def test_a_conversation_without_a_template_names_the_setting(folder):
+    with pytest.raises(ValueError, match=r"model\.chat_template"):
+        render_chat((USER,), load_tokenizer(folder))
+
+
 def test_modules_take_and_keep_a_template(tmp_path):
     from rlhf_lightning import DPOModule, SFTModule
     from tests.builders.models import tiny_policy, tiny_tokenizer

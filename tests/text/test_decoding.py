@@ -13,7 +13,7 @@ import torch
 from rlhf_lightning.callbacks.faults import describe_rows
 from rlhf_lightning.text.decoding import response_texts
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
-from tests.builders.models import prompt_batch
+from tests.builders.models import prompt_batch, tiny_tokenizer
 from tests.builders.stages import tiny_module
 from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.text.test_boundaries import ANSWERS, KINDS, PROMPTS, made
@@ -68,6 +68,10 @@ def test_a_long_run_of_bytes_is_decoded_from_its_start():
     text = "x" + "本" * 30
     ids = tokenizer(text + "本", add_special_tokens=False).input_ids
     assert response_texts([ids[:-3]], [ids[-3:]], tokenizer) == ["本"]
+
+
+def test_words_of_a_word_level_tokenizer_are_decoded_alone():
+    assert response_texts([[3, 4]], [[5, 6]], tiny_tokenizer()) == ["w5 w6"]
 
 
 def test_the_saved_batch_of_a_fault_has_responses_with_their_first_space():

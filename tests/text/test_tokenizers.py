@@ -160,3 +160,10 @@ def test_template_arguments_become_part_of_each_of_several_templates(tmp_path):
     later = load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": False})
     setting = "{%- set enable_thinking = false %}"
     assert later.chat_template == {name: setting + text for name, text in templates.items()}
+
+
+def test_an_adapter_as_a_reward_model_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is an adapter on base.*merge it"):
+        check_same_tokenizer(build_tokenizer(), tmp_path, fix="give another one")

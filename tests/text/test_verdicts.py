@@ -46,3 +46,10 @@ def test_a_long_reply_is_read_in_a_moment(unit) -> None:
     started = time.perf_counter()
     parse_verdict(unit * (100_000 // len(unit)))
     assert time.perf_counter() - started < 3
+
+
+@pytest.mark.parametrize("line", ["-", "=", "->", ": -", "- ", "|-"])
+def test_a_line_of_signs_below_a_heading_is_read_in_a_moment(line) -> None:
+    started = time.perf_counter()
+    assert parse_verdict(f"Verdict\n{line * 60}\nThey differ.\n[[B]]") == "B"
+    assert time.perf_counter() - started < 1

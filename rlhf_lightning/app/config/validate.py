@@ -177,12 +177,6 @@ def _check_training(settings: TrainSettings) -> None:
     settings.spec.check(settings)
 
 
-_OF_THE_MODEL = (
-    *("revision", "trust_remote_code", "activation_checkpointing"),
-    *("chat_template", "chat_template_arguments"),
-)
-
-
 def _check_is_read(settings: TrainSettings) -> None:
     """Refuse what the evaluation of this stage does not read: it would do nothing, in silence.
 
@@ -205,7 +199,9 @@ def _check_said_once(settings: TrainSettings) -> None:
     """
     start = f"artifacts.{settings.spec.starts_from}"
     places = {"seed": "seed", "lora": "lora", "policy": start, "source": start}
-    places |= {name: f"model.{name}" for name in _OF_THE_MODEL}
+    places |= {name: f"model.{name}" for name in ("revision", "trust_remote_code")}
+    places |= {name: f"model.{name}" for name in ("chat_template", "chat_template_arguments")}
+    places["activation_checkpointing"] = "model.activation_checkpointing"
     for name, place in places.items():
         if name in settings.module.arguments:
             value = settings.select(f"module.{name}")

@@ -9,6 +9,7 @@ from statistics import mean
 
 import pytest
 
+from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator
 from rlhf_lightning.data.demo.gold import gold_parts, gold_scores
 from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW
 from rlhf_lightning.data.demo.questions import DOMAINS, TEMPLATES
@@ -118,6 +119,17 @@ def test_half_of_the_training_pairs_differ_in_nothing_but_their_core() -> None:
     assert natural.records("preferences", "validation") == source.records(
         "preferences", "validation"
     )
+
+
+def test_annotators_prefer_gold_and_length_and_the_careful_one_is_the_surest() -> None:
+    plain = SimulatedAnnotator("plain", temperature=0.5, length_bias=0.1)
+    assert plain.prefers_first(0.0, 0) == 0.5
+    assert plain.prefers_first(0.5, 0) == pytest.approx(0.7310585786300049, rel=1e-12)
+    assert plain.prefers_first(0.0, 5) == pytest.approx(0.7310585786300049, rel=1e-12)
+    assert plain.prefers_first(0.5, -5) == 0.5
+    assert plain.prefers_first(-0.5, 2) == pytest.approx(1.0 - plain.prefers_first(0.5, -2))
+    careful, usual, hasty = (annotator.prefers_first(1.0, 0) for annotator in PANEL)
+    assert careful > usual > hasty > 0.5
 
 
 def test_unknown_kinds_and_splits_are_named() -> None:
