@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 from markupsafe import Markup
 
-from rlhf_lightning.reports.html import text
+from rlhf_lightning.reports.html import render
 from rlhf_lightning.runs.metric_catalog import number
 
 WIDTH, HEIGHT = 360, 196
@@ -108,10 +110,19 @@ def line_chart(
     ticks = nice_ticks(low, high, 4)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     frame = _Frame(min(p[0] for p in finite), max(p[0] for p in finite), low, high)
-    parts = [_band(frame, band), _grid(frame, ticks, unit, over=None if whole else "")]
-    parts += [_curve(frame, one, index) for index, one in enumerate(series)]
-    parts += [_reference(frame, reference) for reference in references]
-    return _svg(title, "".join(parts))
+    shaded = [(max(band[0], low), min(band[1], high))] if band else []
+    named = (zip(s.points, s.bounds, s.names, strict=False) for s in series)
+    return render(
+        "chart.svg",
+        title=title,
+        frame=frame,
+        bands=[edges for edges in shaded if edges[1] > edges[0]],
+        rows=_labelled(ticks, unit),
+        columns=_counted(frame) if whole else _labelled(frame.columns, ""),
+        shapes=[shape for index, one in enumerate(series) for shape in _shapes(one, index)],
+        names=[(x, high, name) for each in named for (x, _), (_, high), name in each],
+        references=references,
+    )
 
 
 def histogram(
@@ -142,33 +153,18 @@ def histogram(
     most = max(count for counts in counted for count in counts.values())
     ticks = [tick for tick in nice_ticks(0, most, 4) if tick == int(tick)]
     frame = _Frame(low * step - shift, high * step - shift, 0, most * 1.04)
-    drawn = [_grid(frame, ticks, "", over="share" if bins else None if shift else "")]
-    for index, counts in enumerate(counted):
+    areas = []
+    for counts in counted:
         tops = [(edge, counts[place]) for place in range(low, high) for edge in (place, place + 1)]
-        corners = " ".join(
-            f"{frame.x(edge * step - shift)},{frame.y(count)}"
-            for edge, count in [(low, 0), *tops, (high, 0)]
-        )
-        drawn.append(f'<polygon class="s{index % NUM_COLOURS}" points="{corners}"/>')
-    return _svg(title, "".join(drawn))
-
-
-def _svg(title: str, body: str) -> Markup:
-    return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f"<title>{text(title)}</title>{body}</svg>"
+        areas.append([(edge * step - shift, count) for edge, count in [(low, 0), *tops, (high, 0)]])
+    return render(
+        "chart.svg",
+        title=title,
+        frame=frame,
+        rows=_labelled(ticks, ""),
+        columns=_counted(frame) if shift else _labelled(frame.columns, "share" if bins else ""),
+        areas=areas,
     )
-
-
-def _dash(index: int) -> str:
-    """Return the style of a line, which is dashed from the seventh on: colours repeat there."""
-    return ' style="stroke-dasharray:6 3"' * (index >= NUM_COLOURS)
-
-
-def _hollow(index: int) -> str:
-    """Return the style of a dot, which is hollow where its line is dashed."""
-    colour = f"var(--s{index % NUM_COLOURS})"
-    return f' style="fill:var(--card);stroke:{colour}"' * (index >= NUM_COLOURS)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
@@ -192,9 +188,11 @@ class _Frame:
     last: float
     low: float
     high: float
+    width, height, left, right = WIDTH, HEIGHT, LEFT, WIDTH - RIGHT
 
-    def x(self, iteration: float) -> float:
-        share = 0.5 if self.last == self.first else (iteration - self.first) / self.width
+    def x(self, value: float) -> float:
+        span = self.last - self.first
+        share = (value - self.first) / span if span else 0.5
         return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
@@ -202,8 +200,17 @@ class _Frame:
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
     @property
-    def width(self) -> float:
-        return self.last - self.first
+    def columns(self) -> list[float]:
+        return nice_ticks(self.first, self.last, 4)
+
+
+class _Shape(NamedTuple):
+    """A line, or with a radius dots, in data coordinates."""
+
+    css: str
+    points: Sequence[Point]
+    style: str = ""
+    radius: int = 0
 
 
 def _value_range(
@@ -225,43 +232,14 @@ def _value_range(
     return max(low - padding, floor), min(high + padding, ceiling)
 
 
-def _band(frame: _Frame, band: tuple[float, float] | None) -> str:
-    if band is None:
-        return ""
-    low, high = max(band[0], frame.low), min(band[1], frame.high)
-    if high <= low:
-        return ""
-    top, bottom = frame.y(high), frame.y(low)
-    return (
-        f'<rect class="band" x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" '
-        f'height="{round(bottom - top, 1)}"/>'
-    )
+def _labelled(ticks: Sequence[float], unit: str) -> list[tuple[float, str]]:
+    return [(tick, _tick_label(tick, ticks, unit)) for tick in ticks]
 
 
-def _grid(frame: _Frame, ticks: Sequence[float], unit: str, *, over: str | None) -> str:
-    """Return lines and labels; `over` is the unit of the horizontal axis, None where it counts."""
-    parts = []
-    for tick in ticks:
-        y = frame.y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        label = text(_tick_label(tick, ticks, unit))
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5}">{label}</text>')
-    x_ticks = nice_ticks(frame.first, frame.last, 4)
-    if over is None:
-        x_ticks = [t for t in x_ticks if t == int(t)] or [frame.first]
-    for tick in x_ticks:
-        x = frame.x(tick)
-        anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
-        parts.append(
-            f'<text class="tick" style="text-anchor:{anchor}" x="{x}" y="{HEIGHT - 7}">'
-            f"{_number_of(tick) if over is None else _tick_label(tick, x_ticks, over)}</text>"
-        )
-    return "".join(parts)
-
-
-def _number_of(iteration: float) -> str:
-    """Return an iteration with a thin space between thousands."""
-    return f"{int(iteration):,}".replace(",", "\u202f")
+def _counted(frame: _Frame) -> list[tuple[float, str]]:
+    """Return the whole numbers of the horizontal axis, with a thin space between thousands."""
+    whole = [tick for tick in frame.columns if tick == int(tick)] or [frame.first]
+    return [(tick, f"{int(tick):,}".replace(",", "\u202f")) for tick in whole]
 
 
 def _tick_label(tick: float, ticks: Sequence[float], unit: str) -> str:
@@ -279,63 +257,39 @@ def _digits(step: float) -> int:
     return digits if math.isclose(step * 10**digits, round(step * 10**digits)) else digits + 1
 
 
-def _reference(frame: _Frame, reference: Reference) -> str:
-    y = frame.y(reference.value)
-    return (
-        f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
-        f'<text class="note" x="{WIDTH - RIGHT}" y="{y - 4}">{text(reference.label)}</text>'
-    )
+def _shapes(series: Series, index: int) -> list[_Shape]:
+    """Return the lines and dots of a curve; from the seventh on, where colours repeat, they differ.
 
-
-def _curve(frame: _Frame, series: Series, index: int) -> str:
-    colour = f"s{index % NUM_COLOURS}"
-    runs = _runs(series.points)
+    Lines are dashed there, and dots hollow.
+    """
+    colour, again = f"s{index % NUM_COLOURS}", index >= NUM_COLOURS
+    dashed = "stroke-dasharray:6 3" if again else ""
+    hollow = f"fill:var(--card);stroke:var(--{colour})" if again else ""
+    by_finite = groupby(series.points, key=lambda point: math.isfinite(point[1]))
+    runs = [list(run) for finite, run in by_finite if finite]
+    points = [point for run in runs for point in run]
     if series.kind == "reference":
-        return f'<polyline class="reference" points="{_steps(frame, series.points)}"/>'
+        return [_Shape("reference", series.points)]
     if series.kind == "dots":
-        return "".join(
-            f'<circle class="{colour} dot" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2"/>'
-            for x, y in thin([p for run in runs for p in run], _MAX_POINTS)
-        )
+        return [_Shape(f"{colour} dot", thin(points, _MAX_POINTS), radius=2)]
     if series.kind == "marks":
-        marks = [p for run in runs for p in run]
-        dots = "".join(_mark(frame, p, index) for p in marks if 1 < len(marks) <= 40)
-        return _path(frame, marks, "line", index) + dots + _bounds(frame, series, colour)
-    parts = []
+        shapes = [_Shape(f"line {colour}", points, dashed)] if len(points) != 1 else []
+        shapes += [_Shape(colour, points, hollow, radius=3)] * (len(points) <= 40)
+        for (x, _), ends in zip(series.points, series.bounds, strict=False):
+            if all(map(math.isfinite, ends)):
+                shapes.append(_Shape(f"faint {colour}", [(x, end) for end in ends]))
+        return shapes
+    shapes = []
     for run in runs:
-        many = len(run) >= _SMOOTH_FROM
-        parts.append(_path(frame, thin(run, _MAX_POINTS), "faint" if many else "line", index))
-        if many:
-            parts.append(_path(frame, thin(_running_mean(run), _MAX_POINTS), "line", index))
-    return "".join(parts)
-
-
-def _bounds(frame: _Frame, series: Series, colour: str) -> str:
-    parts = []
-    for (x, _), (low, high) in zip(series.points, series.bounds, strict=False):
-        if math.isfinite(low) and math.isfinite(high):
-            ends = _steps(frame, [(x, low), (x, high)])
-            parts.append(f'<polyline class="faint {colour}" points="{ends}"/>')
-    for (x, _), (_, high), name in zip(series.points, series.bounds, series.names, strict=False):
-        parts.append(
-            f'<text class="dot-name" style="text-anchor:middle" x="{frame.x(x)}" '
-            f'y="{frame.y(high) - 6:.1f}">{text(name)}</text>'
-        )
-    return "".join(parts)
-
-
-def _steps(frame: _Frame, points: Sequence[Point]) -> str:
-    return " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
-
-
-def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    runs: list[list[Point]] = [[]]
-    for point in points:
-        if math.isfinite(point[1]):
-            runs[-1].append(point)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+        curve = thin(run, _MAX_POINTS)
+        if len(run) == 1:
+            shapes.append(_Shape(colour, run, hollow, radius=3))
+        elif len(run) < _SMOOTH_FROM:
+            shapes.append(_Shape(f"line {colour}", curve, dashed))
+        else:
+            mean = thin(_running_mean(run), _MAX_POINTS)
+            shapes += [_Shape(f"faint {colour}", curve), _Shape(f"line {colour}", mean, dashed)]
+    return shapes
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
@@ -361,16 +315,3 @@ def _running_mean(points: Sequence[Point]) -> list[Point]:
         first, end = max(0, i - window), min(len(points), i + window + 1)
         smooth.append((x, (totals[end] - totals[first]) / (end - first)))
     return smooth
-
-
-def _path(frame: _Frame, points: Sequence[Point], kind: str, index: int) -> str:
-    if len(points) == 1:
-        return _mark(frame, points[0], index)
-    style = _dash(index) if kind == "line" else ""
-    colour = f"s{index % NUM_COLOURS}"
-    return f'<polyline class="{kind} {colour}"{style} points="{_steps(frame, points)}"/>'
-
-
-def _mark(frame: _Frame, point: Point, index: int) -> str:
-    x, y = frame.x(point[0]), frame.y(point[1])
-    return f'<circle class="s{index % NUM_COLOURS}"{_hollow(index)} cx="{x}" cy="{y}" r="3"/>'
