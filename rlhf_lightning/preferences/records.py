@@ -7,31 +7,59 @@ say, so that reading the same file twice adds nothing.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
+from pydantic import AfterValidator, Field
+
+from rlhf_lightning.arguments import AtLeast0, annotations_of, fitting
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import ROLES, Text, text_key
 
 Choice = Literal["first", "second", "tie", "both_bad", "skip"]
+KnownChoice = Literal["first", "second", "tie", "both_bad"]
 Side = Literal["first", "second"]
 AnnotatorKind = Literal["person", "rule", "judge", "simulated", "reward_model"]
 CHOICES: tuple[str, ...] = get_args(Choice)
 SIDES: tuple[Side, Side] = get_args(Side)  # type: ignore[assignment]
-ANNOTATOR_KINDS: tuple[str, ...] = get_args(AnnotatorKind)
+Filled = Annotated[str, Field(min_length=1)]
 
 
 class LabError(ValueError):
     """A candidate, pair or label that cannot be; the message names the key, got and wanted."""
 
 
+def _with_zone(text: str) -> str:
+    try:
+        zone = datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        raise ValueError(f"={text!r} must be an ISO time with its zone, 2026-11-02T09:30:00+00:00")
+    return text
+
+
+class _Record:
+    """Mixin: hold every field against its annotation."""
+
+    def __post_init__(self) -> None:
+        for name, hint in annotations_of(type(self)).items():
+            key, value = f"{type(self).__name__}.{name}", getattr(self, name)
+            if name == "prompt":
+                object.__setattr__(self, name, _checked_prompt(key, value))
+                continue
+            try:
+                fitting(key, value, hint)
+            except (TypeError, ValueError) as error:
+                raise LabError(str(error)) from error
+
+
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(_Record):
     """One response of one policy to one prompt.
 
     Args:
@@ -47,49 +75,22 @@ class Candidate:
         columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
 
-    prompt_id: str
+    prompt_id: Filled
     prompt: Text
     domain: str
     response: str
-    model: str
+    model: Filled
     settings: Mapping[str, float]
     seed: int
-    response_id: str
+    response_id: Filled
     finished: bool | None = None
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        object.__setattr__(self, "prompt", _checked_prompt("Candidate", self.prompt))
-        _check_texts(self, "prompt_id", "response_id", "model", filled=True)
-        _check_texts(self, "domain", "response")
-        if not isinstance(self.settings, Mapping) or not all(
-            isinstance(key, str) and _is_number(value) for key, value in self.settings.items()
-        ):
-            raise _wrong(self, "settings", "an object of finite numbers")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise _wrong(self, "seed", "a whole number")
-        if self.finished is not None and not isinstance(self.finished, bool):
-            raise _wrong(self, "finished", "true, false or null")
-        _check_columns(self)
-
     @classmethod
-    def make(
-        cls,
-        prompt: Text,
-        response: str,
-        *,
-        model: str,
-        settings: Mapping[str, float],
-        seed: int,
-        domain: str = "",
-        finished: bool | None = None,
-        columns: Mapping[str, str] | None = None,
-    ) -> Candidate:
+    def make(cls, prompt: Text, response: str, *, domain: str = "", **others: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        own, name = prompt_name(prompt), response_name(prompt, response)
-        how, known = (model, dict(settings), seed), dict(columns or {})
-        return cls(own, prompt, domain, response, *how, name, finished, known)
+        names = {"prompt_id": prompt_name(prompt), "response_id": response_name(prompt, response)}
+        return cls(prompt=prompt, domain=domain, response=response, **names, **others)
 
     @property
     def source(self) -> str:
@@ -99,7 +100,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(_Record):
     """Two different responses to one prompt, to be compared.
 
     Args:
@@ -115,49 +116,34 @@ class Pair:
         columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
 
-    pair_id: str
-    prompt_id: str
+    pair_id: Filled
+    prompt_id: Filled
     prompt: Text
     domain: str
     first: str
     second: str
     first_source: str = ""
     second_source: str = ""
-    gold: Choice | None = None
+    gold: KnownChoice | None = None
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Check the fields."""
-        object.__setattr__(self, "prompt", _checked_prompt("Pair", self.prompt))
-        _check_texts(self, "pair_id", "prompt_id", filled=True)
-        _check_texts(self, "domain", "first", "second", "first_source", "second_source")
+        """Check the fields, and that there is something to compare."""
+        super().__post_init__()
         if self.first == self.second:
             raise LabError("Pair.first and Pair.second are the same text: leave the pair out")
-        if self.gold is not None and self.gold not in CHOICES[:4]:
-            raise _wrong(self, "gold", f"null or one of {', '.join(CHOICES[:4])}")
-        _check_columns(self)
 
     @classmethod
     def make(
-        cls,
-        prompt: Text,
-        first: str,
-        second: str,
-        *,
-        domain: str = "",
-        first_source: str = "",
-        second_source: str = "",
-        gold: Choice | None = None,
-        columns: Mapping[str, str] | None = None,
+        cls, prompt: Text, first: str, second: str, *, domain: str = "", **others: Any
     ) -> Pair:
         """Return the pair with its names made from what it says."""
-        names = pair_name(prompt, first, second), prompt_name(prompt)
-        sources, known = (first_source, second_source), dict(columns or {})
-        return cls(*names, prompt, domain, first, second, *sources, gold, known)
+        names = {"pair_id": pair_name(prompt, first, second), "prompt_id": prompt_name(prompt)}
+        return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **others)
 
 
 @dataclass(frozen=True)
-class Label:
+class Label(_Record):
     """The judgement of one annotator on one pair.
 
     Args:
@@ -174,34 +160,15 @@ class Label:
         margin: certainty, in the annotator's units, at least 0; None where not known.
     """
 
-    pair_id: str
-    annotator: str
+    pair_id: Filled
+    annotator: Filled
     choice: Choice
     kind: AnnotatorKind
     order: Side
-    created: str
-    seconds: float | None = None
+    created: Annotated[str, AfterValidator(_with_zone)]
+    seconds: AtLeast0 | None = None
     reason: str | None = None
-    margin: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        _check_texts(self, "pair_id", "annotator", filled=True)
-        for key, known in (("choice", CHOICES), ("kind", ANNOTATOR_KINDS), ("order", SIDES)):
-            if getattr(self, key) not in known:
-                raise _wrong(self, key, f"one of {', '.join(known)}")
-        try:
-            zone = datetime.fromisoformat(self.created).tzinfo
-        except (TypeError, ValueError):
-            zone = None
-        if zone is None:
-            raise _wrong(self, "created", "an ISO time with its zone, 2026-11-02T09:30:00+00:00")
-        for key in ("seconds", "margin"):
-            value = getattr(self, key)
-            if value is not None and not (_is_number(value) and value >= 0):
-                raise _wrong(self, key, "null or a finite number, at least 0")
-        if self.reason is not None:
-            _check_texts(self, "reason")
+    margin: AtLeast0 | None = None
 
     @property
     def shown_first_won(self) -> bool | None:
@@ -243,10 +210,10 @@ def _hash(kind: str, *parts: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
-def _checked_prompt(owner: str, prompt: Any) -> Text:
+def _checked_prompt(key: str, prompt: Any) -> Text:
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise LabError(f"{owner}.prompt is empty: there is nothing to answer")
+            raise LabError(f"{key} is empty: there is nothing to answer")
         return prompt
     messages = prompt if isinstance(prompt, list | tuple) else []
     for message in messages:
@@ -256,36 +223,12 @@ def _checked_prompt(owner: str, prompt: Any) -> Text:
             or not isinstance(message.get("content"), str)
         ):
             raise LabError(
-                f"{owner}.prompt holds the message {describe(message)}: write "
+                f"{key} holds the message {describe(message)}: write "
                 f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
             )
     if not messages:
-        raise LabError(f"{owner}.prompt is {describe(prompt)}, expected text or messages")
+        raise LabError(f"{key} is {describe(prompt)}, expected text or messages")
     return tuple(dict(message) for message in messages)
-
-
-def _check_texts(record: LabRecord, *keys: str, filled: bool = False) -> None:
-    for key in keys:
-        value = getattr(record, key)
-        if not isinstance(value, str) or (filled and not value):
-            raise _wrong(record, key, "text that is not empty" if filled else "text")
-
-
-def _check_columns(record: Candidate | Pair) -> None:
-    columns = record.columns
-    if not isinstance(columns, Mapping) or not all(
-        isinstance(text, str) for item in columns.items() for text in item
-    ):
-        raise _wrong(record, "columns", "an object of texts")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _wrong(record: LabRecord, key: str, wanted: str) -> LabError:
-    found = describe(getattr(record, key))
-    return LabError(f"{type(record).__name__}.{key} is {found}, expected {wanted}")
 
 
 RecordT = TypeVar("RecordT", Candidate, Pair, Label)
