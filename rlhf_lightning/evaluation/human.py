@@ -6,10 +6,10 @@ response is the policy's, and the reward model's scores of both.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations, compress
 from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
@@ -21,7 +21,7 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.journal import record_journal, write_rows
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
-from rlhf_lightning.preferences.records import Label, Pair, Side, read_records, to_row
+from rlhf_lightning.preferences.records import SIDES, Label, Pair, Side, read_records, to_row
 from rlhf_lightning.runs.reading import parse, read_file
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"
@@ -50,26 +50,14 @@ class KeyRow:
     baseline_length: int
 
 
-@dataclass(frozen=True)
-class BlindPair:
-    """One response of each side to one prompt.
-
-    Args:
-        row: row of the policy's response.
-        other: row of the baseline's response.
-        side: the side of the pair that is the policy's.
-        pair: the two; None where they are the same text.
-    """
-
-    row: int
-    other: int
-    side: Side
-    pair: Pair | None
-
-
-def draw_blind_pairs(
-    mine: PolicyAnswers, theirs: PolicyAnswers, *, num_pairs: int | None, seed: int
-) -> list[BlindPair]:
+def blind_pairs(
+    mine: PolicyAnswers,
+    theirs: PolicyAnswers,
+    *,
+    num_pairs: int | None,
+    scored: bool,
+    seed: int,
+) -> tuple[list[Pair], list[KeyRow]]:
     """Return the first responses of both sides to prompts, as pairs that hide whose is whose.
 
     Which side is the pair's first is a hash of seed and response, and the order is one of such
@@ -79,52 +67,34 @@ def draw_blind_pairs(
         mine: responses of the policy.
         theirs: responses of the baseline.
         num_pairs: number of prompts to draw; None for all.
+        scored: whether the responses have scores.
         seed: seeds the choice of prompts and of the sides.
+
+    Returns:
+        The pairs for raters, and the key that they do not see.
     """
     rows = range(0, len(mine.prompts), mine.answers_per_prompt)
     drawn = sorted(rows, key=lambda row: split_fraction(f"{row}/{mine.prompts[row]}", seed))
-    found = []
+    pairs, key = [], []
     for row in drawn[:num_pairs]:
         other = row // mine.answers_per_prompt * theirs.answers_per_prompt
         prompt, own, its = mine.prompts[row], mine.completions[row], theirs.completions[other]
         side: Side = "first" if split_fraction(f"side/{prompt}/{own}", seed) < 0.5 else "second"
         answers = (own, its) if side == "first" else (its, own)
-        pair = None if own == its else Pair.make(prompt, *answers, domain=mine.domains[row])
-        found.append(BlindPair(row, other, side, pair))
-    return found
-
-
-def blind_pairs(
-    mine: PolicyAnswers,
-    theirs: PolicyAnswers,
-    *,
-    num_pairs: int | None,
-    scored: bool,
-    seed: int,
-) -> tuple[list[Pair], list[KeyRow]]:
-    """Return the pairs for raters, and the key that they do not see; see `draw_blind_pairs`.
-
-    Args:
-        mine: responses of the policy.
-        theirs: responses of the baseline.
-        num_pairs: number of prompts to draw; None for all.
-        scored: whether the responses have scores.
-        seed: seeds the choice of prompts and of the sides.
-    """
-    drawn = draw_blind_pairs(mine, theirs, num_pairs=num_pairs, seed=seed)
-    key = [
-        KeyRow(
-            None if one.pair is None else one.pair.pair_id,
-            one.side,
-            mine.domains[one.row],
-            mine.scores[one.row] if scored else None,
-            theirs.scores[one.other] if scored else None,
-            mine.lengths[one.row],
-            theirs.lengths[one.other],
+        if own != its:
+            pairs.append(Pair.make(prompt, *answers, domain=mine.domains[row]))
+        key.append(
+            KeyRow(
+                pairs[-1].pair_id if own != its else None,
+                side,
+                mine.domains[row],
+                mine.scores[row] if scored else None,
+                theirs.scores[other] if scored else None,
+                mine.lengths[row],
+                theirs.lengths[other],
+            )
         )
-        for one in drawn
-    ]
-    return [one.pair for one in drawn if one.pair is not None], key
+    return pairs, key
 
 
 def write_blind(folder: Path, pairs: Sequence[Pair], key: Sequence[KeyRow]) -> None:
@@ -208,16 +178,14 @@ def human_measures(
     shares, agreement, count = _votes(key, labels)
     if not count:
         raise ValueError("none of the labels is about a pair of this evaluation")
-    labelled = {index: votes for index, votes in enumerate(shares) if votes is not None}
-    different = len(_different(key))
-    found = _rates("val/human", list(labelled.values()), num_rows=len(key), num_different=different)
+    labelled = [(row, votes) for row, votes in zip(key, shares, strict=True) if votes is not None]
+    found = _rates("val/human", key, shares)
     found["val/human_num_labels"] = float(count)
-    found["val/human_skipped"] = float(len(_different(key) & seen) - len(labelled))
+    found["val/human_skipped"] = float(sum(row.pair_id in seen for row in key) - len(labelled))
     if agreement is not None:
         found["val/human_agreement"] = agreement
     gaps, lengths = [], []
-    for index, votes in labelled.items():
-        row = key[index]
+    for row, votes in labelled:
         if row.policy_score is None or row.baseline_score is None or votes == 0.5:
             continue
         sign = 1 if votes > 0.5 else -1  # chosen minus rejected
@@ -229,35 +197,30 @@ def human_measures(
     return found
 
 
-def _rates(
-    prefix: str, shares: Sequence[float], *, num_rows: int, num_different: int
-) -> dict[str, float]:
+def _rates(prefix: str, key: Sequence[KeyRow], shares: Sequence[float | None]) -> dict[str, float]:
     """Return the rates of the labelled pairs and of the ties that are not asked.
 
     Args:
         prefix: prefix of the names.
-        shares: share of the policy's votes, for each labelled pair.
-        num_rows: prompts that were drawn.
-        num_different: number of them with two different responses.
+        key: key of the prompts that were drawn.
+        shares: share of the policy's votes a row, from `_votes`.
     """
-    identical = (num_rows - num_different) * _labelled_share(len(shares), num_different)
-    ties, rows = shares.count(0.5) + identical, len(shares) + identical
-    wins = sum(each > 0.5 for each in shares) + ties / 2
+    given = [votes for votes in shares if votes is not None]
+    same = sum(row.pair_id is None for row in key)
+    identical = same * _labelled_share(key, shares)
+    ties, rows = given.count(0.5) + identical, len(given) + identical
+    wins = sum(votes > 0.5 for votes in given) + ties / 2
     return share(f"{prefix}_win_rate", wins, rows) | {
         f"{prefix}_tie_rate": ties / rows,
-        f"{prefix}_identical_rate": 1 - num_different / num_rows,
-        f"{prefix}_num_pairs": float(len(shares)),
+        f"{prefix}_identical_rate": same / len(key),
+        f"{prefix}_num_pairs": float(len(given)),
     }
 
 
-def _labelled_share(num_labelled: int, num_different: int) -> float:
+def _labelled_share(key: Sequence[KeyRow], shares: Sequence[float | None]) -> float:
     """Return the weight of a tie of two equal responses: the share of other pairs with a label."""
-    return num_labelled / num_different if num_different else 1.0
-
-
-def _different(key: Sequence[KeyRow]) -> set[str]:
-    """Return the pairs whose responses are not the same text: those that raters see."""
-    return {row.pair_id for row in key if row.pair_id is not None}
+    different = sum(row.pair_id is not None for row in key)
+    return sum(votes is not None for votes in shares) / different if different else 1.0
 
 
 def _votes(
@@ -267,7 +230,7 @@ def _votes(
 
     A row without a label, and one that is not asked, has None.
     """
-    known = _different(key)
+    known = {row.pair_id for row in key}
     given: dict[str, dict[str, str]] = defaultdict(dict)
     for label in labels:
         if label.pair_id in known and label.choice != "skip":
@@ -275,12 +238,10 @@ def _votes(
     shares: list[float | None] = []
     same: list[bool] = []
     for row in key:
-        if row.pair_id is None:
-            shares.append(None)
-            continue
-        votes = [_share_of(choice, row.policy_side) for choice in given[row.pair_id].values()]
+        choices = given[row.pair_id].values() if row.pair_id in given else ()
+        votes = [float(x == row.policy_side) if x in SIDES else 0.5 for x in choices]
         shares.append(sum(votes) / len(votes) if votes else None)
-        same += [a == b for a, b in itertools.combinations(votes, 2)]
+        same += [a == b for a, b in combinations(votes, 2)]
     agreement = sum(same) / len(same) if same else None
     return shares, agreement, sum(map(len, given.values()))
 
@@ -315,52 +276,35 @@ def judge_measures(
     Raises:
         AnnotationError: if the judge fails; its earlier labels are in the folder.
     """
-    drawn = draw_blind_pairs(mine, theirs, num_pairs=None, seed=seed)
-    asked = [one.pair for one in drawn if one.pair is not None]
+    pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=False, seed=seed)
     if isinstance(judge, JudgeAnnotator):
         judge.keep_in(folder / "judgements.jsonl")
-    labels = label_pairs(judge, asked, record_journal(Label, folder / "labels.jsonl"))
-    said = {label.pair_id: label.choice for label in labels}
-    shares = {
-        one.row: _share_of(said[one.pair.pair_id], one.side)
-        for one in drawn
-        if one.pair is not None and said[one.pair.pair_id] != "skip"
-    }
-    found = {"val/judge_skipped": float(len(asked) - len(shares))}
+    labels = label_pairs(judge, pairs, record_journal(Label, folder / "labels.jsonl"))
+    shares, *_ = _votes(key, labels)
+    known = [number for number, votes in enumerate(shares) if votes is not None]
+    found = {"val/judge_skipped": float(len(pairs) - len(known))}
     if isinstance(judge, JudgeAnnotator):
         found["val/judge_spelled"] = float(judge_figures(judge.judgements).spelled)
-    if asked and not shares:
+    if pairs and not known:
         return found
-    found |= _judge_rates(drawn, shares)
+    found |= _rates("val/judge", key, shares)
     # Equal responses are interchangeable, so that some of them can carry the weight of all.
-    same = [one for one in drawn if one.pair is None]
-    weighed = same[: round(len(same) * _labelled_share(len(shares), len(asked)))]
-    kept = [*(one for one in drawn if one.row in shares), *weighed]
-    scores = [shares.get(one.row, 0.5) for one in kept]
+    same = [number for number, row in enumerate(key) if row.pair_id is None]
+    kept = [*known, *same[: round(len(same) * _labelled_share(key, shares))]]
+    scores = [0.5 if (votes := shares[number]) is None else votes for number in kept]
     found["val/judge_win_rate_length_controlled"] = length_controlled_win_rate(
         scores,
         [1 - score for score in scores],
-        [mine.lengths[one.row] for one in kept],
-        [theirs.lengths[one.other] for one in kept],
+        [key[number].policy_length for number in kept],
+        [key[number].baseline_length for number in kept],
     )
-    for domain in sorted(set(mine.domains) - {""}):
-        part = [one for one in drawn if mine.domains[one.row] == domain]
-        if any(one.row in shares for one in part) or all(one.pair is None for one in part):
-            rates = _judge_rates(part, shares)
+    for domain in sorted({row.domain for row in key} - {""}):
+        inside = [row.domain == domain for row in key]
+        rows, of_domain = list(compress(key, inside)), list(compress(shares, inside))
+        if any(votes is not None for votes in of_domain) or all(
+            row.pair_id is None for row in rows
+        ):
+            rates = _rates("val/judge", rows, of_domain)
             names = [name for name in rates if name.startswith("val/judge_win_rate")]
             found |= {f"{name}/domain/{domain}": rates[name] for name in names}
     return found
-
-
-def _judge_rates(drawn: Sequence[BlindPair], shares: Mapping[int, float]) -> dict[str, float]:
-    return _rates(
-        "val/judge",
-        [shares[one.row] for one in drawn if one.row in shares],
-        num_rows=len(drawn),
-        num_different=sum(one.pair is not None for one in drawn),
-    )
-
-
-def _share_of(choice: str, side: Side) -> float:
-    """Return the policy's share of a vote, if its response is on this side."""
-    return float(choice == side) if choice in ("first", "second") else 0.5
