@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
+
+from rich import get_console
+from rich.markup import escape
+from rich.progress import Progress
 
 FIRST_AFTER = 5.0  # seconds; each further line after twice as many
 
@@ -33,3 +37,10 @@ def with_progress(
             logger.info("%s: %d%s %s after %.0f seconds", what, number, of, unit, wait)
             wait *= 2
         yield item
+
+
+def with_bar(items: Sequence[Item], what: str, unit: str) -> Iterator[Item]:
+    """Yield the items as `with_progress` does, and show a bar where people see a terminal."""
+    with Progress(disable=not get_console().is_terminal) as bar:
+        told = with_progress(items, what, len(items), unit)
+        yield from bar.track(told, total=len(items), description=escape(what))

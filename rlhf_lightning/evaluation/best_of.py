@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich import get_console
-from rich.progress import Progress
 from torch import Tensor
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.data.progress import with_progress
+from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.evaluation.comparisons import (
     comparisons_won,
     mean_over_prompts,
@@ -74,21 +72,19 @@ def sample_pool(
     scores: list[list[float]] = []
     lengths: list[list[int]] = []
     golds: list[list[float]] = []
-    with Progress(disable=not get_console().is_terminal) as bar:
-        places = with_progress(range(size), "best of n", size, "responses a prompt")
-        for place in bar.track(places, total=size, description="best of n"):
-            answers = sample_batches(
-                policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
+    for place in with_bar(range(size), "best of n", "responses a prompt"):
+        answers = sample_batches(
+            policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
+        )
+        if any(map(math.isnan, answers.scores)):
+            raise ValueError(
+                "best of n chooses by score, and the scorer has none (None) for some responses: "
+                "use a scorer that scores every response"
             )
-            if any(map(math.isnan, answers.scores)):
-                raise ValueError(
-                    "best of n chooses by score, and the scorer has none (None) for some "
-                    "responses: use a scorer that scores every response"
-                )
-            scores.append(answers.scores)
-            lengths.append(answers.lengths)
-            if gold is not None:
-                golds.append(gold_scores(gold, answers))
+        scores.append(answers.scores)
+        lengths.append(answers.lengths)
+        if gold is not None:
+            golds.append(gold_scores(gold, answers))
     return Pool(_table(scores), _table(lengths), _table(golds) if golds else None)
 
 

@@ -9,13 +9,9 @@ from datetime import UTC, datetime
 from random import Random
 from typing import Protocol
 
-from rich import get_console
-from rich.markup import escape
-from rich.progress import Progress
-
 from rlhf_lightning.arguments import AtLeast0, Seed, checked
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
-from rlhf_lightning.data.progress import with_progress
+from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
@@ -202,20 +198,16 @@ def label_pairs(
     known = {x.pair_id: x for x in journal.read() if x.annotator == annotator.name}
     missing = [pair for pair in wanted if pair.pair_id not in known]
     starts = range(0, len(missing), annotator.batch_size)
-    what = f"labels by {annotator.name}"
-    with Progress(disable=not get_console().is_terminal) as bar:
-        task = bar.add_task(escape(what), total=len(wanted), completed=len(wanted) - len(missing))
-        for start in with_progress(starts, what, len(starts), "batches"):
-            batch = missing[start : start + annotator.batch_size]
-            labels = annotator.label(batch)
-            if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
-                raise AnnotationError(
-                    f"{annotator.name} returned {len(labels)} labels for {len(batch)} pairs, or in "
-                    "another order: return one a pair"
-                )
-            journal.append(labels)
-            known |= {x.pair_id: x for x in labels}
-            bar.advance(task, len(batch))
+    for start in with_bar(starts, f"labels by {annotator.name}", "batches"):
+        batch = missing[start : start + annotator.batch_size]
+        labels = annotator.label(batch)
+        if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
+            raise AnnotationError(
+                f"{annotator.name} returned {len(labels)} labels for {len(batch)} pairs, or in "
+                "another order: return one a pair"
+            )
+        journal.append(labels)
+        known |= {x.pair_id: x for x in labels}
     return [known[pair.pair_id] for pair in wanted]
 
 

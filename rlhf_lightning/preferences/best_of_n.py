@@ -11,15 +11,11 @@ from rlhf_lightning.data.records import PromptRecord, Text, asked_columns
 from rlhf_lightning.preferences.annotators import Gold
 from rlhf_lightning.preferences.candidates import (
     METRICS,
-    OVER_LONG,
     Sampling,
-    candidate_journal,
+    collect_candidates,
     describe_dropped,
-    sample_candidates,
-    usable,
     what_to_change,
 )
-from rlhf_lightning.preferences.journal import write_records
 from rlhf_lightning.preferences.pairing import ResponseScores
 from rlhf_lightning.preferences.records import Candidate, completion_of, readable
 
@@ -65,13 +61,9 @@ class RejectionSampler:
         Raises:
             ValueError: if no response is left.
         """
-        journal = candidate_journal(self.folder / "candidates.journal.jsonl")
-        sampled = sample_candidates(prompts, self.sampling, journal)
-        kept, dropped = usable(sampled, keep_unfinished=self.keep_unfinished)
-        num_asked = self.sampling.per_prompt * len(prompts)
-        if len(sampled) < num_asked:
-            dropped[OVER_LONG] = num_asked - len(sampled)
-        write_records(self.folder / "candidates.jsonl", kept)
+        kept, num_asked, dropped = collect_candidates(
+            prompts, self.sampling, self.folder, keep_unfinished=self.keep_unfinished
+        )
         self.say(describe_dropped(num_asked, dropped))
         scores = self.score([(c.prompt, c.response) for c in kept])
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]

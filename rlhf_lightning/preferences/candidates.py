@@ -11,27 +11,26 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
-from rich import get_console
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Count
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
-from rlhf_lightning.data.progress import with_progress
+from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import PromptRecord, text_key
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
-from rlhf_lightning.preferences.journal import Journal
+from rlhf_lightning.preferences.journal import Journal, write_records
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses
@@ -180,23 +179,35 @@ def sample_candidates(
         )
     todo = units(sampling, len(prompts))
     missing = [unit for unit in todo if unit.name not in done]
-    total = sampling.per_prompt * len(prompts)
-    left = sum(unit.stop - unit.start for unit in missing) * sampling.num_samples
-    with Progress(disable=not get_console().is_terminal) as bar:
-        task = bar.add_task("candidates", total=total, completed=total - left)
-        for index, load in enumerate(sampling.policies.values()):
-            own = [unit for unit in missing if unit.policy == index]
-            if not own:
-                continue
-            policy = load()
-            encoded = _encode(prompts, policy.tokenizer, sampling)
-            for unit in with_progress(own, "candidates", len(own), "batches"):
-                answers = _answer(unit, policy, encoded, sampling)
-                done[unit.name] = DoneUnit(unit.name, plan, answers)
-                journal.append([done[unit.name]])
-                bar.advance(task, (unit.stop - unit.start) * sampling.num_samples)
-            del policy
+    loaders = list(sampling.policies.values())
+    for number, own in groupby(missing, key=lambda unit: unit.policy):
+        policy = loaders[number]()
+        encoded = _encode(prompts, policy.tokenizer, sampling)
+        for unit in with_bar([*own], "candidates", "batches"):
+            answers = _answer(unit, policy, encoded, sampling)
+            done[unit.name] = DoneUnit(unit.name, plan, answers)
+            journal.append([done[unit.name]])
+        del policy
     return [c for unit in todo for c in _candidates(unit, done[unit.name], prompts, sampling)]
+
+
+def collect_candidates(
+    prompts: Sequence[PromptRecord], sampling: Sampling, folder: Path, *, keep_unfinished: bool
+) -> tuple[list[Candidate], int, dict[str, int]]:
+    """Sample candidates with a journal in `folder`, and write `candidates.jsonl`.
+
+    Returns:
+        Those that can be compared, the number that was asked for, and the dropped ones by reason.
+    """
+    sampled = sample_candidates(
+        prompts, sampling, candidate_journal(folder / "candidates.journal.jsonl")
+    )
+    kept, dropped = usable(sampled, keep_unfinished=keep_unfinished)
+    num_asked = sampling.per_prompt * len(prompts)
+    if len(sampled) < num_asked:
+        dropped[OVER_LONG] = num_asked - len(sampled)
+    write_records(folder / "candidates.jsonl", kept)
+    return kept, num_asked, dropped
 
 
 def usable(

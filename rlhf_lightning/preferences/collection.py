@@ -30,12 +30,9 @@ from rlhf_lightning.preferences.budget import (
     route,
 )
 from rlhf_lightning.preferences.candidates import (
-    OVER_LONG,
     Sampling,
-    candidate_journal,
+    collect_candidates,
     describe_dropped,
-    sample_candidates,
-    usable,
     what_to_change,
 )
 from rlhf_lightning.preferences.human_annotators import People
@@ -185,13 +182,9 @@ class Lab:
     def _pairs(self, prompts: Sequence[PromptRecord]) -> tuple[list[Pair], int, dict[str, int]]:
         if self.worst is not None:
             return self._adversarial(self.worst)
-        journal = candidate_journal(self.folder / "candidates.journal.jsonl")
-        sampled = sample_candidates(prompts, self.sampling, journal)
-        kept, dropped = usable(sampled, keep_unfinished=self.hparams.keep_unfinished)
-        num_asked = self.sampling.per_prompt * len(prompts)
-        if len(sampled) < num_asked:
-            dropped[OVER_LONG] = num_asked - len(sampled)
-        write_records(self.folder / "candidates.jsonl", kept)
+        kept, num_asked, dropped = collect_candidates(
+            prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished
+        )
         pairs = make_pairs(
             kept,
             method=self.hparams.pairing,
