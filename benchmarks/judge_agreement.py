@@ -64,13 +64,13 @@ def describe(
         people: pair id -> what most of them said.
     """
     judged = asdict(judge_figures(judgements))
-    shares = {key: judged[key]._asdict() for key in ("shown_first_wins", "consistent")}
+    shares = {key: judged[key] for key in ("shown_first_wins", "consistent")}
     beside = asdict(annotator_figures(labels, people))
     orders = {}
     for order in SIDES:
         own = [j for j in judgements if j.order == order and j.verdict in SIDES]
         both = [j.verdict == people[j.pair_id] for j in own if people.get(j.pair_id) in SIDES]
-        orders[order] = Share.of(sum(both), len(both))._asdict()
+        orders[order] = asdict(Share.of(sum(both), len(both)))
     decided = [pair for pair in pairs if people.get(pair.pair_id) in SIDES]
     gaps = [(p, len(p.first.split()) - len(p.second.split())) for p in decided]
     longer = [(gap > 0) == (people[p.pair_id] == "first") for p, gap in gaps if gap]
@@ -79,10 +79,10 @@ def describe(
             "pairs": len(pairs),
             "people": dict(Counter(people.get(p.pair_id, "no majority") for p in pairs)),
             "labels": dict(Counter(label.choice for label in labels)),
-            "agrees_with_people": beside["agrees"]._asdict(),
+            "agrees_with_people": beside["agrees"],
             "kappa_with_people": beside["kappa"],
             "agrees_in_one_order": orders,
-            "longer_agrees_with_people": Share.of(sum(longer), len(longer))._asdict(),
+            "longer_agrees_with_people": asdict(Share.of(sum(longer), len(longer))),
             "replies": judged | shares,
             "unreadable_share": judged["unreadable"] / max(judged["requests"], 1),
         }

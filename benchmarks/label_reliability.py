@@ -76,7 +76,7 @@ def describe(judged: JudgedSet) -> dict[str, Any]:
 
 
 def _share(share: Share) -> dict[str, float] | None:
-    return share._asdict() if share.num else None
+    return asdict(share) if share.num else None
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +135,8 @@ def cohen_kappa(first: Sequence[int], second: Sequence[int]) -> float:
     return (float((a == b).mean()) - by_chance) / (1.0 - by_chance)
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """A share of a count, with its 95 % Wilson interval; NaN where there is nothing to count."""
 
     value: float

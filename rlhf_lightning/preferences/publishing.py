@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,7 +11,6 @@ from typing import Any
 
 from rlhf_lightning.data.sources.base import RELIABILITY
 from rlhf_lightning.preferences.aggregate import Verdict, aggregate, left_out, preference_row
-from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import Gold, gold_scores
 from rlhf_lightning.preferences.candidates import METRICS
 from rlhf_lightning.preferences.collection import Collection, LabHparams
@@ -105,13 +104,15 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
         "annotators": [
             asdict(a) for a in all_annotators([*others, *on_held_out], collection.people)
         ],
-        "automatic_agrees_with_people": verdicts_agree(automatic, people_majority(on_held_out)),
+        "automatic_agrees_with_people": asdict(
+            verdicts_agree(automatic, people_majority(on_held_out))
+        ),
         "judge": None if collection.judge is None else asdict(collection.judge),
         "label_ceiling": label_ceiling(collection.validation, on_held_out, shape),
     }
     if gold is not None:
         figures["gold"] = _truth(collection, gold)
-    return _plain(figures)
+    return json.loads(to_json(figures))
 
 
 def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -148,7 +149,7 @@ def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _truth(collection: Collection, gold: Gold) -> dict[str, Share]:
+def _truth(collection: Collection, gold: Gold) -> dict[str, dict[str, float]]:
     routing = collection.routing
     pairs = (*routing.automatic, *routing.people, *routing.validation)
     truth = gold_gaps(pairs, gold_scores(pairs, gold))
@@ -158,15 +159,4 @@ def _truth(collection: Collection, gold: Gold) -> dict[str, Share]:
         "train_people": [v for v in collection.train if v.by_people],
         "validation": collection.validation,
     }
-    return {name: agreement_with_truth(verdicts, truth) for name, verdicts in parts.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Return plain values: a share as an object, and null for what is not a number."""
-    if isinstance(value, Share):
-        return {key: _plain(item) for key, item in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {name: asdict(agreement_with_truth(part, truth)) for name, part in parts.items()}

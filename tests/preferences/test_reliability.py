@@ -83,7 +83,7 @@ def test_verdicts_are_held_against_people_and_the_truth() -> None:
     ]
     verdicts = aggregate(pairs, labels, people=())
     people = {pairs[0].pair_id: "first", pairs[1].pair_id: "second", pairs[2].pair_id: "first"}
-    assert verdicts_agree(verdicts, people)[:1] == (0.5,)
+    assert verdicts_agree(verdicts, people).value == 0.5
     truth = gold_gaps(pairs, [(2.0, 1.0), (1.0, 1.0), (0.0, 1.0)])
     share = agreement_with_truth(verdicts, truth)
     assert (share.value, share.num) == (1.0, 1)
