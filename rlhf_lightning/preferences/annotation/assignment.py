@@ -2,7 +2,7 @@
 
 An assignment is a lease: one that is not used ends, and the pair goes to another rater, so that no
 pair gets more labels than were asked for. The functions that take `db` change an open transaction
-of `Writer`; transactions are one after the other, so a count cannot change meanwhile.
+of `LabelStore`; transactions are one after the other, so a count cannot change meanwhile.
 
 A rater's answer is about the left and the right of a screen (`Answer`), a label is about the pair.
 """

@@ -10,14 +10,9 @@ from __future__ import annotations
 import os
 import secrets
 import sqlite3
-import threading
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
-
-ResultT = TypeVar("ResultT")
-Change = Callable[[sqlite3.Connection], ResultT]
 
 # Tells our file from any other SQLite file, and one version of the tables from another.
 APPLICATION_ID = 0x524C4846  # "RLHF"
@@ -103,6 +98,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     Raises:
         StoreError: if the file is no store of ours, or cannot be opened.
     """
+    db = None
     try:
         _check_ours(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,21 +107,16 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         db = sqlite3.connect(
             path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
-    except (OSError, sqlite3.Error) as error:
-        raise StoreError(
-            f"{path} is no store of labels ({error}): give another name, or move the file away"
-        ) from error
-    try:
         _prepare(db, path)
         db.execute(f"PRAGMA query_only = {int(read_only)}")
-    except sqlite3.Error as error:
-        db.close()
+    except (OSError, sqlite3.Error, StoreError) as error:
+        if db is not None:
+            db.close()
+        if isinstance(error, StoreError):
+            raise
         raise StoreError(
             f"{path} is no store of labels ({error}): give another name, or move the file away"
         ) from error
-    except StoreError:
-        db.close()
-        raise
     db.row_factory = sqlite3.Row
     return db
 
@@ -164,19 +155,15 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA fullfsync = ON")  # macOS: through the disk's own cache as well
-    db.execute("BEGIN IMMEDIATE" if _is_empty(db) else "BEGIN")
-    try:
-        if _is_empty(db):
-            for statement in TABLES.split(";\n"):
-                db.execute(statement)
-            db.execute("INSERT INTO meta VALUES ('secret', ?)", (secrets.token_hex(32),))
-            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {VERSION}")
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
+    if _is_empty(db):
+        with transaction(db):
+            if _is_empty(db):  # still: another process may have been faster
+                for statement in TABLES.split(";\n"):
+                    db.execute(statement)
+                db.execute("INSERT INTO meta VALUES ('secret', ?)", (secrets.token_hex(32),))
+                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {VERSION}")
+    version = db.execute("PRAGMA user_version").fetchone()[0]
     if version != VERSION:
         raise StoreError(
             f"{path} has tables of version {version}, this release reads {VERSION}: export the "
@@ -212,36 +199,14 @@ def _is_empty(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
 
 
-class Writer:
-    """Runs changes one after the other, each in a separate transaction.
-
-    Args:
-        db: the connection to write through, which nothing else may use. It is closed with the
-            writer.
-    """
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        self._lock = threading.Lock()
-
-    def run(self, change: Change[ResultT]) -> ResultT:
-        """Apply `change` and return what it returned, once it is on the disk.
-
-        Raises:
-            Exception: whatever `change` or the commit raised, in which case nothing has changed.
-        """
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                result = change(self._db)
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # a full disk ends the transaction by itself
-                    self._db.execute("ROLLBACK")
-                raise
-            return result
-
-    def close(self) -> None:
-        """Finish the change that is under way, and close the connection."""
-        with self._lock:
-            self._db.close()
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Make what is done inside one change: at the end it is on the disk, after an error undone."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # a full disk ends the transaction by itself
+            db.execute("ROLLBACK")
+        raise

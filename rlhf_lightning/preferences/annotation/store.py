@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import TypeVar, cast
 
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.annotation import assignment as rules
@@ -34,15 +34,14 @@ from rlhf_lightning.preferences.annotation.assignment import (
     insert_rater,
 )
 from rlhf_lightning.preferences.annotation.database import (
-    Change,
-    ResultT,
     StoreError,
-    Writer,
     connect,
     file_ids,
+    transaction,
 )
 from rlhf_lightning.preferences.records import Label, Pair, from_row, to_row
 
+ResultT = TypeVar("ResultT")
 _NEWEST = (
     "SELECT * FROM assignments WHERE rater_id = ? AND state = 'open' AND expires > ? "
     "ORDER BY assignment_id DESC LIMIT 1"
@@ -65,8 +64,8 @@ class LabelStore:
         self.path = Path(path)
         self._clock = clock
         self._reader = connect(self.path, read_only=True)
-        self._reading = threading.Lock()
-        self._writer = Writer(connect(self.path))
+        self._writer = connect(self.path)
+        self._reading, self._writing = threading.Lock(), threading.Lock()
         self._target = self.path.resolve()
         self._file_ids = file_ids(self.path, self._target)
 
@@ -78,14 +77,14 @@ class LabelStore:
 
     def close(self) -> None:
         """Finish what is being written, and close the file."""
-        self._writer.close()
-        with self._reading:
+        with self._writing, self._reading:
+            self._writer.close()
             self._reader.close()
 
     @property
     def secret(self) -> str:
         """A random text that belongs to this store, for signing cookies."""
-        return cast(str, self._read("SELECT value FROM meta WHERE key = 'secret'")[0][0])
+        return self._noted("secret")[0]
 
     def add_pairs(self, pairs: Iterable[Pair], *, ratings_per_pair: int) -> int:
         """Add pairs behind those that are there, and return how many were new.
@@ -254,39 +253,38 @@ class LabelStore:
         for row in self._read(f"{LABELS} WHERE undone IS NULL ORDER BY label_id"):
             yield as_label(row)
 
-    def exports(self) -> set[str]:
+    def exports(self) -> list[str]:
         """Return the digests of the files that `note_export` recorded."""
-        rows = self._read("SELECT value FROM meta WHERE key LIKE 'export %'")
-        return {str(row[0]) for row in rows}
+        return self._noted("export %")
 
     def note_export(self, file: str, digest: str) -> None:
         """Keep what an export has written into a file, which a later one may replace."""
-        values = (f"export {file}", digest)
-        self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values))
+        self._note(f"export {file}", digest)
 
     def imports(self) -> list[str]:
         """Return the names of the files that `note_import` recorded."""
-        rows = self._read("SELECT value FROM meta WHERE key LIKE 'import %' ORDER BY key")
-        return [str(row[0]) for row in rows]
+        return self._noted("import %")
 
     def note_import(self, file: Path) -> None:
         """Keep the name of a file whose pairs were added."""
-        values = (f"import {file.resolve()}", str(file))
-        self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values))
+        self._note(f"import {file.resolve()}", str(file))
 
     def question(self) -> str | None:
         """Return the question under which people have labelled; None before the first label."""
-        rows = self._read(
-            "SELECT value FROM meta WHERE key = 'question' AND EXISTS "
-            "(SELECT 1 FROM labels WHERE assignment_id IS NOT NULL AND undone IS NULL)"
-        )
-        return str(rows[0][0]) if rows else None
+        labelled = "SELECT 1 FROM labels WHERE assignment_id IS NOT NULL AND undone IS NULL LIMIT 1"
+        return next(iter(self._noted("question")), None) if self._read(labelled) else None
 
     def note_question(self, text: str) -> None:
         """Keep the question that raters are asked from now on."""
-        self._write(
-            lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES ('question', ?)", (text,))
-        )
+        self._note("question", text)
+
+    def _note(self, key: str, value: str) -> None:
+        insert = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+        self._write(lambda db: db.execute(insert, (key, value)))
+
+    def _noted(self, like: str) -> list[str]:
+        rows = self._read("SELECT value FROM meta WHERE key LIKE ? ORDER BY key", (like,))
+        return [str(row[0]) for row in rows]
 
     def first_shown_chosen(self) -> dict[str, str]:
         """Return how often each rater at the page chose the response that was shown first."""
@@ -326,10 +324,11 @@ class LabelStore:
                 "sqlite3's .recover saves"
             ) from error
 
-    def _write(self, change: Change[ResultT]) -> ResultT:
+    def _write(self, change: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         self._check_place()
         try:
-            result = self._writer.run(change)
+            with self._writing, transaction(self._writer):
+                result = change(self._writer)
         except (sqlite3.Error, UnicodeEncodeError) as error:
             raise StoreError(f"{self.path} could not take that: {error}") from error
         self._check_place()
