@@ -45,10 +45,7 @@ class BagOfWords:
         Raises:
             ValueError: if a class has no text.
         """
-        if not positive or not negative:
-            raise ValueError(
-                f"{len(positive)} positive and {len(negative)} negative texts: give some of each"
-            )
+        _check_both(positive, negative)
         both = (positive, negative)  # in how many texts of each class does a feature occur?
         counts = [Counter(f for text in texts for f in features(text)) for texts in both]
         vocabulary = counts[0].keys() | counts[1].keys()
@@ -85,13 +82,17 @@ class BagOfWords:
         Raises:
             ValueError: if a class has no text.
         """
-        if not positive or not negative:
-            raise ValueError(
-                f"{len(positive)} positive and {len(negative)} negative texts: give some of each"
-            )
+        _check_both(positive, negative)
         right_positive = sum(x > 0 for x in self.log_odds(positive)) / len(positive)
         right_negative = sum(x <= 0 for x in self.log_odds(negative)) / len(negative)
         return (right_positive + right_negative) / 2
+
+
+def _check_both(positive: Sequence[str], negative: Sequence[str]) -> None:
+    if not positive or not negative:
+        raise ValueError(
+            f"{len(positive)} positive and {len(negative)} negative texts: give some of each"
+        )
 
 
 def features(text: str) -> frozenset[str]:

@@ -18,8 +18,8 @@ from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.evaluation.comparisons import share_over_prompts
-from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, share_right
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share
+from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, whole_metrics
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.runs.metric_catalog import part_key
 
 
@@ -104,12 +104,7 @@ class PairsBenchmark:
             )
             for one in scored
         ]
-        unequal = [pair for pair in pairs if pair.chosen_length != pair.rejected_length]
-        measures = share("val/accuracy", share_right(pairs) * len(pairs), len(pairs))
-        if unequal:
-            longer = sum(pair.chosen_length > pair.rejected_length for pair in unequal)
-            measures["val/longer_wins_accuracy"] = longer / len(unequal)
-        measures |= {"val/num_pairs": float(len(pairs))} | pair_metrics(pairs)
+        measures = whole_metrics(pairs) | pair_metrics(pairs)
         return {f"benchmark/{name.removeprefix('val/')}": v for name, v in measures.items()}
 
 
@@ -187,8 +182,7 @@ class RewardBench2:
             if name == TIES:
                 found = ties_metrics(part)
             else:
-                credit = [best_of_credit(one.scores) for one in part]
-                by_prompt = np.array(credit)
+                by_prompt = np.array([(s[0] == max(s)) / s.count(max(s)) for _, s, _ in part])
                 found = share_over_prompts(by_prompt, confidence=CONFIDENCE).named("score")
             found["num_prompts"] = float(len(part))
             measures |= {part_key(f"benchmark/{k}", "subset", name): v for k, v in found.items()}
@@ -196,12 +190,6 @@ class RewardBench2:
         measures["benchmark/score"] = math.fsum(scores) / len(scores)
         measures["benchmark/num_subsets"] = float(len(parts))
         return measures
-
-
-def best_of_credit(scores: Sequence[float]) -> float:
-    """Return 1 if the first score is the highest alone, 1/k if it is one of k highest, else 0."""
-    highest = max(scores)
-    return 1 / sum(score == highest for score in scores) if scores[0] == highest else 0.0
 
 
 class _Margins(NamedTuple):

@@ -41,7 +41,7 @@ class Pool:
 
     scores: Tensor
     lengths: Tensor
-    gold: Tensor | None
+    gold: Tensor | None = None
 
 
 def sample_pool(
@@ -69,9 +69,7 @@ def sample_pool(
         gold: the true reward, where it is known.
     """
     noise = RowNoise(seed, "best_of")
-    scores: list[list[float]] = []
-    lengths: list[list[int]] = []
-    golds: list[list[float]] = []
+    found: list[tuple[list[float], ...]] = []
     for place in with_bar(range(size), "best of n", "responses a prompt"):
         answers = sample_batches(
             policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
@@ -81,16 +79,9 @@ def sample_pool(
                 "best of n chooses by score, and the scorer has none (None) for some responses: "
                 "use a scorer that scores every response"
             )
-        scores.append(answers.scores)
-        lengths.append(answers.lengths)
-        if gold is not None:
-            golds.append(gold_scores(gold, answers))
-    return Pool(_table(scores), _table(lengths), _table(golds) if golds else None)
-
-
-def _table(by_place: Sequence[Sequence[float]]) -> Tensor:
-    """Return `[N, M]` of M lists of N values."""
-    return torch.tensor(by_place, dtype=torch.float64).T
+        extra = [] if gold is None else [gold_scores(gold, answers)]
+        found.append((answers.scores, answers.lengths, *extra))
+    return Pool(*(torch.tensor(x, dtype=torch.float64).T for x in zip(*found, strict=True)))
 
 
 def measure_best_of(

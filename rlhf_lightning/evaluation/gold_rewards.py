@@ -11,6 +11,8 @@ from rlhf_lightning.arguments import checked
 from rlhf_lightning.data.sources.templates import REFERENCE, normalized
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_reward
 
+Texts, Flags = Sequence[str], Sequence[bool]  # one a row
+
 
 class ExactMatchGold:
     """1.0 where the response equals the reference up to white space and ended by itself; else 0.0.
@@ -24,11 +26,7 @@ class ExactMatchGold:
         self.columns = (column,)
 
     def __call__(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        finished: Sequence[bool],
-        **columns: Sequence[str],
+        self, prompts: Texts, completions: Texts, finished: Flags, **columns: Texts
     ) -> list[float]:
         """Return 1.0 or 0.0 a row."""
         rows = zip(completions, finished, columns[self.columns[0]], strict=True)
@@ -37,11 +35,7 @@ class ExactMatchGold:
         ]
 
     def details(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        finished: Sequence[bool],
-        **columns: Sequence[str],
+        self, prompts: Texts, completions: Texts, finished: Flags, **columns: Texts
     ) -> Mapping[str, list[float]]:
         """Return `exact_match`, and `first_word_match`: of a command, the right program."""
         rows = zip(completions, columns[self.columns[0]], strict=True)
@@ -61,11 +55,7 @@ class NumberGold:
         self.columns = (reward.column,)
 
     def __call__(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        finished: Sequence[bool],
-        **columns: Sequence[str],
+        self, prompts: Texts, completions: Texts, finished: Flags, **columns: Texts
     ) -> list[float]:
         """Return 1.0 or 0.0 per row; a response that was cut off after its number counts."""
         wanted = self.reward.references(columns)
@@ -73,11 +63,7 @@ class NumberGold:
         return [float(self.reward.extract(text) == number) for text, number in rows]
 
     def details(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        finished: Sequence[bool],
-        **columns: Sequence[str],
+        self, prompts: Texts, completions: Texts, finished: Flags, **columns: Texts
     ) -> Mapping[str, list[float]]:
         """Return `solved`, the score itself, and `answered`: some number was given."""
         return {
@@ -98,11 +84,7 @@ class CommandGold:
         self.columns = (column,)
 
     def __call__(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        finished: Sequence[bool],
-        **columns: Sequence[str],
+        self, prompts: Texts, completions: Texts, finished: Flags, **columns: Texts
     ) -> list[float]:
         """Return the share a row."""
         return command_reward(prompts, completions, completion=columns[self.columns[0]])

@@ -140,7 +140,7 @@ def wins(
     metrics = {} if known.all() else {f"val/{name}_unscored": 1 - known.double().mean().item()}
     if not known.any():
         return metrics
-    metrics |= _with_interval(key, rate_of(first, second))
+    metrics |= rate_of(first, second).named(key)
     metrics[f"val/{name}_tie_rate"] = tie_rate(first, second)
     lengths = by_prompt(mine.lengths, count)[known], by_prompt(theirs.lengths, count)[known]
     # Each of the K x L comparisons of a prompt is one row of the regression.
@@ -154,8 +154,8 @@ def wins(
     domains = [domains[i] for i in known.nonzero().flatten().tolist()]
     for domain in sorted(set(domains) - {""}):
         index = [i for i, each in enumerate(domains) if each == domain]
-        part = rate_of(first[index], second[index])
-        metrics |= _with_interval(key, part, domain)
+        part = rate_of(first[index], second[index]).named(key)
+        metrics |= {part_key(k, "domain", domain): v for k, v in part.items()}
     return metrics
 
 
@@ -205,8 +205,3 @@ def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
 def by_prompt(values: Sequence[float], count: int) -> Tensor:
     """Return values of responses as `[count, responses per prompt]`."""
     return torch.tensor(values, dtype=torch.float64).view(count, -1)
-
-
-def _with_interval(key: str, interval: Interval, domain: str = "") -> dict[str, float]:
-    found = {key: interval.mean, f"{key}_low": interval.low, f"{key}_high": interval.high}
-    return {part_key(k, "domain", domain) if domain else k: v for k, v in found.items()}

@@ -104,26 +104,24 @@ def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
 
     The interval assumes independent pairs; pairs that share responses make it too narrow.
     """
-    measures: dict[str, float] = {}
-    names = sorted({name for pair in pairs for name in pair.subsets})
-    for name in ("", *names):
-        part = [pair for pair in pairs if not name or name in pair.subsets]
-        of = ("subset", name) if name else None
-        if name:
-            measures |= _accuracy(part, "", of, interval=True)
-            unequal = [p for p in part if p.chosen_length != p.rejected_length]
-            if unequal:
-                longer = sum(p.chosen_length > p.rejected_length for p in unequal)
-                key = part_key("val/longer_wins_accuracy", "subset", name)
-                measures[key] = longer / len(unequal)
-        for cut, belongs in LENGTH_CUTS.items():
-            cut_pairs = [pair for pair in part if belongs(pair)]
-            interval = cut == "length_matched"
-            measures |= _accuracy(cut_pairs, f"_{cut}", of, interval=interval)
+    measures = _by_length(pairs)
+    for name in sorted({name for pair in pairs for name in pair.subsets}):
+        part = [pair for pair in pairs if name in pair.subsets]
+        found = whole_metrics(part) | _by_length(part)
+        measures |= {part_key(k, "subset", name): v for k, v in found.items()}
     for domain in sorted({pair.domain for pair in pairs} - {""}):
-        rows = [pair for pair in pairs if pair.domain == domain]
-        measures |= _accuracy(rows, "", ("domain", domain), interval=True)
+        found = _accuracy([pair for pair in pairs if pair.domain == domain], interval=True)
+        measures |= {part_key(k, "domain", domain): v for k, v in found.items()}
     return measures
+
+
+def whole_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
+    """Return accuracy with its interval, and where lengths differ how often the longer one wins."""
+    found = _accuracy(pairs, interval=True)
+    longer = [
+        p.chosen_length > p.rejected_length for p in pairs if p.chosen_length != p.rejected_length
+    ]
+    return found | ({"val/longer_wins_accuracy": sum(longer) / len(longer)} if longer else {})
 
 
 def held_out_pairs(
@@ -210,22 +208,25 @@ def share_right(pairs: Sequence[ScoredPair]) -> float:
     return sum(pair.chosen > pair.rejected for pair in pairs) / len(pairs)
 
 
-def is_length_matched(pair: ScoredPair) -> bool:
-    """Return whether the lengths differ by at most 10 % of the longer one."""
-    longer = max(pair.chosen_length, pair.rejected_length)
-    return abs(pair.chosen_length - pair.rejected_length) <= MATCHED * longer
-
-
 LENGTH_CUTS: Mapping[str, Callable[[ScoredPair], bool]] = {
-    "length_matched": is_length_matched,
+    "length_matched": lambda pair: (
+        abs(pair.chosen_length - pair.rejected_length)
+        <= MATCHED * max(pair.chosen_length, pair.rejected_length)
+    ),
     "chosen_shorter": lambda pair: pair.chosen_length < pair.rejected_length,
     "chosen_longer": lambda pair: pair.chosen_length > pair.rejected_length,
 }
 
 
-def _accuracy(
-    pairs: Sequence[ScoredPair], cut: str, of: tuple[str, str] | None, *, interval: bool
-) -> dict[str, float]:
+def _by_length(pairs: Sequence[ScoredPair]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for cut, belongs in LENGTH_CUTS.items():
+        part = [pair for pair in pairs if belongs(pair)]
+        found |= _accuracy(part, f"_{cut}", interval=cut == "length_matched")
+    return found
+
+
+def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> dict[str, float]:
     if not pairs:
         return {}
     right = sum(pair.chosen > pair.rejected for pair in pairs)
@@ -233,9 +234,7 @@ def _accuracy(
         f"val/accuracy{cut}": right / len(pairs),
         f"val/num_pairs{cut}": float(len(pairs)),
     }
-    if interval:
-        measures |= share(f"val/accuracy{cut}", right, len(pairs))
-    return measures if of is None else {part_key(k, *of): v for k, v in measures.items()}
+    return measures | (share(f"val/accuracy{cut}", right, len(pairs)) if interval else {})
 
 
 BINS = 10

@@ -13,7 +13,6 @@ from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.runs.metric_catalog import part_key
-from rlhf_lightning.text.messages import Messages, Text
 
 # (prompt, completion) -> whether the completion refuses.
 RefusalDetector = Callable[[str, str], bool]
@@ -54,7 +53,7 @@ def attacked(record: PromptRecord, attack: str) -> PromptRecord:
         attack: name of the attack, one of `ATTACKS`.
     """
     plain = isinstance(record.prompt, str)
-    turns: list[Mapping[str, str]] = [*_turns(record.prompt)]
+    turns = [{"role": "user", "content": record.prompt}] if plain else [*record.prompt]
     last = turns[-1]
     turns[-1] = {**last, "content": ATTACKS[attack].format(prompt=last["content"])}
     if attack == "many_turns":
@@ -62,10 +61,6 @@ def attacked(record: PromptRecord, attack: str) -> PromptRecord:
         turns[start:start] = SMALL_TALK
     text = "\n\n".join(turn["content"] for turn in turns) if plain else tuple(turns)
     return PromptRecord(text, f"{HARMFUL}/{attack}")
-
-
-def _turns(prompt: Text) -> Messages:
-    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
 
 
 class PhraseRefusals:
