@@ -19,20 +19,7 @@ from typing import TypeVar, cast
 
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.annotation import assignment as rules
-from rlhf_lightning.preferences.annotation.assignment import (
-    LABELS,
-    Answer,
-    Outcome,
-    Progress,
-    Sharing,
-    Task,
-    as_label,
-    choice_of,
-    clean_name,
-    insert_answer,
-    insert_label,
-    insert_rater,
-)
+from rlhf_lightning.preferences.annotation.assignment import LABELS, Answer, Outcome, Sharing, Task
 from rlhf_lightning.preferences.annotation.database import (
     StoreError,
     connect,
@@ -132,7 +119,7 @@ class LabelStore:
             StoreError: if a label's pair is unknown.
         """
         given = list(labels)
-        return self._write(lambda db: sum(insert_label(db, label) for label in given))
+        return self._write(lambda db: sum(rules.insert_label(db, label) for label in given))
 
     def enter(self, name: str) -> tuple[int, bool]:
         """Return the number of the one of this name, made if there is none, and whether it is new.
@@ -142,7 +129,7 @@ class LabelStore:
         Raises:
             StoreError: if the name is empty or too long, or that of an annotator who is no person.
         """
-        clean = clean_name(name)
+        clean = rules.clean_name(name)
 
         def change(db: sqlite3.Connection) -> tuple[int, bool]:
             # SQLite folds the case of ASCII alone.
@@ -153,7 +140,7 @@ class LabelStore:
                 raise StoreError(f"{clean} is the name of a {row['kind']}: choose another name")
             if row is not None:
                 return cast(int, row[0]), False
-            return insert_rater(db, clean, "person", self._clock()), True
+            return rules.insert_rater(db, clean, "person", self._clock()), True
 
         return self._write(change)
 
@@ -203,10 +190,14 @@ class LabelStore:
             if row["state"] == "labelled":
                 query = "SELECT choice FROM labels WHERE assignment_id = ?"
                 given = rules.one(db, query, assignment_id)[0]
-                return "repeated" if given == choice_of(answer, row["shown_first"]) else "differs"
+                return (
+                    "repeated"
+                    if given == rules.choice_of(answer, row["shown_first"])
+                    else "differs"
+                )
             if row["state"] != "open" and not rules.renew(db, row, sharing, now):
                 return "gone"
-            insert_answer(db, row, answer, seconds, reason, now)
+            rules.insert_answer(db, row, answer, seconds, reason, now)
             rules.assign(db, rater_id, sharing, now)
             return "kept"
 
@@ -231,12 +222,12 @@ class LabelStore:
 
         return self._write(change)
 
-    def progress(self, rater_id: int | None = None) -> Progress:
+    def progress(self, rater_id: int | None = None) -> rules.Progress:
         """Return the progress of the whole store and of this rater."""
         own = self._read("SELECT labelled, skipped FROM raters WHERE rater_id = ?", (rater_id,))
         labelled, skipped = own[0] if own else (0, 0)
         wanted, done = self._read("SELECT wanted, done FROM totals")[0]
-        return Progress(wanted, done, labelled, skipped)
+        return rules.Progress(wanted, done, labelled, skipped)
 
     def rater_name(self, rater_id: int) -> str:
         """Return the name of the rater of this number."""
@@ -251,7 +242,7 @@ class LabelStore:
     def labels(self) -> Iterator[Label]:
         """Yield all labels that were not taken back, in the order in which they were given."""
         for row in self._read(f"{LABELS} WHERE undone IS NULL ORDER BY label_id"):
-            yield as_label(row)
+            yield rules.as_label(row)
 
     def exports(self) -> list[str]:
         """Return the digests of the files that `note_export` recorded."""
@@ -299,7 +290,7 @@ class LabelStore:
         record = self._read("SELECT record FROM pairs WHERE position = ?", (row["position"],))
         before = None
         if row["redoes"] is not None:
-            before = as_label(self._read(f"{LABELS} WHERE label_id = ?", (row["redoes"],))[0])
+            before = rules.as_label(self._read(f"{LABELS} WHERE label_id = ?", (row["redoes"],))[0])
         pair = self._pair(record[0]["record"])
         return Task(row["assignment_id"], pair, row["shown_first"], row["served"], before)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -153,13 +154,17 @@ class Page:
         if answer not in ANSWERS or not (number.isascii() and number.isdecimal()):
             raise HTTPException(400, "That form holds no answer. Load the page again.")
 
+        seconds = None
+        with suppress(ValueError):  # sent by the script alone
+            seconds = float(form.get("seconds", ""))
+
         def keep() -> Response:
             outcome = self._store.label(
                 rater_id,
                 min(int(number[:19]), 2**63 - 1),
                 answer,
                 self._sharing,
-                seconds=as_seconds(form.get("seconds", "")),
+                seconds=seconds,
                 reason=form.get("reason"),
             )
             return self._redirect(visitor, form, "" if outcome == "kept" else outcome)
@@ -291,14 +296,6 @@ async def read_form(request: Request) -> dict[str, str]:
     except ValueError as error:
         raise HTTPException(400, "That is no form of this page.") from error
     return dict(pairs)
-
-
-def as_seconds(text: str) -> float | None:
-    """Return the time that a browser measured, None where it sent none."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def is_secure(request: Request) -> bool:

@@ -14,11 +14,6 @@ MOST_CONNECTIONS = 500
 ACCEPTED_AT_ONCE = 16  # connections that asyncio accepts before the first of them is counted
 
 
-def connection_limit() -> int:
-    """Return how many connections are kept: at most half of the files this process may open."""
-    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-
-
 class Connection(H11Protocol):
     """A connection that ends when a request or its reply takes too long.
 
@@ -27,7 +22,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._most = connection_limit()
+        # At most half of the files that this process may open.
+        self._most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._is_arriving = True
         self._timer: asyncio.TimerHandle | None = None
         self._since = 0.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ class Identity:
     def visitor(self, request: Request) -> Visitor:
         """Return who is asking."""
         visit = request.cookies.get(self._visit, "")
-        if not _is_hex(visit):
+        if not re.fullmatch("[0-9a-f]{32}", visit):
             return Visitor(secrets.token_hex(16), True, None)
         number, _, signature = request.cookies.get(self._rater, "").partition(".")
         expected = self._sign(f"rater:{visit}:{number}")
@@ -191,7 +192,3 @@ class Identity:
 def _same(given: str, expected: str) -> bool:
     # As bytes: compare_digest refuses text that is not ASCII.
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
-
-
-def _is_hex(text: str) -> bool:
-    return len(text) == 32 and all(c in "0123456789abcdef" for c in text)

@@ -49,20 +49,18 @@ class QuietServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._told.set)
 
 
-class OncePerMinute(logging.Filter):
-    """Lets a message through once a minute: requests may not fill the disk with the log."""
+def once_per_minute() -> Callable[[logging.LogRecord], bool]:
+    """Return a filter of messages: requests may not fill the disk with the log."""
+    said: dict[str, float] = {}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the message was last said a minute ago or never."""
+    def is_new(record: logging.LogRecord) -> bool:
         key = str(record.msg)  # without its arguments, which may be foreign text
-        is_new = record.created - self._said.get(key, 0.0) >= 60
-        if is_new:
-            self._said[key] = record.created
-        return is_new
+        if record.created - said.get(key, 0.0) < 60:
+            return False
+        said[key] = record.created
+        return True
+
+    return is_new
 
 
 class PortError(Exception):
@@ -126,7 +124,7 @@ def serve(
         backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=5,
     )
-    once = OncePerMinute()
+    once = once_per_minute()
     for name in ("asyncio", "uvicorn.error", Page.__module__):
         logging.getLogger(name).addFilter(once)
     with listening:
