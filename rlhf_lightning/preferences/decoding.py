@@ -67,18 +67,10 @@ class TruncatedGenerator(CachedGenerator):
         stop_ids: ids that end a response.
         pad_token_id: fills what follows a response.
         decoding: what to keep; its temperature is that of the call.
-        prefill_tokens: prompt tokens per forward, see `CachedGenerator`.
     """
 
-    def __init__(
-        self,
-        stop_ids: Sequence[int],
-        pad_token_id: int,
-        *,
-        decoding: Decoding,
-        prefill_tokens: int = 16_384,
-    ) -> None:
-        super().__init__(stop_ids, pad_token_id, prefill_tokens=prefill_tokens)
+    def __init__(self, stop_ids: Sequence[int], pad_token_id: int, *, decoding: Decoding) -> None:
+        super().__init__(stop_ids, pad_token_id)
         self.decoding = decoding
 
     def _truncated(self, logits: Tensor, temperature: float) -> Tensor:

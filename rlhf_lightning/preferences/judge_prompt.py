@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from itertools import count
 from typing import NamedTuple
 
 from rlhf_lightning.preferences.records import Pair, Side, readable
@@ -92,16 +93,14 @@ class JudgePrompt:
         """Return what the judge is sent when the response `order` is shown as A."""
         answers = (pair.first, pair.second) if order == "first" else (pair.second, pair.first)
         spelled = sum(bool(self._spelled.search(x) or _VERDICT.search(x)) for x in answers)
-        texts = [self._harmless(text) for text in (readable(pair.prompt), *answers)]
-        draws = (self._mark(f"{pair.pair_id}/{order}/{n}") for n in range(1 << 30))
-        mark = next(each for each in draws if not any(each in text for text in texts))
+        texts = [
+            self._spelled.sub(lambda found: f"{found.group()[0]} {found.group()[1:]}", text)
+            for text in (readable(pair.prompt), *answers)
+        ]
+        draws = (f"{self.seed}/{pair.pair_id}/{order}/{n}".encode() for n in count())
+        marks = ("=====" + hashlib.sha256(draw).hexdigest()[:8] for draw in draws)
+        mark = next(each for each in marks if not any(each in text for text in texts))
         values = dict(zip(("prompt", "a", "b"), texts, strict=True)) | {"mark": mark}
         # In one pass: a response that spells "{b}" is not filled in.
         text = _PLACE.sub(lambda found: values[found.group(1)], self.template)
         return Question([*self.system, {"role": "user", "content": text}], mark, spelled)
-
-    def _mark(self, what: str) -> str:
-        return "=====" + hashlib.sha256(f"{self.seed}/{what}".encode()).hexdigest()[:8]
-
-    def _harmless(self, text: str) -> str:
-        return self._spelled.sub(lambda found: f"{found.group()[0]} {found.group()[1:]}", text)
