@@ -129,7 +129,9 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         runs=runs,
         stages=stages,
         unfinished=sum(run.summary.status != "completed" for run in runs),
-        columns={quantity(n).label: [_value(run, n) for run in runs] for n in columns},
+        columns={name: quantity(name).label for name in columns},
+        show=show,
+        ends=ends,
         frontier=_frontier_chart(runs),
         curves=curves,
         more_curves=more,
@@ -165,14 +167,6 @@ def _frontier_chart(runs: Sequence[Run]) -> list[Figure]:
     series.append(Series("frontier", frontier(known), "reference"))
     chart = line_chart(title, series, unit="share", whole=False)
     return [Figure(title, chart, legends=legends)]
-
-
-def _value(run: Run, name: str) -> tuple[str, str]:
-    """Return a final value and its interval as text, "" where it was not measured."""
-    value = run.metrics.get(name)
-    if value is None:
-        return "", ""
-    return show(name, value), ends(run.metrics, name)
 
 
 def _figure(runs: Sequence[Run], name: str) -> Figure | None:

@@ -92,13 +92,8 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     }
     columns = [n for n in _ROUND_COLUMNS if any(f.get(n) is not None for f in rounds.values())]
     abouts = {name: quantity(f"val/{name}") for name in columns}
-    cells = {
-        k: ["" if (v := found.get(n)) is None else about.show(v) for n, about in abouts.items()]
-        for k, found in rounds.items()
-    }
     judge = _ROUND_JUDGES.get(name, "learnt score")
-    labels = [about.label for about in abouts.values()]
-    return render("rounds.html", judge=judge, rates=rates, columns=labels, rows=cells)
+    return render("rounds.html", judge=judge, rates=rates, columns=abouts, rounds=rounds)
 
 
 def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, float | None]]:

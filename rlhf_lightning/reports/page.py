@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.reports.chain import chain_section, stages_of
-from rlhf_lightning.reports.distributions import pairs_section
+from rlhf_lightning.reports.charts import Figure
+from rlhf_lightning.reports.curves import Rows, curves
+from rlhf_lightning.reports.distributions import (
+    Lines,
+    answers_figures,
+    pairs_section,
+    wins_figures,
+)
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.next_step import next_step, place_of
 from rlhf_lightning.reports.outcome import (
+    Metrics,
+    best_of_figures,
     domains_section,
     overoptimization_section,
     rounds_section,
 )
-from rlhf_lightning.reports.pictures import Pictures, pictures
 from rlhf_lightning.reports.samples import samples_section
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import read_changes
@@ -32,19 +41,14 @@ from rlhf_lightning.runs.doctor_log import (
     read_events,
 )
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
+from rlhf_lightning.runs.metric_catalog import duration, percent, quantity
 from rlhf_lightning.runs.reading import read_file
 from rlhf_lightning.runs.secrets import redacted_yaml
-from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
+from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
-_GATE = {
-    "passed": ("✓ passed", "good"),
-    "NOT PASSED": ("✗ failed", "bad"),
-    "not measured": ("not measured", "undecided"),
-}
-_LEVEL_TONE = {"warn": "neutral", "alarm": "bad"}
+_STAGE_OF_A_PIPELINE = re.compile(r"round_[1-9]\d*/[a-z][a-z0-9_]*")
 # Of `seconds` of a summary, what is outside of the iterations.
 _PHASES = {
     "setup": "loading",
@@ -90,7 +94,7 @@ def render_report(folder: RunFolder) -> str:
     own = (chain, rounds_section(metrics, stages_of(summary)))
     if not chain:
         own = (
-            render("gates.html", gates=_gates(summary)),
+            render("gates.html", gates=summary.gates if summary else ()),
             doctor_section(read_events(folder.doctor)),
             render("figures.html", shown=shown),
             pairs_section(lines),
@@ -114,6 +118,61 @@ def render_report(folder: RunFolder) -> str:
     return str(render("page.html", title=title, body=body, footer=footer))
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """The figures of a run, each in one place.
+
+    Args:
+        headline: the one beside the number, None where there is none.
+        answers: of wins, and of responses before and after; `answers_of` says of how many.
+        best_of: of the best of n.
+        curves, more_curves: over iterations; those that one looks at first, and the others.
+    """
+
+    headline: Figure | None
+    answers: list[Figure]
+    answers_of: str
+    best_of: list[Figure]
+    curves: list[Figure]
+    more_curves: list[Figure]
+
+
+def pictures(rows: Rows, metrics: Metrics, lines: Lines) -> Pictures:
+    """Return the figures of a run from its rows, final metrics and distributions."""
+    first, more = curves(rows)
+    answers, of = answers_figures(lines)
+    answers = [*wins_figures(metrics), *answers]
+    best_of = best_of_figures(metrics)
+    places = next((figures for figures in (best_of, first, answers) if figures), None)
+    headline = places.pop(0) if places else None
+    return Pictures(headline, answers, of, best_of, first, more)
+
+
+def stages_of(summary: Summary | None) -> list[str]:
+    """Return the `round_<k>/<stage>` of a pipeline in their order; none of any other run."""
+    named = "" if summary is None else summary.about.get("stages", "")
+    return [name for name in named.split(", ") if _STAGE_OF_A_PIPELINE.fullmatch(name)]
+
+
+def chain_section(folder: RunFolder, summary: Summary | None) -> str:
+    """Return the stages that the summary of a pipeline names; "" of any other run."""
+    cards: list[dict[str, Any]] = []
+    begun = ""
+    for name in stages_of(summary):
+        own = RunFolder(folder.path / name)
+        card: dict[str, Any] = {"name": name, "title": name.partition("/")[2]}
+        card |= {"waits": begun, "picture": None, "linked": own.report.is_file()}
+        if own.summary.is_file():
+            begun, found = name, read_summary(own)
+            lines = read_samples(own.distributions)
+            metrics = found.metrics if found.judged else {}
+            shown = pictures(read_metrics(own.metrics), metrics, lines)
+            card["title"] += f": {found.title}"
+            card |= {"summary": found, "result": verdict(found), "picture": shown.headline}
+        cards.append(card)
+    return render("chain.html", cards=cards) if cards else ""
+
+
 def _verdict(
     summary: Summary | None, folder: RunFolder, shown: Pictures, *, stages: bool
 ) -> Markup:
@@ -135,11 +194,6 @@ def _verdict(
     )
 
 
-def _gates(summary: Summary | None) -> list[tuple[str, str, str, list[str]]]:
-    gates = () if summary is None else summary.gates
-    return [(*_GATE[gate.word], gate.name, [_reason(gate)]) for gate in gates]
-
-
 def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Markup:
     """Return from what, on what, against what and on how many prompts; "" where nobody said it."""
     if summary is None or not summary.about:
@@ -153,39 +207,11 @@ def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Ma
     return render("trained.html", facts=facts)
 
 
-def _checked(passed: bool) -> tuple[str, str]:
-    return _GATE["passed" if passed else "NOT PASSED"]
-
-
-def _reason(gate: GateResult) -> str:
-    if gate.reason or gate.value is None or gate.threshold is None:
-        return gate.reason
-    return f"{number(gate.value)} against {number(gate.threshold)}"
-
-
 def doctor_section(events: Sequence[DoctorEvent]) -> str:
     """Return alerts with cause and remedy, actions and the preflight; "" without a doctor."""
     if not events:
         return ""
     alerts, coverage = alerts_of(events), coverage_of(events)
-    items = [
-        (*_checked(e.level == "healthy"), f"preflight: {e.name}", [e.message, e.remedy])
-        for e in events
-        if e.kind == "check"
-    ]
-    for alert in alerts:
-        end = "to the end" if alert["cleared_at"] is None else f"to {alert['cleared_at']}"
-        lines = [alert["message"]]
-        lines += [f"Usual cause: {alert['cause']}.", f"What helps: {alert['remedy']}."]
-        tone = _LEVEL_TONE.get(alert["level"], "neutral")
-        items.append((alert["level"], tone, f"iterations {alert['raised_at']} {end}", lines))
-    for action in actions_of(events):
-        where = f"iteration {action['iteration']}"
-        items.append((action["kind"], "neutral", where, [action["message"]]))
-    if coverage and coverage.idle:
-        why = "; ".join(f"{', '.join(names)}: {why}" for why, names in coverage.idle.items())
-        count = sum(map(len, coverage.idle.values()))
-        items.append(("idle", "undecided", f"{count} of {coverage.total}", [why]))
     if coverage is None:
         lead = "The run did not begin."
     elif alerts:
@@ -197,7 +223,10 @@ def doctor_section(events: Sequence[DoctorEvent]) -> str:
         lead = told + ("." if told.startswith("None") else ", none of them found anything.")
     else:
         lead = f"{coverage.describe()}, none found anything."
-    return render("doctor.html", lead=lead, items=items)
+    checks = [event for event in events if event.kind == "check"]
+    actions = actions_of(events)
+    context = {"checks": checks, "alerts": alerts, "actions": actions, "coverage": coverage}
+    return render("doctor.html", lead=lead, **context)
 
 
 def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) -> str:
