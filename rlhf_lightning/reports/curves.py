@@ -65,7 +65,8 @@ def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
     inside |= {bound for name in names for bound in bound_keys(name)}
     shown = [n for n in names if n not in inside and not n.startswith(_ELSEWHERE)]
     first = looked_at_first(shown)
-    rest = sorted((n for n in shown if n not in first), key=_order)
+    places = {name: place for place, name in enumerate(QUANTITIES)}
+    rest = sorted(set(shown) - {*first}, key=lambda name: (places.get(name, len(places)), name))
     if not first:
         first, rest = rest, []
     figures, more = ([f for n in part if (f := _figure(n, rows, names))] for part in (first, rest))
@@ -76,11 +77,6 @@ def _held_out(name: str) -> str:
     """Return the held-out metric that is drawn into the chart of one of the training, or ""."""
     phase, _, of = name.partition("/")
     return "" if phase == "val" else f"val/{of}"
-
-
-def _order(name: str) -> tuple[int, str]:
-    known = list(QUANTITIES)
-    return (known.index(name) if name in QUANTITIES else len(known), name)
 
 
 def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:

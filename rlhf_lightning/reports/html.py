@@ -29,12 +29,8 @@ def render(template: str, **context: Any) -> Markup:
 def _printable(value: object) -> str:
     if isinstance(value, Markup):
         return value
-    return _CONTROL.sub(_picture, str(value).encode("utf-8", "replace").decode("utf-8"))
-
-
-def _picture(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    return chr(0x2400 + code) if code < 0x20 else "\ufffd"
+    shown = str(value).encode("utf-8", "replace").decode("utf-8")
+    return _CONTROL.sub(lambda one: chr(0x2400 + ord(one[0])) if one[0] < " " else "\ufffd", shown)
 
 
 _TEMPLATES = Environment(

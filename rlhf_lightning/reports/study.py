@@ -46,7 +46,9 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     """Write `study.html` and `study.md` and return their paths."""
     runs = {result.run for result in study.results}
     compared, verdicts = compared_table(study)
-    tables = [published_table(study), protocol_table(study)]
+    lead = "Where the right column says something else, figures differ for that reason too."
+    protocol = Table("Protocol", lead, ["published", "here"], [*study.protocol.items()])
+    tables = [published_table(study), protocol]
     told, law_tables, charts = overoptimization(study.results, study.reward_models)
     verdicts = [*told, *(verdicts if compared.rows or not told else [])]
     tables += [*law_tables, settings_table(study), curves_table(study), compared]
@@ -130,13 +132,6 @@ def published_table(study: Study) -> Table:
         )
     header = ["row", "metric", "published", "ours", "95 % interval", "runs that ended"]
     return Table("Published and ours", lead, header, rows)
-
-
-def protocol_table(study: Study) -> Table:
-    """Return the protocol of the source, line by line, and what is done here."""
-    lead = "Where the right column says something else, figures differ for that reason too."
-    rows = [[theirs, ours] for theirs, ours in study.protocol.items()]
-    return Table("Protocol", lead, ["published", "here"], rows)
 
 
 def settings_table(study: Study) -> Table:
