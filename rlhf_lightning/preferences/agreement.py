@@ -87,8 +87,10 @@ def raw_agreement(counts: NDArray[np.int64]) -> float:
     Args:
         counts: `[I, K]` votes by item and category.
     """
-    per_item = _agreement_of_items(counts)
-    return float(per_item.mean()) if len(per_item) else math.nan
+    counts = counts[counts.sum(1) >= 2].astype(np.float64)
+    totals = counts.sum(1)
+    agreeing = (counts * (counts - 1)).sum(1) / (totals * (totals - 1))
+    return float(agreeing.mean()) if len(counts) else math.nan
 
 
 def fleiss_kappa(counts: NDArray[np.int64]) -> float:
@@ -181,12 +183,6 @@ def majority(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     top = counts.max(1, keepdims=True)
     alone = ((counts == top).sum(1) == 1) & (top[:, 0] > 0)
     return np.where(alone, counts.argmax(1), MISSING)
-
-
-def _agreement_of_items(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    counts = counts[counts.sum(1) >= 2].astype(np.float64)
-    totals = counts.sum(1)
-    return (counts * (counts - 1)).sum(1) / (totals * (totals - 1))
 
 
 Floats = NDArray[np.float64]

@@ -159,7 +159,9 @@ class Lab:
             theirs = self.people.labels(asked, self.folder, journal)
         on_validation = automatic if self.people is None else theirs
         names = frozenset(label.annotator for label in theirs)
-        judged = self._judge_figures()
+        judges = (one for one in self.annotators if isinstance(one, JudgeAnnotator))
+        replies = [reply for judge in judges for reply in judge.judgements]
+        judged = judge_figures(replies) if replies else None
         charges = judged.cost if judged else 0.0
         method = self.hparams.aggregation
         trained_on = (*routing.automatic, *routing.people)
@@ -253,12 +255,3 @@ class Lab:
                 annotator.keep_in(self.folder / "judgements.jsonl")
             labels += label_pairs(annotator, pairs, journal)
         return labels
-
-    def _judge_figures(self) -> JudgeFigures | None:
-        made = [
-            judgement
-            for annotator in self.annotators
-            if isinstance(annotator, JudgeAnnotator)
-            for judgement in annotator.judgements
-        ]
-        return judge_figures(made) if made else None

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import betaln, comb
 from scipy.stats import beta, binom
@@ -131,7 +130,9 @@ def majority_ceiling(shape: float, num_votes: int) -> float:
     """
     if num_votes < 1:
         raise ValueError(f"num_votes={num_votes} must be at least 1")
-    favoured = _favoured(shape)
+    # A grid of max(p, 1 - p) with equal weights: the upper half of the quantiles.
+    quantiles = 0.5 + (np.arange(GRID) + 0.5) / (2 * GRID)
+    favoured = np.clip(beta.ppf(quantiles, shape, shape), 0.5, 1.0)
     tied = binom.pmf(num_votes / 2, num_votes, favoured) if num_votes % 2 == 0 else 0.0
     right = binom.sf(num_votes // 2, num_votes, favoured)
     return float(np.mean(right) / np.mean(1.0 - tied))
@@ -155,12 +156,6 @@ def expected_correct(tally: Tally, shape: float) -> float:
         for votes, n in decided.items()
     ]
     return sum(right) / sum(decided.values())
-
-
-def _favoured(shape: float) -> NDArray[np.float64]:
-    """Return a grid of max(p, 1 - p) with equal weights: the upper half of the quantiles."""
-    quantiles = 0.5 + (np.arange(GRID) + 0.5) / (2 * GRID)
-    return np.clip(beta.ppf(quantiles, shape, shape), 0.5, 1.0)
 
 
 def _agreement(tally: Tally) -> float:

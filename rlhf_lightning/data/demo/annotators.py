@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from random import Random
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import Above0, checked
 
 
 @checked
@@ -22,7 +22,7 @@ class SimulatedAnnotator:
     """
 
     name: str
-    temperature: float
+    temperature: Above0
     length_bias: float
 
     def prefers_first(self, gold_gap: float, length_gap: int) -> float:

@@ -30,7 +30,6 @@ from rlhf_lightning.preferences.records import (
     SIDES,
     Choice,
     Label,
-    LabError,
     Pair,
     completion_of,
     pair_name,
@@ -164,7 +163,7 @@ def naming_the_place(where: Location) -> Iterator[None]:
         yield
     except BadRecordError:
         raise
-    except (LabError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = "mend the record, or leave it out"
         raise BadRecordError(where, f"it cannot be read ({error})", fix) from error
 
@@ -193,7 +192,7 @@ def _read_trl(rows: Located, source: str, now: str) -> tuple[list[Pair], list[La
             raise BadRecordError(where, found, "give pairs, or another format")
         answers = [_one_answer(getattr(record, k), k, where) for k in ("chosen", "rejected")]
         values: dict[str, Any] = {"annotator": source, "kind": "person", "created": now}
-        try:
+        with naming_the_place(where):
             # The order must not tell which was chosen; a hash knows nothing of which is better.
             names = [pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
             side: Choice = "first" if names[0] < names[1] else "second"
@@ -201,8 +200,6 @@ def _read_trl(rows: Located, source: str, now: str) -> tuple[list[Pair], list[La
             pairs.append(Pair.make(record.prompt, first, second, domain=record.domain))
             values |= own[str(where)] | {"margin": record.margin}
             labels.append(Label(pairs[-1].pair_id, choice=side, order="first", **values))
-        except LabError as error:
-            raise BadRecordError(where, str(error), "mend the row, or leave it out") from error
     return pairs, labels
 
 
