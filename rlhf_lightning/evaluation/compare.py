@@ -126,10 +126,7 @@ def compare(
     """
     mine = _side(policy, "policy")
     start = start_in_memory(policy) if str(baseline) == mine.source else None
-    if start is None:
-        theirs = _side(baseline, "baseline")
-    else:
-        theirs = replace(mine, model=start.to(mine.model.device), name=mine.source, trainer=None)
+    theirs = _side(baseline, "baseline") if start is None else _start_side(mine, start)
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
     reward = getattr(policy, "scorer", None) if reward is None else reward
     scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
@@ -281,6 +278,11 @@ class _Side:
 @reads_one_model
 def _load(source: str | Path) -> tuple[PolicyModel, PreTrainedTokenizerBase]:
     return frozen(load_policy(source)), load_tokenizer(source)
+
+
+def _start_side(mine: _Side, start: PolicyModel) -> _Side:
+    device = mine.model.device
+    return replace(mine, model=start.to(device), name=mine.source, trainer=None)
 
 
 def _side(policy: Any, name: str) -> _Side:
