@@ -73,6 +73,12 @@ class Checked:
 _USUAL_OF_SURROGATE = {
     "gspo": dict.fromkeys(("cliprange", "cliprange_high"), Usual(1e-4, 1e-2)),
     "cispo": {"cliprange": Usual(0.05, 1.0), "cliprange_high": Usual(0.05, 10.0)},
+    "masked_ratio": {"cliprange": Usual(0.05, 1.0), "cliprange_high": Usual(0.05, 10.0)},
+}
+_WITHOUT_DUAL_CLIP = {
+    "cispo": "bounds the weight itself",
+    "masked_ratio": "leaves out tokens beyond its bounds",
+    "masked_probability": "leaves out tokens beyond its bounds",
 }
 
 _OFF_POLICY_BOUNDS = {
@@ -244,14 +250,18 @@ class OnPolicyHparams(Checked):
             "k3" of the GRPO paper, which has that of the reverse KL.
         kl_target: target of an adaptive kl_coef, in nats per response; None keeps kl_coef fixed.
         kl_horizon: episodes over which the adaptive controller reacts.
-        surrogate: "ppo" (clipped ratio of each token), "gspo" (of each sequence) or "cispo"
-            (clipped weights, every token keeps its gradient).
+        surrogate: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped
+            weights, every token keeps its gradient), "masked_ratio" (tokens whose ratio is outside
+            the range are left out) or "masked_probability" (those whose probability moved by more).
+        ratio_base: policy that the ratio divides by: "old", that before the updates, or "sampler",
+            by the log-probabilities of the generator; then off_policy must be "none".
         loss_reduction: "token" (mean over all tokens of an optimizer step), "sequence" (mean over
             responses of their means) or "constant" (sum divided by rows times `max_new_tokens`).
         cliprange: the ratio is clipped to 1 - cliprange .. 1 + cliprange; 1 sets no lower bound.
+            Of "masked_probability" the bound on the change of a token's probability.
         cliprange_high: separate upper bound ("clip higher"); None uses cliprange.
-        dual_clip: bound on the loss where the advantage is negative; None is plain PPO. "cispo"
-            needs None.
+        dual_clip: bound on the loss where the advantage is negative; None is plain PPO. Only of
+            "ppo" and "gspo".
         num_minibatches: optimizer steps per pass over a rollout.
         micro_batch_size: rows in one forward; None takes a rank's whole share at once.
         max_grad_norm: bound on each gradient norm.
@@ -282,7 +292,8 @@ class OnPolicyHparams(Checked):
     kl_estimator: Literal["k2", "k3"] = "k2"
     kl_target: Annotated[Above0 | None, Usual(1, 30)] = None
     kl_horizon: Count = 10_000
-    surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
+    surrogate: Literal["ppo", "gspo", "cispo", "masked_ratio", "masked_probability"] = "ppo"
+    ratio_base: Literal["old", "sampler"] = "old"
     loss_reduction: Literal["token", "sequence", "constant"] = "token"
     cliprange: Annotated[ShareAbove0, Usual(0.05, 0.4)] = 0.2
     cliprange_high: Annotated[Above0 | None, Usual(0.05, 0.5)] = None
@@ -316,10 +327,15 @@ class OnPolicyHparams(Checked):
                 f"kl_target={self.kl_target:g} with kl_coef=0 does nothing: the controller "
                 "multiplies kl_coef; start from kl_coef=0.05, or leave kl_target out"
             )
-        if self.surrogate == "cispo" and self.dual_clip is not None:
+        if self.dual_clip is not None and (reason := _WITHOUT_DUAL_CLIP.get(self.surrogate)):
             raise ValueError(
-                f"dual_clip={self.dual_clip:g} is of no use with surrogate=cispo, which "
-                "bounds the weight itself: use null, and a lower cliprange_high"
+                f"dual_clip={self.dual_clip:g} is of no use with surrogate={self.surrogate}, which "
+                f"{reason}: use null, and a lower cliprange_high"
+            )
+        if self.ratio_base == "sampler" and self.off_policy != "none":
+            raise ValueError(
+                f"off_policy={self.off_policy} with ratio_base=sampler corrects twice, by the "
+                "weight and by the ratio: use off_policy=none, or ratio_base=old"
             )
         for item in fields(self):
             mode = _OFF_POLICY_BOUNDS.get(item.name, self.off_policy)
@@ -328,10 +344,10 @@ class OnPolicyHparams(Checked):
                     f"{item.name}={getattr(self, item.name):g} is of off_policy={mode}, and "
                     f"off_policy={self.off_policy} here: leave it out, or use off_policy={mode}"
                 )
-        if self.rollout_lag and self.off_policy == "none":
+        if self.rollout_lag and self.off_policy == "none" and self.ratio_base == "old":
             warnings.warn(
                 f"{name}.rollout_lag=1 trains on samples of older weights, and off_policy=none "
-                "corrects for nothing: use off_policy=truncated",
+                "corrects for nothing: use off_policy=truncated, or ratio_base=sampler",
                 UnusualHparamWarning,
                 stacklevel=3,
             )

@@ -67,7 +67,7 @@ UNLIMITED = {
     (RewardHparams, "use_margin"),
     *((SamplingHparams, name) for name in ("top_k", "top_p", "skip_special_tokens")),
 }
-NAMES = ("kl_in", "kl_estimator", "surrogate", "loss_reduction", "off_policy")
+NAMES = ("kl_in", "kl_estimator", "surrogate", "ratio_base", "loss_reduction", "off_policy")
 NAMED = {
     *((cls, name) for cls in ON_POLICY for name in NAMES),
     (GRPOHparams, "baseline"),
@@ -107,20 +107,23 @@ def test_the_usual_range_of_a_clip_range_is_that_of_its_surrogate(cls):
         "ppo": {"cliprange": 0.2, "cliprange_high": 0.28},
         "gspo": {"cliprange": 3e-4, "cliprange_high": 4e-4},
         "cispo": {"cliprange": 1.0, "cliprange_high": 4.0},
+        "masked_ratio": {"cliprange": 0.8, "cliprange_high": 3.0},
+        "masked_probability": {"cliprange": 0.2, "cliprange_high": 0.2},
     }
     for surrogate, ranges in published.items():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             cls(surrogate=surrogate, **ranges)
-        others = "gspo" if surrogate == "ppo" else "ppo"
+        others = "gspo" if surrogate in ("ppo", "masked_probability") else "ppo"
         with pytest.warns(UnusualHparamWarning, match="cliprange_high=.* outside the usual range"):
             cls(surrogate=others, **ranges)
 
 
 @pytest.mark.parametrize("cls", ON_POLICY)
-def test_cispo_has_no_dual_clip(cls):
-    with pytest.raises(ValueError, match=r"^dual_clip=3 .*surrogate=cispo"):
-        cls(surrogate="cispo", dual_clip=3.0)
+def test_surrogates_that_bound_every_weight_have_no_dual_clip(cls):
+    for surrogate in ("cispo", "masked_ratio", "masked_probability"):
+        with pytest.raises(ValueError, match=rf"^dual_clip=3 .*surrogate={surrogate}"):
+            cls(surrogate=surrogate, dual_clip=3.0)
     assert cls(surrogate="gspo", dual_clip=3.0).dual_clip == 3
 
 
@@ -135,6 +138,17 @@ def test_bounds_of_a_correction_that_is_not_asked_for_are_an_error(cls):
         for other in {"none", "truncated", "masked"} - {mode}:
             with pytest.raises(ValueError, match=rf"{name}={value:g} is of off_policy={mode}, and"):
                 cls(off_policy=other, **{name: value})
+
+
+@pytest.mark.parametrize("cls", ON_POLICY)
+def test_the_sampler_as_base_is_the_correction_and_refuses_another_one(cls):
+    with pytest.raises(ValueError, match=r"^off_policy=masked with ratio_base=sampler .* twice"):
+        cls(ratio_base="sampler", off_policy="masked")
+    with pytest.warns(UnusualHparamWarning, match="rollout_lag=1 .*ratio_base=sampler"):
+        cls(rollout_lag=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cls(ratio_base="sampler", rollout_lag=1)
 
 
 @pytest.mark.parametrize("cls", ON_POLICY)

@@ -281,6 +281,24 @@ _ALL = (
         serious=True,
     ),
     DetectorSpec(
+        "trust_region",
+        "Few tokens are inside the trust region",
+        "recent share of tokens that the mask of the policy's loss keeps",
+        "share",
+        "the policy has moved too far from the base of its ratio: the samples are too old, the "
+        "engine has other weights, the updates are too large, or the band is too narrow",
+        "look at rollout/sampler_gap; lower learning_rate or the number of passes; send the "
+        "weights more often; widen cliprange and cliprange_high",
+        Source(
+            "kept_fraction",
+            readings.recent,
+            missing="the surrogate leaves no token out",
+        ),
+        bounds("trust_region", 0.7, 0.4, floor="_floor", ge=0, le=1),
+        action=interventions.SLOW_DOWN,
+        serious=True,
+    ),
+    DetectorSpec(
         "safety",
         "Harmful requests are refused less often",
         "fall of the recent refusal rate on harmful prompts from its best",

@@ -32,7 +32,7 @@ class PolicyLoss(NamedTuple):
 
     Args:
         loss: the surrogate, to be minimised.
-        clipfrac: fraction of tokens that clipping changed.
+        clipfrac: fraction of tokens that clipping changed or a mask left out.
         approx_kl: k3 estimate of KL(old || new), nats per token.
     """
 
@@ -247,6 +247,98 @@ def cispo_policy_loss(
     advantages = zero_off_mask(at_least_float32(advantages), mask)
     per_token = -advantages * weight * zero_off_mask(at_least_float32(logprobs), mask)  # [B, R]
     return PolicyLoss(_reduce(per_token, divisor), clipfrac, _approx_kl(log_ratio, divisor))
+
+
+def masked_policy_loss(
+    logprobs: Tensor,
+    base_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    kind: Literal["ratio", "probability"],
+    cliprange: float,
+    cliprange_high: float | None,
+    num_tokens: Tensor | float | None,
+) -> PolicyLoss:
+    """Return the policy gradient of the tokens inside a trust region, to be minimised.
+
+    With `ratio = exp(logprobs - base_logprobs)` and advantage A, the sum of `-A ratio` over the
+    valid tokens inside, over `num_tokens`. A token outside has no loss and no gradient, whatever
+    the sign of its advantage; the divisor still counts it. `clipfrac` counts the tokens outside.
+
+    Args:
+        logprobs: `[B, R]` of the policy in training, nats.
+        base_logprobs: `[B, R]` of the old policy or of the sampler.
+        advantages: `[B, R]` per token, without a graph.
+        mask: `[B, R]` bool, True on actions, the stop token included.
+        kind: what is bounded; see `inside_trust_region`, which has the bounds.
+        cliprange: how far it may fall.
+        cliprange_high: how far it may rise; None for `cliprange`.
+        num_tokens: the divisor, as in `ppo_policy_loss`.
+
+    Returns:
+        Scalars, at least float32.
+
+    Raises:
+        ValueError: if `kind` is neither.
+
+    Source: Hou et al. 2026, "Single-rollout asynchronous optimization for agentic reinforcement
+    learning" (SAO), arXiv 2607.07508, equation 3.
+    """
+    inside = inside_trust_region(
+        logprobs, base_logprobs, mask, kind=kind, cliprange=cliprange, cliprange_high=cliprange_high
+    )
+    log_ratio, divisor = _log_ratio(logprobs, base_logprobs, mask), _divisor(mask, num_tokens)
+    advantages = zero_off_mask(at_least_float32(advantages), inside)
+    per_token = zero_off_mask(-advantages * log_ratio.exp(), inside)  # [B, R]
+    with torch.no_grad():
+        clipfrac = _reduce((mask & ~inside).to(log_ratio.dtype), divisor)
+    return PolicyLoss(_reduce(per_token, divisor), clipfrac, _approx_kl(log_ratio, divisor))
+
+
+@torch.no_grad()
+def inside_trust_region(
+    logprobs: Tensor,
+    base_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    kind: Literal["ratio", "probability"],
+    cliprange: float,
+    cliprange_high: float | None,
+) -> Tensor:
+    """Return the valid tokens that are inside a trust region, `[B, R]` bool.
+
+    With p and p_base the probabilities of the token, and bounds included:
+
+        "ratio"        1 - cliprange <= p / p_base <= 1 + cliprange_high
+        "probability"     -cliprange <= p - p_base <= cliprange_high
+
+    The ratio of a rare token may be large though its probability has hardly moved: "probability"
+    keeps such tokens.
+
+    Args:
+        logprobs: `[B, R]` of the policy in training, nats.
+        base_logprobs: `[B, R]` of the old policy or of the sampler.
+        mask: `[B, R]` bool, True on actions.
+        kind: what is bounded.
+        cliprange: how far it may fall.
+        cliprange_high: how far it may rise; None for `cliprange`.
+
+    Raises:
+        ValueError: if `kind` is neither.
+
+    Source: arXiv 2607.07508, equation 3 ("ratio"); DPPO, arXiv 2602.04879 ("probability", the
+    total variation of the sampled token).
+    """
+    high = cliprange if cliprange_high is None else cliprange_high
+    if kind == "ratio":
+        moved = _log_ratio(logprobs, base_logprobs, mask).exp() - 1
+    elif kind == "probability":
+        new, base = (zero_off_mask(at_least_float32(x), mask) for x in (logprobs, base_logprobs))
+        moved = new.exp() - base.exp()
+    else:
+        raise ValueError(f"kind={kind!r} must be 'ratio' or 'probability'")
+    return mask & (moved >= -cliprange) & (moved <= high)
 
 
 def policy_kl_loss(

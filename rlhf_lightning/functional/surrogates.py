@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from rlhf_lightning.functional.losses import (
     PolicyLoss,
     cispo_policy_loss,
     gspo_policy_loss,
+    inside_trust_region,
+    masked_policy_loss,
     ppo_policy_loss,
 )
 
@@ -32,6 +35,14 @@ class Surrogate(Protocol):
         num_tokens: Tensor | float | None,
     ) -> PolicyLoss:
         """Return the loss; the arguments are those of `ppo_policy_loss`, each `[B, R]`."""
+
+
+@runtime_checkable
+class MaskingSurrogate(Surrogate, Protocol):
+    """A surrogate that leaves tokens out; the share that it keeps is a metric."""
+
+    def kept(self, logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Return the tokens that it learns from, `[B, R]` bool."""
 
 
 class _OfFields:
@@ -83,9 +94,43 @@ class ClippedWeight(_OfFields):
     cliprange_high: float | None = None
 
 
+class _Masked(_OfFields):
+    """A surrogate that leaves out tokens beyond a trust region."""
+
+    kind: ClassVar[Literal["ratio", "probability"]]
+
+    def kept(self, logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Return the tokens that it learns from, `[B, R]` bool; see `inside_trust_region`."""
+        return inside_trust_region(
+            logprobs, base_logprobs, mask, kind=type(self).kind, **vars(self)
+        )
+
+
+@dataclass(frozen=True)
+class MaskedRatio(_Masked):
+    """SAO, IcePop: tokens whose ratio left the range are left out; see `masked_policy_loss`."""
+
+    kind = "ratio"
+    loss = staticmethod(partial(masked_policy_loss, kind=kind))
+    cliprange: float
+    cliprange_high: float | None = None
+
+
+@dataclass(frozen=True)
+class MaskedProbability(_Masked):
+    """DPPO: tokens whose probability moved too far are left out; see `masked_policy_loss`."""
+
+    kind = "probability"
+    loss = staticmethod(partial(masked_policy_loss, kind=kind))
+    cliprange: float
+    cliprange_high: float | None = None
+
+
 # By the values of `surrogate` of the hyper-parameters, which have the fields' names.
-SURROGATES: dict[str, type[ClippedRatio | ClippedSequenceRatio | ClippedWeight]] = {
+SURROGATES: dict[str, type[_OfFields]] = {
     "ppo": ClippedRatio,
     "gspo": ClippedSequenceRatio,
     "cispo": ClippedWeight,
+    "masked_ratio": MaskedRatio,
+    "masked_probability": MaskedProbability,
 }

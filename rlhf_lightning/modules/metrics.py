@@ -15,6 +15,7 @@ from rlhf_lightning.distributed.collectives import gathered, global_moments, glo
 from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import MAX_LOG_RATIO, kl_k1
+from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.off_policy import (
     MismatchSums,
     mismatch,
@@ -24,12 +25,14 @@ from rlhf_lightning.functional.off_policy import (
 )
 from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.functional.statistics import explained_variance
+from rlhf_lightning.functional.surrogates import MaskingSurrogate, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams
 
 logger = logging.getLogger(__name__)
 MANY_CLIPPED = 0.25  # share of the first scores; the doctor's `clipped_warn` too
 RATIO_BINS = 80  # of width 0.025 over [0, 2]
 CLIPPED = "rollout/clipped"
+TRUST_REGION = "trust_region_sums"  # not logged
 
 
 class RunningMeans:
@@ -79,6 +82,48 @@ def ratio_counts(log_ratio: Tensor, mask: Tensor) -> Tensor:
     bins = (log_ratio.exp() * (RATIO_BINS / 2)).nan_to_num(nan=RATIO_BINS, posinf=RATIO_BINS)
     bins = bins.clamp(0, RATIO_BINS - 1).long().flatten()
     return torch.zeros(RATIO_BINS, device=bins.device).scatter_add_(0, bins, mask.flatten().float())
+
+
+@torch.no_grad()
+def trust_region_sums(
+    surrogate: Surrogate, logprobs: Tensor, base_logprobs: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Return what a micro-batch adds to `trust_region_metrics`, if the surrogate leaves tokens out.
+
+    Args:
+        surrogate: one that leaves tokens out has a method `kept`.
+        logprobs: of the policy in training [B, R].
+        base_logprobs: of the policy that the ratio divides by [B, R].
+        mask: response tokens [B, R].
+    """
+    if not isinstance(surrogate, MaskingSurrogate):
+        return {}
+    log_ratio = zero_off_mask(logprobs - base_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio, kept = log_ratio.double().exp(), surrogate.kept(logprobs, base_logprobs, mask)
+    weights = zero_off_mask(ratio, kept)
+    sums = (mask, kept, zero_off_mask(ratio, mask), weights, weights.square())
+    return {TRUST_REGION: torch.stack([part.double().sum() for part in sums])}
+
+
+def trust_region_metrics(totals: Mapping[str, Tensor], stage: str) -> dict[str, float]:
+    """Return the metrics of a trust region, over the tokens of all optimizer steps of an iteration.
+
+    `STAGE/kept_fraction` is the share of tokens that are kept, `STAGE/mean_ratio` the mean ratio of
+    all. `STAGE/effective_sample_size` is `(sum w)^2 / (n sum w^2)` over n tokens, with w the ratio
+    of a token that is kept, and 0 of one that is not.
+
+    Args:
+        totals: sums of `trust_region_sums`; without them there is nothing to return.
+        stage: phase of the metrics.
+    """
+    if TRUST_REGION not in totals:
+        return {}
+    tokens, kept, ratios, weights, squares = totals[TRUST_REGION].tolist()
+    return {
+        f"{stage}/kept_fraction": kept / tokens,
+        f"{stage}/mean_ratio": ratios / tokens,
+        f"{stage}/effective_sample_size": weights**2 / (tokens * squares) if squares else 0.0,
+    }
 
 
 class LoggedNames:

@@ -13,7 +13,6 @@ from torch import Tensor
 from rlhf_lightning.batches import RolloutBatch, TensorBatch
 from rlhf_lightning.distributed.collectives import agreed_max, global_sum, rank
 from rlhf_lightning.modules.metrics import read_numbers
-from rlhf_lightning.rollout.generators.base import Generator
 
 logger = logging.getLogger(__name__)
 
@@ -167,33 +166,6 @@ def non_finite_in_rollout(rollout: RolloutBatch) -> tuple[list[str], int]:
         f"{n} of {total} {name}" for name, n, total in zip(names, counts, sizes, strict=True) if n
     ]
     return found[:1], sizes[0]  # the rest follows from it
-
-
-def check_sampler(rollout: RolloutBatch, generator: Generator, setting: str) -> None:
-    """Check that the log-probabilities for a correction are there.
-
-    Args:
-        rollout: rollout of this rank.
-        generator: generator that sampled it.
-        setting: the correction, as in a configuration.
-
-    Raises:
-        RuntimeError: if some are not finite where the policy's are.
-        ValueError: if there are none.
-    """
-    sampler = rollout.sampler_logprobs
-    if sampler is None:
-        raise ValueError(
-            f"{setting} needs the log-probabilities of the sampler, and {type(generator).__name__} "
-            "gives none: use rollout=cached, or off_policy=none"
-        )
-    wrong = rollout.response_mask & ~sampler.isfinite() & rollout.logprobs.isfinite()
-    if count := int(global_sum(wrong.sum())):
-        name = getattr(generator, "name", type(generator).__name__)
-        raise RuntimeError(
-            f"{count} log-probabilities of {name} are not finite, and {setting} weighs tokens by "
-            "them: mend the sampler, or use off_policy=none"
-        )
 
 
 def finite(values: Mapping[str, Tensor | float]) -> dict[str, float]:

@@ -24,7 +24,6 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.distributed.collectives import gathered, global_sum, unsharded, world_size
 from rlhf_lightning.functional.losses import loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
-from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
 from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.building import place_on_ranks
@@ -41,9 +40,11 @@ from rlhf_lightning.modules.metrics import (
     ratio_counts,
     rollout_metrics,
     sampler_metrics,
+    trust_region_metrics,
+    trust_region_sums,
     warn_of_clip,
 )
-from rlhf_lightning.modules.non_finite import check_sampler, finite, non_finite_in_rollout
+from rlhf_lightning.modules.non_finite import finite, non_finite_in_rollout
 from rlhf_lightning.modules.optimization import (
     Measured,
     StepCounts,
@@ -52,6 +53,11 @@ from rlhf_lightning.modules.optimization import (
     clip_and_step,
 )
 from rlhf_lightning.modules.rewards import check_objects, check_reward
+from rlhf_lightning.modules.sampler_logprobs import (
+    base_logprobs,
+    check_sampler,
+    corrected_advantages,
+)
 from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
@@ -236,9 +242,7 @@ class OnPolicyModule(RLHFModule):
             **how,
         )
         seconds["generate"] += waited
-        setting = f"module.{self.stage}.off_policy={self.algorithm.off_policy}"
-        if self.algorithm.off_policy != "none":
-            check_sampler(rollout, self.generator, setting)
+        check_sampler(rollout, self.generator, self.algorithm, self.stage)
         return rollout, seconds
 
     def usable_minibatches(self, rollout: RolloutBatch, iteration: int) -> Iterator[RolloutBatch]:
@@ -285,7 +289,10 @@ class OnPolicyModule(RLHFModule):
         measured = accumulate_gradients(
             self, minibatch, parts, terms, counts, list(models.values())
         )
-        self.step_0.check_ratio(measured, self, getattr(self.surrogate, "cliprange", math.inf))
+        # A sampler may differ from the policy by more than its range before any update.
+        is_old = self.algorithm.ratio_base == "old"
+        cliprange = getattr(self.surrogate, "cliprange", math.inf) if is_old else 0.0
+        self.step_0.check_ratio(measured, self, cliprange)
         if self.policy_loss in terms and self._is_too_far(measured):  # else the critic warms up
             self.optimizers().zero_grad()
             distance = (f"{self.stage}/{name}" for name in ("approx_kl", "clipfrac"))
@@ -329,6 +336,7 @@ class OnPolicyModule(RLHFModule):
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
         """Return a micro-batch's share of the surrogate loss, with its entropy and KL terms."""
         algorithm, mask = self.algorithm, micro_batch.loss_mask
+        base = base_logprobs(micro_batch, algorithm)
         new = response_statistics(
             self.policy,
             micro_batch,
@@ -344,7 +352,7 @@ class OnPolicyModule(RLHFModule):
         )
         result = self.surrogate(
             new.logprobs,
-            micro_batch.logprobs,
+            base,
             corrected_advantages(micro_batch, algorithm),
             mask,
             num_tokens=divisor,
@@ -362,15 +370,16 @@ class OnPolicyModule(RLHFModule):
                 num_tokens=divisor,
             )
             loss = loss + self.controls.kl_coef * kl
-        log_ratio = new.logprobs - micro_batch.logprobs
+        log_ratio, since_rollout = new.logprobs - base, new.logprobs - micro_batch.logprobs
         # Per token, where a constant length takes the place of the tokens.
         constant = algorithm.loss_reduction == "constant"
         scale = divisor / counts.num_tokens if constant else 1.0
-        return loss, self.step_0.measures(log_ratio, mask, counts.num_tokens) | {
+        return loss, self.step_0.measures(since_rollout, mask, counts.num_tokens) | {
             f"{self.stage}/policy_loss": result.loss,
             f"{self.stage}/clipfrac": result.clipfrac * scale,
             f"{self.stage}/approx_kl": result.approx_kl * scale,
             "ratio_counts": ratio_counts(log_ratio, mask),
+            **trust_region_sums(self.surrogate, new.logprobs, base, mask),
         }
 
     def finish_iteration(
@@ -387,6 +396,7 @@ class OnPolicyModule(RLHFModule):
         if self.score_clip and sampled.get(CLIPPED) and not self.said_clipped:
             key, share = f"module.{self.stage}.score_clip", sampled[CLIPPED]
             self.said_clipped = warn_of_clip(rollout, self.score_clip, key, share, iteration)
+        sampled |= trust_region_metrics(steps.totals, self.stage)
         measures: dict[str, Any] = finite(sampled | steps.means()) | {
             f"{self.stage}/skipped_steps": self.skipped.end_iteration(),
             f"{self.stage}/num_updates": steps.num_steps,
@@ -481,20 +491,3 @@ class OnPolicyModule(RLHFModule):
         """
         check_reward(path, given.get("reward"), is_given="reward" in changes)
         check_objects(path, {key: given.get(key) for key in ("surrogate", "estimator")})
-
-
-def corrected_advantages(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> Tensor:
-    """Return `[B, R]` advantages times the importance weights, old policy over sampler.
-
-    Weights are not negative, so this weighs the loss of each token, whatever the surrogate. The
-    divisor of the loss stays the count of all tokens or responses, also of those that weigh 0.
-    """
-    old, sampler, mask = rollout.logprobs, rollout.sampler_logprobs, rollout.response_mask
-    if algorithm.off_policy == "none" or sampler is None:
-        return rollout.advantages
-    if algorithm.off_policy == "truncated":
-        weights = truncated_weights(old, sampler, mask, cap=algorithm.off_policy_cap)
-    else:
-        low, high = algorithm.off_policy_low, algorithm.off_policy_high
-        weights = masked_weights(old, sampler, mask, low=low, high=high)
-    return rollout.advantages * weights

@@ -113,7 +113,7 @@ class Recorded:
             minibatch, own, iteration=iteration
         )
         self.steps.append(own.means())
-        steps.add(own.means(), took_step=bool(own.num_steps))
+        steps.add(own.means() | own.totals, took_step=bool(own.num_steps))
         return keep_going
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

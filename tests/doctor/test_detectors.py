@@ -31,6 +31,7 @@ def healthy(t: int, noise: random.Random) -> dict[str, float]:
         "explained_variance": 0.6 * grown + 0.1,
         "approx_kl": 0.02,
         "informative_groups": 0.9,
+        "kept_fraction": 0.95,
         "length_correlation": 0.1,
         "most_common": 0.05,
         "clipped": 0.0,
@@ -73,6 +74,7 @@ CASES: dict[str, tuple[Any, int]] = {
     "engine_weights": (lambda t: {"sampler_gap": 0.01 + 0.1 * after(t)}, 6),
     "safety": (lambda t: {"refusal_rate": 0.75 - 0.5 * after(t)}, 9),
     "groups": (lambda t: {"informative_groups": 0.9 / (1 + after(t)) ** 3}, 14),
+    "trust_region": (lambda t: {"kept_fraction": 0.95 - 0.5 * after(t)}, 14),
     "update_size": (lambda t: {"approx_kl": 0.02 + 0.2 * after(t)}, 8),
     "kl_low": (lambda t: {"kl_per_token": 0.01, "score": 0.02}, 4),
 }

@@ -174,7 +174,8 @@ def test_weighing_advantages_weighs_the_loss_of_each_token_of_every_surrogate(na
         vector.tensor(n, torch.float64) for n in ("logprobs", "old_logprobs", "sampler_logprobs")
     )
     advantages = vector.tensor("advantages", torch.float64).unsqueeze(-1).expand(mask.shape)
-    surrogate = SURROGATES[name](cliprange=0.2, **({} if name == "cispo" else {"dual_clip": 1.5}))
+    dual = {"dual_clip": 1.5} if name in ("ppo", "gspo") else {}
+    surrogate = SURROGATES[name](cliprange=0.2, **dual)
     weights = truncated_weights(old, sampler, mask, cap=1.1)
     each = torch.zeros_like(weights)
     for row, column in mask.nonzero().tolist():

@@ -29,6 +29,7 @@ TESTED_BY = {
     "rm_last_index": "functional/test_vectors_sequences.py",
     "seq_logprobs": "functional/test_vectors_logprobs.py",
     "sft": "functional/test_vectors_losses.py",
+    "trust_region": "functional/test_vectors_trust_region.py",
     "value_loss": "functional/test_vectors_losses.py",
     "win_rate": "evaluation/test_win_rate.py",
 }
@@ -58,8 +59,8 @@ def test_unused_names_only_what_exists():
 
 
 def test_there_are_as_many_cases_as_were_delivered():
-    assert len(topics()) == 21
-    assert sum(len(load(topic)) for topic in topics()) == 124
+    assert len(topics()) == 22
+    assert sum(len(load(topic)) for topic in topics()) == 130
 
 
 def test_the_vectors_are_the_delivered_bytes():
