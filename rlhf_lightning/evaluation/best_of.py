@@ -69,7 +69,7 @@ def sample_pool(
         gold: the true reward, where it is known.
     """
     noise = RowNoise(seed, "best_of")
-    found: list[tuple[list[float], ...]] = []
+    found: list[tuple[Sequence[float], ...]] = []
     for place in with_bar(range(size), "best of n", "responses a prompt"):
         answers = sample_batches(
             policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer

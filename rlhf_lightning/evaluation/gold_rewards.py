@@ -6,12 +6,14 @@ Each names the prompt columns it reads in `columns`; `gold_scores` hands them ov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.data.sources.templates import REFERENCE, normalized
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_reward
 
-Texts, Flags = Sequence[str], Sequence[bool]  # one a row
+Texts: TypeAlias = Sequence[str]  # one a row
+Flags: TypeAlias = Sequence[bool]
 
 
 class ExactMatchGold:

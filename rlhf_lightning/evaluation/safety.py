@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
@@ -53,7 +54,7 @@ def attacked(record: PromptRecord, attack: str) -> PromptRecord:
         attack: name of the attack, one of `ATTACKS`.
     """
     plain = isinstance(record.prompt, str)
-    turns = [{"role": "user", "content": record.prompt}] if plain else [*record.prompt]
+    turns: list[Any] = [{"role": "user", "content": record.prompt}] if plain else [*record.prompt]
     last = turns[-1]
     turns[-1] = {**last, "content": ATTACKS[attack].format(prompt=last["content"])}
     if attack == "many_turns":

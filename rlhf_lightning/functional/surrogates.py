@@ -45,6 +45,7 @@ class MaskingSurrogate(Surrogate, Protocol):
         """Return the tokens that it learns from, `[B, R]` bool."""
 
 
+@dataclass(frozen=True)
 class _OfFields:
     """A surrogate whose fields are the coefficients of its `loss`."""
 

@@ -47,7 +47,7 @@ class _Record:
     """Mixin: hold every field against its annotation."""
 
     def __post_init__(self) -> None:
-        for name, hint in annotations_of(type(self)).items():
+        for name, hint in annotations_of(type(self)).items():  # type: ignore[arg-type]
             key, value = f"{type(self).__name__}.{name}", getattr(self, name)
             if name == "prompt":
                 object.__setattr__(self, name, _checked_prompt(key, value))
@@ -89,8 +89,8 @@ class Candidate(_Record):
     @classmethod
     def make(cls, prompt: Text, response: str, *, domain: str = "", **others: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        names = {"prompt_id": prompt_name(prompt), "response_id": response_name(prompt, response)}
-        return cls(prompt=prompt, domain=domain, response=response, **names, **others)
+        others |= {"prompt_id": prompt_name(prompt), "response_id": response_name(prompt, response)}
+        return cls(prompt=prompt, domain=domain, response=response, **others)
 
     @property
     def source(self) -> str:
@@ -138,8 +138,8 @@ class Pair(_Record):
         cls, prompt: Text, first: str, second: str, *, domain: str = "", **others: Any
     ) -> Pair:
         """Return the pair with its names made from what it says."""
-        names = {"pair_id": pair_name(prompt, first, second), "prompt_id": prompt_name(prompt)}
-        return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **others)
+        others |= {"pair_id": pair_name(prompt, first, second), "prompt_id": prompt_name(prompt)}
+        return cls(prompt=prompt, domain=domain, first=first, second=second, **others)
 
 
 @dataclass(frozen=True)

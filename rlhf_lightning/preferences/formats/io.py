@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.preferences.formats.tools import read_tool, write_labels, write_verdict
-from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, to_row
+from rlhf_lightning.preferences.records import KnownChoice, Label, Pair, from_row, to_row
 from rlhf_lightning.runs.atomic import write_text
 
 Format = Literal["pairs", "labels", "trl", "label_studio"]
@@ -92,9 +92,9 @@ def read_collection(
     return Collection(tuple(asked), (), len(found.labels) - used)
 
 
-def unanimous(labels: Iterable[Label]) -> dict[str, Choice]:
+def unanimous(labels: Iterable[Label]) -> dict[str, KnownChoice]:
     """Return the choices on which all labels of a pair agree, by pair; a skip says nothing."""
-    said: defaultdict[str, set[Choice]] = defaultdict(set)
+    said: defaultdict[str, set[KnownChoice]] = defaultdict(set)
     for label in labels:
         if label.choice != "skip":
             said[label.pair_id].add(label.choice)
