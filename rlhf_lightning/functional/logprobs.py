@@ -32,7 +32,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float) -> Ten
 
     Source: Ziegler et al. 2019, released code.
     """
-    logprobs = _log_softmax(logits, temperature)
+    logprobs = log_softmax(logits, temperature)
     return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
@@ -51,12 +51,13 @@ def token_entropy(logits: Tensor, *, temperature: float) -> Tensor:
     Raises:
         ValueError: if `temperature` is not positive.
     """
-    logprobs = _log_softmax(logits, temperature)
+    logprobs = log_softmax(logits, temperature)
     impossible = torch.isneginf(logprobs)
     return -(logprobs.exp() * logprobs.masked_fill(impossible, 0.0)).sum(dim=-1)
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Return log-probabilities of all tokens `[..., V]`; see `token_logprobs`."""
     if not temperature > 0:
         raise ValueError(
             f"temperature={temperature} must be positive: use 1.0, or sample greedily in an "

@@ -12,6 +12,7 @@ TESTS = Path(__file__).parents[1]
 TESTED_BY = {
     "bradley_terry": "functional/test_vectors_losses.py",
     "distributed": "functional/test_vectors_distributed.py",
+    "distillation": "functional/test_vectors_distillation.py",
     "diversity": "functional/test_vectors_statistics.py",
     "dpo": "functional/test_vectors_estimators.py",
     "estimators": "functional/test_vectors_estimators.py",
@@ -59,8 +60,8 @@ def test_unused_names_only_what_exists():
 
 
 def test_there_are_as_many_cases_as_were_delivered():
-    assert len(topics()) == 22
-    assert sum(len(load(topic)) for topic in topics()) == 130
+    assert len(topics()) == 23
+    assert sum(len(load(topic)) for topic in topics()) == 135
 
 
 def test_the_vectors_are_the_delivered_bytes():
