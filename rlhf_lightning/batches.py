@@ -282,6 +282,7 @@ class RolloutBatch(TensorBatch):
         resampling_rounds: how often spare prompts were asked; None where there are none.
         sampler_logprobs: `[B, R]` of each token under the distribution that it was drawn from; None
             where the generator does not give them.
+        teacher_logprobs: `[B, R]` the teacher's; None without one.
     """
 
     sequences: Tensor
@@ -305,6 +306,7 @@ class RolloutBatch(TensorBatch):
     resampled: Tensor | None = None
     resampling_rounds: int | None = None
     sampler_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
@@ -314,7 +316,7 @@ class RolloutBatch(TensorBatch):
             object.__setattr__(self, "scored", torch.ones_like(self.row_ids, dtype=torch.bool))
         rows, response = self.response_mask.shape
         tokens = ["logprobs", "ref_logprobs", "rewards", "advantages", "entropy"]
-        optional = ("values", "returns", "sampler_logprobs")
+        optional = ("values", "returns", "sampler_logprobs", "teacher_logprobs")
         tokens += [name for name in optional if getattr(self, name) is not None]
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(tokens, (rows, response))
         shapes |= dict.fromkeys(

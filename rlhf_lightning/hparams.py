@@ -284,6 +284,8 @@ class OnPolicyHparams(Checked):
         off_policy_high: largest ratio of a response that counts, with off_policy=masked.
         rollout_lag: iterations between sampling and training, 0 or 1. With 1, responses are sampled
             before the update of the previous iteration.
+        teacher_coef: where there is a teacher, weight of log teacher - log policy of a sampled
+            token in its advantage; 0 only measures the distance.
     """
 
     learning_rate: Annotated[Rate | None, Usual(1e-7, 1e-3)] = None
@@ -312,6 +314,7 @@ class OnPolicyHparams(Checked):
     off_policy_low: Share = 0.5
     off_policy_high: Annotated[AtLeast1, Usual(1, 10)] = 2.0
     rollout_lag: Annotated[int, Field(ge=0, le=1)] = 0
+    teacher_coef: AtLeast0 = 1.0
 
     def __post_init__(self) -> None:
         """Check the values, and warn of an estimator with another fixed point."""

@@ -62,6 +62,7 @@ IMPOSSIBLE = [
     *[(cls, "off_policy_low", [-0.1, 1.1], ">= 0 and <= 1") for cls in ON_POLICY],
     *[(cls, "off_policy_high", [0.9], ">= 1") for cls in ON_POLICY],
     *[(cls, "rollout_lag", [-1, 2], ">= 0 and <= 1") for cls in ON_POLICY],
+    *[(cls, "teacher_coef", [-0.1], ">= 0") for cls in ON_POLICY],
 ]
 UNLIMITED = {
     (RewardHparams, "use_margin"),

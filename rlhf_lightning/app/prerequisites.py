@@ -64,17 +64,21 @@ def prepare_inputs(
         if source is None or is_available(source) or not _is_read(settings, source):
             continue
         folder = Path(source)
-        usual = source == f"{settings.select('model.folder')}/{kind}"
+        has_recipe = kind in choices("experiment")
+        usual = has_recipe and source == f"{settings.select('model.folder')}/{kind}"
         base = settings.select("artifacts.base") or settings.select("model.base")
         if settings.only_runs and usual and (base or not _recipe(kind).spec.trains_policy):
             changed = _untrained(kind, settings, base, say)
             settings = settings.updated(changed) if changed else settings
             continue
         if not (usual and str(settings.select("dataset.name")).startswith("demo_")):
+            made = ""
+            if has_recipe:
+                command = f"+experiment={_maker(settings, kind, overrides)}"
+                made = f", or make it with  python -m rlhf_lightning.train {command}"
             raise ConfigError(
                 f"artifacts.{kind}={source} does not exist: give a folder or hub name"
-                f"{_way_without(settings, source)}, or make it with  "
-                f"python -m rlhf_lightning.train +experiment={_maker(settings, kind, overrides)}"
+                f"{_way_without(settings, source)}{made}"
             )
         with artifact_lock(folder, report=say):
             if not is_available(source):

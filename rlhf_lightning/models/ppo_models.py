@@ -28,12 +28,14 @@ class PolicyModels:
         policy: the policy, which is trained.
         reference: the frozen reference: what the policy was before its first round.
         base: what policy and reference share, if they do.
+        teacher: a frozen model to learn from, if there is one.
         same_source: whether the policy starts as the reference is: their KL is then 0.
     """
 
     policy: PolicyModel
     reference: PolicyModel
     base: AdaptedBase | None = None
+    teacher: PolicyModel | None = None
     same_source: bool = True
 
     @property
@@ -44,7 +46,8 @@ class PolicyModels:
     @property
     def frozen(self) -> tuple[nn.Module, ...]:
         """Roots without trained parameters."""
-        return (self.reference,) if self.base is None else ()
+        teacher = () if self.teacher is None else (self.teacher,)
+        return (self.reference, *teacher) if self.base is None else teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,7 @@ def policy_models(
     policy: str | Path,
     *,
     start: str | Path | None = None,
+    teacher: str | Path | None = None,
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
     precision: str = "32-true",
@@ -75,26 +79,40 @@ def policy_models(
     trust_remote_code: RunsCode = False,
 ) -> PolicyModels:
     """Return policy and reference, without a value model; the arguments are as in `ppo_models`."""
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+
+    def load(source: str | Path, **how: Any) -> PolicyModel:
+        # The revision is that of `policy`; what was trained from it is a folder.
+        own = revision if str(source) == str(policy) else None
+        return load_policy(source, revision=own, trust_remote_code=trust_remote_code, **how)
+
+    def load_frozen(source: str | Path) -> PolicyModel:
+        model = frozen(load(source))
+        round_frozen_weights(model.model, precision)
+        place_on_ranks(model, frozen=True)
+        return model
+
     if lora is not None:
-        base = load_base(policy, lora, activation_checkpointing=activation_checkpointing, **options)
+        base = load_base(
+            policy,
+            lora,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
         return PolicyModels(
             policy=_policy_on(base, start, seed=seed),
             reference=frozen(AdaptedPolicy(base, None)),
             base=base,
+            teacher=None if teacher is None else load_frozen(teacher),
             same_source=start is None,
         )
-    reference = frozen(load_policy(policy, **options))
-    round_frozen_weights(reference.model, precision)
-    place_on_ranks(reference, frozen=True)
-    trained = policy if start is None else start
-    # The revision is that of `policy`; what was trained from it is a folder.
-    own = options if str(trained) == str(policy) else options | {"revision": None}
+    reference = load_frozen(policy)
     return PolicyModels(
         policy=place_on_ranks(
-            load_policy(trained, **own, activation_checkpointing=activation_checkpointing)
+            load(start or policy, activation_checkpointing=activation_checkpointing)
         ),
         reference=reference,
+        teacher=None if teacher is None else load_frozen(teacher),
         same_source=start is None,
     )
 
@@ -104,6 +122,7 @@ def ppo_models(
     value: str | Path | None,
     *,
     start: str | Path | None = None,
+    teacher: str | Path | None = None,
     value_head: Literal["stored", "zero"] = "stored",
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
@@ -121,6 +140,7 @@ def ppo_models(
             reward model trained with LoRA on the same policy.
         start: folder of a policy that PPO has trained before, to continue from; the reference stays
             `policy`. With LoRA it is the `adapter` folder of one trained on that same `policy`.
+        teacher: folder or hub name of a model to learn from, which stays frozen.
         value_head: "stored", or "zero" for values that start at 0.
         lora: None trains whole models; otherwise adapters on one frozen base, which with its
             adapters off is the reference.
@@ -143,6 +163,7 @@ def ppo_models(
         )
     common: dict[str, Any] = {
         "start": start,
+        "teacher": teacher,
         "lora": lora,
         "activation_checkpointing": activation_checkpointing,
         "precision": precision,

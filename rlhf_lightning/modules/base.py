@@ -115,6 +115,8 @@ class SameStart(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compare the fingerprints of the source."""
         check_same_on_all_ranks("start", str(getattr(pl_module, "fingerprint", "")))
+        for source in getattr(pl_module, "more_sources", ()):
+            check_same_on_all_ranks(source.key, source.fingerprint)
 
 
 class RLHFModule(L.LightningModule):
@@ -134,6 +136,7 @@ class RLHFModule(L.LightningModule):
         rate: kind of model, for the default learning rate.
         unit: unit of its throughput.
         source: the model that it starts from, as it was when the module was made.
+        more_sources: further models that it must find again when a run is resumed, likewise.
     """
 
     stage: ClassVar[str]
@@ -146,6 +149,7 @@ class RLHFModule(L.LightningModule):
     algorithm: Hparams
     policy: Any
     source: Source | None = None
+    more_sources: tuple[Source, ...] = ()
     tokenizer: PreTrainedTokenizerBase | None
     sampling = SamplingHparams()
     generator: Generator | None = None
@@ -260,7 +264,7 @@ class RLHFModule(L.LightningModule):
         if self.device_mesh is not None:
             strategy: Any = self.trainer.strategy
             self.compute_dtype = self.compute_dtype or strategy.compute_dtype
-        return sharing_models(self, self.compute_dtype, self.source)
+        return sharing_models(self, self.compute_dtype, self.source, *self.more_sources)
 
     def take(self, built: Any) -> None:
         """Take what `build_models` has built."""
@@ -330,7 +334,7 @@ class RLHFModule(L.LightningModule):
 
     def stateful(self) -> dict[str, Stateful]:
         """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-        return {"skipped_steps": self.skipped}
+        return {"skipped_steps": self.skipped} | {it.key: it for it in self.more_sources}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the state, and the fingerprint of the model's source."""

@@ -68,6 +68,7 @@ class Controls:
             estimator=estimator,
             domain_weights=self.domain_weights,
             diversity_bonus=self.diversity_bonus,
+            teacher_coef=hparams.teacher_coef,
         )
 
     def adapt_kl_coef(

@@ -157,6 +157,8 @@ def rollout_metrics(
     `rollout/resampling_rounds` need spare prompts. Scores are those of the rows that have one;
     `rollout/unscored` is the share of those that have none, where there are any.
 
+    `rollout/teacher_kl_per_token`, the same KL to the teacher, needs one.
+
     KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
     `distinct_2` pools the responses of all ranks, so that it does not depend on their number.
     """
@@ -192,10 +194,24 @@ def rollout_metrics(
         "rollout/distinct_2": distinct_n(of_all_ranks, n=2),
         f"{stage}/entropy": entropy / tokens,
     }
+    if rollout.teacher_logprobs is not None:
+        from_teacher = zero_off_mask(kl_k1(rollout.logprobs, rollout.teacher_logprobs), mask)
+        measures["rollout/teacher_kl_per_token"] = float(global_sum(from_teacher.sum())) / tokens
     if scored < rows:
         measures["rollout/unscored"] = 1 - scored / rows
     if score_clip is not None:
         measures[CLIPPED] = clipped / max(scored, 1.0)
+    measures |= _group_metrics(rollout, finished, rows, score_clip)
+    if rollout.values is not None and rollout.returns is not None:
+        measures |= _explained(rollout.values, rollout.returns, rollout.loss_mask, stage)
+    return measures | _components(rollout.score_components)
+
+
+def _group_metrics(
+    rollout: RolloutBatch, finished: Tensor, rows: float, score_clip: float | None
+) -> dict[str, float]:
+    """Return what groups of responses and spare prompts allow; `rows` are those of all ranks."""
+    measures: dict[str, float] = {}
     if rollout.group_size > 1:
         # Without penalties: what the scorer tells apart, by which resampling decides too.
         compared = adjust_scores(rollout.scores, finished, clip=score_clip, missing_eos_penalty=0.0)
@@ -204,9 +220,7 @@ def rollout_metrics(
     if rollout.resampled is not None and rollout.resampling_rounds is not None:
         measures["rollout/resampled_groups"] = float(global_sum(rollout.resampled.sum())) / rows
         measures["rollout/resampling_rounds"] = rollout.resampling_rounds
-    if rollout.values is not None and rollout.returns is not None:
-        measures |= _explained(rollout.values, rollout.returns, rollout.loss_mask, stage)
-    return measures | _components(rollout.score_components)
+    return measures
 
 
 def warn_of_clip(

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _ROLLOUT_TOKENS = (
     "logprobs",
     "ref_logprobs",
+    "teacher_logprobs",
     "values",
     "rewards",
     "advantages",

@@ -97,6 +97,8 @@ class OnPolicyOptions(ModuleOptions, total=False):
     Attributes:
         start: folder or hub name of a policy to continue from; the reference stays `policy`. With
             `lora` its `adapter` folder is used, which must be trained on `policy`.
+        teacher: folder or hub name of a model with the policy's tokenizer, to learn from; it stays
+            frozen. Its weight is `teacher_coef` of the hyper-parameters.
         reward_weights: one weight per reward of a list; 1 by default.
         sampling: settings of the rollouts; the defaults of `SamplingHparams`.
         surrogate: the loss of the policy; None for that of the hyper-parameters.
@@ -104,6 +106,7 @@ class OnPolicyOptions(ModuleOptions, total=False):
     """
 
     start: PathOrName | None
+    teacher: PathOrName | None
     reward_weights: Sequence[float] | None
     sampling: SamplingHparams | None
     surrogate: Surrogate | None
@@ -123,6 +126,7 @@ class OnPolicyModule(RLHFModule):
         whole_groups: whether a minibatch holds all responses to a prompt.
         controls: values that change during a run; see `Controls`.
         value: the critic; None without one.
+        teacher: a frozen model to learn from; None without one.
         score_clip: that of the hyper-parameters, with "auto" resolved.
     """
 
@@ -134,6 +138,7 @@ class OnPolicyModule(RLHFModule):
     tokenizer: PreTrainedTokenizerBase
     reference: PolicyModel
     value: ScalarHeadModel | None
+    teacher: PolicyModel | None = None
     score_clip: float | None = None
     trained_roots: tuple[nn.Module, ...] = ()
     frozen_models: tuple[nn.Module, ...] = ()
@@ -220,6 +225,7 @@ class OnPolicyModule(RLHFModule):
             unsharded=partial(unsharded, layers=gathers_layers(self.generator)),
             micro_batch_size=self.algorithm.micro_batch_size,
             skip_special_tokens=self.sampling.skip_special_tokens,
+            teacher=self.teacher,
         )
         how: dict[str, Any] = {
             "temperature": self.controls.temperature,
@@ -429,6 +435,7 @@ class OnPolicyModule(RLHFModule):
         self.policy, self.trained_roots = built.policy, built.trained
         self.step_0.same_source = built.same_source
         object.__setattr__(self, "reference", built.reference)
+        object.__setattr__(self, "teacher", built.teacher)
         object.__setattr__(self, "frozen_models", frozen)
         for model in built.trained:
             place_on_ranks(model)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 def sharing_models(
     module: L.LightningModule,
     compute_dtype: torch.dtype | None = None,
-    source: Source | None = None,
+    *sources: Source | None,
 ) -> Iterator[None]:
     """Build the models of a module in this context, as `configure_model` does.
 
@@ -34,23 +34,27 @@ def sharing_models(
     Args:
         module: module of the models.
         compute_dtype: dtype of sharded forwards; None computes in the parameters' dtype.
-        source: source of the weights, which must not change meanwhile.
+        sources: sources of the weights, which must not change meanwhile.
     """
     if module.device_mesh is None:
         yield
-        if source is not None:
-            source.check()
+        _check(sources)
         release_freed_memory()  # what loading left
         return
     builders = _Builders(module.trainer.strategy, compute_dtype)
     try:
         with building_for(builders):
             yield
-        if source is not None:
-            source.check()
+        _check(sources)
     except Exception as error:
         builders.fail(error)
         raise
+
+
+def _check(sources: Sequence[Source | None]) -> None:
+    for source in sources:
+        if source is not None:
+            source.check()
 
 
 class _Builders:

@@ -143,19 +143,16 @@ def of_policy(
     start, policy = begun or policy_start(cls, policy, options), str(policy)
     lora, weights = options["lora"], options["reward_weights"]
     scorer = as_scorer(reward, policy, start.tokenizer, weights)
-    onward = None if options["start"] is None else str(options["start"])
     if isinstance(scorer, RewardAdapterScorer):
         start.check_adapter("reward", scorer.source)
-    if onward is not None and lora is not None:
-        start.check_adapter("start", onward, scale=lora)
-    elif onward is not None:
-        with naming_argument("start", onward):
-            fix = "continue from a policy that was trained from `policy` (artifacts.ppo)"
-            check_same_tokenizer(start.tokenizer, onward, fix=fix)
+    onward = _onward(start, options["start"], lora)
+    taught = _teacher(cls, start, options["teacher"], hparams)
     hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
+    more = {} if taught is None else {"teacher": taught.name}
 
     def models() -> Any:
-        return build(policy, scorer, start=onward, **of_trainer(built, lora), **start.loading)
+        how = of_trainer(built, lora) | start.loading
+        return build(policy, scorer, start=onward, **more, **how)
 
     made: Any = cls
     built: Any = made(
@@ -167,6 +164,7 @@ def of_policy(
         **hparams,
         **start.parts,
     )
+    built.more_sources = () if taught is None else (taught,)
     built.keep(
         start,
         policy=policy,
@@ -175,9 +173,46 @@ def of_policy(
         reward_weights=None if weights is None else list(weights),
         **hparams,
         **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
+        **more,
         **kept,
     )
     return built  # type: ignore[no-any-return]
+
+
+def _onward(start: Start, source: str | Path | None, lora: LoraHparams | None) -> str | None:
+    """Return the name of a policy to continue from, once it is known to fit; None without one."""
+    if source is None:
+        return None
+    if lora is not None:
+        start.check_adapter("start", source, scale=lora)
+    else:
+        with naming_argument("start", source):
+            fix = "continue from a policy that was trained from `policy` (artifacts.ppo)"
+            check_same_tokenizer(start.tokenizer, source, fix=fix)
+    return str(source)
+
+
+def _teacher(
+    cls: type, start: Start, teacher: str | Path | None, hparams: Mapping[str, Any]
+) -> Source | None:
+    """Return the source of a teacher that reads the policy's ids; None without one.
+
+    Raises:
+        ValueError: if its tokenizer is another one, or a weight of it is set without one.
+    """
+    if teacher is None:
+        for own in hparams.values():
+            given, usual = own.teacher_coef, type(own)().teacher_coef
+            if given != usual:
+                raise ValueError(
+                    f"teacher_coef={given:g} weighs a teacher, and {cls.__name__} is given none: "
+                    "give teacher=FOLDER (artifacts.teacher), or leave it out"
+                )
+        return None
+    with naming_argument("teacher", teacher):
+        fix = "take a teacher of the policy's family, or train on its texts (SFT)"
+        check_same_tokenizer(start.tokenizer, teacher, fix=fix)
+        return Source.of(teacher, "teacher")
 
 
 @contextmanager

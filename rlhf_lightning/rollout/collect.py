@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, world_size
+from rlhf_lightning.functional.distillation import distillation_advantages
 from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.rewards import adjust_scores, overlong_penalty, shape_rewards
@@ -47,6 +49,7 @@ class RolloutParts:
         unsharded: gathers a sharded model: to generate, and once for all its micro-batches.
         micro_batch_size: rows in one forward.
         skip_special_tokens: leave special tokens out of that text.
+        teacher: frozen model whose log-probabilities are learnt; None without one.
     """
 
     generator: Generator
@@ -58,6 +61,7 @@ class RolloutParts:
     unsharded: Unsharded
     micro_batch_size: int | None
     skip_special_tokens: bool = False
+    teacher: PolicyModel | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class RewardShaping:
     """Coefficients from scores to advantages, named as in the hyper-parameters and `Controls`.
 
     `overlong_buffer` is None, or the tokens before `max_new_tokens` in which a response loses up
-    to 1 for its length.
+    to 1 for its length. `teacher_coef` weighs the teacher, if there is one.
     """
 
     kl_coef: float
@@ -75,6 +79,7 @@ class RewardShaping:
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     diversity_bonus: float = 0.0
     overlong_buffer: int | None = None
+    teacher_coef: float = 0.0
 
 
 @torch.no_grad()
@@ -195,34 +200,34 @@ def assemble_rollout(
 ) -> RolloutBatch:
     """Return the rollout of scored responses: evaluate, shape, estimate advantages."""
     prompts, mask = responses.prompts, responses.response_mask  # [B, R]
-    logprobs, entropy, ref_logprobs, values = evaluate_responses(
-        parts, responses, temperature=temperature
-    )
+    found = evaluate_responses(parts, responses, temperature=temperature)
     by_domain = [shaping.domain_weights.get(name, 1.0) for name in prompts.domains]
     weights, estimator = scores.total.new_tensor(by_domain), shaping.estimator
     weighed = scores.total if estimator.scale_free else scores.total * weights
     adjusted = _adjusted(weighed, responses, shaping, max_new_tokens)
-    kl = kl_k1(logprobs, ref_logprobs)  # [B, R]
+    kl = kl_k1(found.logprobs, found.ref_logprobs)  # [B, R]
     rows = torch.arange(len(mask), device=mask.device)
     scored = torch.ones_like(mask[:, 0]) if scores.applies is None else scores.applies
     learnt = mask & scored.unsqueeze(-1)
     rewards = shape_rewards(adjusted, kl, learnt, kl_coef=shaping.kl_coef)
     groups = prompts.group_ids.where(scored, -1 - rows)  # a row without a score is in none
-    advantages, returns = estimator(rewards, values, learnt, groups)
+    advantages, returns = estimator(rewards, found.values, learnt, groups)
     if estimator.scale_free:
         advantages = advantages * weights.unsqueeze(-1)
+    if found.teacher_logprobs is not None and (coef := shaping.teacher_coef):
+        own, teacher = found.logprobs, found.teacher_logprobs
+        advantages = distillation_advantages(
+            own, teacher, learnt, teacher_coef=coef, advantages=advantages
+        )
     return RolloutBatch(
         sequences=responses.sequences,
         attention_mask=responses.attention_mask,
         response_mask=mask,
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        values=values,
+        **found._asdict(),
         scores=scores.total,
         rewards=rewards,
         advantages=advantages,
         returns=returns,
-        entropy=entropy,
         finish_reason=responses.generation.finish_reason,
         row_ids=prompts.row_ids,
         prompt_length=prompts.input_ids.shape[1],
@@ -265,13 +270,20 @@ def novelty(responses: Responses) -> list[float]:
     return shares[start : start + len(own)]
 
 
+class Evaluated(NamedTuple):
+    """What the models say of responses, each `[B, R]` and 0 off the mask, as in `RolloutBatch`."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    ref_logprobs: Tensor
+    values: Tensor | None
+    teacher_logprobs: Tensor | None
+
+
 def evaluate_responses(
     parts: RolloutParts, responses: Responses, *, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask.
-
-    The values are None without a value model.
-    """
+) -> Evaluated:
+    """Return what policy, reference, value model and teacher say of the responses."""
 
     def policy(rows: Tensor) -> tuple[Tensor, ...]:
         statistics = response_statistics(
@@ -280,13 +292,10 @@ def evaluate_responses(
         assert statistics.entropy is not None  # asked for
         return statistics.logprobs, statistics.entropy
 
-    def reference(rows: Tensor) -> tuple[Tensor, ...]:
+    def frozen(model: PolicyModel, rows: Tensor) -> tuple[Tensor, ...]:
         batch = responses.rows(rows)
-        return (
-            response_statistics(
-                parts.reference, batch, temperature=temperature, with_entropy=False
-            ).logprobs,
-        )
+        how: dict[str, Any] = {"temperature": temperature, "with_entropy": False}
+        return (response_statistics(model, batch, **how).logprobs,)
 
     value_model = parts.value_model
     # As the updates compute, whose bits these are to have.
@@ -306,11 +315,12 @@ def evaluate_responses(
             run=None if beside is None else beside.run,
         )
 
-    evaluated: list[Tensor] = []
-    for model, function in ((parts.policy, policy), (parts.reference, reference)):
-        with parts.unsharded(model.root):  # there is room: the policy was gathered to generate
-            evaluated += of_rows(function)
-    if value_model is not None:
-        evaluated += of_rows(values)
-    logprobs, entropy, ref_logprobs, *state_values = evaluated
-    return logprobs, entropy, ref_logprobs, state_values[0] if state_values else None
+    with parts.unsharded(parts.policy.root):  # there is room: it was gathered to generate
+        logprobs, entropy = of_rows(policy)
+    found: dict[str, Tensor] = {}
+    for name, model in (("reference", parts.reference), ("teacher", parts.teacher)):
+        if model is not None:
+            with parts.unsharded(model.root):
+                (found[name],) = of_rows(partial(frozen, model))
+    state_values = None if value_model is None else of_rows(values)[0]
+    return Evaluated(logprobs, entropy, found["reference"], state_values, found.get("teacher"))

@@ -49,6 +49,7 @@ QUANTITIES: dict[str, Quantity] = {
     "rollout/unscored": Quantity("responses without a score", "share"),
     "rollout/kl_per_token": Quantity("KL from SFT, per token", "nats", (0.05, 1.0)),
     "rollout/kl_per_response": Quantity("KL from SFT, per response", "nats"),
+    "rollout/teacher_kl_per_token": Quantity("KL to the teacher, per token", "nats"),
     "rollout/response_length": Quantity("response length", "tokens"),
     "rollout/eos_fraction": Quantity("responses that end by themselves", "share", (0.9, 1.0)),
     "rollout/distinct_2": Quantity("distinct bigrams", "share"),

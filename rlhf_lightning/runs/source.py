@@ -39,6 +39,22 @@ class Source:
         """Return the source as it is now."""
         return cls(str(name), source_fingerprint(str(name), revision), key, revision)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fingerprint, for a checkpoint."""
+        return {"fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare it with that of a checkpoint.
+
+        Raises:
+            ValueError: if the checkpoint was trained with another model.
+        """
+        if state["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"the checkpoint was trained with {self.key} {state['fingerprint'][:12]}, and "
+                f"{self.key}={self.name} is {self.fingerprint[:12]}: give the same {self.key}"
+            )
+
     def check(self) -> None:
         """Check that the same model is still there.
 

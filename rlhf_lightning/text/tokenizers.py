@@ -263,14 +263,14 @@ def check_same_tokenizer(
     if other.eos_token_id != tokenizer.eos_token_id:
         raise ValueError(
             f"{source} ends texts with {other.eos_token!r}, the policy with "
-            f"{tokenizer.eos_token!r}: its score is not read where it was trained to be: {fix}"
+            f"{tokenizer.eos_token!r}: it does not know where these responses end: {fix}"
         )
     ends = [turn_end(each) for each in (tokenizer, other)]
     mine, its = (None if end is None else end.token for end in ends)
     if mine is not None and its is not None and mine != its:
         raise ValueError(
             f"the chat template of {source} ends responses with {its!r}, the policy's with "
-            f"{mine!r}: its score is not read where it was trained to be: {fix}"
+            f"{mine!r}: it does not know where these responses end: {fix}"
         )
 
 

@@ -14,6 +14,7 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.memory_plan import phases, report
 from rlhf_lightning.app.memory_plan.phases import OPTIMIZER, WEIGHTS, Phase, Plan
 from rlhf_lightning.app.memory_plan.request import Request, read_run
+from tests.builders.models import tiny_policy
 
 GIB = 2**30
 
@@ -126,6 +127,25 @@ def test_every_reward_model_that_is_held_is_counted_in_every_phase(scorer, name,
     assert several.models[name] == count * size > 0
     for before, after in zip(one.phases, several.phases, strict=True):
         assert after.parts[WEIGHTS] - before.parts[WEIGHTS] == (count - 1) * size, after.name
+
+
+@pytest.mark.parametrize("lora", ["none", "lora"])
+def test_a_teacher_is_counted_in_every_phase_with_its_own_shape(lora, tmp_path):
+    words = ["+experiment=ppo", "plan.device=cuda", f"lora={lora}"]
+    teacher = tmp_path / "teacher"
+    one = phases.plan(read(*words).run)
+    found = read(*words, f"artifacts.teacher={teacher}")
+    assert any("the teacher has the policy's shape" in note for note in found.notes)
+    alike = phases.plan(found.run)
+    assert alike.models["teacher"] == alike.models["reference" if lora == "none" else "frozen base"]
+    larger = tiny_policy("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    larger.model.save_pretrained(teacher)
+    several = phases.plan(read(*words, f"artifacts.teacher={teacher}").run)
+    size = several.models["teacher"]
+    assert size == 4 * sum(p.numel() for p in larger.parameters())
+    for before, after in zip(one.phases, several.phases, strict=True):
+        assert after.parts[WEIGHTS] - before.parts[WEIGHTS] == size, after.name
+        assert after.total > before.total
 
 
 def test_what_holds_models_that_are_not_counted_is_named(tmp_path, monkeypatch):

@@ -30,6 +30,13 @@ def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(com
         prerequisites.prepare_inputs(settings, [])
 
 
+def test_a_missing_teacher_is_asked_for_and_no_experiment_makes_it(compose_ppo, tmp_path):
+    for name in (f"{tmp_path}/mine", f"{tmp_path}/demo_seed1/teacher"):
+        settings = compose_ppo(f"artifacts.teacher={name}")
+        with pytest.raises(ConfigError, match=r"artifacts\.teacher=\S+ does not exist: give"):
+            prerequisites.prepare_inputs(settings, [], kinds=["teacher"])
+
+
 def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_choices(
     tmp_path,
 ):

@@ -111,8 +111,8 @@ def test_logprobs_taken_from_generation_would_not_give_a_ratio_of_1_in_bf16(monk
     evaluate = collect.evaluate_responses
 
     def with_sampled_logprobs(parts, answers, *, temperature):
-        _, entropy, reference, values = evaluate(parts, answers, temperature=temperature)
-        return answers.generation.logprobs, entropy, reference, values
+        evaluated = evaluate(parts, answers, temperature=temperature)
+        return evaluated._replace(logprobs=answers.generation.logprobs)
 
     monkeypatch.setattr(collect, "evaluate_responses", with_sampled_logprobs)
     module = tiny_module(cls=WithRatios, models=lambda: replace(tiny_models(), same_source=False))

@@ -1,4 +1,4 @@
-"""A rank of GRPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora or lag]."""
+"""A rank of GRPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora, lag or teacher]."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def main(material: Path, run: Path, devices: int, strategy: str, variant: str = 
         ),
         sampling=SamplingHparams(max_new_tokens=6),
         lora=LoraHparams(r=4) if variant == "lora" else None,
+        teacher=material / "teacher" if variant == "teacher" else None,
     )
     data = PromptDataModule(
         material / "prompts.jsonl", module.tokenizer, batch_size=4, num_generations=3

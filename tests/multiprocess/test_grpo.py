@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_lightning.runs.folder import read_metrics
+from tests.builders.models import tiny_policy, tiny_tokenizer
 from tests.builders.ranks import ROOT, run_ranks
 from tests.builders.record_files import write_material
 
@@ -20,6 +21,10 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")
     write_material(folder)
+    tiny_policy("llama", seed=7, max_position_embeddings=2048).model.save_pretrained(
+        folder / "teacher"
+    )
+    tiny_tokenizer().save_pretrained(folder / "teacher")
     return folder
 
 
@@ -55,7 +60,10 @@ def train(material: Path, folder: Path, devices: int, strategy: str, variant: st
 
 @pytest.mark.parametrize(
     ("strategy", "variant"),
-    [("ddp", ""), ("fsdp", ""), ("fsdp", "lora"), ("ddp", "lag"), ("fsdp", "lag")],
+    [
+        *[("ddp", ""), ("fsdp", ""), ("fsdp", "lora"), ("ddp", "lag"), ("fsdp", "lag")],
+        *[("ddp", "teacher"), ("fsdp", "teacher")],
+    ],
 )
 def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strategy, variant):
     one, two = alone(variant), train(material, tmp_path, 2, strategy, variant)
@@ -63,6 +71,7 @@ def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strate
     assert rows[0]["rollout/kl_per_response"] == 0
     assert rows[-1]["rollout/kl_per_response"] != 0
     assert (rows[-1]["rollout/sampler_gap"] > 1e-3) == (variant == "lag")
+    assert (rows[0].get("rollout/teacher_kl_per_token", 0.0) > 0.1) == (variant == "teacher")
     for ours, theirs in zip(rows, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():

@@ -187,6 +187,7 @@ class ArtifactsSettings(Settings):
     reward: str | None = None
     ppo: str | None = None
     dpo: str | None = None
+    teacher: str | None = None
     publish: str | None = None
 
     def of(self, kind: str) -> str | None:
@@ -435,12 +436,14 @@ class PlanGroup(Settings):
         device: cpu or cuda; auto takes that of the trainer.
         format: table, or json for programs.
         reward_model: one of `conf/model`, or a folder, whose shape the reward model has.
+        teacher: the same of the teacher.
     """
 
     device_memory: str | float | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     format: Literal["table", "json"] = "table"
     reward_model: str | None = None
+    teacher: str | None = None
 
 
 def _checked_gates(gates: Any) -> Any:

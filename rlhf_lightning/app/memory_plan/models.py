@@ -26,6 +26,7 @@ from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 
 POLICY, VALUE, REFERENCE, REWARD = "policy", "value", "reference", "reward"
+TEACHER = "teacher"
 FROZEN, TRAINED, ELEMENTS, COPIES = "frozen", "trained", "elements", "copies"
 LARGEST = "largest"  # the matrix of most elements
 # 4-bit numbers, and for every 64 of them one 8-bit constant and its share of a second one
@@ -42,8 +43,8 @@ class FakeModels:
         self.run = run
 
     def shape_of(self, kind: str) -> Shape:
-        """Return the shape of a model; a reward model may have a different one."""
-        own = self.run.scoring.shape if kind == REWARD else None
+        """Return the shape of a model; reward model and teacher may have a different one."""
+        own = {REWARD: self.run.scoring.shape, TEACHER: self.run.teacher}.get(kind)
         return own or self.run.shape
 
     def peak(

@@ -14,6 +14,7 @@ from rlhf_lightning.app.memory_plan.models import (
     POLICY,
     REFERENCE,
     REWARD,
+    TEACHER,
     TRAINED,
     VALUE,
     FakeModels,
@@ -79,8 +80,9 @@ def plan(run: Run) -> Plan:
         held[BUCKETS] = sum(parts.fake.weights(kind)[TRAINED] for kind in kinds)
     phases = []
     if run.spec.rolls_out:
-        # int64 ids, two masks and eight numbers a token
-        held[ROLLOUT] = run.rows * (9 * run.length + (1 + 8 * 4) * run.response_length)
+        # int64 ids, two masks and eight numbers a token; a teacher's is one more
+        numbers = 8 + (run.teacher is not None)
+        held[ROLLOUT] = run.rows * (9 * run.length + (1 + numbers * 4) * run.response_length)
         generated = parts.generation(run.rows, run.response_length)
         phases += [Phase("generate", held + generated), Phase("score", held + parts.scoring())]
     phases.append(Phase("update", held + _largest(parts.update())))
@@ -111,6 +113,8 @@ class Parts:
             found[names[kind]] = weights(kind)[TRAINED]
         if run.spec.rolls_out and run.style.lora is None:
             found["reference"] = weights(REFERENCE)[FROZEN]
+        if run.teacher is not None:
+            found["teacher"] = weights(TEACHER)[FROZEN]
         count = run.scoring.count
         if run.scoring.kind == "model":
             name = "reward model" if count == 1 else f"{count} reward models"
@@ -178,7 +182,8 @@ class Parts:
         run = self.run
         together = min(run.micro_batch_size or run.rows, run.rows)
         rows = Rows(together, _padded(run.length), run.response_length)
-        siblings = (REFERENCE,) if run.style.lora is None else ()
+        siblings: tuple[str, ...] = (REFERENCE,) if run.style.lora is None else ()
+        siblings = siblings if run.teacher is None else (*siblings, TEACHER)
         candidates = [
             self._forward(kind, rows, with_entropy=kind == POLICY)
             for kind in (POLICY, VALUE, *siblings)

@@ -44,6 +44,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
     try:
         shape = policy_shape(settings)
         scoring = _scoring(settings, plan, notes)
+        teacher = _teacher(settings, plan, notes, shape)
     except ShapeError as error:
         raise ConfigError(str(error)) from error
     stage, data, strategy = settings.spec, settings.data, settings.strategy
@@ -66,6 +67,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         num_passes=settings.passes[0],
         with_entropy=getattr(hparams, "entropy_coef", 0) > 0,
         scoring=scoring,
+        teacher=teacher,
         validation_rows=_validation_rows(settings),
         evaluation=_evaluation(settings),
         read_at_once=int(settings.rollout.get("prefill_tokens", Run.read_at_once)),
@@ -125,8 +127,8 @@ def policy_shape(settings: TrainSettings) -> Shape:
     )
 
 
-def named_shape(name: str) -> Shape:
-    """Return the shape of one of `conf/model`, or of a local folder.
+def named_shape(name: str, key: str = "plan.reward_model") -> Shape:
+    """Return the shape of one of `conf/model`, or of a local folder, that `key` names.
 
     Raises:
         ShapeError: if the shape is none that transformers knows.
@@ -138,7 +140,7 @@ def named_shape(name: str) -> Shape:
     if model.shape is None:
         known = choices("model")
         raise ConfigError(
-            f"plan.reward_model={name}{did_you_mean(name, known)}: give one of conf/model that "
+            f"{key}={name}{did_you_mean(name, known)}: give one of conf/model that "
             f"carries a shape ({', '.join(known)}), or a local folder with a config.json"
         )
     return _completed(model)
@@ -206,6 +208,20 @@ def _scoring(settings: TrainSettings, plan: PlanGroup, notes: list[str]) -> Scor
     largest = max(alike, key=_size)
     keys = tuple(key for scoring in alike for key in scoring.keys)
     return replace(largest, count=_number(alike), keys=keys)
+
+
+def _teacher(
+    settings: TrainSettings, plan: PlanGroup, notes: list[str], policy: Shape
+) -> Shape | None:
+    source = settings.module.get("teacher")
+    if source is None:
+        return None
+    if plan.teacher is not None:
+        return named_shape(plan.teacher, "plan.teacher")
+    if (Path(source) / "config.json").is_file():
+        return read_shape(Path(source))
+    notes.append("the teacher has the policy's shape (plan.teacher=NAME: another)")
+    return policy
 
 
 def _number(scorings: Sequence[Scoring]) -> int:

@@ -166,6 +166,7 @@ class Run:
         num_passes: number of passes over the rollout.
         with_entropy: PPO's loss has an entropy bonus.
         scoring: the reward models of PPO.
+        teacher: shape of the teacher; None without one.
         validation_rows: rows of a validation batch on one device; 0 without validation.
         evaluation: evaluation after training; None without one.
         read_at_once: prompt tokens that generation reads in one forward.
@@ -191,6 +192,7 @@ class Run:
     num_passes: int = 1
     with_entropy: bool = False
     scoring: Scoring = field(default_factory=Scoring)
+    teacher: Shape | None = None
     validation_rows: int = 0
     evaluation: Evaluation | None = None
     read_at_once: int = 16_384

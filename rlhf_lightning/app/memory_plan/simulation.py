@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
-from rlhf_lightning.app.memory_plan.models import POLICY, REFERENCE, REWARD, VALUE, FakeModels
+from rlhf_lightning.app.memory_plan.models import (
+    POLICY,
+    REFERENCE,
+    REWARD,
+    TEACHER,
+    VALUE,
+    FakeModels,
+)
 from rlhf_lightning.app.memory_plan.passes import (
     Rows,
     autocast,
@@ -97,7 +104,8 @@ def simulate(run: Run, *, num_layers: int | None = None) -> Simulation:
         phase = name.partition(":")[0]
         peaks[phase] = max(peaks[phase], counts.get(ALIVE, 0))
         received[phase] += counts.get(RECEIVED, 0)
-    kinds = (POLICY, *((REWARD,) if run.scoring.kind == "model" else ()))
+    kinds = [POLICY, *((REWARD,) if run.scoring.kind == "model" else ())]
+    kinds += [] if run.teacher is None else [TEACHER]
     return Simulation(
         peaks=peaks,
         received=dict(received),
@@ -178,9 +186,10 @@ class _Rank:
         if run.spec.rolls_out:
             kinds.append(REFERENCE)
         count = run.scoring.count if run.scoring.kind == "model" else 0
-        rewards = {f"{REWARD} {n}": fake.build(REWARD, num_layers) for n in range(1, count + 1)}
+        own = {f"{REWARD} {n}": fake.build(REWARD, num_layers) for n in range(1, count + 1)}
+        own |= {} if run.teacher is None else {TEACHER: fake.build(TEACHER, num_layers)}
         if run.style.lora is None:
-            return {kind: fake.build(kind, num_layers) for kind in kinds} | rewards
+            return {kind: fake.build(kind, num_layers) for kind in kinds} | own
         first = fake.build(kinds[0], num_layers)
         built: dict[str, Any] = {kinds[0]: first}
         with torch.device("meta"):
@@ -189,7 +198,7 @@ class _Rank:
                     built[kind] = add_scalar_model(first.base, "value", init_std=0.0, seed=0)
         if REFERENCE in kinds:
             built[REFERENCE] = AdaptedPolicy(first.base, None)
-        return built | rewards
+        return built | own
 
     def run_phases(self) -> dict[str, Counter[str]]:
         """Return bytes that were alive and received, by `phase:segment`."""
@@ -288,8 +297,8 @@ class _Rank:
             own = run.scoring.micro_batch_size if scores else rows
             together = min(own or run.rows, run.rows)
             asked = 1 if scores else run.response_length
-            # Policy and reference are gathered once for all their micro-batches.
-            at_once = kind in (POLICY, REFERENCE)
+            # Policy, reference and teacher are gathered once for all their micro-batches.
+            at_once = kind in (POLICY, REFERENCE, TEACHER)
             tracker.enter(f"{SCORE}:{kind} gather")
             with torch.no_grad(), gathered(model.root) if at_once else nullcontext():
                 tracker.times = -(-run.rows // together)

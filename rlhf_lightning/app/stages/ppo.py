@@ -38,7 +38,7 @@ class PPOStage(Stage):
     module: type[RLHFModule] = PPOModule
     rates: ClassVar = {"learning_rate": "policy", "value_learning_rate": "value"}
     starts_from = "sft"
-    uses = ("sft", "reward", "ppo")
+    uses = ("sft", "reward", "ppo", "teacher")
     measures_with = ("gold", "micro_batch_size", "every_n_iterations")
     trains: ClassVar[tuple[str, ...]] = (POLICY, SCALAR)
     rolls_out = True

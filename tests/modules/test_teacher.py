@@ -1,0 +1,190 @@
+"""A teacher beside PPO and GRPO: what it gives, and that nothing else of it is left anywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhf_lightning import GRPOHparams, LoraHparams, PPOHparams, PPOModule, trainer_arguments
+from rlhf_lightning.models.factory import frozen
+from rlhf_lightning.models.forward import response_statistics
+from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
+from tests.builders.models import tiny_policy, tiny_tokenizer
+from tests.builders.record_files import write_material
+from tests.builders.stages import (
+    built,
+    group_prompts,
+    grpo_hparams,
+    prompts,
+    rollout_of,
+    tiny_grpo,
+    tiny_models,
+    tiny_module,
+)
+from tests.modules.test_grpo_runs import Stop, made, rows, samples
+from tests.modules.test_grpo_runs import prompts as prompt_data
+
+GRPO = GRPOHparams(learning_rate=1e-3, num_minibatches=2, teacher_coef=0.5)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = write_material(tmp_path_factory.mktemp("material"))
+    for seed in (7, 8):
+        folder = found["policy"].parent / f"teacher_{seed}"
+        tiny_policy("llama", seed=seed, max_position_embeddings=2048).model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        found[folder.name] = folder
+    return found
+
+
+def taught(coef: float | None, **changes: Any) -> Any:
+    """A GRPO module; without a coefficient it has no teacher."""
+    weighed = {} if coef is None else {"teacher_coef": coef}
+    module = tiny_grpo(
+        grpo=grpo_hparams(**weighed, **changes),
+        models=lambda: PolicyModels(
+            policy=tiny_policy(),
+            reference=frozen(tiny_policy()),
+            teacher=None if coef is None else frozen(tiny_policy(seed=7)),
+        ),
+    )
+    return built(module)
+
+
+@pytest.mark.parametrize("scale", ["group_std", "global_std"])
+def test_the_teacher_adds_its_log_ratio_to_the_advantages_at_the_temperature_of_the_rollout(scale):
+    prompts = group_prompts()
+    plain, module = taught(None, scale=scale), taught(0.3, scale=scale)
+    without, rollout = rollout_of(plain, prompts), rollout_of(module, prompts)
+    teacher = frozen(tiny_policy(seed=7))
+    expected = response_statistics(teacher, rollout, temperature=0.9).logprobs
+    torch.testing.assert_close(rollout.teacher_logprobs, expected, rtol=0, atol=1e-6)
+    assert not rollout.teacher_logprobs[~rollout.response_mask].any()
+    gap = rollout.teacher_logprobs - rollout.logprobs
+    assert gap.abs().max() > 0.5
+    torch.testing.assert_close(
+        rollout.advantages, without.advantages + 0.3 * gap, rtol=0, atol=1e-6
+    )
+    for name in ("sequences", "logprobs", "ref_logprobs", "rewards", "scores"):
+        assert torch.equal(getattr(rollout, name), getattr(without, name)), name
+    assert without.teacher_logprobs is None
+
+
+def test_a_coefficient_of_0_measures_the_distance_and_changes_no_bit():
+    without, rollout = (rollout_of(taught(coef), group_prompts()) for coef in (None, 0.0))
+    assert torch.equal(rollout.advantages, without.advantages)
+    assert rollout.teacher_logprobs is not None
+
+
+def test_ppo_has_a_teacher_too_after_its_advantages_were_whitened():
+    def with_teacher() -> Any:
+        models = tiny_models()
+        return type(models)(**vars(models) | {"teacher": frozen(tiny_policy(seed=7))})
+
+    without = rollout_of(built(tiny_module()), prompts())
+    rollout = rollout_of(built(tiny_module(models=with_teacher)), prompts())
+    gap = rollout.teacher_logprobs - rollout.logprobs
+    torch.testing.assert_close(rollout.advantages, without.advantages + gap, rtol=0, atol=1e-6)
+    assert torch.equal(rollout.returns, without.returns)
+
+
+def train(
+    material: dict[str, Path], folder: Path, ckpt_path: str | None = None, **changes: Any
+) -> tuple[Any, L.Trainer]:
+    given = {"grpo": GRPO, "teacher": material["teacher_7"]}
+    callbacks = changes.pop("callbacks", None)
+    module = made(material, **given | changes)
+    trainer = L.Trainer(
+        **trainer_arguments(
+            folder,
+            max_iterations=4,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            checkpoint_every_n_iterations=1,
+            callbacks=callbacks,
+        )
+    )
+    trainer.fit(module, prompt_data(material, module), ckpt_path=ckpt_path, weights_only=True)
+    return module, trainer
+
+
+@pytest.fixture(scope="module", params=[None, LoraHparams(r=4)], ids=["whole", "lora"])
+def trained(material, tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return (*train(material, folder, lora=request.param), folder, request.param)
+
+
+def test_the_policy_comes_closer_and_the_teacher_stays_out_of_what_is_trained_and_saved(trained):
+    module, trainer, folder, _ = trained
+    assert {name.split(".")[0] for name in module.state_dict()} == {"policy"}
+    assert not any(p.requires_grad or p.grad is not None for p in module.teacher.parameters())
+    assert module.teacher in module.frozen_models
+    (group,) = trainer.optimizers[0].param_groups
+    assert not {id(p) for p in module.teacher.parameters()} & {id(p) for p in group["params"]}
+    first, *_, last = (row["rollout/teacher_kl_per_token"] for row in rows(folder))
+    assert first == pytest.approx(
+        float(
+            (module.rollouts[0].logprobs - module.rollouts[0].teacher_logprobs).sum()
+            / module.rollouts[0].response_mask.sum()
+        ),
+        rel=1e-5,
+    )
+    assert last < first
+    saved = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    assert saved["teacher"] == {"fingerprint": module.more_sources[0].fingerprint}
+    assert saved["hyper_parameters"]["teacher"] == module.more_sources[0].name
+
+
+def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trained, tmp_path):
+    whole, _, folder, lora = trained
+    with pytest.raises(RuntimeError, match="the power went"):
+        train(material, tmp_path, lora=lora, callbacks=Stop())
+    module, _ = train(material, tmp_path, "last", lora=lora)
+    assert rows(tmp_path) == rows(folder)
+    assert samples(tmp_path) == samples(folder)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_a_checkpoint_is_read_with_its_teacher_and_resumed_with_no_other(
+    material, trained, tmp_path
+):
+    whole, _, folder, lora = trained
+    checkpoint = str(folder / "checkpoints/last.ckpt")
+    read = type(whole).load_from_checkpoint(checkpoint, reward=whole.scorer)
+    assert read.more_sources == whole.more_sources
+    assert read.teacher is not None
+    with pytest.raises(ValueError, match=r"trained with teacher \w{12}, and teacher=.*teacher_8"):
+        train(material, tmp_path, checkpoint, lora=lora, teacher=material["teacher_8"])
+
+
+def test_the_weights_of_the_teacher_are_those_of_its_folder(material, trained):
+    module, *_ = trained
+    expected = frozen(policy_models(material["teacher_7"]).policy)
+    for one, other in zip(module.teacher.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_another_tokenizer_and_a_weight_without_a_teacher_are_refused(material, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(material["teacher_7"], other)
+    file = other / "tokenizer.json"
+    text = json.loads(file.read_text())
+    words = text["model"]["vocab"]
+    words["w3"], words["w4"] = words["w4"], words["w3"]
+    file.write_text(json.dumps(text))
+    with pytest.raises(ValueError, match=r"teacher='.*other': .* has another tokenizer"):
+        made(material, teacher=other)
+    with pytest.raises(ValueError, match=r"teacher_coef=0\.5 weighs a teacher, and RecordedGRPO"):
+        made(material, grpo=GRPO)
+    with pytest.raises(ValueError, match="teacher_coef=2 weighs a teacher, and PPOModule"):
+        PPOModule.from_pretrained(
+            material["policy"], lambda completions: [0.0], ppo=PPOHparams(teacher_coef=2)
+        )
