@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import FIRST_WORD
 from benchmarks.worker import Task, worker_main
 from benchmarks.workers import models
 from rlhf_lightning.hparams import LoraHparams
@@ -50,21 +52,24 @@ def run(task: Task) -> dict[str, Any]:
         base=str(policy),
         base_fingerprint="",
     )
-    write_records(folder, task["answers"])
+    # Each is one token of the vocabulary: that of a shape has words of its own.
+    own = [f"w{i}" for i in range(FIRST_WORD, tokenizer.vocab_size)]
+    write_records(folder, task["answers"], own if task["model"] is None else LETTERS)
     return {}
 
 
-def write_records(folder: Path, answers: dict[str, int]) -> None:
+def write_records(folder: Path, answers: dict[str, int], vocabulary: Sequence[str]) -> None:
     """Write the records of each stage.
 
     Args:
         folder: gets `<stage>.jsonl`.
         answers: stage -> words of an answer, each a token.
+        vocabulary: words to draw from.
     """
     draw = random.Random(0)
 
     def words(count: int) -> str:
-        return " ".join(draw.choice(LETTERS) for _ in range(count))
+        return " ".join(draw.choice(vocabulary) for _ in range(count))
 
     for stage, length in answers.items():
         rows = []

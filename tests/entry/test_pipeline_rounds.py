@@ -199,11 +199,12 @@ def test_a_second_round_goes_on_from_the_first_and_its_changed_step_runs_anew_al
         "experiments.base=null",
         "experiments.sft=null",
         *TINY,
-        *(f"{stage}:artifacts.sft={start}" for stage in ("train", "collect")),
+        f"train:artifacts.sft={start}",
         "ppo:data.batch_size=16",
-        *(f"collect:{word}" for word in (*FEW, *DECIDED)),
     ]
     pipeline(tmp_path, *common, "accept=[reward,ppo]")
+    # The first round collects nothing, and words that no step reads are refused.
+    common += [f"collect:{word}" for word in (f"artifacts.sft={start}", *FEW, *DECIDED)]
     told = pipeline(tmp_path, *common, "rounds=2", "accept=[reward,round_1/ppo]", code=4)
     assert "round_1/ppo: done before" in told
     made = only(tmp_path)

@@ -66,7 +66,8 @@ def ppo(shape: dict[str, Any], num_devices: int) -> Run:
     return sft(
         shape,
         num_devices,
-        stage="ppo",
+        spec=find_stage("ppo"),
+        title="PPO",
         batch_size=256,
         micro_batch_size=4,
         prompt_length=512,
