@@ -396,6 +396,10 @@ class PPOHparams(OnPolicyHparams):
         gae_length_alpha: makes the lambda of a response's advantages grow with its length:
             1 - 1 / (gae_length_alpha * length); None uses gae_lambda.
         num_ppo_epochs: passes over one rollout.
+        num_value_epochs: passes of the value model over one rollout, the policy takes part in the
+            last num_ppo_epochs of them; None is num_ppo_epochs.
+        value_trainable: patterns of parameter names of the value model, such as "*mlp*"; the others
+            stay as they are. With adapters, names of theirs. None trains all.
         critic_warmup_iterations: number of first iterations that train only the value model.
     """
 
@@ -407,12 +411,23 @@ class PPOHparams(OnPolicyHparams):
     gae_lambda_value: Annotated[Share | None, Usual(0.9, 1)] = None
     gae_length_alpha: Annotated[Above0 | None, Usual(0.01, 1)] = None
     num_ppo_epochs: Annotated[Count, Usual(1, 8)] = 4
+    num_value_epochs: Annotated[Count | None, Usual(1, 8)] = None
+    value_trainable: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     critic_warmup_iterations: CountOrZero = 0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.num_passes < self.num_ppo_epochs:
+            raise ValueError(
+                f"num_value_epochs={self.num_value_epochs} must be at least "
+                f"num_ppo_epochs={self.num_ppo_epochs}: use more, or null for as many"
+            )
 
     @property
     def num_passes(self) -> int:
         """Passes over one rollout."""
-        return self.num_ppo_epochs
+        return self.num_value_epochs or self.num_ppo_epochs
 
 
 @dataclass(frozen=True)

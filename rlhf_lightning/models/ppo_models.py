@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -190,6 +192,29 @@ def ppo_models(
             )
         )
     return PPOModels(**vars(found), value=values)
+
+
+def freeze_but(model: nn.Module, patterns: Sequence[str] | None) -> None:
+    """Freeze the parameters of a value model whose names no pattern matches, in place.
+
+    Args:
+        model: a model, or the view of an adapter.
+        patterns: patterns of names, as `fnmatch` reads them ("*mlp*"); None freezes nothing.
+
+    Raises:
+        ValueError: if a pattern matches no trained parameter.
+    """
+    if patterns is None:
+        return
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for pattern in patterns:
+        if not fnmatch.filter(trained, pattern):
+            raise ValueError(
+                f"value_trainable={pattern!r} matches no parameter of the value model: its names "
+                f"are like {', '.join(list(trained)[:3])}"
+            )
+    for name, parameter in trained.items():
+        parameter.requires_grad_(any(fnmatch.fnmatchcase(name, one) for one in patterns))
 
 
 def _policy_on(base: AdaptedBase, start: str | Path | None, *, seed: int) -> AdaptedPolicy:

@@ -188,8 +188,8 @@ class OnPolicyModule(RLHFModule):
         """
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
-        for minibatch in self.usable_minibatches(rollout, batch_idx):
-            if not self.update(minibatch, steps, iteration=batch_idx):
+        for epoch, minibatch in self.usable_minibatches(rollout, batch_idx):
+            if not self.update(minibatch, steps, iteration=batch_idx, epoch=epoch):
                 break  # the policy has moved far enough on this rollout
         release_freed_memory()  # the activations
         seconds["update"] = time.perf_counter() - started
@@ -251,8 +251,10 @@ class OnPolicyModule(RLHFModule):
         check_sampler(rollout, self.generator, self.algorithm, self.stage)
         return rollout, seconds
 
-    def usable_minibatches(self, rollout: RolloutBatch, iteration: int) -> Iterator[RolloutBatch]:
-        """Yield the minibatches of `num_passes` passes over the rollout, each in a new order.
+    def usable_minibatches(
+        self, rollout: RolloutBatch, iteration: int
+    ) -> Iterator[tuple[int, RolloutBatch]]:
+        """Yield each pass and its minibatches, of `num_passes` over the rollout, in new orders.
 
         A rollout that is not finite yields nothing. A minibatch in which no row has a score is
         left out.
@@ -270,9 +272,11 @@ class OnPolicyModule(RLHFModule):
                 self.algorithm.num_minibatches, keys=keys, whole_groups=self.whole_groups
             ):
                 if all_scored or global_sum(minibatch.scored.sum()):
-                    yield minibatch
+                    yield epoch, minibatch
 
-    def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
+    def update(
+        self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int, epoch: int
+    ) -> bool:
         """Take one optimizer step on `minibatch`; return False if approx_kl exceeds its target.
 
         A step whose loss or gradient is not finite is skipped. The gradient is that of one loss
@@ -284,11 +288,12 @@ class OnPolicyModule(RLHFModule):
             steps: collects the metrics of the step; of a minibatch that stops the updates only the
                 distance, which would otherwise be seen only where it is small.
             iteration: number of the iteration, from 0.
+            epoch: number of the pass over the rollout, from 0.
 
         Raises:
             ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it.
         """
-        models, terms = self.models_by_norm(), self.loss_terms(iteration)
+        models, terms = self.models_by_norm(), self.loss_terms(iteration, epoch)
         sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.scored.sum()])
         counts = StepCounts(*global_sum(sizes))
         parts = self.micro_batches(minibatch)
@@ -335,8 +340,13 @@ class OnPolicyModule(RLHFModule):
         """Return the models that are trained, by the names of their gradient norms."""
         return {f"{self.stage}/grad_norm": self.policy}
 
-    def loss_terms(self, iteration: int) -> list[Term]:
-        """Return the terms of the loss: each gives a micro-batch's share of it, and its metrics."""
+    def loss_terms(self, iteration: int, epoch: int) -> list[Term]:
+        """Return the terms of the loss: each gives a micro-batch's share of it, and its metrics.
+
+        Args:
+            iteration: number of the iteration, from 0.
+            epoch: number of the pass over the rollout, from 0.
+        """
         return [self.policy_loss]
 
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:

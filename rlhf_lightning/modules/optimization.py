@@ -119,7 +119,8 @@ def clip_and_step(
 ) -> Measured | None:
     """Clip each model's gradient separately and step; return the norms before clipping.
 
-    A step that is not admitted leaves weights and optimizer as they were, and returns None.
+    A model without gradients takes no part in the step, and has no norm. A step that is not
+    admitted leaves weights and optimizer as they were, and returns None.
 
     Args:
         module: module whose optimizer steps.
@@ -129,7 +130,9 @@ def clip_and_step(
     """
     optimizer = module.optimizers()
     norms = {
-        name: clip_grad_norm(model.parameters(), max_grad_norm) for name, model in models.items()
+        name: clip_grad_norm(model.parameters(), max_grad_norm)
+        for name, model in models.items()
+        if any(parameter.grad is not None for parameter in model.parameters())
     }
     admitted = admit(norms)
     if admitted:
@@ -139,7 +142,7 @@ def clip_and_step(
 
 
 def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -> dict[str, Any]:
-    """Return the parameters of a model with their learning rate; None is that of its size."""
+    """Return what is trained of a model with its learning rate; None is that of its size."""
     if learning_rate is None:
         base = model.base.model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
         if base is None:
@@ -148,7 +151,8 @@ def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -
             count = base.num_parameters()  # an element of a 4-bit weight holds two
         learning_rate = default_learning_rate(kind, count, lora=base is not None)
         rank_zero_info(f"{kind} learning rate {learning_rate:g}, by the size of {count:,} weights")
-    return {"params": list(model.parameters()), "lr": learning_rate}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {"params": trained, "lr": learning_rate}
 
 
 def with_schedule(

@@ -16,7 +16,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.losses import clipped_value_loss
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_values
-from rlhf_lightning.models.ppo_models import PPOModels, ppo_models
+from rlhf_lightning.models.ppo_models import PPOModels, freeze_but, ppo_models
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.modules.optimization import Measured, StepCounts, Term, parameter_group
@@ -104,7 +104,8 @@ class PPOModule(OnPolicyModule):
         )
 
     def take(self, built: PPOModels) -> None:
-        """Take the models, the value model too."""
+        """Take the models, the value model too, of which a part may be frozen."""
+        freeze_but(built.value, self.algorithm.value_trainable)
         super().take(built)
         self.value = built.value
 
@@ -117,9 +118,14 @@ class PPOModule(OnPolicyModule):
         """Return policy and value model, by the names of their gradient norms."""
         return {"ppo/policy_grad_norm": self.policy, "ppo/value_grad_norm": self.value}
 
-    def loss_terms(self, iteration: int) -> list[Term]:
-        """Return the policy's loss and that of the value model, which may warm up alone."""
-        if iteration < self.algorithm.critic_warmup_iterations:
+    def loss_terms(self, iteration: int, epoch: int) -> list[Term]:
+        """Return the policy's loss and that of the value model.
+
+        The value model trains alone while it warms up, and in the passes that it has more.
+        """
+        ppo = self.algorithm
+        alone = ppo.num_passes - ppo.num_ppo_epochs
+        if iteration < ppo.critic_warmup_iterations or epoch < alone:
             return [self.value_loss]
         return [self.policy_loss, self.value_loss]
 

@@ -106,12 +106,10 @@ class Recorded:
         self.rollouts.append(rollout)
         return rollout, seconds
 
-    def update(self: Any, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
+    def update(self: Any, minibatch: RolloutBatch, steps: RunningMeans, **where: int) -> bool:
         own = RunningMeans()
         self.minibatches.append(minibatch)
-        keep_going: bool = super().update(  # type: ignore[misc]
-            minibatch, own, iteration=iteration
-        )
+        keep_going: bool = super().update(minibatch, own, **where)  # type: ignore[misc]
         self.steps.append(own.means())
         steps.add(own.means() | own.totals, took_step=bool(own.num_steps))
         return keep_going
@@ -294,7 +292,7 @@ def loss_and_gradients(
     module.zero_grad()
     total = 0.0
     for rows in micro_batches(rollout.attention_mask, micro_batch_size):
-        for term in module.loss_terms(0):
+        for term in module.loss_terms(0, 0):
             loss, _ = term(rollout[rows], counts_of(rollout))
             loss.backward()
             total += float(loss.detach())

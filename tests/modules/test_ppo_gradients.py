@@ -112,7 +112,7 @@ def test_a_mean_of_micro_batch_means_would_be_another_gradient(module, rollout, 
     module.zero_grad()
     for rows in torch.arange(16).split(4):
         part = rollout[rows]
-        for term in module.loss_terms(0):
+        for term in module.loss_terms(0, 0):
             loss, _ = term(part, counts_of(part))
             (loss / 4).backward()
     got = flat_gradients(module.policy)
@@ -150,7 +150,7 @@ def test_a_critic_warmup_moves_the_value_model_alone():
     assert (policy == 0).all()
     assert value.abs().max() > 1e-2
     warm.zero_grad()
-    for term in warm.loss_terms(1):
+    for term in warm.loss_terms(1, 0):
         loss, _ = term(rollout, counts_of(rollout))
         loss.backward()
     assert flat_gradients(warm.policy).abs().max() > 1e-2
@@ -175,7 +175,7 @@ def state_gradients(module, rollout: RolloutBatch) -> tuple[torch.Tensor, torch.
         module.value.trunk.register_forward_hook(keep("value")),
     ]
     module.zero_grad()
-    for term in module.loss_terms(0):
+    for term in module.loss_terms(0, 0):
         loss, _ = term(rollout, counts_of(rollout))
         loss.backward()
     for handle in handles:

@@ -179,7 +179,7 @@ def test_ranks_with_few_micro_batches_run_as_many_forwards_as_the_others(monkeyp
         module.reference.register_forward_hook(count)
         module.policy.register_forward_hook(count)
         rollout, _ = module.collect_rollout(shares[rank], 0)
-        module.update(rollout, RunningMeans(), iteration=0)
+        module.update(rollout, RunningMeans(), iteration=0, epoch=0)
 
     ranks.run(one)
     assert calls[0] == calls[1] > 6

@@ -55,7 +55,7 @@ class WithRatios(RecordedPPO):
 
     log_ratios: list[torch.Tensor]
 
-    def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
+    def update(self, minibatch: RolloutBatch, steps: RunningMeans, **where: int) -> bool:
         if not self.steps:
             self.log_ratios, self.first = [], minibatch
         size = self.algorithm.micro_batch_size
@@ -65,7 +65,7 @@ class WithRatios(RecordedPPO):
                 new = response_statistics(self.policy, part, temperature=self.controls.temperature)
             if not self.steps:
                 self.log_ratios.append((new.logprobs - part.logprobs).detach())
-        return super().update(minibatch, steps, iteration=iteration)
+        return super().update(minibatch, steps, **where)
 
 
 def assert_first_ratio_is_one(module: WithRatios) -> None:

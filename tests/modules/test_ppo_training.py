@@ -172,7 +172,7 @@ def test_every_iteration_has_its_own_noise_and_the_same_again_when_repeated():
 def test_the_loss_is_the_policy_loss_and_vf_coef_times_the_value_loss():
     module = built(tiny_module(ppo=ppo_hparams(vf_coef=0.15)))
     rollout = rollout_of(module)
-    terms = [term(rollout, counts_of(rollout)) for term in module.loss_terms(0)]
+    terms = [term(rollout, counts_of(rollout)) for term in module.loss_terms(0, 0)]
     loss = sum(term for term, _ in terms)
     names = ("ppo/policy_loss", "ppo/value_loss")
     measured = {name: value for _, measures in terms for name, value in measures.items()}

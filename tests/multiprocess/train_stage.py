@@ -35,6 +35,13 @@ from tests.builders.stages import (
 )
 
 ROWS = 8
+SAO: dict[str, Any] = {
+    "surrogate": "masked_ratio",
+    "ratio_base": "sampler",
+    "cliprange_high": 0.3,
+    "num_value_epochs": 2,
+    "value_trainable": ["*mlp*", "head*"],
+}
 ITERATIONS = 3
 
 
@@ -43,8 +50,9 @@ def module_of(stage: str, model: str, out: Path) -> Any:
         return tiny_sft(model, micro_batch_size=3)
     if stage == "reward":
         return tiny_reward(model, micro_batch_size=3)
+    own = SAO if stage == "sao" else {}
     hparams = ppo_hparams(num_ppo_epochs=1, num_minibatches=1, micro_batch_size=3, kl_target=2.0,
-                          kl_horizon=50)  # fmt: skip
+                          kl_horizon=50, **own)  # fmt: skip
     options: dict[str, Any] = {"sampling": SamplingHparams(max_new_tokens=9)}
     if stage == "ppo_lora":
         source = out / "base"
@@ -102,6 +110,7 @@ def main(stage: str, strategy: str, out: Path, model: str = "llama") -> None:
         results["masks"] = [r.response_mask for r in module.rollouts]
         results["kl_coef"] = module.controls.kl_coef
         results["steps"] = module.num_optimizer_steps
+        results["passes"] = module.algorithm.num_passes
     if rank == 0:
         results["state"] = state
     torch.save(results, out / f"rank_{rank}.pt")

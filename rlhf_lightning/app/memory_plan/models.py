@@ -23,6 +23,7 @@ from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
+from rlhf_lightning.models.ppo_models import freeze_but
 from rlhf_lightning.models.precision import round_frozen_weights
 
 POLICY, VALUE, REFERENCE, REWARD = "policy", "value", "reference", "reward"
@@ -121,6 +122,12 @@ class FakeModels:
 
     def build(self, kind: str, num_layers: int) -> Any:
         """Return a model on the meta device, as `load_policy` and its siblings make it."""
+        model = self._built(kind, num_layers)
+        if kind == VALUE:
+            freeze_but(model, self.run.style.value_trainable)
+        return model
+
+    def _built(self, kind: str, num_layers: int) -> Any:
         style, trained = self.run.style, kind in (POLICY, VALUE)
         config = self.shape_of(kind).config(num_layers)
         with torch.device("meta"):

@@ -165,6 +165,7 @@ def _style(settings: TrainSettings) -> Style:
         compute_dtype=None if dtype is None else getattr(torch, dtype),
         lora=lora and replace(lora, base_precision=lora.base_precision or precision),
         activation_checkpointing=settings.model.activation_checkpointing,
+        value_trainable=getattr(settings.hparams, "value_trainable", None),
     )
 
 

@@ -87,12 +87,14 @@ class Style:
         compute_dtype: dtype of gathered weights under FSDP2; None computes in the weights' dtype.
         lora: adapters on one frozen base, or None for full fine-tuning.
         activation_checkpointing: whether trained models use it.
+        value_trainable: patterns of what is trained of the value model; None for all.
     """
 
     precision: Precision
     compute_dtype: torch.dtype | None = None
     lora: LoraHparams | None = None
     activation_checkpointing: bool = False
+    value_trainable: tuple[str, ...] | None = None
 
     @property
     def autocast(self) -> bool:
