@@ -47,6 +47,7 @@ IMPOSSIBLE = [
     (PPOHparams, "gae_lambda_value", [-0.1, 1.01], ">= 0 and <= 1"),
     (PPOHparams, "gae_length_alpha", [0.0], "> 0"),
     (PPOHparams, "num_ppo_epochs", [0], ">= 1"),
+    (PPOHparams, "num_value_epochs", [0], ">= 1"),
     (GRPOHparams, "num_epochs", [0], ">= 1"),
     (GRPOHparams, "max_resampling_rounds", [-1], ">= 0"),
     *[(cls, "overlong_buffer", [0], ">= 1") for cls in ON_POLICY],
@@ -66,6 +67,7 @@ IMPOSSIBLE = [
 ]
 UNLIMITED = {
     (RewardHparams, "use_margin"),
+    (PPOHparams, "value_trainable"),
     *((SamplingHparams, name) for name in ("top_k", "top_p", "skip_special_tokens")),
 }
 NAMES = ("kl_in", "kl_estimator", "surrogate", "ratio_base", "loss_reduction", "off_policy")
