@@ -287,8 +287,8 @@ class OnPolicyModule(RLHFModule):
             minibatch: this rank's rows.
             steps: collects the metrics of the step; of a minibatch that stops the updates only the
                 distance, which would otherwise be seen only where it is small.
-            iteration: number of the iteration, from 0.
-            epoch: number of the pass over the rollout, from 0.
+            iteration: of the run, from 0.
+            epoch: pass over the rollout, from 0.
 
         Raises:
             ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it.
@@ -341,12 +341,7 @@ class OnPolicyModule(RLHFModule):
         return {f"{self.stage}/grad_norm": self.policy}
 
     def loss_terms(self, iteration: int, epoch: int) -> list[Term]:
-        """Return the terms of the loss: each gives a micro-batch's share of it, and its metrics.
-
-        Args:
-            iteration: number of the iteration, from 0.
-            epoch: number of the pass over the rollout, from 0.
-        """
+        """Return the terms of the loss: each gives a micro-batch's share of it, and its metrics."""
         return [self.policy_loss]
 
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
@@ -366,13 +361,8 @@ class OnPolicyModule(RLHFModule):
             num_sequences=counts.num_sequences,
             max_length=self.sampling.max_new_tokens,
         )
-        result = self.surrogate(
-            new.logprobs,
-            base,
-            corrected_advantages(micro_batch, algorithm),
-            mask,
-            num_tokens=divisor,
-        )
+        advantages = corrected_advantages(micro_batch, algorithm)
+        result = self.surrogate(new.logprobs, base, advantages, mask, num_tokens=divisor)
         loss = result.loss
         if new.entropy is not None:
             entropy = (zero_off_mask(new.entropy, mask) / divisor).sum()
