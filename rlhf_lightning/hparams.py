@@ -409,7 +409,7 @@ class PPOHparams(OnPolicyHparams):
     gamma: Annotated[Share, Usual(1, 1)] = 1.0
     gae_lambda: Annotated[Share, Usual(0.9, 1)] = 0.95
     gae_lambda_value: Annotated[Share | None, Usual(0.9, 1)] = None
-    gae_length_alpha: Annotated[Above0 | None, Usual(0.01, 1)] = None
+    gae_length_alpha: Annotated[Above0 | None, Usual(0.01, 2)] = None
     num_ppo_epochs: Annotated[Count, Usual(1, 8)] = 4
     num_value_epochs: Annotated[Count | None, Usual(1, 8)] = None
     value_trainable: Annotated[tuple[str, ...], Field(min_length=1)] | None = None

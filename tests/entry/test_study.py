@@ -18,7 +18,7 @@ from rlhf_lightning.app.config.compose import choices, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.study.engine import startable
 from rlhf_lightning.app.study.rows import plan
-from rlhf_lightning.app.study.study import main
+from rlhf_lightning.app.study.study import arguments, main
 from rlhf_lightning.runs.metric_catalog import percent
 from tests.builders.command_lines import environment, overrides_of, settings_of
 
@@ -286,3 +286,18 @@ def test_a_mistake_is_answered_in_one_line_and_makes_no_folder(
     assert told in said
     assert len(said.splitlines()) == 1
     assert not list(working_folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (
+            "mine --config-dir my_conf ppo:a=1 name=trial",
+            "--config-dir my_conf study=mine name=trial overrides.ppo=['a=1']",
+        ),
+        ("mine ~runs.dpo -cd=x ~runs.ppo", "-cd=x study=mine ~runs.dpo ~runs.ppo"),
+        ("mine name=x --cfg job --resolve", "--cfg job --resolve study=mine name=x"),
+    ],
+)
+def test_words_behind_a_flag_are_words_of_the_study_too(words: str, read: str) -> None:
+    assert arguments(words.split()) == read.split()

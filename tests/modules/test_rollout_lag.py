@@ -34,6 +34,7 @@ from tests.builders.stages import (
     without_trainer,
 )
 from tests.modules.test_ppo_resume import ITERATIONS, KilledError, run
+from tests.own.stale import StaleGenerator
 
 LAGGED = {"rollout_lag": 1, "off_policy": "truncated"}
 pytestmark = pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
@@ -342,3 +343,15 @@ def test_a_lag_wants_a_correction_and_no_resampling():
             cls(rollout_lag=1)
     with pytest.raises(ValueError, match="max_resampling_rounds=2 and rollout_lag=1"):
         GRPOHparams(max_resampling_rounds=2, **LAGGED)
+
+
+def test_a_generator_that_lags_by_one_samples_what_rollout_lag_samples(lagged, tmp_path):
+    module, *_ = lagged
+    generator = StaleGenerator(STOPS, PAD, lag=1)
+    _, stale, _ = run(tmp_path, generator=generator, off_policy="truncated")
+    for ours, theirs in zip(stale.rollouts, module.rollouts, strict=True):
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert torch.equal(ours.sampler_logprobs, theirs.sampler_logprobs)
+    assert torch.equal(flat_parameters(stale), flat_parameters(module))
+    _, fresh, _ = run(tmp_path / "fresh", off_policy="truncated")
+    assert not torch.equal(flat_parameters(stale), flat_parameters(fresh))

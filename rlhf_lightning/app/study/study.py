@@ -187,8 +187,11 @@ def _job(cfg: Any) -> None:
 
 def arguments(words: Sequence[str]) -> list[str]:
     """Return the words of a command line as Hydra reads them: flags first, NAME as `study=NAME`."""
-    first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    given_words, flags = list(words[:first_flag]), words[first_flag:]
+    flags: list[str] = []
+    given_words: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = before.startswith("-") and "=" not in before + word and word[0] != "~"
+        (flags if word.startswith("-") or is_value else given_words).append(word)
     if given_words and "=" not in given_words[0]:
         given_words[0] = f"study={given_words[0]}"
     return [*flags, *as_overrides(given_words)]
