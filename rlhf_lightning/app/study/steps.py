@@ -20,8 +20,12 @@ from rlhf_lightning.app.config.inherit import (
 )
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.unread import check_overrides_are_read
-from rlhf_lightning.app.config.validate import load_settings, read_settings, without_unread
+from rlhf_lightning.app.config.validate import (
+    check_overrides_are_read,
+    load_settings,
+    read_settings,
+    without_unread,
+)
 from rlhf_lightning.app.study.engine import ATTEMPTS, Run
 from rlhf_lightning.app.study.words import STAGES, given, key_of
 from rlhf_lightning.arguments import did_you_mean
