@@ -72,7 +72,6 @@ _SINGLE = {  # key of the training run -> key of the command
         "seed": "seed",
     },
 }
-_ADAPTERS = ("RewardAdapterScorer",)  # scorers that hold no whole model
 
 
 def command_settings(
@@ -240,7 +239,8 @@ def _stays(group: str, trained: TrainSettings) -> bool:
     """Return whether the default of the command is kept."""
     scorer = trained.scorer
     if group == "scorer" and trained.spec.rolls_out:
-        return scorer is None or scorer.class_name in _ADAPTERS  # the merged model is exported
+        # Of an adapter the merged model is exported.
+        return scorer is None or getattr(scorer.read().call, "holds", None) == "adapter"
     if group == "safety":
         return trained.safety is None  # the default looks for domains, and finds none
     return group == "gates" and not trained.spec.rolls_out

@@ -10,7 +10,6 @@ from rlhf_lightning.app.evaluation import compare, placed, start_policy, validat
 from rlhf_lightning.app.stages.spec import Stage, TrainingComponents
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.modules.dpo import DPOModule
-from rlhf_lightning.rollout.scorers.hparams import check_scorer
 from rlhf_lightning.runs.folder import RunFolder
 
 
@@ -26,7 +25,7 @@ class DPOStage(Stage):
     objective = "val/accuracy"
 
     def check(self, settings: TrainSettings) -> None:
-        """Refuse what DPO would leave unused, and a scorer that cannot be built at the end.
+        """Refuse what DPO would leave unused, and a scorer without a base.
 
         Raises:
             ConfigError: with the key, what it got and what it wants.
@@ -40,16 +39,12 @@ class DPOStage(Stage):
         wanted = "unpaired" if kind == "kto" else "preferences"
         if given != wanted:
             raise ConfigError(f"data.kind={given}: module.dpo.kind={kind} wants data.kind={wanted}")
-        if settings.scorer is None:
-            return
-        if settings.scorer.class_name == "RewardAdapterScorer":
+        scorer = settings.scorer
+        if scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter":
             raise ConfigError(
-                "scorer=reward_adapter needs the base of PPO's policy: use scorer=reward_model"
+                f"scorer={scorer.class_name} needs the base of PPO's policy: use "
+                "scorer=reward_model"
             )
-        try:
-            check_scorer(settings.scorer.node())
-        except (TypeError, ValueError) as error:
-            raise ConfigError(str(error)) from error
 
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents

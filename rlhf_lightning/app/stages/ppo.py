@@ -28,7 +28,6 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.scorers.base import Scorer
-from rlhf_lightning.rollout.scorers.hparams import check_scorer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
 
@@ -79,10 +78,6 @@ class PPOStage(Stage):
         if settings.scorer is None:
             names = ", ".join(choices("scorer"))
             raise ConfigError(f"{self.title} needs a scorer: scorer=NAME, one of {names}")
-        try:
-            check_scorer(settings.scorer.node())
-        except (TypeError, ValueError) as error:
-            raise ConfigError(str(error)) from error
         if settings.lora is not None and (rate := settings.lora.dropout):
             raise ConfigError(
                 f"lora.dropout={rate}: {self.title} needs 0, or the ratio does not start at 1"

@@ -139,6 +139,8 @@ class Scorer(Protocol):
     One with an attribute `normalized` that is True gives scores of mean 0 and standard deviation 1
     over samples of the SFT policy; `score_clip="auto"` then clips them. `words` of its class
     is what a model card calls it; `{function}` in it is that argument, `{number}` counts `sources`.
+    `loads_no_model` of its class is True where that needs no memory; else `holds` says what
+    `rlhf-plan` counts: "model" for frozen reward models, "adapter" for one on the policy's base.
     """
 
     def build(self, base: Any = None) -> list[nn.Module]:
@@ -167,6 +169,7 @@ class RewardModelScorer:
     """
 
     normalized = True  # by the reward stage
+    holds = "model"
     words = "a reward model"
 
     @checked
