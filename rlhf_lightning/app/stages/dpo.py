@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import compare, placed, start_policy, validate
+from rlhf_lightning.app.evaluation import compare, placed, start_policy
 from rlhf_lightning.app.stages.spec import Stage, TrainingComponents
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.modules.dpo import DPOModule
@@ -49,14 +49,13 @@ class DPOStage(Stage):
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     ) -> Findings:
-        """Validate, and compare the policy with its start, by gold and by a scorer if any."""
-        metrics = validate(parts)
+        """Compare the policy with its start, by gold and by a scorer if any."""
         baseline = start_policy(settings, parts)
         if settings.scorer is not None:
             parts.scorer = settings.scorer.build()
             for model in parts.scorer.build():
                 placed(parts, model)
-        return compare(settings, parts, baseline, metrics)
+        return compare(settings, parts, baseline)
 
     def start_lines(self, settings: TrainSettings) -> dict[str, object]:
         """Return the objective."""
