@@ -50,7 +50,9 @@ class _Record:
         for name, hint in annotations_of(type(self)).items():  # type: ignore[arg-type]
             key, value = f"{type(self).__name__}.{name}", getattr(self, name)
             try:
-                kept = _checked_prompt(key, value) if name == "prompt" else fitting(key, value, hint)
+                kept = (
+                    _checked_prompt(key, value) if name == "prompt" else fitting(key, value, hint)
+                )
             except (TypeError, ValueError) as error:
                 raise LabError(str(error)) from error
             object.__setattr__(self, name, kept)
