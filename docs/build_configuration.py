@@ -28,6 +28,7 @@ WHERE = {
     "reward": "module.reward",
     "grpo": "module.grpo",
     "dpo": "module.dpo",
+    "distillation": "module.distillation",
     "lora": "lora",
 }
 TITLES = {
@@ -37,6 +38,7 @@ TITLES = {
     "reward": "Reward model",
     "grpo": "GRPO and its relatives",
     "dpo": "Direct preference optimization",
+    "distillation": "On-policy distillation",
     "lora": "Adapters (`lora=lora`)",
 }
 # Groups whose keys are listed one by one; of the others only the choices are.

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rlhf_lightning.evaluation.normalization import normalize_reward_model
     from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
     from rlhf_lightning.hparams import (
+        DistillationHparams,
         DPOHparams,
         GRPOHparams,
         LoraHparams,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         SFTHparams,
     )
     from rlhf_lightning.models.factory import load_scalar_model
+    from rlhf_lightning.modules.distillation import DistillationModule
     from rlhf_lightning.modules.dpo import DPOModule
     from rlhf_lightning.modules.export import export_model
     from rlhf_lightning.modules.grpo import PolicyGradientModule
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
     from rlhf_lightning.rollout.scorers.base import (
         FunctionScorer,
+        NoReward,
         RewardModelScorer,
         WeightedScorer,
     )
@@ -98,6 +101,8 @@ _HOMES = {
     "DPOModule": "rlhf_lightning.modules.dpo",
     "DemoSource": "rlhf_lightning.data.demo.source",
     "DemonstrationDataModule": "rlhf_lightning.data.datamodules",
+    "DistillationHparams": "rlhf_lightning.hparams",
+    "DistillationModule": "rlhf_lightning.modules.distillation",
     "DoctorThresholds": "rlhf_lightning.doctor.thresholds",
     "EndingRule": "rlhf_lightning.preferences.rules",
     "ExactMatchGold": "rlhf_lightning.evaluation.gold_rewards",
@@ -116,6 +121,7 @@ _HOMES = {
     "LmEvalBenchmark": "rlhf_lightning.evaluation.lm_eval_tasks",
     "LoraHparams": "rlhf_lightning.hparams",
     "MixedSource": "rlhf_lightning.data.sources.base",
+    "NoReward": "rlhf_lightning.rollout.scorers.base",
     "NumberGold": "rlhf_lightning.evaluation.gold_rewards",
     "NumberReward": "rlhf_lightning.rollout.scorers.verifiable",
     "PPOHparams": "rlhf_lightning.hparams",
@@ -174,6 +180,8 @@ __all__ = [
     "DPOModule",
     "DemoSource",
     "DemonstrationDataModule",
+    "DistillationHparams",
+    "DistillationModule",
     "DoctorThresholds",
     "EndingRule",
     "ExactMatchGold",
@@ -192,6 +200,7 @@ __all__ = [
     "LmEvalBenchmark",
     "LoraHparams",
     "MixedSource",
+    "NoReward",
     "NumberGold",
     "NumberReward",
     "PPOHparams",

@@ -283,6 +283,9 @@ class RolloutBatch(TensorBatch):
         sampler_logprobs: `[B, R]` of each token under the distribution that it was drawn from; None
             where the generator does not give them.
         teacher_logprobs: `[B, R]` the teacher's; None without one.
+        teacher_states: `[B, R, H]` last hidden states of the teacher before token t; None unless
+            its whole distributions are learnt.
+        has_reward: False where the scorer says that its scores are no reward.
     """
 
     sequences: Tensor
@@ -307,6 +310,8 @@ class RolloutBatch(TensorBatch):
     resampling_rounds: int | None = None
     sampler_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_states: Tensor | None = None
+    has_reward: bool = True
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
@@ -322,6 +327,8 @@ class RolloutBatch(TensorBatch):
         shapes |= dict.fromkeys(
             ("scores", "scored", "finish_reason", "row_ids", "group_ids"), (rows,)
         )
+        if self.teacher_states is not None:
+            shapes["teacher_states"] = (rows, response, self.teacher_states.shape[-1])
         width = self.prompt_length + response
         self._check(shapes | dict.fromkeys(("sequences", "attention_mask"), (rows, width)))
         self._check_mask("attention_mask", "response_mask", "scored")
@@ -330,6 +337,11 @@ class RolloutBatch(TensorBatch):
     def loss_mask(self) -> Tensor:
         """`[B, R]` bool, True on the actions that are trained on: those of scored rows."""
         return self.response_mask & self.scored.unsqueeze(-1)
+
+    @property
+    def known_scores(self) -> Tensor:
+        """`[B]` scores, float32; NaN where the scorer does not apply, and without a reward."""
+        return self.scores.float().where(self.scored & self.has_reward, torch.nan)
 
     @property
     def query_tensors(self) -> Tensor:

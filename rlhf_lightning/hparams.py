@@ -1,8 +1,4 @@
-"""Hyper-parameters as frozen dataclasses whose types and ranges are checked when they are made.
-
-A value that cannot work is an error that names the key, what it got and what it wants. A value
-that can work but lies outside the usual range is a warning that names that range.
-"""
+"""Hyper-parameters as frozen dataclasses; see `checked.Checked` for what is checked."""
 
 from __future__ import annotations
 
@@ -24,49 +20,13 @@ from rlhf_lightning.arguments import (
     Share,
     ShareAbove0,
     Size,
-    annotations_of,
-    fitting,
 )
+from rlhf_lightning.checked import Checked as Checked
+from rlhf_lightning.checked import UnusualHparamWarning as UnusualHparamWarning
+from rlhf_lightning.checked import Usual as Usual
 
 # Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
 Precision = Literal["32-true", "bf16-mixed"]
-
-
-class UnusualHparamWarning(UserWarning):
-    """A hyper-parameter lies outside the range that published runs use."""
-
-
-@dataclass(frozen=True)
-class Usual:
-    """Marks an annotation with the range of published runs; `Checked` warns outside of it."""
-
-    low: float
-    high: float
-
-
-class Checked:
-    """Mixin: hold every field against its annotation and its usual range."""
-
-    def __post_init__(self) -> None:
-        hints, names = annotations_of(type(self)), [one.name for one in fields(self)]  # type: ignore[arg-type]
-        for name in names:
-            object.__setattr__(self, name, fitting(name, getattr(self, name), hints[name]))
-        for name in names:
-            value, usual = getattr(self, name), self._usual(name, hints[name])
-            if usual is None or isinstance(value, bool | str | None):
-                continue
-            if not usual.low <= value <= usual.high:
-                warnings.warn(
-                    f"{type(self).__name__}.{name}={value:g} is outside the usual range "
-                    f"{usual.low:g} to {usual.high:g}",
-                    UnusualHparamWarning,
-                    stacklevel=3,
-                )
-
-    def _usual(self, name: str, hint: Any) -> Usual | None:
-        """Return the usual range of a field; None: whatever is possible."""
-        markers = getattr(hint, "__metadata__", ())
-        return next((one for one in markers if isinstance(one, Usual)), None)
 
 
 # The ratio of a whole sequence hardly moves; a weight without a lower bound may rise far.
@@ -487,3 +447,45 @@ class GRPOHparams(OnPolicyHparams):
     def num_resampling_rounds(self) -> int:
         """Largest number of times that an iteration samples spare prompts."""
         return self.max_resampling_rounds
+
+
+@dataclass(frozen=True)
+class DistillationHparams(OnPolicyHparams):
+    """On-policy distillation from a teacher; the other settings: `OnPolicyHparams`.
+
+    Args:
+        kl_coef: weight of the KL penalty towards the reference; it holds back from the teacher.
+        missing_eos_penalty: subtracted from the score of a cut-off response.
+        teacher_coef: weight of the teacher, beside that of a reward.
+        divergence: "sampled" adds log teacher - log policy of the sampled token to its advantage.
+            The others are a loss over the whole vocabulary: "reverse", KL(policy || teacher),
+            "forward", KL(teacher || policy), or "jensen_shannon" between them.
+        mixture_weight: of the teacher in the mixture of "jensen_shannon".
+        num_epochs: passes over one rollout.
+    """
+
+    kl_coef: Annotated[AtLeast0, Usual(0, 0.5)] = 0.0
+    missing_eos_penalty: AtLeast0 = 0.0
+    teacher_coef: Above0 = 1.0
+    divergence: Literal["sampled", "reverse", "forward", "jensen_shannon"] = "reverse"
+    mixture_weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    num_epochs: Annotated[Count, Usual(1, 8)] = 1
+
+    def __post_init__(self) -> None:
+        """Check the values, and that they go together."""
+        super().__post_init__()
+        if self.divergence != "jensen_shannon" and self.mixture_weight != 0.5:
+            raise ValueError(
+                f"mixture_weight={self.mixture_weight:g} is of divergence=jensen_shannon: leave it "
+                f"out with divergence={self.divergence}"
+            )
+        if self.entropy_coef and self.divergence != "sampled":
+            raise ValueError(
+                f"entropy_coef={self.entropy_coef:g} is of divergence=sampled: leave it out with "
+                f"divergence={self.divergence}, in which the teacher says how sure to be"
+            )
+
+    @property
+    def num_passes(self) -> int:
+        """Passes over one rollout."""
+        return self.num_epochs

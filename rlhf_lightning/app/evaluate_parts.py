@@ -26,6 +26,7 @@ from rlhf_lightning.evaluation.held_out import (
 )
 from rlhf_lightning.evaluation.metrics import Judges, by_prompt
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
+from rlhf_lightning.rollout.scorers.base import reward_of
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
@@ -122,12 +123,12 @@ def _judges(settings: EvaluateSettings) -> tuple[Any, Judges, Any]:
     """Return the source of prompts, the judges, and the scorer or None."""
     gold, safety, scorer = settings.evaluation.gold, settings.safety, settings.scorer
     try:
+        built = None if scorer is None else scorer.build()
         judges = Judges(
             None if gold is None else gold.build(),
-            scored=scorer is not None,
+            scored=reward_of(built) is not None,
             safety=None if safety is None else safety.build(),
         )
-        built = None if scorer is None else scorer.build()
         return settings.dataset.source.build(), judges, built
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error

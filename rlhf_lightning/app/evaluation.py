@@ -116,13 +116,19 @@ def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyMo
     return policy
 
 
-def compare(settings: TrainSettings, parts: TrainingComponents, baseline: PolicyModel) -> Findings:
+def compare(
+    settings: TrainSettings,
+    parts: TrainingComponents,
+    baseline: PolicyModel,
+    metrics: dict[str, float],
+) -> Findings:
     """Compare the trained policy with `baseline` on held-out prompts.
 
     Args:
         settings: settings of the stage.
         parts: parts with the trained module.
         baseline: the policy that the stage started from.
+        metrics: metrics that are known already.
     """
     comparison = held_out_comparison(
         settings.data.source.build(),
@@ -132,9 +138,12 @@ def compare(settings: TrainSettings, parts: TrainingComponents, baseline: Policy
     )
     if comparison is None:
         logger.warning("no prompt is held out: no comparison with %s", settings.start)
-        return Findings({})
+        return Findings(metrics)
+    teacher = getattr(parts.module, "teacher", None)
     return comparison.findings(
         placed(parts, parts.module.policy),
         placed(parts, baseline),
+        teacher=None if teacher is None else placed(parts, teacher),
         num_samples=settings.evaluation.num_samples,
+        metrics=metrics,
     )

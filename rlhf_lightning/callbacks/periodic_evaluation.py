@@ -79,8 +79,10 @@ class PeriodicEvaluation(Callback):
         assert self.comparison is not None  # since the start
         with trainer.strategy.precision_plugin.forward_context():
             if self._baseline is None:
-                self._baseline = self.comparison.ask_baseline(module.reference)
-            mine = self.comparison.ask_policy(module.policy, module.reference)
+                self._baseline = self.comparison.ask_baseline(
+                    module.reference, teacher=module.teacher
+                )
+            mine = self.comparison.ask_policy(module.policy, module.reference, module.teacher)
         measures = self.comparison.measure(mine, self._baseline)
         measures["time/evaluate"] = time.perf_counter() - started
         self._names |= set(measures)

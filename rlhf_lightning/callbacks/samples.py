@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
@@ -81,8 +80,10 @@ def rollout_values(rollout: RolloutBatch) -> dict[str, list[float]]:
     `score` (unshaped, NaN where the scorer does not apply), `length` (response tokens) and, where a
     prompt has several responses, `groups`: how many each prompt has, in order.
     """
-    scores = torch.where(rollout.scored, rollout.scores.float(), torch.nan)
-    values = {"score": scores.tolist(), "length": rollout.response_mask.sum(1).tolist()}
+    values = {
+        "score": rollout.known_scores.tolist(),
+        "length": rollout.response_mask.sum(1).tolist(),
+    }
     groups = rollout.group_ids.unique_consecutive(return_counts=True)[1].tolist()
     return values if len(groups) == len(rollout) else values | {"groups": groups}
 
@@ -105,7 +106,7 @@ def describe_rollout(
     mask = rows.response_mask
     length = mask.sum(1)  # [B]
     kl = ((rows.logprobs - rows.ref_logprobs) * mask).sum(1) / length.clamp(min=1)  # [B]
-    prompt_mask = rows.attention_mask[:, : rows.prompt_length]
+    prompt_mask, scores = rows.attention_mask[:, : rows.prompt_length], rows.known_scores
     samples = []
     for i in range(len(rows)):
         prompt = rows.query_tensors[i][prompt_mask[i]].tolist()
@@ -120,7 +121,7 @@ def describe_rollout(
                     tokenizer,
                     skip_special_tokens=skip_special_tokens,
                 )[0],
-                "score": rows.scores[i].item() if rows.scored[i] else None,
+                "score": None if scores[i].isnan() else scores[i].item(),
                 "kl": kl[i].item(),
                 "length": int(length[i]),
                 "domain": rows.domains[i],

@@ -88,7 +88,7 @@ class WandbContent(Callback):
     def _ends(
         self, rollout: RolloutBatch, module: OnPolicyModule, *, best: bool
     ) -> list[dict[str, Any]]:
-        scored = rollout[rollout.scored]
+        scored = rollout[~rollout.known_scores.isnan()]
         order = scored.scores.float().cpu().argsort(descending=best, stable=True)
         rows = order[: min(self.num_samples, len(scored))]
         skip = module.sampling.skip_special_tokens
@@ -156,7 +156,7 @@ def rollout_histograms(
     """
     mask = rollout.response_mask
     values = {
-        "scores": rollout.scores,
+        "scores": rollout.known_scores,
         "advantages": rollout.advantages[mask],
         "lengths": mask.sum(1),
     }

@@ -20,7 +20,12 @@ _ALL = (
         "expected form, or the task is too hard, or solved",
         "score a few responses of samples.jsonl by hand; a reward of 0 and 1 needs prompts that "
         "are sometimes solved; there is nothing to learn before scores differ",
-        Source("score_std", readings.iterations_with_equal_scores, begins=readings.from_first),
+        Source(
+            "score_std",
+            readings.iterations_with_equal_scores,
+            begins=readings.from_first,
+            missing="no reward",
+        ),
         bounds("constant", 0, 2, ge=0),
         counts_iterations=True,
     ),

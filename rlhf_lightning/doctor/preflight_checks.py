@@ -36,6 +36,7 @@ class FirstRollout:
         entropy_share: mean entropy over that of a uniform choice among all tokens; 0 above
             temperature 1, where it says nothing about the weights.
         vocabulary: tokens to choose among; 0 where it is not known.
+        has_reward: whether the scores are a reward.
     """
 
     ratio_error: float
@@ -57,6 +58,7 @@ class FirstRollout:
     same_source: bool = True
     entropy_share: float = 0.0
     vocabulary: int = 0
+    has_reward: bool = True
 
     @property
     def untrained(self) -> bool:
@@ -88,7 +90,8 @@ class Check:
 
 def check_first_rollout(first: FirstRollout) -> list[Check]:
     """Return every check with its finding; a run in which one fails is not worth starting."""
-    checks = (_ratio, _reference, _stops, _pads, _scores, _lengths, _sampler)
+    scores = (_scores,) if first.has_reward else ()
+    checks = (_ratio, _reference, _stops, _pads, *scores, _lengths, _sampler)
     return [check(first) for check in checks]
 
 

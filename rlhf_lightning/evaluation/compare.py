@@ -172,7 +172,13 @@ def _compared(
         for model in scorer.build(None):
             model.to(mine.model.device)
     with mine.precision:
-        findings = comparison.findings(mine.model, theirs.model, num_samples=num_samples)
+        teacher = getattr(policy, "teacher", None)
+        findings = comparison.findings(
+            mine.model,
+            theirs.model,
+            teacher=None if teacher is None else teacher.to(mine.model.device),
+            num_samples=num_samples,
+        )
     by = "val/score_win_rate" if gold is None else "val/gold_win_rate"
     if by not in findings.metrics:
         raise ValueError(

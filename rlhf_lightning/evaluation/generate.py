@@ -52,6 +52,7 @@ class PolicyAnswers:
         finished: whether they ended by themselves.
         token_ids: token ids of the responses.
         kl: KL of a response from the reference, nats.
+        teacher_kl: KL of a response to the teacher, nats; empty without one.
         scores: scores of the responses.
         columns: columns of the prompts.
         answers_per_prompt: number of responses to each prompt.
@@ -65,6 +66,7 @@ class PolicyAnswers:
     kl: list[float]
     scores: list[float]
     columns: list[Mapping[str, Any]] = field(default_factory=list)
+    teacher_kl: list[float] = field(default_factory=list)
     answers_per_prompt: int = 1
 
     def extend(
@@ -114,6 +116,7 @@ def sample_batches(
     noise: RowNoise,
     reference: PolicyModel | None = None,
     scorer: Scorer | None = None,
+    teacher: PolicyModel | None = None,
     answers_per_prompt: int = 1,
 ) -> PolicyAnswers:
     """Sample one response a row.
@@ -125,6 +128,7 @@ def sample_batches(
         noise: noise by row; give each policy different noise.
         reference: for the KL, k1 summed over a response, nats; without it 0.
         scorer: for the scores; without it NaN.
+        teacher: for the KL to it; without it none.
         answers_per_prompt: how often each prompt is repeated in `batches`.
     """
     result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
@@ -146,6 +150,8 @@ def sample_batches(
         answers = make_responses(prompts, generation, tokenizer, skip_special_tokens=skip)
         kl = None if reference is None else _sequence_kl(policy, reference, answers, sampling)
         result.extend(answers, scorer, kl)
+        if teacher is not None:
+            result.teacher_kl += _sequence_kl(policy, teacher, answers, sampling)
         release_freed_memory()
     return result
 

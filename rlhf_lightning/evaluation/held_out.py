@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import Scorer, make_responses
+from rlhf_lightning.rollout.scorers.base import Scorer, make_responses, reward_of
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 
 logger = logging.getLogger(__name__)
@@ -90,15 +91,24 @@ class HeldOutComparison:
     seed: int
     scorer: Scorer | None = None
 
-    def ask_policy(self, policy: PolicyModel, reference: PolicyModel | None) -> SideResponses:
-        """Return the responses of the policy, with their KL from the reference if there is one."""
-        return self._ask(policy, reference, 0)
+    def ask_policy(
+        self,
+        policy: PolicyModel,
+        reference: PolicyModel | None,
+        teacher: PolicyModel | None = None,
+    ) -> SideResponses:
+        """Return the responses of the policy, with their KL from the reference if there is one.
+
+        With a teacher, their KL to it too.
+        """
+        return self._ask(policy, reference, 0, teacher)
 
     def ask_baseline(
         self,
         baseline: PolicyModel,
         questions: Questions | None = None,
         sampling: Sampling | None = None,
+        teacher: PolicyModel | None = None,
     ) -> SideResponses:
         """Return the responses of the baseline.
 
@@ -106,31 +116,37 @@ class HeldOutComparison:
             baseline: policy to sample from.
             questions: the same prompts, in the tokens of its tokenizer.
             sampling: sampling with its tokenizer and stop ids.
+            teacher: for the KL of its responses to it.
         """
         other = replace(
             self, questions=questions or self.questions, sampling=sampling or self.sampling
         )
-        return other._ask(baseline, None, 1)
+        return other._ask(baseline, None, 1, teacher)
 
     def findings(
         self,
         policy: PolicyModel,
         baseline: PolicyModel,
         *,
+        teacher: PolicyModel | None = None,
         num_samples: int | None = None,
+        metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> Findings:
         """Sample both policies and return metrics, samples and values.
 
         Args:
             policy: policy that is compared with `baseline`.
             baseline: the other policy; the KL is from it.
+            teacher: a model that the policy has learnt from, for the KL of both to it.
             num_samples: prompts to keep with a response of each; None for all.
+            metrics: metrics that are known already.
         """
-        mine, theirs = self.ask_policy(policy, baseline), self.ask_baseline(baseline)
+        mine = self.ask_policy(policy, baseline, teacher)
+        theirs = self.ask_baseline(baseline, teacher=teacher)
         count = len(mine.main.prompts) if num_samples is None else num_samples
         samples = side_by_side(mine.main, theirs.main, count)
         values = values_of(mine.main, theirs.main)
-        return Findings(self.measure(mine, theirs), samples, values)
+        return Findings({**metrics, **self.measure(mine, theirs)}, samples, values)
 
     def measure(self, mine: SideResponses, theirs: SideResponses) -> dict[str, float]:
         """Return all metrics of the policy against the baseline, as `val/*`."""
@@ -140,7 +156,13 @@ class HeldOutComparison:
             metrics |= safety.compare(mine.safety, theirs.safety)
         return metrics
 
-    def _ask(self, model: PolicyModel, reference: PolicyModel | None, side: int) -> SideResponses:
+    def _ask(
+        self,
+        model: PolicyModel,
+        reference: PolicyModel | None,
+        side: int,
+        teacher: PolicyModel | None,
+    ) -> SideResponses:
         noise = RowNoise(self.seed, "evaluation")
         main = shared_among_ranks(
             self.questions.batches,
@@ -151,6 +173,7 @@ class HeldOutComparison:
                 noise=noise.at_iteration(side),
                 reference=reference,
                 scorer=self.scorer,
+                teacher=teacher,
                 answers_per_prompt=self.questions.answers_per_prompt,
             ),
         )
@@ -222,6 +245,7 @@ def held_out_comparison(
         ValueError: if all of its prompts of a kind are too long.
     """
     tokenizer: Any = sampling.tokenizer
+    scorer = reward_of(scorer)
     lengths: dict[str, Any] = {"max_prompt_length": max_prompt_length, "batch_size": batch_size}
     records: Any = source.records("prompts", "validation")
     (batches,), asked = encode_questions(

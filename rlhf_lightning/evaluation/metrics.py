@@ -76,6 +76,13 @@ def measure_sides(
     metrics |= variety(theirs.token_ids, THEIRS, seed=seed)
     metrics["val/kl_per_token"] = sum(mine.kl) / max(sum(mine.lengths), 1)
     metrics["val/kl_per_response"] = sum(mine.kl) / len(mine.kl)
+    for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
+        if answers.teacher_kl:
+            total = sum(answers.teacher_kl)
+            metrics[f"{prefix}teacher_kl_per_token"] = total / max(sum(answers.lengths), 1)
+    if metrics.get("val/baseline_teacher_kl_per_token"):
+        start = metrics["val/baseline_teacher_kl_per_token"]
+        metrics["val/teacher_kl_share"] = metrics["val/teacher_kl_per_token"] / start
     metrics["val/num_prompts"] = float(num_prompts(mine))
     if judges.scored:
         metrics |= wins("score", mine, theirs, mine.scores, theirs.scores)

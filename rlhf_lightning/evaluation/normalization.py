@@ -82,8 +82,7 @@ def normalize_reward_model(
 ) -> dict[str, float]:
     """Give a trained reward model mean 0 and std 1 over samples of the policy it started from.
 
-    `rlhf-train +experiment=reward` does the same. Call it between `fit` and `export_model`; the
-    run's summary and report show it.
+    `rlhf-train +experiment=reward` does the same. Call it between `fit` and `export_model`.
 
     Args:
         module: reward module after `fit`.
@@ -113,7 +112,7 @@ def normalize_reward_model(
         policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
     device = module.trainer.strategy.root_device
     with module.trainer.strategy.precision_plugin.forward_context():
-        found = fold_normalization(
+        return fold_normalization(
             trained.to(device),
             policy.to(device),
             normalization_prompts(
@@ -134,10 +133,6 @@ def normalize_reward_model(
             ),
             seed=seed,
         )
-    for callback in getattr(module.trainer, "callbacks", ()):
-        if hasattr(callback, "on_normalize_end"):
-            callback.on_normalize_end(module.trainer, found)
-    return found
 
 
 @torch.no_grad()

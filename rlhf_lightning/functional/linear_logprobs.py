@@ -57,6 +57,11 @@ def _sizes(device: torch.device) -> Sizes:
     return ON_CPU if (_planned_for or device.type) == "cpu" else ON_GPU
 
 
+def rows_of_chunk(device: torch.device, vocabulary: int, *, tables: int = 1) -> int:
+    """Return how many positions a chunk has of which so many tables `[C, V]` are held in fp32."""
+    return _rows_within(_sizes(device).chunk, 4 * vocabulary * tables)
+
+
 class LinearLogprobs(NamedTuple):
     """Log-probability of each token `[N]` and, if asked for, entropy `[N]`; nats."""
 
@@ -109,7 +114,7 @@ def linear_token_logprobs(
     if product_dtype is not None:
         dtype = product_dtype(dtype)
     if chunk_rows is None:
-        chunk_rows = _rows_within(_sizes(hidden.device).chunk, 4 * len(weight))
+        chunk_rows = rows_of_chunk(hidden.device, len(weight))
     with torch.autocast(device, enabled=False):
         logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden,

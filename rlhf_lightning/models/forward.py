@@ -25,7 +25,7 @@ from rlhf_lightning.functional.sequences import (
     next_token_labels,
     response_state_index,
 )
-from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, Teaching, TokenStatistics
 from rlhf_lightning.models.micro_batching import automatic, in_buckets
 
 BUCKET = 16
@@ -242,15 +242,30 @@ def pair_micro_batches(
 
 
 def response_statistics(
-    policy: PolicyModel, batch: Responses, *, temperature: float, with_entropy: bool = True
+    policy: PolicyModel,
+    batch: Responses,
+    *,
+    temperature: float,
+    with_entropy: bool = True,
+    teaching: Teaching | None = None,
+    with_states: bool = False,
 ) -> TokenStatistics:
-    """Return log-probabilities and entropy `[b, R]` of a micro-batch's responses, 0 off mask."""
-    packed = pack(batch)
-    logprobs, entropy = policy(*packed, temperature, with_entropy)
-    mask = batch.response_mask
-    return TokenStatistics(
-        _unpack(logprobs, mask), None if entropy is None else _unpack(entropy, mask)
-    )
+    """Return log-probabilities and entropy `[b, R]` of a micro-batch's responses, 0 off mask.
+
+    Args:
+        policy: policy that is asked.
+        batch: rows of the micro-batch.
+        temperature: divides the logits; above 0.
+        with_entropy: False leaves the entropy out.
+        teaching: also return the divergence `[b, R]` from this teacher, whose states are
+            `[b, R, H']` here; the entropy is left out.
+        with_states: also return the states `[b, R, H]` before the response tokens.
+    """
+    packed, mask = pack(batch), batch.response_mask
+    if teaching is not None:
+        teaching = teaching._replace(states=teaching.states[mask])
+    found = policy(*packed, temperature, with_entropy, None, teaching, with_states)
+    return TokenStatistics(*(None if one is None else _unpack(one, mask) for one in found))  # type: ignore[arg-type]
 
 
 def response_values(value_model: ScalarHeadModel, batch: Responses) -> Tensor:
@@ -333,4 +348,8 @@ def by_micro_batch(
 
 
 def _unpack(flat: Tensor, mask: Tensor) -> Tensor:
+    if flat.dim() == 2:  # states, without a gradient
+        rows = flat.new_zeros(*mask.shape, flat.shape[1])
+        rows[mask] = flat
+        return rows
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)

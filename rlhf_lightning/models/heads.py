@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
-from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
+from rlhf_lightning.functional.distillation import Logits, chunked_divergence
+from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs, rows_of_chunk
+from rlhf_lightning.functional.masked import at_least_float32
 from rlhf_lightning.models.cpu_kernels import (
     packed_head_dtype,
     packs_rows,
@@ -34,14 +36,33 @@ CPU_ROWS = 16
 _NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
+class Teaching(NamedTuple):
+    """What a policy is compared with over the whole vocabulary.
+
+    Args:
+        states: `[N, H']` last hidden states of the teacher at the asked positions.
+        logits: gives the teacher's logits of such states.
+        kind: see `vocabulary_divergence`.
+        weight: see `vocabulary_divergence`.
+    """
+
+    states: Tensor
+    logits: Logits
+    kind: str
+    weight: float
+
+
 class TokenStatistics(NamedTuple):
     """Log-probability of each asked token and entropy of its distribution, nats, `[N]`.
 
-    The entropy is None where it was not asked for.
+    Also the divergence from a teacher, nats, `[N]`, and the states `[N, H]` that predict the
+    tokens. All but the log-probability are None where they were not asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
+    divergence: Tensor | None = None
+    states: Tensor | None = None
 
 
 def hidden_states(
@@ -132,6 +153,8 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = True,
         row_lengths: tuple[int, ...] | None = None,
+        teaching: Teaching | None = None,
+        with_states: bool = False,
     ) -> TokenStatistics:
         """Return statistics of `tokens` at `positions`.
 
@@ -143,16 +166,22 @@ class PolicyModel(nn.Module):
             with_entropy: False leaves the entropy out, which saves a pass over the logits.
             row_lengths: lengths of rows that are packed into `input_ids` `[1, W]`; see
                 `hidden_states`.
+            teaching: a teacher to compare with; the entropy is then left out.
+            with_states: also return the states.
         """
         count = len(positions)
         positions = in_whole_blocks(positions)
         head: Any = self.model.get_output_embeddings()
         with computing(self.model, input_ids.device):
             hidden = hidden_states(self.model.base_model, input_ids, row_lengths).flatten(0, 1)
+            states = hidden[positions]  # [N, H] of [b * W, H]
+            tokens = pad(tokens, (0, len(positions) - count))
+            if teaching is not None:
+                return self._taught(states, tokens, temperature, count, teaching)
             logprobs, entropy = linear_token_logprobs(
-                hidden[positions],  # [N, H] of [b * W, H]
+                states,
                 head.weight,
-                pad(tokens, (0, len(positions) - count)),
+                tokens,
                 bias=head.bias,
                 temperature=temperature,
                 softcap=softcap_of(self.model),
@@ -161,8 +190,59 @@ class PolicyModel(nn.Module):
                 product_dtype=None if row_lengths is None else packed_head_dtype,
             )
         # Copies: FSDP2 hangs its hooks on what is returned, and a view could lose them.
-        asked = logprobs[:count].clone(), None if entropy is None else entropy[:count].clone()
-        return TokenStatistics(*asked)
+        return TokenStatistics(
+            logprobs[:count].clone(),
+            None if entropy is None else entropy[:count].clone(),
+            states=states[:count].clone() if with_states else None,
+        )
+
+    def _taught(
+        self, states: Tensor, tokens: Tensor, temperature: float, count: int, teaching: Teaching
+    ) -> TokenStatistics:
+        logits = logits_of(self.model)
+        found = chunked_divergence(
+            states,
+            pad(teaching.states, (0, 0, 0, len(states) - count)),
+            tokens,
+            logits=logits,
+            teacher_logits=teaching.logits,
+            kind=teaching.kind,
+            weight=teaching.weight,
+            temperature=temperature,
+            # Of student and teacher logits, log-probabilities and what is made of them.
+            chunk_rows=rows_of_chunk(states.device, logits.vocabulary, tables=4),
+        )
+        return TokenStatistics(
+            found.logprobs[:count].clone(), None, divergence=found.divergence[:count].clone()
+        )
+
+
+class HeadLogits:
+    """The head of a language model, from its last hidden states `[C, H]` to logits `[C, V]`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, softcap: float | None) -> None:
+        self.weight, self.bias, self.softcap = weight, bias, softcap
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the logits."""
+        return len(self.weight)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return the logits, soft-capped where the model's are."""
+        logits = linear(states, self.weight, self.bias)
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(at_least_float32(logits) / self.softcap)
+
+
+def logits_of(model: PreTrainedModel, *, copied: bool = False) -> HeadLogits:
+    """Return the head of a model; `copied` if its weights are freed before it is used."""
+    head: Any = model.get_output_embeddings()
+    weight, bias = head.weight, head.bias
+    if copied:
+        weight, bias = weight.detach().clone(), None if bias is None else bias.detach().clone()
+    return HeadLogits(weight, bias, softcap_of(model))
 
 
 class ScalarHeadModel(nn.Module):

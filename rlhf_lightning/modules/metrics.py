@@ -157,7 +157,8 @@ def rollout_metrics(
     `rollout/resampling_rounds` need spare prompts. Scores are those of the rows that have one;
     `rollout/unscored` is the share of those that have none, where there are any.
 
-    `rollout/teacher_kl_per_token`, the same KL to the teacher, needs one.
+    `rollout/teacher_kl_per_token`, the same KL to the teacher, needs one. Without a reward there is
+    nothing of scores.
 
     KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
     `distinct_2` pools the responses of all ranks, so that it does not depend on their number.
@@ -184,9 +185,11 @@ def rollout_metrics(
     )
     rows, scored, tokens, score, total_kl, stops, entropy, clipped = global_sum(local).tolist()
     _, score_var = global_moments(scores, rollout.scored)
-    measures = {
-        "rollout/score": score / scored if scored else math.nan,
-        "rollout/score_std": float(score_var) ** 0.5 if scored else math.nan,
+    measures: dict[str, float] = {}
+    if rollout.has_reward:
+        measures["rollout/score"] = score / scored if scored else math.nan
+        measures["rollout/score_std"] = float(score_var) ** 0.5 if scored else math.nan
+    measures |= {
         "rollout/kl_per_token": total_kl / tokens,
         "rollout/kl_per_response": total_kl / rows,
         "rollout/response_length": tokens / rows,
@@ -212,7 +215,7 @@ def _group_metrics(
 ) -> dict[str, float]:
     """Return what groups of responses and spare prompts allow; `rows` are those of all ranks."""
     measures: dict[str, float] = {}
-    if rollout.group_size > 1:
+    if rollout.group_size > 1 and rollout.has_reward:
         # Without penalties: what the scorer tells apart, by which resampling decides too.
         compared = adjust_scores(rollout.scores, finished, clip=score_clip, missing_eos_penalty=0.0)
         informative = informative_groups(compared, rollout.group_ids, rollout.scored)

@@ -28,7 +28,7 @@ from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.forward import micro_batches, response_statistics
-from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
@@ -51,8 +51,9 @@ from rlhf_lightning.modules.optimization import (
     Term,
     accumulate_gradients,
     clip_and_step,
+    is_too_far,
 )
-from rlhf_lightning.modules.rewards import check_objects, check_reward
+from rlhf_lightning.modules.rewards import check_objects, check_reward, score_clip_of
 from rlhf_lightning.modules.sampler_logprobs import (
     base_logprobs,
     check_sampler,
@@ -65,8 +66,6 @@ from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import Scorer
-
-CLIP_OF_NORMALIZED = 5.0  # standard deviations of the score
 
 
 class OnPolicyParts(ModuleParts):
@@ -124,6 +123,7 @@ class OnPolicyModule(RLHFModule):
 
     Attributes:
         whole_groups: whether a minibatch holds all responses to a prompt.
+        learns_distributions: whether the teacher's whole distributions are learnt.
         controls: values that change during a run; see `Controls`.
         value: the critic; None without one.
         teacher: a frozen model to learn from; None without one.
@@ -133,6 +133,7 @@ class OnPolicyModule(RLHFModule):
     data = PromptDataModule
     batch = PromptBatch
     whole_groups: ClassVar[bool] = False
+    learns_distributions: bool = False
     algorithm: OnPolicyHparams
     policy: PolicyModel  # None before configure_model
     tokenizer: PreTrainedTokenizerBase
@@ -226,6 +227,7 @@ class OnPolicyModule(RLHFModule):
             micro_batch_size=self.algorithm.micro_batch_size,
             skip_special_tokens=self.sampling.skip_special_tokens,
             teacher=self.teacher,
+            teacher_states=self.learns_distributions,
         )
         how: dict[str, Any] = {
             "temperature": self.controls.temperature,
@@ -304,7 +306,7 @@ class OnPolicyModule(RLHFModule):
         is_old = self.algorithm.ratio_base == "old"
         cliprange = getattr(self.surrogate, "cliprange", math.inf) if is_old else 0.0
         self.step_0.check_ratio(measured, self, cliprange)
-        if self.policy_loss in terms and self._is_too_far(measured):  # else the critic warms up
+        if self.policy_loss in terms and is_too_far(self, measured):  # else the critic warms up
             self.optimizers().zero_grad()
             distance = (f"{self.stage}/{name}" for name in ("approx_kl", "clipfrac"))
             found = {name: measured[name] for name in distance if name in measured}
@@ -324,18 +326,6 @@ class OnPolicyModule(RLHFModule):
         """Return the rows of each micro-batch; a loss that compares rows keeps those together."""
         return micro_batches(minibatch.attention_mask, self.algorithm.micro_batch_size)
 
-    def _is_too_far(self, measured: Measured) -> bool:
-        name, target = f"{self.stage}/approx_kl", self.algorithm.target_approx_kl
-        if target is None:
-            return False
-        if name not in measured:
-            raise ValueError(
-                f"{type(self.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
-                f"{self.policy_loss.__qualname__} returns only {sorted(measured)}: add {name} to "
-                "its metrics, or set target_approx_kl=None"
-            )
-        return target < float(measured[name]) < math.inf
-
     def models_by_norm(self) -> dict[str, nn.Module]:
         """Return the models that are trained, by the names of their gradient norms."""
         return {f"{self.stage}/grad_norm": self.policy}
@@ -344,16 +334,20 @@ class OnPolicyModule(RLHFModule):
         """Return the terms of the loss: each gives a micro-batch's share of it, and its metrics."""
         return [self.policy_loss]
 
+    def statistics(self, micro_batch: RolloutBatch) -> TokenStatistics:
+        """Return what the policy says of a micro-batch's responses, with a gradient."""
+        return response_statistics(
+            self.policy,
+            micro_batch,
+            temperature=self.controls.temperature,
+            with_entropy=self.algorithm.entropy_coef > 0,
+        )
+
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
         """Return a micro-batch's share of the surrogate loss, with its entropy and KL terms."""
         algorithm, mask = self.algorithm, micro_batch.loss_mask
         base = base_logprobs(micro_batch, algorithm)
-        new = response_statistics(
-            self.policy,
-            micro_batch,
-            temperature=self.controls.temperature,
-            with_entropy=algorithm.entropy_coef > 0,
-        )
+        new = self.statistics(micro_batch)
         divisor = loss_divisor(
             mask,
             reduction=algorithm.loss_reduction,  # type: ignore[arg-type]
@@ -380,7 +374,12 @@ class OnPolicyModule(RLHFModule):
         # Per token, where a constant length takes the place of the tokens.
         constant = algorithm.loss_reduction == "constant"
         scale = divisor / counts.num_tokens if constant else 1.0
-        return loss, self.step_0.measures(since_rollout, mask, counts.num_tokens) | {
+        taught: Measured = {}
+        if new.divergence is not None:
+            divergence = (zero_off_mask(new.divergence, mask) / divisor).sum()
+            loss = loss + algorithm.teacher_coef * divergence
+            taught = {f"{self.stage}/divergence": divergence * scale}
+        return loss, taught | self.step_0.measures(since_rollout, mask, counts.num_tokens) | {
             f"{self.stage}/policy_loss": result.loss,
             f"{self.stage}/clipfrac": result.clipfrac * scale,
             f"{self.stage}/approx_kl": result.approx_kl * scale,
@@ -428,10 +427,7 @@ class OnPolicyModule(RLHFModule):
         in train mode.
         """
         frozen = (*built.frozen, *self.scorer.build(built.base))
-        clip = self.algorithm.score_clip
-        if isinstance(clip, str):  # "auto": a model that is loaded may say that it is normalized
-            clip = CLIP_OF_NORMALIZED if getattr(self.scorer, "normalized", False) else None
-        self.score_clip = clip
+        self.score_clip = score_clip_of(self.algorithm.score_clip, self.scorer)
         self.policy, self.trained_roots = built.policy, built.trained
         self.step_0.same_source = built.same_source
         object.__setattr__(self, "reference", built.reference)

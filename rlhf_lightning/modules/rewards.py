@@ -15,12 +15,15 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.loading import loading_options, naming_source
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
+    NoReward,
     RewardModelScorer,
     Scorer,
     WeightedScorer,
 )
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.text.tokenizers import as_saved, check_same_tokenizer
+
+CLIP_OF_NORMALIZED = 5.0  # standard deviations of the score
 
 
 def as_scorer(
@@ -34,7 +37,8 @@ def as_scorer(
     Args:
         reward: a scorer; a function `(prompts, completions, **columns) -> list of numbers`; or the
             folder or hub name of a reward model, read by its own tokenizer if that is another one;
-            or `path.py:name` of a function; or a list of these, whose sum is the score.
+            or `path.py:name` of a function; or a list of these, whose sum is the score. False is
+            no reward.
         policy: folder or hub name of the policy.
         tokenizer: of the policy.
         weights: of a list, one each; 1 by default.
@@ -43,6 +47,8 @@ def as_scorer(
         TypeError: if it is none of these.
         ValueError: if there is no such function, or the model's tokenizer cannot be loaded.
     """
+    if reward is False:
+        return NoReward()
     if isinstance(reward, list | tuple):
         return _weighted([as_scorer(one, policy, tokenizer) for one in reward], weights)
     if weights is not None:
@@ -77,6 +83,18 @@ def as_scorer(
     )
 
 
+def score_clip_of(clip: float | str | None, scorer: Scorer) -> float | None:
+    """Return the clip of the scores; "auto" clips those of a scorer that is normalized.
+
+    Args:
+        clip: that of the hyper-parameters.
+        scorer: once it is built: a model that is loaded may say that it is normalized.
+    """
+    if not isinstance(clip, str):
+        return clip
+    return CLIP_OF_NORMALIZED if getattr(scorer, "normalized", False) else None
+
+
 def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> WeightedScorer:
     given = [1.0] * len(scorers) if weights is None else list(weights)
     if not scorers or len(given) != len(scorers):
@@ -98,11 +116,13 @@ def _names_function(reward: Any) -> bool:
     return isinstance(reward, str) and reward.rpartition(":")[0].endswith(".py")
 
 
-def named_reward(reward: Any) -> str | None:
+def named_reward(reward: Any) -> str | bool | None:
     """Return the name that a reward was given by, or that gives the same one; None without one.
 
-    It scores alike; how many rows go through it at once may differ.
+    It scores alike; how many rows go through it at once may differ. False is no reward.
     """
+    if reward is False or isinstance(reward, NoReward):
+        return False
     if isinstance(reward, str | Path):
         return str(reward)
     if type(reward) is RewardModelScorer:
@@ -122,7 +142,8 @@ def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
             f"{path} was trained with a reward that no checkpoint can hold: give "
             "load_from_checkpoint(path, reward=function)"
         )
-    if not is_given and (not isinstance(reward, str) or _names_function(reward)):
+    is_model = isinstance(reward, str) and not _names_function(reward)
+    if not (is_given or is_model or reward is False):
         raise ValueError(
             f"{path} was trained with reward={reward!r}, which is code, and no checkpoint runs "
             f"code: give load_from_checkpoint(path, reward={reward!r})"

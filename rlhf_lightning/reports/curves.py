@@ -20,6 +20,7 @@ Rows = Sequence[Mapping[str, float]]
 
 FIRST = (  # `*` is the name of the objective, whichever it is
     "rollout/score",
+    "rollout/teacher_kl_per_token",
     "rollout/kl_per_token",
     "rollout/response_length",
     "*/clipfrac",

@@ -50,6 +50,8 @@ class RolloutParts:
         micro_batch_size: rows in one forward.
         skip_special_tokens: leave special tokens out of that text.
         teacher: frozen model whose log-probabilities are learnt; None without one.
+        teacher_states: keep its states too, from which its whole distributions are learnt: they
+            are then the loss, and its log-probabilities no part of the advantages.
     """
 
     generator: Generator
@@ -62,6 +64,7 @@ class RolloutParts:
     micro_batch_size: int | None
     skip_special_tokens: bool = False
     teacher: PolicyModel | None = None
+    teacher_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,8 +217,8 @@ def assemble_rollout(
     advantages, returns = estimator(rewards, found.values, learnt, groups)
     if estimator.scale_free:
         advantages = advantages * weights.unsqueeze(-1)
-    if found.teacher_logprobs is not None and (coef := shaping.teacher_coef):
-        own, teacher = found.logprobs, found.teacher_logprobs
+    own, teacher = found.logprobs, found.teacher_logprobs
+    if teacher is not None and found.teacher_states is None and (coef := shaping.teacher_coef):
         advantages = distillation_advantages(
             own, teacher, learnt, teacher_coef=coef, advantages=advantages
         )
@@ -236,6 +239,7 @@ def assemble_rollout(
         group_ids=prompts.group_ids,
         scored=scored,
         sampler_logprobs=responses.generation.logprobs,
+        has_reward=getattr(parts.scorer, "is_reward", True),
     )
 
 
@@ -278,6 +282,7 @@ class Evaluated(NamedTuple):
     ref_logprobs: Tensor
     values: Tensor | None
     teacher_logprobs: Tensor | None
+    teacher_states: Tensor | None  # [B, R, H]
 
 
 def evaluate_responses(
@@ -292,10 +297,12 @@ def evaluate_responses(
         assert statistics.entropy is not None  # asked for
         return statistics.logprobs, statistics.entropy
 
-    def frozen(model: PolicyModel, rows: Tensor) -> tuple[Tensor, ...]:
-        batch = responses.rows(rows)
+    def frozen(
+        model: PolicyModel, rows: Tensor, *, with_states: bool = False
+    ) -> tuple[Tensor, ...]:
         how: dict[str, Any] = {"temperature": temperature, "with_entropy": False}
-        return (response_statistics(model, batch, **how).logprobs,)
+        found = response_statistics(model, responses.rows(rows), **how, with_states=with_states)
+        return (found.logprobs,) if found.states is None else (found.logprobs, found.states)
 
     value_model = parts.value_model
     # As the updates compute, whose bits these are to have.
@@ -317,10 +324,11 @@ def evaluate_responses(
 
     with parts.unsharded(parts.policy.root):  # there is room: it was gathered to generate
         logprobs, entropy = of_rows(policy)
-    found: dict[str, Tensor] = {}
-    for name, model in (("reference", parts.reference), ("teacher", parts.teacher)):
-        if model is not None:
-            with parts.unsharded(model.root):
-                (found[name],) = of_rows(partial(frozen, model))
+    with parts.unsharded(parts.reference.root):
+        (ref_logprobs,) = of_rows(partial(frozen, parts.reference))
+    taught: list[Tensor | None] = []
+    if parts.teacher is not None:
+        with parts.unsharded(parts.teacher.root):
+            taught += of_rows(partial(frozen, parts.teacher, with_states=parts.teacher_states))
     state_values = None if value_model is None else of_rows(values)[0]
-    return Evaluated(logprobs, entropy, found["reference"], state_values, found.get("teacher"))
+    return Evaluated(logprobs, entropy, ref_logprobs, state_values, *[*taught, None, None][:2])

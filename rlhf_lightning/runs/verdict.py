@@ -37,6 +37,7 @@ _CHANGES = (
 JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "score"}
 SPREAD = "rollout/score_std_max"
 TRAINED_ON = "the reward it was trained on"
+TEACHER = "val/teacher_kl_per_token"
 _OWN = "val/chosen_reward"  # a policy's own rewards rank the pairs
 _UNPAIRED = "val/kl"  # KTO's rows are single responses
 
@@ -94,7 +95,9 @@ def _headline(metrics: Metrics, by: str) -> Verdict:
     if judge and _OWN in metrics and (rate := figure(metrics, "val/accuracy")) is not None:
         note = f"by the policy's own rewards{interval(metrics, 'val/accuracy')}"
         facts.append(Fact(f"held-out {_ranked_rows(metrics)}", percent(rate), note))
-    if judge == "score":
+    if figure(metrics, TEACHER) is not None and SPREAD not in metrics:  # no reward
+        judge, plain = "", _distilled(metrics, facts)
+    elif judge == "score":
         plain = _score_win_rate(metrics, facts, by)
     elif judge:
         plain = _win_rate(metrics, judge, facts)
@@ -113,6 +116,20 @@ def _headline(metrics: Metrics, by: str) -> Verdict:
         note = "of people's choices" + interval(metrics, key)
         others.append(Fact("reward model agrees with", percent(rate), note))
     return replace(result, facts=(*others, *result.facts))
+
+
+def _distilled(metrics: Metrics, facts: list[Fact]) -> Verdict:
+    """Return the verdict on a policy that has learnt from a teacher alone."""
+    kl, caption = figure(metrics, TEACHER) or 0.0, "nats a token, KL to the teacher"
+    before = figure(metrics, "val/baseline_teacher_kl_per_token")
+    if before is None:
+        return Verdict("neutral", number(kl), caption, facts=tuple(facts))
+    closer = kl < before
+    sentence = (
+        f"The policy has come {'closer to' if closer else 'no closer to'} its teacher: the KL was "
+        f"{number(before)} before. It says how alike they are, not how good."
+    )
+    return Verdict("good" if closer else "bad", number(kl), caption, sentence, tuple(facts))
 
 
 def _without_a_judge(metrics: Metrics, facts: list[Fact]) -> Verdict:

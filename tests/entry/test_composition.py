@@ -19,7 +19,7 @@ def composed(*overrides: str) -> TrainSettings:
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_every_experiment_composes_and_its_hyperparameters_build(experiment):
     settings = composed(f"+experiment={experiment}")
-    assert settings.stage in ("sft", "reward", "dpo", "ppo", "grpo")
+    assert settings.stage in ("sft", "reward", "dpo", "ppo", "grpo", "distillation")
     assert type(settings.hparams) is settings.spec.module.kinds[settings.spec.settings]
     assert settings.artifacts.publish, "a stage that publishes nothing cannot be built upon"
 

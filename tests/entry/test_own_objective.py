@@ -175,8 +175,8 @@ def test_its_metrics_are_shown_as_those_of_ours_that_measure_the_same() -> None:
     ("stage", "module", "told"),
     [
         ("mine", TARGET, "or stage=online_dpo with module=" + TARGET),
-        ("mine", "tests.own.words.WordScorer", "must be one of dpo"),
-        ("base_only", "rlhf_lightning.modules.base.RLHFModule", "must be one of dpo"),
+        ("mine", "tests.own.words.WordScorer", "must be one of distillation, dpo"),
+        ("base_only", "rlhf_lightning.modules.base.RLHFModule", "must be one of distillation, dpo"),
     ],
 )
 def test_a_name_that_no_class_has_is_refused(stage: str, module: str, told: str) -> None:

@@ -1,4 +1,7 @@
-"""A rank of GRPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora, lag or teacher]."""
+"""A rank of GRPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora, lag, teacher or reverse].
+
+With `reverse` it is distillation by the reverse KL, without a reward.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import lightning as L
 
 from rlhf_lightning import (
+    DistillationHparams,
+    DistillationModule,
     FSDP2Strategy,
     GRPOHparams,
     LoraHparams,
@@ -27,20 +32,22 @@ def length(prompts: list[str], completions: list[str], **_: list[str]) -> list[f
 
 def main(material: Path, run: Path, devices: int, strategy: str, variant: str = "") -> None:
     lagged: dict[str, Any] = {"rollout_lag": 1, "off_policy": "truncated", "off_policy_cap": 1.1}
-    module = PolicyGradientModule.from_pretrained(
-        material / "policy",
-        length,
-        grpo=GRPOHparams(
-            learning_rate=1e-3,
-            micro_batch_size=3,
-            num_minibatches=2,
-            num_epochs=2,
-            **(lagged if variant == "lag" else {}),
-        ),
-        sampling=SamplingHparams(max_new_tokens=6),
-        lora=LoraHparams(r=4) if variant == "lora" else None,
-        teacher=material / "teacher" if variant == "teacher" else None,
-    )
+    steps: dict[str, Any] = {"micro_batch_size": 3, "num_minibatches": 2, "num_epochs": 2}
+    steps |= {"learning_rate": 1e-3, **(lagged if variant == "lag" else {})}
+    given: dict[str, Any] = {
+        "sampling": SamplingHparams(max_new_tokens=6),
+        "lora": LoraHparams(r=4) if variant == "lora" else None,
+        "teacher": material / "teacher" if variant in ("teacher", "reverse") else None,
+    }
+    module: DistillationModule | PolicyGradientModule
+    if variant == "reverse":
+        module = DistillationModule.from_pretrained(
+            material / "policy", distillation=DistillationHparams(**steps), **given
+        )
+    else:
+        module = PolicyGradientModule.from_pretrained(
+            material / "policy", length, grpo=GRPOHparams(**steps), **given
+        )
     data = PromptDataModule(
         material / "prompts.jsonl", module.tokenizer, batch_size=4, num_generations=3
     )

@@ -17,7 +17,7 @@ from rlhf_lightning.runs.metric_catalog import (
 
 METRICS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 NAME = re.compile(
-    r"`((?:data|rollout|ppo|grpo|dpo|sft|reward|val|best_of|doctor|time|throughput)/[a-z0-9_<>/]+)`"
+    r"`((?:data|rollout|ppo|grpo|distillation|dpo|sft|reward|val|best_of|doctor|time|throughput)/[a-z0-9_<>/]+)`"
 )
 
 

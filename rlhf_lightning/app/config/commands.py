@@ -22,6 +22,7 @@ from rlhf_lightning.app.config.groups import (
     FilePath,
     FolderName,
     Gates,
+    ModelSettings,
     OptionalPath,
     PathsSettings,
     PrecisionSettings,
@@ -83,6 +84,7 @@ class BestOfSettings(Settings):
 class EvaluateSettings(FiguresSettings):
     """Settings of `rlhf-evaluate`: a policy against a baseline."""
 
+    model: ModelSettings
     dataset: DatasetSettings
     rollout: Rollout
     scorer: Scorer | None = None
@@ -139,7 +141,7 @@ class EvaluateSettings(FiguresSettings):
         """Keys of what is not asked of people, and of best of n without an n."""
         people = {"none": {"people"}, "export": {"people.run", "people.labels"}}
         best_of = set() if self.best_of.n else {"best_of.pool"}
-        return super().unread | people.get(self.human, set()) | best_of
+        return frozenset({"dataset.lengths"} | people.get(self.human, set()) | best_of)
 
     @property
     def compares_policies(self) -> bool:
@@ -189,6 +191,7 @@ class AnnotatorSettings(Settings):
 class CollectSettings(FiguresSettings):
     """Settings of `rlhf-collect`: from prompts to preference records, or to demonstrations."""
 
+    model: ModelSettings
     dataset: DatasetSettings
     annotator: AnnotatorSettings
     judge: Annotator | None = None
@@ -227,7 +230,7 @@ class CollectSettings(FiguresSettings):
         """Keys of pairs of an earlier collection, where there is none."""
         names = set(type(self.adversarial).model_fields) - {"run"}
         without = set() if self.adversarial.run else {f"adversarial.{name}" for name in names}
-        return super().unread | without
+        return frozenset({"dataset.lengths"} | without)
 
 
 class PipelineSettings(RunSettings):

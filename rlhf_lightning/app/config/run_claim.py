@@ -53,9 +53,7 @@ class ClaimFolder(Callback):
             check = partial(check_free_sweep, folder)
             if kind == "run":
                 words = list(hydra.overrides.task)
-                settings = command_settings(
-                    str(hydra.job.config_name), config, words, trains_first=True
-                )
+                settings = command_settings(str(hydra.job.config_name), config, words)
                 check = partial(check_folder, settings, RunFolder(folder))
         except ConfigError as error:
             fail(str(error))

@@ -83,6 +83,9 @@ def plan(run: Run) -> Plan:
         # int64 ids, two masks and eight numbers a token; a teacher's is one more
         numbers = 8 + (run.teacher is not None)
         held[ROLLOUT] = run.rows * (9 * run.length + (1 + numbers * 4) * run.response_length)
+        if run.teacher is not None and run.teacher_states:
+            states = run.response_length * int(run.teacher.config().hidden_size)
+            held[ROLLOUT] += 4 * run.rows * states
         generated = parts.generation(run.rows, run.response_length)
         phases += [Phase("generate", held + generated), Phase("score", held + parts.scoring())]
     phases.append(Phase("update", held + _largest(parts.update())))

@@ -9,6 +9,7 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.ppo import PPOStage
 from rlhf_lightning.app.stages.spec import POLICY
 from rlhf_lightning.hparams import GRPOHparams
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 
@@ -17,7 +18,9 @@ class GRPOStage(PPOStage):
     """Policy gradients with a baseline of a group of responses to one prompt."""
 
     module = PolicyGradientModule
-    family = OnPolicyModule  # every objective on own responses without a value model
+    family: ClassVar[type[RLHFModule] | None] = (
+        OnPolicyModule  # every objective on own responses without a value model
+    )
     rates: ClassVar = {"learning_rate": "policy"}
     trains = (POLICY,)
 

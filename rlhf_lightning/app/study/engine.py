@@ -110,8 +110,7 @@ class Run:
     def settings(self) -> Any:
         """The settings, as the command reads them."""
         words = list(self.words)
-        cfg = composition(self.command, words)
-        return command_settings(self.command, cfg, words, trains_first=True)
+        return command_settings(self.command, composition(self.command, words), words)
 
     @property
     def published(self) -> list[Path]:

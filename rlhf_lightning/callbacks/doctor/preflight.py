@@ -67,6 +67,7 @@ def first_rollout(module: OnPolicyModule, prompts: PromptBatch) -> FirstRollout:
         sampler_error=measured["sampler_error"],
         tolerance=rounding_tolerance(module),
         same_source=module.step_0.same_source,
+        has_reward=rollout.has_reward,
         entropy_share=0.0 if warmer else entropy / math.log(vocabulary),
         vocabulary=vocabulary,
     )
@@ -79,7 +80,7 @@ def _rows(module: OnPolicyModule, rollout: RolloutBatch) -> list[dict[str, Any]]
     ratio = _sum_on(mask, (again - rollout.logprobs).abs())
     reference = _sum_on(mask, (rollout.logprobs - rollout.ref_logprobs).abs())
     entropy = _sum_on(mask, rollout.entropy)
-    pad = module.tokenizer.pad_token_id
+    pad, scores = module.tokenizer.pad_token_id, rollout.known_scores
     rows = []
     for i, kept in enumerate(mask.cpu()):
         ids = rollout.response_tensors[i].cpu()[kept].tolist()
@@ -89,7 +90,7 @@ def _rows(module: OnPolicyModule, rollout: RolloutBatch) -> list[dict[str, Any]]
                 "last": ids[-1] if ids else None,
                 "padded": pad in ids[:-1],
                 "finished": rollout.finish_reason[i].item() == FINISHED_BY_STOP,
-                "score": rollout.scores[i].item() if rollout.scored[i] else None,
+                "score": None if scores[i].isnan() else scores[i].item(),
                 "entropy": entropy[i].item(),
                 "ratio_error": ratio[i].item(),
                 "reference_error": reference[i].item(),

@@ -101,7 +101,7 @@ def all_records(
         rollout.row_ids.tolist(),
         rollout.group_ids.tolist(),
         rollout.domains,
-        rollout.scores.float().tolist(),
+        rollout.known_scores.tolist(),
         [tuple(ids[m].tolist()) for ids, m in zip(responses, mask, strict=True)],
         surplus.tolist(),
         squares.tolist(),

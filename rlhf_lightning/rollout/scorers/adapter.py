@@ -24,8 +24,6 @@ class RewardAdapterScorer(RewardModelScorer):
         name: name of the component.
     """
 
-    holds = "adapter"
-
     @checked
     def __init__(
         self,

@@ -139,8 +139,7 @@ class Scorer(Protocol):
     One with an attribute `normalized` that is True gives scores of mean 0 and standard deviation 1
     over samples of the SFT policy; `score_clip="auto"` then clips them. `words` of its class
     is what a model card calls it; `{function}` in it is that argument, `{number}` counts `sources`.
-    `loads_no_model` of its class is True where that needs no memory; else `holds` says what
-    `rlhf-plan` counts: "model" for frozen reward models, "adapter" for one on the policy's base.
+    One with an attribute `is_reward` that is False gives scores that mean nothing.
     """
 
     def build(self, base: Any = None) -> list[nn.Module]:
@@ -152,6 +151,28 @@ class Scorer(Protocol):
 
     def __call__(self, responses: Responses) -> Scores:
         """Return one score a row."""
+
+
+class NoReward:
+    """No reward: 0 for every response, where a teacher alone is learnt from."""
+
+    loads_no_model = True
+    is_reward = False
+    words = "a teacher, without a reward"
+    name = "none"
+
+    def build(self, base: Any = None) -> list[nn.Module]:
+        """Return no models."""
+        return []
+
+    def __call__(self, responses: Responses) -> Scores:
+        """Return zeros."""
+        return Scores(torch.zeros(len(responses.prompts), device=responses.sequences.device), {})
+
+
+def reward_of(scorer: Scorer | None) -> Scorer | None:
+    """Return a scorer if what it gives is a reward, else None."""
+    return scorer if getattr(scorer, "is_reward", True) else None
 
 
 class RewardModelScorer:
@@ -169,7 +190,6 @@ class RewardModelScorer:
     """
 
     normalized = True  # by the reward stage
-    holds = "model"
     words = "a reward model"
 
     @checked

@@ -66,7 +66,6 @@ class TextRewardModelScorer:
     """
 
     Hparams = TextRewardModelHparams
-    holds = "model"
     words = "a reward model"
 
     @checked

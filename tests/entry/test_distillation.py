@@ -1,0 +1,167 @@
+"""`+experiment=distillation`: a command, its program, adapters, gates, plan and evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_lightning.app import evaluate, train
+from rlhf_lightning.app.as_python import as_python
+from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.settings import PlanSettings
+from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.memory_plan import phases
+from rlhf_lightning.app.memory_plan.request import read_run
+from rlhf_lightning.app.prerequisites import prepare_inputs
+from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.runs.verdict import verdict
+from rlhf_lightning.text.tokenizers import load_tokenizer
+from tests.builders.command_lines import SMALL, settings_of
+from tests.modules.test_grpo_runs import rows
+
+WORDS = [
+    "+experiment=distillation",
+    *SMALL,
+    "module.sampling.max_new_tokens=6",
+    "data.batch_size=8",
+]
+
+
+@pytest.fixture(scope="module")
+def teacher(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another policy of the built-in world's tokens, with other weights."""
+    folder = tmp_path_factory.mktemp("teacher") / "policy"
+    policy = load_policy(start)
+    for parameter in policy.parameters():
+        parameter.data.mul_(1.5)
+    policy.model.save_pretrained(folder)
+    load_tokenizer(start).save_pretrained(folder)
+    return folder
+
+
+def settings(start: Path, teacher: Path | str, *more: str) -> Any:
+    return settings_of(*WORDS, f"artifacts.sft={start}", f"artifacts.teacher={teacher}", *more)
+
+
+def trained(start: Path, teacher: Path, folder: Path, *more: str) -> RunFolder:
+    made, found = RunFolder(folder).create(), settings(start, teacher, *more)
+    made.config.parent.mkdir(exist_ok=True)
+    write_settings(made.config, found)  # as Hydra does
+    train.run(found, made, [])
+    return made
+
+
+@pytest.fixture(scope="module")
+def command(start: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder = tmp_path_factory.mktemp("command") / "run"
+    return trained(start, teacher, folder, "gates=distillation")
+
+
+def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
+    start, teacher, command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    text = as_python(settings(start, teacher), WORDS)
+    assert f'teacher="{teacher}"' in text
+    assert "NoReward()" in text
+    exec(compile(text, "program", "exec"), {})
+    (found,) = tmp_path.glob("outputs/*/program/summary.json")
+    files = [f.export / "model.safetensors" for f in (command, RunFolder(found.parent))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert rows(command.path) == rows(found.parent)
+
+
+def test_the_headline_is_the_distance_to_the_teacher_and_no_score_is_told(command):
+    summary = read_summary(command)
+    assert (summary.stage, summary.status) == ("distillation", "completed")
+    metrics = summary.metrics
+    assert {"val/teacher_kl_share", "val/gold_win_rate"} <= set(metrics)
+    assert not [name for name in metrics if "score" in name]
+    told = verdict(summary)
+    assert told.caption == "nats a token, KL to the teacher"
+    assert "win rate by the gold reward" in [fact.label for fact in told.facts]
+    assert {gate.name for gate in summary.gates} >= {"teacher_kl_share", "gold_win_rate"}
+    card = (command.export / "README.md").read_text()
+    assert "after on-policy distillation against a teacher, without a reward" in card
+    report = command.report.read_text()
+    assert "did not vary" not in report
+    sample = json.loads(command.samples.read_text().splitlines()[0])
+    assert sample["score"] is None
+    assert "rollout/score" not in read_metrics(command.metrics)[0]
+
+
+def test_what_a_sweep_looks_at_is_the_distance(command):
+    stage = find_stage("distillation")
+    value = read_summary(command).metrics["val/teacher_kl_per_token"]
+    assert train.objective(read_summary(command), stage) == -value
+
+
+def test_adapters_the_sampled_form_a_reward_and_the_doctor_work_with_it(start, teacher, tmp_path):
+    more = ("lora=lora", "doctor=act", "module.distillation.divergence=sampled", "gates=none")
+    made = trained(start, teacher, tmp_path / "lora", *more)
+    assert (made.export / "adapter").is_dir()
+    function = tmp_path / "reward.py"
+    function.write_text("def length(completions):\n    return [len(c) / 9 for c in completions]\n")
+    more = ("scorer=function", f"scorer.function={function}:length", "gates=none")
+    rewarded = trained(start, teacher, tmp_path / "reward", *more)
+    summary = read_summary(rewarded)
+    assert "val/score_win_rate" in summary.metrics
+    assert "against a reward function" in (rewarded.export / "README.md").read_text()
+    assert read_metrics(rewarded.metrics)[0]["rollout/score_std"] > 0
+
+
+def test_a_run_continues_from_a_checkpoint_to_the_same_bits(start, teacher, command, tmp_path):
+    (checkpoint,) = command.checkpoints.glob("*2.ckpt")
+    resumed = trained(start, teacher, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
+    files = [folder.export / "model.safetensors" for folder in (command, resumed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_teacher_of_the_built_in_world_is_its_ppo_policy(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "rlhf_lightning.app.prerequisites._train", lambda kind, *_: made.append(kind)
+    )
+    found = settings_of("+experiment=distillation", f"paths.artifacts={tmp_path}")
+    assert found.artifacts.teacher == found.artifacts.ppo == f"{tmp_path}/demo_seed1/ppo"
+    with pytest.raises(ConfigError, match=r"artifacts\.teacher=\S+ does not exist"):
+        prepare_inputs(found, [])  # as nothing was made
+    assert made == ["sft", "ppo"]
+
+
+def test_a_teacher_is_needed_and_planned(start):
+    with pytest.raises(ConfigError, match=r"artifacts\.teacher=null: distillation needs a model"):
+        settings(start, "null").spec.check(settings(start, "null"))
+    plan = phases.plan(planned(f"artifacts.sft={start}", f"artifacts.teacher={start}"))
+    assert 0 < plan.models["teacher"] < plan.models["reference"]  # by their shapes
+    assert "value model" not in plan.models
+    assert "reward model" not in plan.models
+    sampled = planned(
+        f"artifacts.sft={start}",
+        f"artifacts.teacher={start}",
+        "module.distillation.divergence=sampled",
+    )
+    states = 4 * 8 * 6 * sampled.teacher.config().hidden_size  # rows, tokens
+    for more, less in zip(plan.phases, phases.plan(sampled).phases, strict=True):
+        assert more.total - less.total == states, more.name
+
+
+def planned(*words: str) -> Any:
+    register()
+    found = load_settings(PlanSettings, "train", [*WORDS, *words])
+    return read_run(found, found.plan).run
+
+
+def test_an_evaluation_of_its_run_has_no_score(command, tmp_path):
+    words = [f"run={command.path}", "evaluation.num_prompts=4", "references=false"]
+    found = settings_of(*words, entry="evaluate")
+    summary = evaluate.run(found, RunFolder(tmp_path / "evaluation"), words)
+    assert "val/gold_win_rate" in summary.metrics
+    assert not [name for name in summary.metrics if "score" in name]
