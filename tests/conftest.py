@@ -145,6 +145,21 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def forgetful_wandb() -> Iterator[None]:
+    """Have W&B read the environment anew: a process keeps its first mode, host and login."""
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    def forget() -> None:
+        wbauth.unauthenticate_session(update_settings=False)
+        wandb.teardown()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run the test in an empty folder, where its `outputs/` and `artifacts/` end up."""
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
-from rlhf_lightning.callbacks import run_record
+from rlhf_lightning.evaluation import final_metrics
 from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from rlhf_lightning.runs.summary import read_summary
@@ -174,7 +174,7 @@ def test_held_out_pairs_are_scored_in_forwards_no_larger_than_those_of_training(
         sizes.append(batch_size)
         return held_out_pairs(*given, batch_size=batch_size)
 
-    monkeypatch.setattr(run_record, "held_out_pairs", watched)
+    monkeypatch.setattr(final_metrics, "held_out_pairs", watched)
     reward(material, tmp_path / "run", hparams=RewardHparams(micro_batch_size=2))
     assert sizes == [4]
 

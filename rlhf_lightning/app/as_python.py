@@ -33,6 +33,7 @@ from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules.export import export_model
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer
 
 WIDTH = 100
 SOME_GPU = ("cuda", "gpu")
@@ -225,13 +226,13 @@ def _reward(settings: TrainSettings) -> Any:
     scorer = settings.scorer
     assert scorer is not None  # of a stage that rolls out
     found = scorer.read("scorer")
-    if scorer.class_name == "RewardModelScorer":
+    if found.call is RewardModelScorer:
         load = found.arguments["load"].arguments
         usual = {"micro_batch_size": None, "policy": settings.start, "source": load["source"]}
         rest = {k: v for k, v in found.arguments.items() if k != "load"}
         if rest == usual and load.get("precision", "32-true") == "32-true" and len(load) <= 2:
             return load["source"]
-    if scorer.class_name == "FunctionScorer" and set(scorer.arguments) == {"function"}:
+    if found.call is FunctionScorer and set(scorer.arguments) == {"function"}:
         function = str(scorer.get("function"))
         return function if function.rpartition(":")[0].endswith(".py") else scorer
     return scorer

@@ -109,7 +109,7 @@ def check_command_line(entry: str) -> Any:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will warn
-            return command_settings(entry, cfg, overrides)
+            return command_settings(entry, cfg, overrides, trains_first=True)
     except ConfigError as error:
         fail(str(error))
 
@@ -183,7 +183,8 @@ def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]
     """
     folder, overrides, _ = this_job()
     with ended_in_one_line(), stopping_on_signals():
-        run(command_settings(entry, cfg, overrides), folder, overrides)
+        settings = command_settings(entry, cfg, overrides, trains_first=True)
+        run(settings, folder, overrides)
 
 
 class Job(NamedTuple):

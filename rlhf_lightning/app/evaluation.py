@@ -116,19 +116,13 @@ def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyMo
     return policy
 
 
-def compare(
-    settings: TrainSettings,
-    parts: TrainingComponents,
-    baseline: PolicyModel,
-    metrics: dict[str, float],
-) -> Findings:
+def compare(settings: TrainSettings, parts: TrainingComponents, baseline: PolicyModel) -> Findings:
     """Compare the trained policy with `baseline` on held-out prompts.
 
     Args:
         settings: settings of the stage.
         parts: parts with the trained module.
         baseline: the policy that the stage started from.
-        metrics: metrics that are known already.
     """
     comparison = held_out_comparison(
         settings.data.source.build(),
@@ -138,12 +132,11 @@ def compare(
     )
     if comparison is None:
         logger.warning("no prompt is held out: no comparison with %s", settings.start)
-        return Findings(metrics)
+        return Findings({})
     teacher = getattr(parts.module, "teacher", None)
     return comparison.findings(
         placed(parts, parts.module.policy),
         placed(parts, baseline),
         teacher=None if teacher is None else placed(parts, teacher),
         num_samples=settings.evaluation.num_samples,
-        metrics=metrics,
     )

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.evaluation import placed, validate
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -23,17 +24,14 @@ from rlhf_lightning.callbacks.wandb_content import (
     records_fingerprint,
     wandb_loggers,
 )
-from rlhf_lightning.data.summary import data_counts
 from rlhf_lightning.distributed.collectives import full_state
-from rlhf_lightning.evaluation.final_metrics import (
-    Findings,
-)
+from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.export import Trained
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
     ManifestError,
@@ -60,8 +58,10 @@ def finish(
     _free_optimizer_state(parts)
     begun = time.perf_counter()
     with _precision(parts):
+        shown = _shown(settings, folder, parts)
         findings = stage.finish(settings, folder, parts)
-    findings.metrics.update(data_counts(list(parts.data.summaries.values())))
+    findings.metrics = {**shown.metrics, **findings.metrics}
+    findings.values = findings.values or shown.values
     measured = time.perf_counter()
     required = required_measures(
         None if settings.safety is None else settings.safety.get("prompts")
@@ -85,6 +85,18 @@ def finish(
         _export(settings, folder, trained, outcome)
     findings.seconds = {"measure": measured - begun, "export": time.perf_counter() - measured}
     return findings, gates
+
+
+def _shown(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents) -> Findings:
+    """Return the metrics of all held-out records, and what else the training shows by itself."""
+    metrics = {} if settings.spec.rolls_out else validate(parts)
+    rows = read_metrics(folder.metrics) if parts.trainer.is_global_zero else []
+    model = getattr(parts.module, settings.spec.trained)
+    placed(parts, model)
+    batch_size = settings.evaluation.batch_size
+    found = trained_findings(parts.module, parts.data, rows, batch_size=batch_size)
+    found.metrics = metrics | found.metrics
+    return found
 
 
 def _free_optimizer_state(parts: TrainingComponents) -> None:

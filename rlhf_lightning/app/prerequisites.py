@@ -9,27 +9,35 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_lightning.app.config.compose import ConfigError, choices
 from rlhf_lightning.app.config.groups import MODELS
+from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
-from rlhf_lightning.app.config.validate import load_settings, without_unread
+from rlhf_lightning.app.config.unread import is_read
+from rlhf_lightning.app.config.validate import (
+    SHARED,
+    is_built_in,
+    is_loaded,
+    load_settings,
+    read_first,
+    without_unread,
+)
 from rlhf_lightning.app.untrained import write_untrained
 from rlhf_lightning.distributed.launch import own_environment
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
+from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 from rlhf_lightning.runs.model_folder import is_adapter
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Words of a command line that all stages share, and those that go to no process of one device.
-_SHARED = (
-    *("model=", "model.", "dataset=", "dataset.", "lora=", "lora.", "logger"),
-    *("trainer.accelerator", "paths.outputs", "paths.artifacts", "paths.suffix"),
-)
+# Words that go to no process of one device.
 _OF_DEVICES = ("strategy", "trainer.")
 
 
@@ -59,9 +67,10 @@ def prepare_inputs(
         ConfigError: for a missing path that the user gave, naming the command that makes it.
         RuntimeError: if a child fails.
     """
+    _check_made_with(settings, overrides)
     for kind in kinds:
         source = settings.select(f"artifacts.{kind}")
-        if source is None or is_available(source) or not _is_read(settings, source):
+        if source is None or is_available(source) or not is_loaded(settings, source):
             continue
         folder = Path(source)
         has_recipe = kind in choices("experiment")
@@ -71,7 +80,7 @@ def prepare_inputs(
             changed = _untrained(kind, settings, base, say)
             settings = settings.updated(changed) if changed else settings
             continue
-        if not (usual and str(settings.select("dataset.name")).startswith("demo_")):
+        if not is_built_in(settings, kind):
             made = ""
             if has_recipe:
                 command = f"+experiment={_maker(settings, kind, overrides)}"
@@ -104,22 +113,38 @@ def is_available(source: str) -> bool:
     return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
 
 
-def _is_read(settings: RunSettings, source: str) -> bool:
-    """Return whether anything but `artifacts` names a model."""
+def _check_made_with(settings: RunSettings, overrides: Sequence[str]) -> None:
+    """Refuse a word for models that are trained first, if one was made with another value.
 
-    def named(node: Any) -> bool:
-        if isinstance(node, Mapping):
-            return any(map(named, node.values()))
-        return any(map(named, node)) if isinstance(node, list) else node == source
+    Raises:
+        ConfigError: with the word and the model.
+    """
+    for word in overrides:
+        key = word.lstrip("+").partition("=")[0]
+        if is_read(word, settings):
+            continue
+        for kind in read_first(word, settings, overrides):
+            source = str(settings.select(f"artifacts.{kind}"))
+            if is_available(source) and not _is_made_with(source, key, settings.select(key)):
+                raise ConfigError(
+                    f"{word}: only the training of {source} reads it, which was made without: "
+                    "leave it out, or remove that folder"
+                )
 
-    return named({key: node for key, node in settings.resolved.items() if key != "artifacts"})
+
+def _is_made_with(source: str, key: str, value: Any) -> bool:
+    """Return whether the run that made an artifact had a value; False if that is not known."""
+    with suppress(ManifestError, ConfigError):
+        run = RunFolder(Path(read_manifest(source, verify=False).run))
+        return bool(read_saved(TrainSettings, run.config).select(key) == value)
+    return False
 
 
 def _way_without(settings: RunSettings, source: str) -> str:
     """Return how PPO does without a reward model that starts its value model alone."""
     if settings.select("module.value") != source:
         return ""
-    if _is_read(settings.updated({"module.value": None}), source):
+    if is_loaded(settings.updated({"module.value": None}), source):
         return ""
     return " (module.value=null module.value_head=zero does without)"
 
@@ -130,7 +155,7 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     experiment = sibling if sibling in choices("experiment") else kind
     recipe = _recipe(kind)
     starts = (f"artifacts.{start}=" for start in recipe.spec.uses if start != kind)
-    kept = (*_SHARED, *_OF_DEVICES, "seed=", "debug=fast", "paths.apart=", *starts)
+    kept = (*SHARED, *_OF_DEVICES, "seed=", "debug=fast", "paths.apart=", *starts)
     words = _read_by(experiment, [w for w in overrides if w.lstrip("+").startswith(kept)])
     start = f"artifacts.{recipe.spec.starts_from}"
     has_start = any(map(settings.select, (start, "model.base")))
@@ -174,13 +199,13 @@ def _untrained(
 
 def training_words(experiment: str, settings: RunSettings, overrides: Sequence[str]) -> list[str]:
     """Return the words of a command line that also concern a stage that it trains first."""
-    shared = [word for word in overrides if word.lstrip("+").startswith(_SHARED)]
+    shared = [word for word in overrides if word.lstrip("+").startswith(SHARED)]
     return [f"seed={settings.seed}", *_read_by(experiment, shared)]
 
 
 def _read_by(experiment: str, words: list[str]) -> list[str]:
-    """Return those of some words that an experiment reads."""
-    return list(without_unread([f"+experiment={experiment}", *words], words)[1:])
+    """Return those of some words that an experiment reads, or what it trains first."""
+    return list(without_unread([f"+experiment={experiment}", *words], words, trains_first=True)[1:])
 
 
 def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:

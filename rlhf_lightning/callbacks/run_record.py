@@ -20,10 +20,8 @@ from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.evaluation.final_metrics import Findings
-from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
+from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
@@ -101,7 +99,39 @@ class RunRecord(Callback):
         elif out_of_time(trainer):
             self._end(trainer, status="stopped", cause="max_time of the Trainer is over")
         else:
-            self._end(trainer, _held_out(trainer, pl_module), status="completed")
+            self._end(trainer, self._shown(trainer, pl_module), status="completed")
+
+    def _shown(self, trainer: Trainer, module: LightningModule) -> Findings:
+        """Return what the training shows; of its pairs nothing where not all were validated."""
+        data: Any = getattr(trainer, "datamodule", None)
+        if not isinstance(data, RecordDataModule):
+            return Findings({})
+        limit = trainer.limit_val_batches  # 1 is one batch, 1.0 all of them
+        whole = isinstance(limit, float) and limit == 1
+        # Pairs of a training forward: two responses each.
+        most = getattr(cast(RLHFModule, module).algorithm, "micro_batch_size", None)
+        batch_size = data.batch_size if most is None else min(data.batch_size, 2 * most)
+        file = self.folder.metrics
+        rows = read_metrics(file) if trainer.is_global_zero and file.exists() else []
+        find = partial(trained_findings, module, data, rows, batch_size=batch_size)
+        try:
+            with trainer.strategy.precision_plugin.forward_context():
+                return find(pairs=whole)
+        except torch.OutOfMemoryError as error:
+            logger.warning("the page has no held-out pairs: %s", error)
+            return find(pairs=False)
+
+    def on_normalize_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Add what `normalize_reward_model` found to the summary and the report of the run.
+
+        Args:
+            trainer: Trainer of the reward model.
+            metrics: mean and standard deviation of its scores before.
+        """
+        if trainer.is_global_zero and self.folder.summary.is_file():
+            summary = read_summary(self.folder)
+            write_summary(self.folder, replace(summary, metrics={**summary.metrics, **metrics}))
+            write_report(self.folder)
 
     def on_compare_end(
         self,
@@ -177,27 +207,6 @@ class RunRecord(Callback):
         findings.write(self.folder, current_iteration(trainer))
         if current_iteration(trainer):
             write_report(self.folder)
-
-
-def _held_out(trainer: Trainer, module: LightningModule) -> Findings:
-    """Return what the held-out pairs show of a reward model, where all of them were validated."""
-    data: Any = getattr(trainer, "datamodule", None)
-    rows = data.rows("validation") if isinstance(data, RecordDataModule) else ()
-    limit = trainer.limit_val_batches  # 1 is one batch, 1.0 all of them
-    whole = isinstance(limit, float) and limit == 1
-    if not isinstance(module, RewardModule) or not rows or not whole:
-        return Findings({})
-    most = module.algorithm.micro_batch_size  # pairs of a training forward: two responses each
-    batch_size = data.batch_size if most is None else min(data.batch_size, 2 * most)
-    try:
-        with trainer.strategy.precision_plugin.forward_context():
-            measures, values = held_out_pairs(
-                module.model, rows, module.tokenizer, batch_size=batch_size
-            )
-    except torch.OutOfMemoryError as error:
-        logger.warning("the page has no held-out pairs: %s", error)
-        return Findings({})
-    return Findings(measures, values=values)
 
 
 def _start(module: LightningModule) -> str | None:

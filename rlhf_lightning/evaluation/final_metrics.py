@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from rlhf_lightning.batches import SFTBatch
+from rlhf_lightning.data.encode import EncodedPreference
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.summary import data_counts
 from rlhf_lightning.distributed.collectives import global_sum
+from rlhf_lightning.evaluation.reward_accuracy import (
+    comparable_rows,
+    held_out_pairs,
+    score_pairs,
+    share_right,
+)
 from rlhf_lightning.functional.statistics import all_equal
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 
 logger = logging.getLogger(__name__)
+MOST_TRAINING_PAIRS = 1000  # that are scored once more, to hold against held-out ones
 
 
 @dataclass
@@ -62,6 +74,45 @@ def score_spread(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
         if math.isfinite(std := row.get("rollout/score_std", math.nan))
     ]
     return {"rollout/score_std_max": max(spreads)} if spreads else {}
+
+
+def trained_findings(
+    module: nn.Module,
+    data: RecordDataModule,
+    rows: Iterable[Mapping[str, float]],
+    *,
+    batch_size: int,
+    pairs: bool = True,
+) -> Findings:
+    """Return what a training shows by itself: its data, its scores, and its pairs.
+
+    The pairs are those of a reward model: accuracies on held-out pairs and on training pairs that
+    are like them, and the ceiling of the labels. A comparison and a normalization come on top.
+
+    Args:
+        module: the trained module, on its device.
+        data: the data that it was trained on.
+        rows: rows of metrics.csv.
+        batch_size: pairs of a forward.
+        pairs: False leaves the pairs out.
+    """
+    metrics = data_counts(list(data.summaries.values())) | score_spread(rows)
+    if not pairs or not isinstance(module, RewardModule):
+        return Findings(metrics)
+    if (ceiling := getattr(data.source, "label_ceiling", None)) is not None:
+        metrics["val/label_ceiling"] = float(ceiling())
+    held_out = cast("Sequence[EncodedPreference]", data.rows("validation"))
+    if not held_out:
+        return Findings(metrics)
+    model, tokenizer = module.model, module.tokenizer
+    measures, values = held_out_pairs(model, held_out, tokenizer, batch_size=batch_size)
+    metrics |= measures
+    train = cast("Sequence[EncodedPreference]", data.rows("train"))
+    if seen := comparable_rows(train, held_out, count=min(len(held_out), MOST_TRAINING_PAIRS)):
+        pad: Any = tokenizer.pad_token_id
+        scored = score_pairs(model, seen, batch_size=batch_size, pad_token_id=int(pad))
+        metrics["val/train_accuracy"] = share_right(scored)
+    return Findings(metrics, values=values)
 
 
 @torch.no_grad()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -130,7 +129,6 @@ class HeldOutComparison:
         *,
         teacher: PolicyModel | None = None,
         num_samples: int | None = None,
-        metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> Findings:
         """Sample both policies and return metrics, samples and values.
 
@@ -139,14 +137,13 @@ class HeldOutComparison:
             baseline: the other policy; the KL is from it.
             teacher: a model that the policy has learnt from, for the KL of both to it.
             num_samples: prompts to keep with a response of each; None for all.
-            metrics: metrics that are known already.
         """
         mine = self.ask_policy(policy, baseline, teacher)
         theirs = self.ask_baseline(baseline, teacher=teacher)
         count = len(mine.main.prompts) if num_samples is None else num_samples
         samples = side_by_side(mine.main, theirs.main, count)
         values = values_of(mine.main, theirs.main)
-        return Findings({**metrics, **self.measure(mine, theirs)}, samples, values)
+        return Findings(self.measure(mine, theirs), samples, values)
 
     def measure(self, mine: SideResponses, theirs: SideResponses) -> dict[str, float]:
         """Return all metrics of the policy against the baseline, as `val/*`."""

@@ -82,7 +82,8 @@ def normalize_reward_model(
 ) -> dict[str, float]:
     """Give a trained reward model mean 0 and std 1 over samples of the policy it started from.
 
-    `rlhf-train +experiment=reward` does the same. Call it between `fit` and `export_model`.
+    `rlhf-train +experiment=reward` does the same. Call it between `fit` and `export_model`; the
+    run's summary and report show it.
 
     Args:
         module: reward module after `fit`.
@@ -112,7 +113,7 @@ def normalize_reward_model(
         policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
     device = module.trainer.strategy.root_device
     with module.trainer.strategy.precision_plugin.forward_context():
-        return fold_normalization(
+        found = fold_normalization(
             trained.to(device),
             policy.to(device),
             normalization_prompts(
@@ -133,6 +134,10 @@ def normalize_reward_model(
             ),
             seed=seed,
         )
+    for callback in getattr(module.trainer, "callbacks", ()):
+        if hasattr(callback, "on_normalize_end"):
+            callback.on_normalize_end(module.trainer, found)
+    return found
 
 
 @torch.no_grad()

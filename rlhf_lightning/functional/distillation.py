@@ -62,7 +62,8 @@ def vocabulary_divergence(
 
     "reverse" is KL(student || teacher), "forward" is KL(teacher || student), "jensen_shannon" is
     `weight KL(teacher || M) + (1 - weight) KL(student || M)` with the mixture
-    `M = weight teacher + (1 - weight) student`.
+    `M = weight teacher + (1 - weight) student`. A token of probability 0 adds 0 to the sum that it
+    weighs, and to the gradient; where the other side alone gives it 0, a KL is infinite.
 
     Args:
         logprobs: `[..., V]` log-probabilities of the student.
@@ -83,9 +84,9 @@ def vocabulary_divergence(
     if kind == "forward":
         return _kl(teacher_logprobs, logprobs)
     if kind == "jensen_shannon":
-        mixture = torch.logaddexp(
-            teacher_logprobs + math.log(weight), logprobs + math.log1p(-weight)
-        )
+        # Finite, for the gradient of a token that both give 0.
+        own = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+        mixture = torch.logaddexp(teacher_logprobs + math.log(weight), own + math.log1p(-weight))
         of_teacher, of_student = _kl(teacher_logprobs, mixture), _kl(logprobs, mixture)
         return weight * of_teacher + (1 - weight) * of_student
     raise ValueError(f"kind={kind!r} must be one of {', '.join(DIVERGENCES)}")
@@ -149,4 +150,5 @@ def chunked_divergence(
 
 
 def _kl(logprobs: Tensor, others: Tensor) -> Tensor:
-    return (logprobs.exp() * (logprobs - others)).sum(-1)
+    impossible = torch.isneginf(logprobs)
+    return (logprobs.exp() * (logprobs - others).masked_fill(impossible, 0.0)).sum(-1)

@@ -328,7 +328,8 @@ def inside_trust_region(
         ValueError: if `kind` is neither.
 
     Source: arXiv 2607.07508, equation 3 ("ratio"); DPPO, arXiv 2602.04879 ("probability", the
-    total variation of the sampled token).
+    total variation of the sampled token). DPPO's own mask keeps a token outside whose advantage
+    pulls it back.
     """
     high = cliprange if cliprange_high is None else cliprange_high
     if kind == "ratio":

@@ -119,7 +119,7 @@ class MaskedRatio(_Masked):
 
 @dataclass(frozen=True)
 class MaskedProbability(_Masked):
-    """DPPO: tokens whose probability moved too far are left out; see `masked_policy_loss`."""
+    """By DPPO's bound: a token whose probability moved too far; see `inside_trust_region`."""
 
     kind = "probability"
     loss = staticmethod(partial(masked_policy_loss, kind=kind))

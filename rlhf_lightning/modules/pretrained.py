@@ -173,7 +173,7 @@ def of_policy(
         reward_weights=None if weights is None else list(weights),
         **hparams,
         **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
-        **more,
+        teacher=more.get("teacher"),
         **kept,
     )
     return built  # type: ignore[no-any-return]

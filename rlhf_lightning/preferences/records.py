@@ -44,18 +44,18 @@ def _with_zone(text: str) -> str:
 
 
 class _Record:
-    """Mixin: hold every field against its annotation."""
+    """Mixin: hold every field against its annotation; its numbers become Python's."""
 
     def __post_init__(self) -> None:
         for name, hint in annotations_of(type(self)).items():  # type: ignore[arg-type]
             key, value = f"{type(self).__name__}.{name}", getattr(self, name)
-            if name == "prompt":
-                object.__setattr__(self, name, _checked_prompt(key, value))
-                continue
             try:
-                fitting(key, value, hint)
+                kept = (
+                    _checked_prompt(key, value) if name == "prompt" else fitting(key, value, hint)
+                )
             except (TypeError, ValueError) as error:
                 raise LabError(str(error)) from error
+            object.__setattr__(self, name, kept)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ PACKAGE = ROOT / "rlhf_lightning"
 # Where such words are the names of something else than stages.
 OTHER_NAMES = {
     "app/study/steps.py": "the steps of a pipeline, which are experiments",
-    "app/study/words.py": "the steps that words of a command line are for",
     "functional/surrogates.py": "names of surrogates",
     "hparams.py": "names of surrogates",
     "models/learning_rates.py": "kinds of learning rates",

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import wandb
-from wandb.sdk.lib import wbauth
 
 from rlhf_lightning.callbacks.wandb_logger import choose_mode, is_logged_in, wandb_logger
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -86,13 +85,8 @@ def test_a_run_goes_on_when_wandb_cannot_start(tmp_path, monkeypatch, caplog):
 
 
 @pytest.fixture
-def forgetful(nobody_logged_in):
-    """W&B keeps the settings and the login of a process."""
-    wbauth.unauthenticate_session(update_settings=False)
-    wandb.teardown()
-    yield nobody_logged_in
-    wbauth.unauthenticate_session(update_settings=False)
-    wandb.teardown()
+def forgetful(nobody_logged_in, forgetful_wandb):
+    return nobody_logged_in
 
 
 def test_the_mode_follows_the_key_and_the_environment(forgetful, monkeypatch, caplog):

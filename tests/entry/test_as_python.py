@@ -27,6 +27,8 @@ OWN = {
     "grpo": ("lora=lora", "lora.r=4"),
 }
 
+OF_THE_COMMAND: dict[str, set[str]] = {"sft": {"val/baseline_loss"}}  # figures of the command alone
+
 
 def program(*overrides: str) -> str:
     return as_python(settings_of(*overrides), overrides)
@@ -75,6 +77,7 @@ def test_the_program_trains_what_the_command_trains_to_the_bit(
     for name, value in loaded.state_dict().items():
         assert stage == "reward" or torch.equal(value, module.state_dict()[name]), name
     told, wanted = read_summary(mine).metrics, read_summary(folder).metrics
+    assert told.keys() ^ wanted.keys() == OF_THE_COMMAND.get(stage, set())
     for name in told.keys() & wanted.keys():
         assert told[name] == wanted[name], name
 

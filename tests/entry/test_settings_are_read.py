@@ -5,22 +5,31 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
+from rlhf_lightning.app import prerequisites
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, choices, composed, register
+from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import TargetError
-from rlhf_lightning.app.config.unread import check_overrides_are_read, is_read
-from rlhf_lightning.app.config.validate import read_settings
+from rlhf_lightning.app.config.unread import is_read
+from rlhf_lightning.app.config.validate import (
+    check_overrides_are_read,
+    read_first,
+    read_settings,
+)
 from rlhf_lightning.app.prerequisites import training_words
 from rlhf_lightning.app.study.steps import HERE, check_pipeline, plan
 from rlhf_lightning.app.study.words import as_overrides
+from rlhf_lightning.runs.manifest import write_manifest
 from tests.builders.command_lines import settings_of
+from tests.builders.runs import make_start
 
 # Handed to transformers and to the chat template, which read what they know.
 FREE = {("model", key) for key in ("from_scratch", "shape", "chat_template_arguments")}
@@ -64,14 +73,19 @@ def test_a_key_that_nobody_reads_is_refused_in_every_group(experiment):
             read_settings(TrainSettings, changed).check_targets()
 
 
-BY_REFERENCE = ("dataset.lengths", "model.base")  # read where something refers to them
+# Read where something refers to them, and what only a training reads of a model.
+BY_REFERENCE = ("dataset.lengths", "model.base")
+MADE = ("name", "source", "license", "num_parameters", "tokenizer", "from_scratch", "base", "shape")
+BY_TRAINING = (*(f"model.{name}" for name in MADE), "model.activation_checkpointing")
 
 
-def given(node: Any, where: str = "") -> Any:
+def given(node: Any, where: str = "", left: tuple[str, ...] = BY_REFERENCE) -> Any:
     """Return settings as values that can be compared, without the keys that a file invents."""
+    if not where and not isinstance(node, TrainSettings):
+        left += BY_TRAINING
     if isinstance(node, BaseModel):
-        names = [n for n in type(node).model_fields if f"{where}{n}" not in BY_REFERENCE]
-        return {name: given(getattr(node, name), f"{where}{name}.") for name in names}
+        names = [n for n in type(node).model_fields if f"{where}{n}" not in left]
+        return {name: given(getattr(node, name), f"{where}{name}.", left) for name in names}
     return {key: given(one) for key, one in node.items()} if isinstance(node, dict) else node
 
 
@@ -98,7 +112,8 @@ def test_a_key_counts_as_read_where_another_value_changes_what_the_command_is_gi
         try:
             changes = given(usual.updated({key: other})) != given(usual)
         except ConfigError:
-            changes = True
+            of_training = f"{key}.".startswith(tuple(f"{one}." for one in BY_TRAINING))
+            changes = entry == "train" or not of_training
         assert is_read(f"{key}=7", usual) == changes, key
         found[changes].append(key)
     assert all(len(keys) > 10 for keys in found.values())
@@ -118,6 +133,9 @@ def test_a_key_counts_as_read_where_another_value_changes_what_the_command_is_gi
         ("best_of.pool=7", "evaluate", "best_of.pool"),
         ("model.evaluation.batch_size=7", "collect", "model.evaluation.batch_size"),
         ("adversarial.num_pairs=7", "collect", "adversarial.num_pairs"),
+        ("model.base=elsewhere", "evaluate", "model.base"),
+        ("model.activation_checkpointing=true", "evaluate", "model.activation_checkpointing"),
+        ("model.from_scratch.hidden_size=64", "collect", "model.from_scratch.hidden_size"),
     ],
 )
 def test_a_key_of_another_stage_is_refused_with_the_one_that_is_read(words, entry, wanted):
@@ -136,6 +154,66 @@ def test_a_stage_that_is_trained_first_gets_the_words_that_it_reads():
     words = ["+dataset.source.num_texts=300", "model.ppo.batch_size=64"]
     settings = settings_of("+experiment=ppo", *words)
     assert training_words("base", settings, words) == ["seed=1", words[0]]
+
+
+OF_SFT = "model.sft.batch_size=64"
+
+
+@pytest.mark.parametrize(
+    ("words", "entry", "kinds"),
+    [
+        ("+experiment=ppo model.sft.batch_size=64", "train", ["sft", "reward"]),
+        ("policy=a baseline=a scorer=none model.ppo.batch_size=64", "evaluate", []),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("model.ppo.batch_size=64", "evaluate", ["ppo"]),
+                ("+experiment=ppo model.reward.batch_size=8", "train", ["reward"]),
+                ("model.from_scratch.hidden_size=64", "collect", ["base", "sft"]),
+                ("+experiment=ppo artifacts.sft=a artifacts.reward=b " + OF_SFT, "train", []),
+                ("+experiment=ppo debug=fast model.sft.batch_size=64", "train", []),
+                ("+experiment=dpo model.ppo.batch_size=64", "train", []),
+            )
+        ),
+    ],
+)
+def test_a_word_is_for_what_is_trained_first_if_that_or_its_start_reads_it(words, entry, kinds):
+    *others, word = given_words = words.split()
+    assert read_first(word, settings_of(*others, entry=entry), given_words) == kinds
+    cfg = composed(entry, given_words)
+    if kinds:
+        settings = command_settings(entry, cfg, given_words, trains_first=True)
+        for kind in kinds:
+            assert word in training_words(kind, settings, given_words)
+    else:
+        with pytest.raises(ConfigError, match="nothing reads"):
+            command_settings(entry, cfg, given_words, trains_first=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"), [(64, True), (32, False), pytest.param(None, False, marks=pytest.mark.slow)]
+)
+def test_a_word_for_what_was_trained_before_must_be_what_it_was_trained_with(
+    tmp_path, monkeypatch, value, fits
+):
+    words = ["+experiment=ppo", f"paths.artifacts={tmp_path}", OF_SFT]
+    settings = settings_of(*words[:-1])
+    settings = settings.updated({"model.sft.batch_size": 64})
+    runs = {kind: tmp_path / "runs" / kind for kind in ("sft", "reward")}
+    for kind, run in runs.items():
+        make_start(Path(settings.artifacts.of(kind)))
+        write_manifest(settings.artifacts.of(kind), stage=kind, run=str(run))
+        if value is not None:
+            of_kind = settings_of(f"+experiment={kind}", f"model.{kind}.batch_size={value}")
+            (run / ".hydra").mkdir(parents=True)
+            changed = of_kind.updated({"model.sft.batch_size": value})
+            OmegaConf.save(OmegaConf.create(changed.written), run / ".hydra/config.yaml")
+    monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("nothing is trained"))
+    if fits:
+        assert prerequisites.prepare_inputs(settings, words) is settings
+        return
+    with pytest.raises(ConfigError, match=rf"^{re.escape(OF_SFT)}.*sft"):
+        prerequisites.prepare_inputs(settings, words)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_control_c_stops_the_run_and_says_how_to_continue(start, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forgetful_wandb")
 @pytest.mark.parametrize("kind", ["refused", "silent"])
 def test_a_run_goes_on_without_a_wandb_that_cannot_be_reached(
     start, tmp_path, monkeypatch, caplog, kind

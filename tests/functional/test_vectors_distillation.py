@@ -134,6 +134,32 @@ def test_the_weight_is_that_of_the_teacher_in_the_mixture():
         vocabulary_divergence(student, teacher, kind="js", weight=0.5)
 
 
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("both", [True, False])
+def test_a_token_that_the_student_cannot_say_adds_nothing_of_its_own(kind: str, both: bool):
+    generator = torch.Generator().manual_seed(3)
+    logits, teacher = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf], dtype=torch.float64)
+    leaf, wanted_leaf = (logits.clone().requires_grad_() for _ in range(2))
+    student, others = (leaf + mask).log_softmax(-1), teacher + (mask if both else 0)
+    found = vocabulary_divergence(student, others.log_softmax(-1), kind=kind, weight=0.3)
+    if kind == "forward" and not both:
+        assert found.isposinf().all()
+        return
+    # The same with a token that is all but impossible.
+    rare = mask.clamp(min=-600)
+    wanted = vocabulary_divergence(
+        (wanted_leaf + rare).log_softmax(-1),
+        (teacher + (rare if both else 0)).log_softmax(-1),
+        kind=kind,
+        weight=0.3,
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    found.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(leaf.grad, wanted_leaf.grad, rtol=1e-9, atol=1e-9)
+
+
 class Sizes(TorchDispatchMode):
     """Notes the largest number of elements of what is made."""
 

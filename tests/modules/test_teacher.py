@@ -165,6 +165,16 @@ def test_a_checkpoint_is_read_with_its_teacher_and_resumed_with_no_other(
         train(material, tmp_path, checkpoint, lora=lora, teacher=material["teacher_8"])
 
 
+def test_a_resume_without_the_teacher_says_so(material, trained, tmp_path, caplog):
+    _, _, folder, lora = trained
+    checkpoint = str(folder / "checkpoints/last.ckpt")
+    plain = GRPOHparams(learning_rate=1e-3, num_minibatches=2)
+    train(material, tmp_path, checkpoint, lora=lora, grpo=plain, teacher=None)
+    said = [record.getMessage() for record in caplog.records if "teacher=" in record.getMessage()]
+    place = material["teacher_7"]
+    assert said == [f"teacher=None is asked for: it takes the place of the checkpoint's {place}"]
+
+
 def test_the_weights_of_the_teacher_are_those_of_its_folder(material, trained):
     module, *_ = trained
     expected = frozen(policy_models(material["teacher_7"]).policy)

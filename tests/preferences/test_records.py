@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.preferences.journal import write_records
@@ -124,6 +126,21 @@ def test_names_do_not_change_between_versions() -> None:
 def test_a_record_that_cannot_be_is_refused_with_what_was_wanted(make, message: str) -> None:
     with pytest.raises(LabError, match=message):
         make()
+
+
+def test_numbers_of_numpy_and_torch_become_those_that_json_has(tmp_path: Path) -> None:
+    settings = {"temperature": np.float32(0.5), "top_k": 20}
+    records = [
+        candidate(settings=settings, seed=np.int64(3), finished=np.bool_(True)),
+        label(seconds=np.float32(1.5), margin=torch.tensor(2.0)),
+    ]
+    write_records(tmp_path / "records.jsonl", records)
+    rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert rows[0]["settings"] == {"temperature": 0.5, "top_k": 20}
+    assert (rows[0]["seed"], rows[0]["finished"]) == (3, True)
+    assert (rows[1]["seconds"], rows[1]["margin"]) == (1.5, 2.0)
+    settings["temperature"] = 9.0
+    assert records[0].settings == {"temperature": 0.5, "top_k": 20}
 
 
 @pytest.mark.parametrize(

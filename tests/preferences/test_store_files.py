@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.preferences.annotation import database
 from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.database import StoreError, connect
 from rlhf_lightning.preferences.annotation.store import LabelStore
@@ -34,6 +35,23 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
     db.close()
     with pytest.raises(StoreError, match="tables of version 9, this release reads 1"):
         LabelStore(newer)
+
+
+def test_a_store_that_another_process_makes_meanwhile_is_ours(tmp_path: Path, monkeypatch):
+    path, is_empty, found = tmp_path / "labels.sqlite", database._is_empty, []
+
+    def made_meanwhile(db: sqlite3.Connection) -> bool:
+        found.append(None)
+        if len(found) == 1:  # the file is looked at: it is there, and has no tables yet
+            path_of_other = tmp_path / "other.sqlite"
+            LabelStore(path_of_other).close()
+            path.write_bytes(path_of_other.read_bytes())
+        return is_empty(db)
+
+    monkeypatch.setattr(database, "_is_empty", made_meanwhile)
+    path.touch()
+    LabelStore(path).close()
+    assert found
 
 
 def test_the_disk_has_a_label_before_it_is_acknowledged(tmp_path: Path):

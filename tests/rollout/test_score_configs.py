@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.groups import PlanGroup
+from rlhf_lightning.app.memory_plan.request import read_run
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
 from rlhf_lightning.rollout.scorers.http import HttpScorer
@@ -102,6 +104,33 @@ def test_the_scorers_of_a_sum_are_checked_too():
     total = "scorer._target_=rlhf_lightning.rollout.scorers.base.WeightedScorer"
     with pytest.raises(ConfigError, match="max_retries=-1 must be >= 0"):
         settings_of("+experiment=ppo", "scorer=none", f"+{total}", f"+scorer.scorers={both}")
+
+
+def test_a_scorer_of_ones_own_says_its_ranges_and_what_it_holds(tmp_path, monkeypatch):
+    (tmp_path / "brought_scorer.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from rlhf_lightning.arguments import Count\n"
+        "from rlhf_lightning.hparams import Checked\n"
+        "from rlhf_lightning.rollout.scorers.base import Responses, Scores\n"
+        "@dataclass(frozen=True)\n"
+        "class BroughtHparams(Checked):\n"
+        "    window: Count = 3\n"
+        "class Brought:\n"
+        "    Hparams, holds = BroughtHparams, 'adapter'\n"
+        "    def __init__(self, **hparams): ...\n"
+        "    def build(self, base=None) -> list: return []\n"
+        "    def __call__(self, responses: Responses) -> Scores: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "brought_scorer.")
+    words = ["+experiment=ppo", "scorer=none", "+scorer._target_=brought_scorer.Brought"]
+    with pytest.raises(ConfigError, match=r"scorer\.window=0 must be >= 1"):
+        settings_of(*words, "+scorer.window=0")
+    settings = settings_of(*words, "+scorer.window=2")
+    plan = PlanGroup(device_memory="80GiB", device="cpu")
+    assert read_run(settings, plan).run.scoring.kind == "adapter"
+    with pytest.raises(ConfigError, match="needs the base"):
+        settings_of("+experiment=dpo", *words[1:])
 
 
 def save_tokenizer(folder: Path, tokenizer) -> Path:

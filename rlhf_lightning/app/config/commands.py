@@ -22,7 +22,6 @@ from rlhf_lightning.app.config.groups import (
     FilePath,
     FolderName,
     Gates,
-    ModelSettings,
     OptionalPath,
     PathsSettings,
     PrecisionSettings,
@@ -84,7 +83,6 @@ class BestOfSettings(Settings):
 class EvaluateSettings(FiguresSettings):
     """Settings of `rlhf-evaluate`: a policy against a baseline."""
 
-    model: ModelSettings
     dataset: DatasetSettings
     rollout: Rollout
     scorer: Scorer | None = None
@@ -141,7 +139,7 @@ class EvaluateSettings(FiguresSettings):
         """Keys of what is not asked of people, and of best of n without an n."""
         people = {"none": {"people"}, "export": {"people.run", "people.labels"}}
         best_of = set() if self.best_of.n else {"best_of.pool"}
-        return frozenset({"dataset.lengths"} | people.get(self.human, set()) | best_of)
+        return super().unread | people.get(self.human, set()) | best_of
 
     @property
     def compares_policies(self) -> bool:
@@ -191,7 +189,6 @@ class AnnotatorSettings(Settings):
 class CollectSettings(FiguresSettings):
     """Settings of `rlhf-collect`: from prompts to preference records, or to demonstrations."""
 
-    model: ModelSettings
     dataset: DatasetSettings
     annotator: AnnotatorSettings
     judge: Annotator | None = None
@@ -230,7 +227,7 @@ class CollectSettings(FiguresSettings):
         """Keys of pairs of an earlier collection, where there is none."""
         names = set(type(self.adversarial).model_fields) - {"run"}
         without = set() if self.adversarial.run else {f"adversarial.{name}" for name in names}
-        return frozenset({"dataset.lengths"} | without)
+        return super().unread | without
 
 
 class PipelineSettings(RunSettings):

@@ -27,8 +27,7 @@ from rlhf_lightning.app.config.local_files import (
 from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
-from rlhf_lightning.app.config.unread import check_overrides_are_read
-from rlhf_lightning.app.config.validate import read_settings
+from rlhf_lightning.app.config.validate import check_overrides_are_read, read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 from rlhf_lightning.runs.taken import summary_or_none
@@ -73,23 +72,25 @@ _SINGLE = {  # key of the training run -> key of the command
         "seed": "seed",
     },
 }
-_ADAPTERS = ("RewardAdapterScorer",)  # scorers that hold no whole model
 
 
-def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> Any:
+def command_settings(
+    entry: str, cfg: DictConfig, overrides: Sequence[str], *, trains_first: bool = False
+) -> Any:
     """Return the settings of a command, with those inherited from `run=`.
 
     Args:
         entry: name of the command.
         cfg: composed configuration of the command.
         overrides: overrides of the command line.
+        trains_first: whether they may have words of the stages that it trains first.
 
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
     taken, trained = inherit(entry, cfg, overrides)
     settings = read_settings(COMMANDS[entry], taken)
-    check_overrides_are_read(overrides, settings, trained)
+    check_overrides_are_read(overrides, settings, trained, trains_first=trains_first)
     return settings
 
 
@@ -238,7 +239,8 @@ def _stays(group: str, trained: TrainSettings) -> bool:
     """Return whether the default of the command is kept."""
     scorer = trained.scorer
     if group == "scorer" and trained.spec.rolls_out:
-        return scorer is None or scorer.class_name in _ADAPTERS  # the merged model is exported
+        # Of an adapter the merged model is exported.
+        return scorer is None or getattr(scorer.read().call, "holds", None) == "adapter"
     if group == "safety":
         return trained.safety is None  # the default looks for domains, and finds none
     return group == "gates" and not trained.spec.rolls_out

@@ -53,7 +53,9 @@ class ClaimFolder(Callback):
             check = partial(check_free_sweep, folder)
             if kind == "run":
                 words = list(hydra.overrides.task)
-                settings = command_settings(str(hydra.job.config_name), config, words)
+                settings = command_settings(
+                    str(hydra.job.config_name), config, words, trains_first=True
+                )
                 check = partial(check_folder, settings, RunFolder(folder))
         except ConfigError as error:
             fail(str(error))

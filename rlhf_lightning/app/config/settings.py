@@ -245,7 +245,16 @@ def _check_not_logged(logger: LoggerSettings) -> LoggerSettings:
 class FiguresSettings(RunSettings):
     """Settings of a command that trains nothing but models of the built-in world that it needs."""
 
+    model: ModelSettings
     logger: Annotated[LoggerSettings, AfterValidator(_check_not_logged)] = LoggerSettings()
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Keys that only a training reads: the lengths of its rows, and how its model is made."""
+        model = self.model
+        read = {*model.computing, *model.template, *model.origin}
+        made = set() if self.only_runs else set(ModelSettings.model_fields) - read
+        return frozenset({"dataset.lengths"} | {f"model.{name}" for name in made})
 
 
 class TrainSettings(RunSettings):

@@ -163,10 +163,10 @@ def _read(value: Any, where: str) -> Any:
 
 
 def check_arguments(node: Node, where: str) -> None:
-    """Hold the arguments of a node against the annotations of what it calls.
+    """Hold the arguments of a node against the annotations of what it calls, and its `Hparams`.
 
     Raises:
-        TargetError: for an unknown one, one that is not set, or one of another type.
+        TargetError: for an unknown one, one that is not set, or one of another type or range.
     """
     hints = parameters(node.call)
     refuse_unknown(node.arguments, hints, node.name, where)
@@ -176,6 +176,13 @@ def check_arguments(node: Node, where: str) -> None:
         is_code = isinstance(value, Node) and (value.is_looked_up or value.is_partial)
         if value and _is_marked(hint) and (is_code or not isinstance(value, Node)):
             node.named_again[place] = value
+    hparams = getattr(node.call, "Hparams", None)
+    if hparams is not None and not node.is_partial:
+        names = node.arguments.keys() & hparams.__dataclass_fields__
+        try:
+            hparams(**{name: node.arguments[name] for name in names})
+        except (TypeError, ValueError) as error:
+            raise TargetError(f"{where}.{error}") from error
 
 
 def _place(where: str, value: Any, hint: Any) -> None:

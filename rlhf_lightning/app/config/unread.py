@@ -7,7 +7,7 @@ its own settings refer to. A key is read if another value at it changes what the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -18,31 +18,6 @@ from rlhf_lightning.app.config.settings import CommandSettings
 from rlhf_lightning.arguments import did_you_mean
 
 _OTHER = "another value than any"
-_HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
-
-
-def check_overrides_are_read(
-    overrides: Sequence[str], settings: CommandSettings, origin: CommandSettings | None = None
-) -> None:
-    """Refuse a word of the command line that sets what neither settings read.
-
-    Args:
-        overrides: words of the command line.
-        settings: of the command.
-        origin: of the run that they are taken over from, if any.
-
-    Raises:
-        ConfigError: with the word, and the keys of its last name that are read.
-    """
-    for word in overrides:
-        key = word.lstrip("+").partition("=")[0]
-        handed_on = origin is not None and key.startswith(_HANDED_ON) and is_read(word, origin)
-        if not is_read(word, settings) and not handed_on:
-            keys = (k for g in settings.open_groups for k in _places(settings.written.get(g), g))
-            known = [place for place in keys if is_read(place, settings)]
-            alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
-            near = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(key, known)
-            raise ConfigError(f"{word}: nothing reads {key} here: leave it out{near}")
 
 
 def check_keys_are_known(settings: CommandSettings) -> None:
@@ -53,7 +28,7 @@ def check_keys_are_known(settings: CommandSettings) -> None:
     """
     for group in (*settings.open_groups, "debug", "launcher"):
         known = written_keys(group)
-        for key in _places(settings.written.get(group), group):
+        for key in places(settings.written.get(group), group):
             if key not in known and not _reads(settings, key):
                 raise ConfigError(f"unknown key {key}{did_you_mean(key, sorted(known))}")
 
@@ -90,7 +65,8 @@ def _given(settings: CommandSettings, resolved: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _places(node: Any, where: str) -> Iterator[str]:
+def places(node: Any, where: str) -> Iterator[str]:
+    """Yield the dotted keys of nested mappings below `where`."""
     for key, value in node.items() if isinstance(node, Mapping) else ():
         yield f"{where}.{key}"
-        yield from _places(value, f"{where}.{key}")
+        yield from places(value, f"{where}.{key}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,20 +23,26 @@ from rlhf_lightning.app.config.compose import (
     primary,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
-from rlhf_lightning.app.config.groups import DoctorSettings, Target
-from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
+from rlhf_lightning.app.config.groups import MODELS, DoctorSettings, Target
+from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
 from rlhf_lightning.app.config.targets import (
     Node,
     check_arguments,
     listed,
     resolve,
 )
-from rlhf_lightning.app.config.unread import check_keys_are_known, check_overrides_are_read, is_read
+from rlhf_lightning.app.config.unread import check_keys_are_known, is_read, places
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.arguments import did_you_mean, fitting
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 EARLY_STOPPING = "callbacks.early_stopping"
+_HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
+# Words of a command line that all stages share.
+SHARED = (
+    *("model=", "model.", "dataset=", "dataset.", "lora=", "lora.", "logger"),
+    *("trainer.accelerator", "paths.outputs", "paths.artifacts", "paths.suffix"),
+)
 # What constructors raise at a value that they cannot use; torch's Adam an IndexError at betas=''.
 BUILD_ERRORS = (
     ValueError,
@@ -59,7 +66,84 @@ def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -
     return found
 
 
-def without_unread(words: Sequence[str], shared: Sequence[str]) -> tuple[str, ...]:
+def check_overrides_are_read(
+    overrides: Sequence[str],
+    settings: CommandSettings,
+    origin: CommandSettings | None = None,
+    *,
+    trains_first: bool = False,
+) -> None:
+    """Refuse a word of the command line that sets what neither settings read.
+
+    Args:
+        overrides: words of the command line.
+        settings: of the command.
+        origin: of the run that they are taken over from, if any.
+        trains_first: whether words of the stages that it trains first are allowed, too.
+
+    Raises:
+        ConfigError: with the word, and the keys of its last name that are read.
+    """
+    for word in overrides:
+        key = word.lstrip("+").partition("=")[0]
+        handed_on = origin is not None and key.startswith(_HANDED_ON) and is_read(word, origin)
+        if is_read(word, settings) or handed_on:
+            continue
+        if trains_first and read_first(word, settings, overrides):
+            continue
+        keys = (k for g in settings.open_groups for k in places(settings.written.get(g), g))
+        known = [place for place in keys if is_read(place, settings)]
+        alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(key, known)
+        raise ConfigError(f"{word}: nothing reads {key} here: leave it out{near}")
+
+
+def read_first(word: str, settings: CommandSettings, overrides: Sequence[str]) -> list[str]:
+    """Return the built-in models whose training reads a word, or what is trained before them.
+
+    Args:
+        word: word of the command line.
+        settings: of the command that trains what it starts from and is missing.
+        overrides: all words of its command line.
+
+    Raises:
+        ConfigError: if such a training does not compose.
+    """
+    shared = [one for one in overrides if one.lstrip("+").startswith(SHARED)]
+    if word not in shared or not isinstance(settings, RunSettings) or settings.only_runs:
+        return []  # where it only runs, models are made of random weights
+    found = []
+    for kind in filter(partial(is_built_in, settings), MODELS):
+        words = [f"+experiment={kind}", *shared]
+        of_kind = read_settings(TrainSettings, composition("train", words))
+        if is_read(word, of_kind) or read_first(word, of_kind, shared):
+            found.append(kind)
+    return found
+
+
+def is_built_in(settings: RunSettings, kind: str) -> bool:
+    """Return whether a command loads the built-in world's model of a kind, and may train it."""
+    source = settings.select(f"artifacts.{kind}")
+    usual = source == f"{settings.select('model.folder')}/{kind}"
+    of_demo = str(settings.select("dataset.name")).startswith("demo_")
+    has_recipe = kind in choices("experiment")
+    return usual and of_demo and has_recipe and is_loaded(settings, source)
+
+
+def is_loaded(settings: RunSettings, source: str) -> bool:
+    """Return whether anything but `artifacts` names a model."""
+
+    def named(node: Any) -> bool:
+        if isinstance(node, Mapping):
+            return any(map(named, node.values()))
+        return any(map(named, node)) if isinstance(node, list) else node == source
+
+    return named({key: node for key, node in settings.resolved.items() if key != "artifacts"})
+
+
+def without_unread(
+    words: Sequence[str], shared: Sequence[str], *, trains_first: bool = False
+) -> tuple[str, ...]:
     """Return the words of a training, without those shared with others that it does not read.
 
     Words that do not compose are returned as they are: reading them says what is wrong.
@@ -67,6 +151,7 @@ def without_unread(words: Sequence[str], shared: Sequence[str]) -> tuple[str, ..
     Args:
         words: all words of its command line.
         shared: those among them that were written for several trainings.
+        trains_first: whether words of the stages that it trains first are kept, too.
     """
     if not shared:
         return tuple(words)
@@ -75,6 +160,8 @@ def without_unread(words: Sequence[str], shared: Sequence[str]) -> tuple[str, ..
     except ConfigError:
         return tuple(words)
     unread = {word for word in shared if not is_read(word, settings)}
+    if trains_first:
+        unread = {word for word in unread if not read_first(word, settings, shared)}
     return tuple(word for word in words if word not in unread)
 
 

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from rlhf_lightning.app.config.compose import ConfigError, choices, named_model
 from rlhf_lightning.app.config.groups import ModelSettings, PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import Node
 from rlhf_lightning.app.memory_plan.run import (
     Evaluation,
     Run,
@@ -24,6 +25,7 @@ from rlhf_lightning.app.memory_plan.run import (
 )
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
 from rlhf_lightning.arguments import did_you_mean
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         raise ConfigError(str(error)) from error
     stage, data, strategy = settings.spec, settings.data, settings.strategy
     num_devices, hparams = settings.trainer.world_size, settings.hparams
+    generator = settings.rollout.read("rollout").call
     length = data.arguments["max_prompt_length" if stage.rolls_out else "max_length"]
     sampling = settings.all_hparams.get("sampling")
     run = Run(
@@ -75,7 +78,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         optimizer=settings.optimizer.build(),
         num_generations=data.num_generations,
         shard_over=strategy.shard_over,
-        served=settings.rollout.class_name == "VllmServerGenerator",
+        served=getattr(generator, "sends_weights", False),
         objective=getattr(hparams, "kind", None),
     )
     if strategy.cpu_offload:
@@ -85,7 +88,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
     notes += _uncounted(settings)
     if run.served:
         notes.append("what the servers of rollout=vllm_server hold is not counted")
-    elif settings.rollout.class_name != "CachedGenerator":
+    elif generator is not CachedGenerator:
         notes.append("generation is counted as rollout=cached does it")
     return Request(run, tuple(notes))
 
@@ -187,12 +190,12 @@ def _scoring(settings: TrainSettings, plan: PlanGroup, notes: list[str]) -> Scor
     named = plan.reward_model
     shape = None if named is None else named_shape(named)
     found = []
-    for key, node in _scorers(settings.scorer.node()):
+    for key, node in _scorers(settings.scorer.read("scorer")):
         scoring = _one_scorer(node, shape)
         if scoring is None:
-            notes.append(f"what {node.get('_target_')} holds is not counted")
+            notes.append(f"what {node.name} holds is not counted")
         else:
-            new = "" if "micro_batch_size" in node else "+"  # a key that Hydra has to add
+            new = "" if "micro_batch_size" in node.arguments else "+"  # a key that Hydra has to add
             found.append(replace(scoring, keys=(f"{new}{key}.micro_batch_size",)))
     models = [scoring for scoring in found if scoring.kind == "model"]
     adapters = [scoring for scoring in found if scoring.kind == "adapter"]
@@ -240,18 +243,16 @@ def _uncounted(settings: TrainSettings) -> Iterator[str]:
     """Yield the parts other than `scorer` that have reward models of unknown shape."""
     second = None if settings.doctor is None else settings.doctor.second_scorer
     if second is not None:
-        found = [_one_scorer(node, None) for _, node in _scorers(second.node())]
+        found = [_one_scorer(node, None) for _, node in _scorers(second.read())]
         if any(scoring is None or scoring.kind != "none" for scoring in found):
             yield "doctor.second_scorer is not counted: its models are whole on every device"
     if settings.evaluation.larger_reward_model is not None and not settings.spec.trains_policy:
         yield "evaluation.larger_reward_model is not counted: it is held in the evaluation"
 
 
-def _scorers(
-    node: Mapping[str, Any], key: str = "scorer"
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _scorers(node: Node, key: str = "scorer") -> Iterator[tuple[str, Node]]:
     """Yield the scorers of a sum, or the only one, each with its key."""
-    parts = node.get("scorers")
+    parts = node.arguments.get("scorers")
     if not isinstance(parts, Mapping):
         yield key, node
         return
@@ -259,23 +260,23 @@ def _scorers(
         yield from _scorers(part, f"{key}.scorers.{name}")
 
 
-def _one_scorer(node: Mapping[str, Any], shape: Shape | None) -> Scoring | None:
-    """Return the models of a scorer, None if its class is not known."""
-    name = str(node.get("_target_", "")).rpartition(".")[2]
-    rows = node.get("micro_batch_size")
-    if name in ("FunctionScorer", "HttpScorer", "NoReward"):
+def _one_scorer(node: Node, shape: Shape | None) -> Scoring | None:
+    """Return the models of a scorer, None if its class does not say what it holds."""
+    given, holds = node.arguments, getattr(node.call, "holds", None)
+    rows = given.get("micro_batch_size")
+    if getattr(node.call, "loads_no_model", False):
         return Scoring()
-    if name == "RewardAdapterScorer":
+    if holds == "adapter":
         return Scoring("adapter", micro_batch_size=rows)
-    if name in ("RewardModelScorer", "RewardEnsembleScorer"):
-        precision = node.get("load", {}).get("precision")
-        dtype = torch.float32 if precision is None else None
-        count = len(node["sources"]) if name == "RewardEnsembleScorer" else 1
-        return Scoring("model", shape, dtype, rows, count=count)
-    if name == "TextRewardModelScorer":
-        dtype = torch.bfloat16 if node.get("dtype") == "bfloat16" else torch.float32
-        return Scoring("model", shape, dtype, rows, node.get("max_length"))
-    return None
+    if holds != "model":
+        return None
+    dtype: torch.dtype | None = torch.float32
+    if given.get("dtype") == "bfloat16":
+        dtype = torch.bfloat16
+    if isinstance(load := given.get("load"), Node) and load.arguments.get("precision") is not None:
+        dtype = None  # that of the run
+    count = len(given.get("sources", [shape]))
+    return Scoring("model", shape, dtype, rows, given.get("max_length"), count=count)
 
 
 def _validation_rows(settings: TrainSettings) -> int:

@@ -6,11 +6,10 @@ from typing import ClassVar
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import compare, placed, start_policy, validate
+from rlhf_lightning.app.evaluation import compare, placed, start_policy
 from rlhf_lightning.app.stages.spec import Stage, TrainingComponents
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.modules.dpo import DPOModule
-from rlhf_lightning.rollout.scorers.hparams import check_scorer
 from rlhf_lightning.runs.folder import RunFolder
 
 
@@ -26,7 +25,7 @@ class DPOStage(Stage):
     objective = "val/accuracy"
 
     def check(self, settings: TrainSettings) -> None:
-        """Refuse what DPO would leave unused, and a scorer that cannot be built at the end.
+        """Refuse what DPO would leave unused, and a scorer without a base.
 
         Raises:
             ConfigError: with the key, what it got and what it wants.
@@ -40,28 +39,23 @@ class DPOStage(Stage):
         wanted = "unpaired" if kind == "kto" else "preferences"
         if given != wanted:
             raise ConfigError(f"data.kind={given}: module.dpo.kind={kind} wants data.kind={wanted}")
-        if settings.scorer is None:
-            return
-        if settings.scorer.class_name == "RewardAdapterScorer":
+        scorer = settings.scorer
+        if scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter":
             raise ConfigError(
-                "scorer=reward_adapter needs the base of PPO's policy: use scorer=reward_model"
+                f"scorer={scorer.class_name} needs the base of PPO's policy: use "
+                "scorer=reward_model"
             )
-        try:
-            check_scorer(settings.scorer.node())
-        except (TypeError, ValueError) as error:
-            raise ConfigError(str(error)) from error
 
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     ) -> Findings:
-        """Validate, and compare the policy with its start, by gold and by a scorer if any."""
-        metrics = validate(parts)
+        """Compare the policy with its start, by gold and by a scorer if any."""
         baseline = start_policy(settings, parts)
         if settings.scorer is not None:
             parts.scorer = settings.scorer.build()
             for model in parts.scorer.build():
                 placed(parts, model)
-        return compare(settings, parts, baseline, metrics)
+        return compare(settings, parts, baseline)
 
     def start_lines(self, settings: TrainSettings) -> dict[str, object]:
         """Return the objective."""

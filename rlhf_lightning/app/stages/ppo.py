@@ -21,15 +21,14 @@ from rlhf_lightning.app.stages.spec import (
 )
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.same_configuration import SameSources
-from rlhf_lightning.evaluation.final_metrics import Findings, score_spread
+from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import held_out_comparison
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.scorers.base import Scorer
-from rlhf_lightning.rollout.scorers.hparams import check_scorer
-from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.folder import RunFolder
 
 
 class PPOStage(Stage):
@@ -79,10 +78,6 @@ class PPOStage(Stage):
         if settings.scorer is None:
             names = ", ".join(choices("scorer"))
             raise ConfigError(f"{self.title} needs a scorer: scorer=NAME, one of {names}")
-        try:
-            check_scorer(settings.scorer.node())
-        except (TypeError, ValueError) as error:
-            raise ConfigError(str(error)) from error
         if settings.lora is not None and (rate := settings.lora.dropout):
             raise ConfigError(
                 f"lora.dropout={rate}: {self.title} needs 0, or the ratio does not start at 1"
@@ -121,13 +116,10 @@ class PPOStage(Stage):
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     ) -> Findings:
-        """Compare the policy with its reference, and say how far the scores of the run spread."""
-        findings = Findings({})
-        if settings.artifacts.sft is not None:  # else there is nothing to compare with
-            findings = compare(settings, parts, cast(OnPolicyModule, parts.module).reference, {})
-        if parts.trainer.is_global_zero:
-            findings.metrics |= score_spread(read_metrics(folder.metrics))
-        return findings
+        """Compare the policy with its reference."""
+        if settings.artifacts.sft is None:
+            return Findings({})  # nothing to compare with
+        return compare(settings, parts, cast(OnPolicyModule, parts.module).reference)
 
     def start_lines(self, settings: TrainSettings) -> dict[str, object]:
         """Return what scores the responses, and how they are sampled."""

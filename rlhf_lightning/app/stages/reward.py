@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import placed, prompt_length, start_policy, validate
+from rlhf_lightning.app.evaluation import placed, prompt_length, start_policy
 from rlhf_lightning.app.stages.spec import SCALAR, Stage, TrainingComponents
 from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.normalization import fold_normalization, normalization_prompts
-from rlhf_lightning.evaluation.reward_accuracy import (
-    ScoredPair,
-    comparable_rows,
-    held_out_pairs,
-    score_pairs,
-    share_right,
-)
+from rlhf_lightning.evaluation.reward_accuracy import score_pairs, share_right
 from rlhf_lightning.models.factory import frozen, load_scalar_model
-from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.text.tokenizers import check_same_tokenizer
-
-MOST_TRAINING_PAIRS = 1000  # that are scored once more, to hold against held-out ones
 
 
 class RewardStage(Stage):
@@ -43,21 +34,8 @@ class RewardStage(Stage):
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     ) -> Findings:
-        """Validate, estimate the noise of the labels, and normalize."""
-        metrics, values = validate(parts), dict[str, Any]()
-        model = cast(RewardModule, parts.module).model
-        ceiling = getattr(parts.data.source, "label_ceiling", None)
-        if ceiling is not None:
-            metrics["val/label_ceiling"] = float(ceiling())
-        if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
-            measures, values = held_out_pairs(
-                placed(parts, model),
-                rows,
-                parts.tokenizer,
-                batch_size=settings.evaluation.batch_size,
-            )
-            metrics |= measures
-            metrics |= _evidence(settings, parts, rows)
+        """Hold a larger model against it, if there is one, and normalize."""
+        metrics, model = _larger_model(settings, parts), cast(RewardModule, parts.module).model
         count = self.num_answered(settings)
         if count:
             policy = start_policy(settings, parts)
@@ -77,7 +55,7 @@ class RewardStage(Stage):
                 parts.sampling,
                 seed=settings.seed,
             )
-        return Findings(metrics, values=values)
+        return Findings(metrics)
 
     def num_answered(self, settings: TrainSettings) -> int:
         """Return how many training prompts are answered to normalize the scores."""
@@ -94,37 +72,21 @@ class RewardStage(Stage):
         ]
 
 
-def _evidence(
-    settings: TrainSettings, parts: TrainingComponents, rows: Sequence[EncodedPreference]
-) -> dict[str, float]:
-    """Return what tells overfitting, noise and too small a model apart."""
-    train = cast("Sequence[EncodedPreference]", parts.data.rows("train"))
-    found = {}
-    if seen := comparable_rows(train, rows, count=min(len(rows), MOST_TRAINING_PAIRS)):
-        found["val/train_accuracy"] = share_right(
-            _scored(settings, parts, cast(RewardModule, parts.module).model, seen)
-        )
+def _larger_model(settings: TrainSettings, parts: TrainingComponents) -> dict[str, float]:
+    """Return the accuracy of a larger model, which tells noise and too small a model apart."""
+    rows = cast("Sequence[EncodedPreference]", parts.data.rows("validation"))
     source = settings.evaluation.larger_reward_model
-    if source is not None:
-        fix = "train it on the same policy's tokenizer"
-        check_same_tokenizer(parts.tokenizer, source, fix=fix)
-        larger = frozen(load_scalar_model(source))
-        found["val/larger_model_accuracy"] = share_right(_scored(settings, parts, larger, rows))
-    return found
-
-
-def _scored(
-    settings: TrainSettings,
-    parts: TrainingComponents,
-    model: ScalarHeadModel,
-    rows: Sequence[EncodedPreference],
-) -> list[ScoredPair]:
-    return score_pairs(
-        placed(parts, model),
+    if source is None or not rows:
+        return {}
+    fix = "train it on the same policy's tokenizer"
+    check_same_tokenizer(parts.tokenizer, source, fix=fix)
+    scored = score_pairs(
+        placed(parts, frozen(load_scalar_model(source))),
         rows,
         batch_size=settings.evaluation.batch_size,
         pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
     )
+    return {"val/larger_model_accuracy": share_right(scored)}
 
 
 STAGE = RewardStage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import compare, placed, start_policy, validate
+from rlhf_lightning.app.evaluation import compare, placed, start_policy
 from rlhf_lightning.app.stages.spec import Stage, TrainingComponents
 from rlhf_lightning.evaluation.final_metrics import Findings, held_out_loss
 from rlhf_lightning.modules.sft import SFTModule
@@ -25,20 +25,21 @@ class SFTStage(Stage):
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     ) -> Findings:
-        """Validate, and compare the policy with its start where there is a start and a judge."""
-        metrics = validate(parts)
+        """Compare the policy with its start where there is a start, by a judge if any."""
         module, gold = cast(SFTModule, parts.module), settings.evaluation.gold
         if settings.artifacts.base is None:
-            return Findings(metrics)  # nothing to compare with
+            return Findings({})  # nothing to compare with
         if gold is None and module.device_mesh is not None:
-            return Findings(metrics)  # no judge, and no room for a second whole model
-        baseline = start_policy(settings, parts)
-        if metrics:
+            return Findings({})  # no judge, and no room for a second whole model
+        baseline, metrics = start_policy(settings, parts), dict[str, float]()
+        if parts.data.rows("validation"):
             loader = parts.data.val_dataloader()
             metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
             if gold is None:
                 return Findings(metrics)  # no judge
-        return compare(settings, parts, baseline, metrics)
+        findings = compare(settings, parts, baseline)
+        findings.metrics |= metrics
+        return findings
 
     def num_answered(self, settings: TrainSettings) -> int:
         """Return how many held-out prompts are answered: none without a judge or a baseline."""

@@ -110,7 +110,8 @@ class Run:
     def settings(self) -> Any:
         """The settings, as the command reads them."""
         words = list(self.words)
-        return command_settings(self.command, composition(self.command, words), words)
+        cfg = composition(self.command, words)
+        return command_settings(self.command, cfg, words, trains_first=True)
 
     @property
     def published(self) -> list[Path]:

@@ -20,11 +20,16 @@ from rlhf_lightning.app.config.inherit import (
 )
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.unread import check_overrides_are_read
-from rlhf_lightning.app.config.validate import load_settings, read_settings, without_unread
+from rlhf_lightning.app.config.validate import (
+    check_overrides_are_read,
+    load_settings,
+    read_settings,
+    without_unread,
+)
 from rlhf_lightning.app.study.engine import ATTEMPTS, Run
 from rlhf_lightning.app.study.words import STAGES, given, key_of
 from rlhf_lightning.arguments import did_you_mean
+from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, is_claimed
 from rlhf_lightning.runs.resume import newest_complete_checkpoint
@@ -166,7 +171,7 @@ def _check_follower(step: Step, lead: Step) -> None:
     entry = step.command
     words = [word for word in step.words if not word.startswith("run=")]
     chosen = set(map(key_of, words))
-    is_demo = trained.dataset.source.class_name == "DemoSource"
+    is_demo = trained.dataset.source.read().call is DemoSource
     if entry == "collect" and not is_demo and not {"dataset", "annotator"} & chosen:
         raise ConfigError(
             f"{lead.name} is trained on {trained.dataset.name}, and annotator=demo labels only "

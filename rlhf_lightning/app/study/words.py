@@ -6,10 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_lightning.app.config.compose import primary
 from rlhf_lightning.app.config.errors import OF_TRAINING, in_todays_keys
 
-STAGES = ("base", "sft", "collect", "adversarial", "reward", "ppo", "evaluate")  # of a round
-ADDRESSED = ("train", *STAGES)  # by words of the command line
+# By words of the command line: all trainings, or a step of a round, in their order.
+ADDRESSED: tuple[str, ...] = tuple(primary("pipeline")["overrides"])
+STAGES = tuple(name for name in ADDRESSED if name != "train")
 _ROUND = re.compile(r"round_[1-9]\d*")
 
 

@@ -146,8 +146,9 @@ def _check_ours(path: Path) -> None:
     # Through SQLite: a file that is closed takes along all locks of this process on it.
     where = f"{path.absolute().as_uri()}?mode=ro"
     with closing(sqlite3.connect(where, BUSY_SECONDS, uri=True)) as db:
-        known = db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
-        if not known and not _is_empty(db):
+        # In this order: another process may be making the store, tables and id at once.
+        filled = not _is_empty(db)
+        if filled and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             raise StoreError(f"{path} is a SQLite file of something else: give another name")
 
 

@@ -24,6 +24,8 @@ class RewardAdapterScorer(RewardModelScorer):
         name: name of the component.
     """
 
+    holds = "adapter"
+
     @checked
     def __init__(
         self,

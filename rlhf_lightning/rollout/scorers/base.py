@@ -140,6 +140,8 @@ class Scorer(Protocol):
     over samples of the SFT policy; `score_clip="auto"` then clips them. `words` of its class
     is what a model card calls it; `{function}` in it is that argument, `{number}` counts `sources`.
     One with an attribute `is_reward` that is False gives scores that mean nothing.
+    `loads_no_model` of its class is True where that needs no memory; else `holds` says what
+    `rlhf-plan` counts: "model" for frozen reward models, "adapter" for one on the policy's base.
     """
 
     def build(self, base: Any = None) -> list[nn.Module]:
@@ -190,6 +192,7 @@ class RewardModelScorer:
     """
 
     normalized = True  # by the reward stage
+    holds = "model"
     words = "a reward model"
 
     @checked

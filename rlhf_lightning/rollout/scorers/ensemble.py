@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from rlhf_lightning.arguments import Count, PathOrName, checked
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores
-from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams, check_members
+from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
 
 DISAGREEMENT = "disagreement"
+
+
+def _check_members(sources: Sequence[PathOrName]) -> Sequence[PathOrName]:
+    if len(sources) < 2 or len(set(map(str, sources))) < len(sources):
+        raise ValueError(
+            f"={sources!r}: an ensemble needs two or more different reward models: "
+            "scorer.sources=[FOLDER,FOLDER]"
+        )
+    return sources
+
+
+Members = Annotated[Sequence[PathOrName], AfterValidator(_check_members)]
 
 
 class RewardEnsembleScorer:
@@ -38,14 +51,16 @@ class RewardEnsembleScorer:
     deviation, which has the unit of the score).
     """
 
+    Hparams = RewardEnsembleHparams
     normalized = True
+    holds = "model"
     words = "{number} reward models"
 
     @checked
     def __init__(
         self,
         load: Callable[..., ScalarHeadModel],
-        sources: Sequence[PathOrName],
+        sources: Members,
         *,
         policy: PathOrName | None = None,
         micro_batch_size: Count | None = None,
@@ -61,7 +76,7 @@ class RewardEnsembleScorer:
                 policy=policy,
                 source=source,
             )
-            for number, source in enumerate(check_members(list(sources)), 1)
+            for number, source in enumerate(map(str, sources), 1)
         ]
 
     def build(self, base: Any = None) -> list[nn.Module]:

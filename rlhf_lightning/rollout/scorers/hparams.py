@@ -5,10 +5,9 @@ Must not import torch: a wrong setting is answered at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -19,7 +18,6 @@ from rlhf_lightning.arguments import (
     AtLeast0,
     Count,
     CountOrZero,
-    Seconds,
     SecretName,
 )
 from rlhf_lightning.hparams import Checked, Usual
@@ -87,17 +85,6 @@ def check_url(url: str, key: str, secret: str) -> None:
 
 
 @dataclass(frozen=True)
-class FunctionScorerHparams(Checked):
-    """Settings of a reward function.
-
-    Args:
-        timeout_seconds: longest time of one call, with all responses of a rank.
-    """
-
-    timeout_seconds: Seconds = 300.0
-
-
-@dataclass(frozen=True)
 class HttpScorerHparams(Checked):
     """Settings of a reward service's client.
 
@@ -144,56 +131,3 @@ class RewardEnsembleHparams(Checked):
 
     combine: Literal["mean_minus_std", "minimum"] = "mean_minus_std"
     std_coef: Annotated[AtLeast0, Usual(0.0, 4.0)] = 1.0
-
-
-def check_members(sources: Any) -> list[str]:
-    """Return the folders or hub names of an ensemble's reward models.
-
-    Raises:
-        ValueError: unless there are two or more, each once.
-    """
-    names = [str(source) for source in sources] if isinstance(sources, list | tuple) else []
-    if len(names) < 2 or len(set(names)) < len(names):
-        raise ValueError(
-            f"scorer.sources={sources!r}: an ensemble needs two or more different reward models: "
-            "scorer.sources=[FOLDER,FOLDER]"
-        )
-    return names
-
-
-_ENSEMBLE = "RewardEnsembleScorer"
-_BY_NAME: dict[str, type[Checked]] = {  # by the last part of a `_target_` of this package
-    "FunctionScorer": FunctionScorerHparams,
-    "TextRewardModelScorer": TextRewardModelHparams,
-    "HttpScorer": HttpScorerHparams,
-    _ENSEMBLE: RewardEnsembleHparams,
-}
-
-
-def check_scorer(node: Any, where: str = "scorer") -> None:
-    """Check every scorer's settings in a plain configuration, before anything is loaded.
-
-    Args:
-        node: `scorer` of the configuration as dicts and lists, `_target_` included.
-        where: path of the node in the configuration.
-
-    Raises:
-        ValueError: with the key, the value and what is allowed.
-    """
-    if isinstance(node, Mapping):
-        package, _, path = str(node.get("_target_")).partition(".")
-        name = path.rpartition(".")[2] if package == "rlhf_lightning" else ""
-        settings = _BY_NAME.get(name)
-        if settings is not None:
-            names = {item.name for item in fields(settings)}  # type: ignore[arg-type]
-            try:
-                settings(**{key: value for key, value in node.items() if key in names})
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{where}.{error}") from error
-        if name == _ENSEMBLE:
-            check_members(node.get("sources"))
-        for key, value in node.items():
-            check_scorer(value, f"{where}.{key}")
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            check_scorer(value, f"{where}[{index}]")

@@ -66,6 +66,7 @@ class TextRewardModelScorer:
     """
 
     Hparams = TextRewardModelHparams
+    holds = "model"
     words = "a reward model"
 
     @checked
