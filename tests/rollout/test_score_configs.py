@@ -80,7 +80,10 @@ def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_datac
     [
         (["scorer=http"], r"scorer\.url is not set: add scorer\.url=\.\.\."),
         (["scorer=text_reward_model"], r"scorer\.source is not set"),
-        (["~scorer"], r"PPO needs a scorer: scorer=NAME, one of function, http, none, reward_"),
+        (
+            ["~scorer"],
+            r"PPO needs a scorer: scorer=NAME, one of function, http, no_reward, none, reward_",
+        ),
         (["scorer=function"], r"scorer\.function is not set"),
         (["scorer=http", "scorer.url=localhost"], "url='localhost' must be http://"),
         (["scorer=http", "scorer.url=http://h:99999/"], "scorer.url='http://h:99999/' must be"),
