@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_lightning.app.config.compose import ConfigError, choices
+from rlhf_lightning.app.config.compose import ConfigError, choices, config_dirs
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
@@ -167,7 +167,7 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     elif not _holds(settings, kind):
         file = f"dataset.path={recipe.data.get('kind').upper()}"
         words = [file if word.startswith("dataset.path=") else word for word in words]
-    return shlex.join([experiment, *words])
+    return shlex.join([experiment, *words, *config_dirs()])
 
 
 def _holds(settings: Any, kind: str) -> bool:
@@ -209,8 +209,8 @@ def _read_by(experiment: str, words: list[str]) -> list[str]:
 
 
 def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
-    command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
-    command += training_words(kind, settings, overrides)
+    command = [sys.executable, "-m", "rlhf_lightning.train", *config_dirs()]
+    command += [f"+experiment={kind}", *training_words(kind, settings, overrides)]
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code or not is_available(str(settings.select(f"artifacts.{kind}"))):
         made = "" if code else " and made no model"

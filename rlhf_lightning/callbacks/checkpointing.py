@@ -37,7 +37,8 @@ from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.modules.checkpoint_state import log_changed
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing, take_along
-from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
+from rlhf_lightning.runs.lock import FolderTakenError
+from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem, newest_complete_in
 from rlhf_lightning.runs.stopping import (
     STOP_SIGNALS,
     RunStoppedError,
@@ -204,6 +205,7 @@ class IterationCheckpoint(Checkpoint):
         Raises:
             FileNotFoundError: on every rank, if early stopping needs a best checkpoint that is
                 neither here nor beside the one that is continued.
+            FolderTakenError: on every rank, if a new run would remove checkpoints of another.
         """
         self._saved_at = start = current_iteration(trainer)
         trainer.should_stop = trainer.should_stop or self._stays_stopped(trainer)
@@ -212,6 +214,12 @@ class IterationCheckpoint(Checkpoint):
         if self._dry:
             self.best_model_score = self.best_iteration = None
             return
+        found = newest_complete_in(self.dirpath) if trainer.is_global_zero and not start else None
+        if (taken := trainer.strategy.broadcast(found)) is not None:
+            raise FolderTakenError(
+                f"the folder {self.dirpath} holds the checkpoints of another run, e.g. "
+                f"{taken.name}: continue it with ckpt_path={taken}, or choose another folder"
+            )
         if self.best_iteration is not None:  # first: a run that is refused has deleted nothing
             self._copy_best(trainer, start, self.best_iteration)
         if trainer.is_global_zero:

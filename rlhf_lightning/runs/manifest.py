@@ -78,22 +78,27 @@ def fingerprint(folder: Path | str) -> str:
             + _FIX
         )
     files = (folder / "config.json", folder / "tokenizer.json", *weights)
-    return _hash_of(path for path in files if path.is_file())
+    return _hash_of((path for path in files if path.is_file()), below=folder)
 
 
 def content_digest(path: Path) -> str:
     """Return a SHA-256 of the content of a file, or the fingerprint of a model's folder.
 
-    Of another folder it is over the names and contents of its files.
+    Of another folder it is over the names and contents of its files, those in its subfolders
+    included. Links to folders and hidden folders are not entered.
 
     Raises:
         ManifestError: if a model is not what its manifest says.
     """
     if not path.is_dir():
-        return _hash_of([path], named=False)
+        return _hash_of([path])
     if has_manifest(path) or any(path.glob("*.safetensors")):
         return source_fingerprint(str(path))
-    return _hash_of(sorted(inside for inside in path.iterdir() if inside.is_file()))
+    inside = []
+    for place, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside += [file for file in (Path(place, name) for name in names) if file.is_file()]
+    return _hash_of(sorted(inside), below=path)
 
 
 def has_manifest(folder: Path | str) -> bool:
@@ -180,11 +185,11 @@ def _problem(folder: Path, manifest: Manifest) -> str | None:
 
 def _adapter_hash(folder: Path) -> str | None:
     files = [p for p in folder.glob("adapter/*") if p.suffix in (".json", ".safetensors")]
-    return _hash_of(sorted(files)) if files else None
+    return _hash_of(sorted(files), below=folder / "adapter") if files else None
 
 
-def _hash_of(paths: Iterable[Path], *, named: bool = True) -> str:
-    """Return a SHA-256 over contents, and over names and sizes unless they do not count.
+def _hash_of(paths: Iterable[Path], *, below: Path | None = None) -> str:
+    """Return a SHA-256 over contents, and with `below` over sizes and names below that folder.
 
     A process reads the same files once: policy, reference and value model often share a source.
     Files that were written just now are read again, as another write may leave the same time.
@@ -192,19 +197,21 @@ def _hash_of(paths: Iterable[Path], *, named: bool = True) -> str:
     files = []
     for path in paths:
         s = path.stat()
-        files.append((str(path.absolute()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino))
+        name = "" if below is None else path.relative_to(below).as_posix()
+        times = s.st_mtime_ns, s.st_ctime_ns
+        files.append((str(path.absolute()), name, s.st_size, times, s.st_ino))
     settled = time.time_ns() - _SETTLED_NS
-    old = all(max(file[2], file[3]) < settled for file in files)
-    return (_hash if old else _hash.__wrapped__)(tuple(files), named)
+    old = all(max(times) < settled for _, _, _, times, _ in files)
+    return (_hash if old else _hash.__wrapped__)(tuple(files))
 
 
 @functools.lru_cache(maxsize=1024)
-def _hash(files: tuple[tuple[str, int, int, int, int], ...], named: bool) -> str:
+def _hash(files: tuple[tuple[str, str, int, tuple[int, int], int], ...]) -> str:
     digest = hashlib.sha256()
-    for name, size, *_ in files:
-        if named:
-            digest.update(f"{Path(name).name}\0{size}\0".encode())
-        with open(name, "rb") as file:
+    for path, name, size, *_ in files:
+        if name:
+            digest.update(f"{name}\0{size}\0".encode())
+        with open(path, "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

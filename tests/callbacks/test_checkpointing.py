@@ -19,6 +19,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.runs.atomic import remove, take_along
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError
 from tests.callbacks.tiny_run import KilledError, TinyModule, run
@@ -349,6 +350,17 @@ def test_the_best_by_a_metric_of_training_is_one_of_the_regular_checkpoints(tmp_
         run(tmp_path / "killed", die_at=("train", 8), **settings)
     trainer, module = run(tmp_path / "killed", resume=True, **settings)
     assert_same_run(trainer, module, tmp_path / "killed", whole, tmp_path / "whole")
+
+
+def test_a_new_run_leaves_the_checkpoints_of_another_alone(tmp_path):
+    run(tmp_path, num_iterations=2)
+    folder = RunFolder(tmp_path).checkpoints
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(FolderTakenError, match=r"iteration=000002\.ckpt: continue it with"):
+        run(tmp_path, num_iterations=3)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    trainer, _ = run(tmp_path, num_iterations=2, resume=True)
+    assert current_iteration(trainer) == 2
 
 
 @pytest.mark.parametrize(

@@ -56,3 +56,14 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "dataset.source.system=null",
         "+dataset.source.chat=false",
     ]
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The word that names a folder of the user's with an experiment `mine`, on the command line."""
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - ppo\n  - _self_\nname: mine\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+    word = f"--config-dir={tmp_path}/conf"
+    monkeypatch.setattr("sys.argv", ["command", word])
+    return word

@@ -96,6 +96,14 @@ def test_a_path_of_any_characters_reaches_the_stage_as_it_is(name: str) -> None:
     assert settings.paths.artifacts == str(folder)
 
 
+def test_every_step_reads_the_experiments_of_the_user(mine: str) -> None:
+    settings = composed("experiments.ppo=mine")
+    check_pipeline(settings)
+    steps = plan(settings, Path("here"))
+    assert all(step.command_line()[3] == mine for step in steps)  # in front: Hydra's flag
+    assert settings_of_step(next(step for step in steps if step.stage == "ppo")).name == "mine"
+
+
 def test_what_stands_in_the_way_is_kept_under_another_name(tmp_path: Path) -> None:
     (step,) = plan(composed(*ALONE), tmp_path)
     for number in (1, 2):

@@ -61,7 +61,7 @@ def test_missing_built_in_models_are_trained_in_order_and_say_so(
     assert "training it first" in said[0]
 
 
-def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypatch):
+def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypatch, mine):
     class Failed:
         returncode = 3
 
@@ -72,6 +72,7 @@ def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypa
     overrides = ["+experiment=ppo", "module.ppo.kl_coef=0.1", "logger=none", "paths.outputs=o"]
     with pytest.raises(RuntimeError, match="training the sft model failed with exit status 3"):
         prerequisites.prepare_inputs(compose_ppo(), overrides, say=lambda _: None)
+    assert commands[0][3] == mine
     assert commands[0][-4:] == ["+experiment=sft", "seed=1", "logger=none", "paths.outputs=o"]
 
 

@@ -126,6 +126,12 @@ def test_the_matrix_has_every_setting_of_a_seed_before_the_next_seed(tmp_path):
     assert runs[0].settings.start.endswith("/studies/study/artifacts/demo_seed3/sft")
 
 
+def test_every_run_reads_the_experiments_of_the_user(tmp_path, mine):
+    (run,) = plan(composed("+runs.one={experiment:mine}"), tmp_path)
+    assert run.command_line()[3] == mine  # in front: Hydra's flag
+    assert run.settings.name == "mine"
+
+
 def test_later_words_win_and_a_trial_keeps_its_models_apart(tmp_path):
     words = ["shared.train=['logger=none']", "overrides.train=['logger=csv','debug=fast']"]
     run, *_ = plan(composed(*ROWS, *words), tmp_path)

@@ -52,6 +52,13 @@ def test_every_experiment_can_be_given_another_scorer(words, tmp_path):
     assert scorer.hparams.micro_batch_size == with_text.hparams.micro_batch_size > 1
 
 
+@pytest.mark.parametrize(("experiment", "key"), [("ppo", "ppo"), ("grpo", "grpo"), ("dpo", "dpo")])
+def test_a_reward_model_reads_as_many_rows_at_once_as_the_objective(experiment, key):
+    words = [f"+experiment={experiment}", "scorer=text_reward_model", "scorer.source=x"]
+    found = settings_of(*words, f"module.{key}.micro_batch_size=3")
+    assert found.scorer.get("micro_batch_size") == 3
+
+
 def test_what_a_service_is_sent_is_given_on_the_command_line():
     scorer = scorer_of(
         "scorer=http",

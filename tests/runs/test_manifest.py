@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_lightning.runs.lock import artifact_lock, claim_run, is_claimed
 from rlhf_lightning.runs.manifest import (
     ManifestError,
+    content_digest,
     fingerprint,
     publish_artifact,
     read_manifest,
@@ -69,6 +71,23 @@ def test_the_fingerprint_changes_with_config_tokenizer_and_weights_and_nothing_e
         (folder / name).write_bytes(content)
     save_file({"w": torch.zeros(1)}, folder / "value_head.safetensors")
     assert fingerprint(folder) != before
+
+
+def test_a_folder_of_files_counts_with_its_subfolders_their_names_and_contents(tmp_path):
+    folder = tmp_path / "records"
+    (folder / "year" / ".cache").mkdir(parents=True)
+    (folder / "a.jsonl").write_text("{}")
+    flat = content_digest(folder)
+    assert flat == hashlib.sha256(b"a.jsonl\x002\x00{}").hexdigest()
+    found = {flat}
+    for name, text in (("b", "1"), ("b", "2"), ("c", "2")):
+        for file in (folder / "year").glob("?.jsonl"):
+            file.unlink()
+        (folder / "year" / f"{name}.jsonl").write_text(text)
+        found.add(content_digest(folder))
+    assert len(found) == 4
+    (folder / "year" / ".cache" / "of_a_tool").write_text("0")
+    assert content_digest(folder) in found
 
 
 def test_an_artefact_that_is_missing_damaged_or_changed_names_the_command(tmp_path):

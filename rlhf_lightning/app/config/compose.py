@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -112,9 +113,19 @@ def composed(entry: str, overrides: list[str]) -> DictConfig:
         return compose(entry, overrides=words, return_hydra_config=True)
 
 
+def config_dirs() -> list[str]:
+    """Return the words of the command line that name folders of the user's, for other commands.
+
+    There they are first or last: between others, argparse would take what follows for unknown.
+    """
+    given = [w.removeprefix(CONFIG_DIR) for w in sys.argv[1:] if w.startswith(CONFIG_DIR)]
+    return [f"{CONFIG_DIR}{Path(folder).absolute()}" for folder in given]
+
+
 def choices(group: str) -> list[str]:
-    """Return the names of a config group."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    """Return the names of a config group, those of the user's folders included."""
+    folders = [conf_dir(), *(Path(word.removeprefix(CONFIG_DIR)) for word in config_dirs())]
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 @cache

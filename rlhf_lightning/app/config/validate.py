@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.batch_arithmetic import minibatches_key
 from rlhf_lightning.app.config.compose import (
+    CONFIG_DIR,
     ConfigError,
     choices,
     describe_interpolation,
@@ -109,7 +110,7 @@ def read_first(word: str, settings: CommandSettings, overrides: Sequence[str]) -
     Raises:
         ConfigError: if such a training does not compose.
     """
-    shared = [one for one in overrides if one.lstrip("+").startswith(SHARED)]
+    shared = [one for one in overrides if one.lstrip("+").startswith((*SHARED, CONFIG_DIR))]
     if word not in shared or not isinstance(settings, RunSettings) or settings.only_runs:
         return []  # where it only runs, models are made of random weights
     found = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_lightning.app.config.commands import RowSettings, StudySettings
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError, config_dirs
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import without_unread
@@ -150,7 +150,7 @@ def _words(
     making = [word for word in written if word.lstrip("+").startswith(_MAKING)]
     if making:
         artifacts /= _digest(" ".join(making))
-    words = [] if row.experiment is None else [f"+experiment={row.experiment}"]
+    words = [*config_dirs(), *([] if row.experiment is None else [f"+experiment={row.experiment}"])]
     words += [f"seed={seed}", *written, given("paths.artifacts", artifacts)]
     words.append(given("paths.publish", makes))
     if makes:

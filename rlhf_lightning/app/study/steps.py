@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.config.commands import COMMANDS, PipelineSettings
-from rlhf_lightning.app.config.compose import ConfigError, choices, primary
+from rlhf_lightning.app.config.compose import ConfigError, choices, config_dirs, primary
 from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import (
     command_settings,
@@ -329,7 +329,7 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
         # The next round loads export/, and may be asked for when this one has ended.
         whole = ("export.dtype=fp32",) if stage in LATER else ()
         experiment = f"+experiment={settings.experiments.get(stage)}"
-        head = (experiment, *ours, *whole, *own, *words["train"])
+        head = (*config_dirs(), experiment, *ours, *whole, *own, *words["train"])
         theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
         shared = (*words["train"], *here.get("train", ()))
         return make(command="train", words=without_unread((*head, *theirs), shared))
@@ -353,7 +353,7 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
         if start is not None:
             base = _settings_of(start).artifacts.base
             carried += [] if base is None else [given("artifacts.base", Path(base))]
-    return make(command=command, words=(*ours, *carried, *own, *theirs), lead=lead)
+    return make(command=command, words=(*config_dirs(), *ours, *carried, *own, *theirs), lead=lead)
 
 
 def _lead(settings: PipelineSettings, folder: Path, number: int, *stages: str) -> Step | None:
