@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.sources.base import LISTED
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.runs.metric_catalog import part_key
@@ -81,7 +82,9 @@ class PhraseRefusals:
     """
 
     @checked
-    def __init__(self, phrases: Sequence[str] = PHRASES, *, within: int = 200) -> None:
+    def __init__(
+        self, phrases: Annotated[Sequence[str], LISTED] = PHRASES, *, within: int = 200
+    ) -> None:
         if not phrases or not all(isinstance(p, str) and p.strip() for p in phrases):
             raise ValueError("PhraseRefusals.phrases must hold texts, at least one")
         if within < 1:

@@ -164,6 +164,13 @@ def test_a_row_that_says_nothing_is_named(tmp_path, row, message):
         read_safety_prompts(file)
 
 
+@pytest.mark.parametrize("collect", [set, tuple, iter])
+def test_phrases_of_refusal_are_given_in_any_collection_or_iterator(collect):
+    is_refusal = PhraseRefusals(collect(["i will not", "no way"]))
+    assert is_refusal("", "No way !")
+    assert not is_refusal("", "i cannot")
+
+
 def test_a_check_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="'x' is harmful and harmless at once"):
         SafetyCheck(PhraseRefusals(), harmful=["x"], harmless=["x"])
@@ -171,5 +178,7 @@ def test_a_check_that_cannot_be_is_refused():
         SafetyCheck(PhraseRefusals(), harmful=[])
     with pytest.raises(ValueError, match="at least one"):
         PhraseRefusals([])
+    with pytest.raises(TypeError, match="phrases"):
+        PhraseRefusals("no")
     with pytest.raises(ValueError, match="within=0"):
         PhraseRefusals(within=0)

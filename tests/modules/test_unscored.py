@@ -13,8 +13,9 @@ import torch
 from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.callbacks.wandb_content import rollout_histograms
 from rlhf_lightning.functional.advantages import informative_groups
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.metrics import rollout_metrics
-from rlhf_lightning.modules.optimization import StepCounts
+from rlhf_lightning.modules.optimization import StepCounts, accumulate_gradients
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
 from tests.builders.models import flat_gradients, flat_parameters
 from tests.builders.stages import (
@@ -120,6 +121,21 @@ def test_the_loss_is_that_of_the_scored_responses_alone(reduction, surrogate, cr
     alone = gradients(module, rollout[rollout.scored], models)
     assert alone.abs().max() > 1e-4
     torch.testing.assert_close(whole, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_step_counts_the_scored_responses_alone(monkeypatch):
+    counted = []
+
+    def watched(module, minibatch, parts, terms, counts, models):
+        counted.append((minibatch, counts))
+        return accumulate_gradients(module, minibatch, parts, terms, counts, models)
+
+    monkeypatch.setattr(on_policy, "accumulate_gradients", watched)
+    fit(tiny_grpo(scorer=FunctionScorer(some_apply)), [group_prompts()])
+    assert counted
+    for minibatch, counts in counted:
+        assert counts.num_sequences == minibatch.scored.sum() < len(minibatch)
+        assert counts.num_tokens == minibatch.response_mask[minibatch.scored].sum()
 
 
 def test_metrics_and_samples_are_of_the_scored_responses(tmp_path):

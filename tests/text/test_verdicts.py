@@ -39,6 +39,12 @@ def test_of_a_reply_that_was_cut_off_an_explicit_verdict_alone_counts(reply, ver
     assert parse_verdict(reply, cut_off=True) == verdict
 
 
+def test_of_a_long_reply_the_last_20000_characters_are_read() -> None:
+    assert parse_verdict("[[A]]" + "." * 19_995) == "A"
+    assert parse_verdict("[[A]]" + "." * 20_000) is None
+    assert parse_verdict("[[A]]" + "." * 30_000 + "[[B]]") == "B"
+
+
 @pytest.mark.parametrize(
     "unit", ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is "]
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import BeforeValidator
 
 from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data import labels
@@ -306,6 +308,11 @@ class _SeveralSources:
         return dict(sum(map(Counter, counts), Counter()))
 
 
+# A set or an iterator is kept as a list: it could be read only once.
+LISTED = BeforeValidator(lambda given: [*given] if isinstance(given, Iterator | Set) else given)
+Sources = Annotated[Sequence[RecordSource], LISTED]
+
+
 class MixedSource(_SeveralSources):
     """Several sources, mixed so that their shares of the training records match weights.
 
@@ -326,13 +333,11 @@ class MixedSource(_SeveralSources):
 
     @checked
     def __init__(
-        self, sources: Sequence[RecordSource], weights: Sequence[float], *, seed: Seed = 0
+        self, sources: Sources, weights: Annotated[Sequence[float], LISTED], *, seed: Seed = 0
     ) -> None:
         """Check the weights; nothing is read yet."""
         if len(sources) != len(weights) or not sources:
-            raise ValueError(
-                f"{len(weights)} weights for {len(sources)} sources: give each source one weight"
-            )
+            raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one each")
         if not all(0 < w < float("inf") for w in weights):
             raise ValueError(f"weights={list(weights)} must be finite and positive")
         self.sources = tuple(sources)
@@ -413,9 +418,6 @@ class FirstRecords:
 
     @checked
     def __init__(self, source: RecordSource, *, num_records: Count, num_copies: Count) -> None:
-        for name, value in (("num_records", num_records), ("num_copies", num_copies)):
-            if value < 1:
-                raise ValueError(f"FirstRecords.{name}={value}, expected at least 1")
         self.source = source
         self.num_records = num_records
         self.num_copies = num_copies
@@ -442,7 +444,7 @@ class JoinedSource(_SeveralSources):
     """
 
     @checked
-    def __init__(self, sources: Sequence[RecordSource]) -> None:
+    def __init__(self, sources: Sources) -> None:
         """Note the sources; they are read at the first call of `records`."""
         self.sources = tuple(sources)
         self._left_out: Counter[str] = Counter()
