@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from rlhf_lightning.evaluation.compare import compare
 from rlhf_lightning.evaluation.normalization import normalize_reward_model
 from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.modules.export import export_model
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -164,7 +167,19 @@ def as_python(settings: TrainSettings, overrides: Sequence[str]) -> str:
     lines += _end(settings, folder, calls)
     command = " ".join(("python -m rlhf_lightning.train", *overrides))
     body = "\n".join(lines)
+    if contexts := _contexts(settings, calls):
+        body = f"with {', '.join(contexts)}:\n{indent(body, '    ')}"
     return f'"""{command}"""\n\n{calls.import_lines()}\n\n{body}\n'
+
+
+def _contexts(settings: TrainSettings, calls: Calls) -> list[Code]:
+    """Return the kernels and micro-batches inside which all is computed, if not as by default."""
+    model, found = settings.model, list[Code]()
+    if not model.cpu_kernels:
+        found.append(calls.call(cpu_kernels, enabled=False))
+    if model.micro_batches != "auto":
+        found.append(calls.call(micro_batching, way=model.micro_batches))
+    return found
 
 
 def _refuse(settings: TrainSettings) -> None:
@@ -173,7 +188,6 @@ def _refuse(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the first key.
     """
-    model = settings.model
     same = SamplingHparams().skip_special_tokens
     sampling = settings.all_hparams.get("sampling")
     skips = same if sampling is None else sampling.skip_special_tokens
@@ -182,8 +196,6 @@ def _refuse(settings: TrainSettings) -> None:
     ends = "none" if actions is None or actions.on_alarm != "rollback" else "rollback"
     left = {
         "doctor.actions.on_alarm": (ends, "none"),
-        "model.cpu_kernels": (model.cpu_kernels, True),
-        "model.micro_batches": (model.micro_batches, "auto"),
         "evaluation.skip_special_tokens": (settings.evaluation.skip_special_tokens, skips),
     }
     for key, (value, usual) in left.items():

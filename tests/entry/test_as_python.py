@@ -55,13 +55,23 @@ def check_same_bits(mine: RunFolder, command: RunFolder) -> None:
         assert (mine.export / file).read_bytes() == (command.export / file).read_bytes()
 
 
+SLOWER = ("model.cpu_kernels=false", "model.micro_batches=tokens")
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [*((stage, ()) for stage in STAGES), pytest.param("sft", SLOWER, marks=pytest.mark.slow)],
+)
 def test_the_program_trains_what_the_command_trains_to_the_bit(
-    stage: str, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str,
+    more: tuple[str, ...],
+    start: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ("debug=fast", "logger=none", *OWN.get(stage, ()))
+    given = ("debug=fast", "logger=none", *OWN.get(stage, ()), *more)
     folder = completed(tmp_path / "command", stage, start, *given)
     written = as_python(settings_for(stage, start, *given), given)
     names: dict[str, Any] = {}
@@ -113,6 +123,10 @@ def test_a_program_says_what_differs_from_the_defaults():
             ("generator=partial(TransformersGenerator)", 'start="last"', 'value_head="stored"'),
         ),
         (("+experiment=reward", "module.dropout=0.1"), ("dropout=0.1",)),
+        (
+            ("+experiment=ppo", "model.cpu_kernels=false", "model.micro_batches=tokens"),
+            ('with cpu_kernels(enabled=False), micro_batching(way="tokens"):\n    L.seed_',),
+        ),
         (("+experiment=dpo", "evaluation.gold=null"), ("trainer.fit(module, data)\nexport_model",)),
     ],
 )
@@ -126,8 +140,8 @@ def test_what_a_program_holds(overrides, parts):
 def test_what_python_cannot_say_is_refused_by_its_key():
     with pytest.raises(ConfigError, match=r"doctor\.actions\.on_alarm=rollback has no argument"):
         program("+experiment=ppo", "doctor=act")
-    with pytest.raises(ConfigError, match=r"model\.cpu_kernels=False has no argument"):
-        program("+experiment=ppo", "model.cpu_kernels=false")
+    with pytest.raises(ConfigError, match=r"evaluation\.skip_special_tokens=True has no argument"):
+        program("+experiment=ppo", "evaluation.skip_special_tokens=true")
 
 
 def test_the_command_prints_the_program_and_trains_nothing(tmp_path):
