@@ -94,6 +94,7 @@ OPEN |= {"ArgumentPairSource", "BudgetHparams", "CommandGold", "ExactMatchGold",
 OPEN |= {"LabelledTextSource", "LmEvalBenchmark", "NumberReward", "RewardEnsembleScorer"}
 OPEN |= {"SafetyCheck", "SimulatedPerson", "TemplateSource", "TranscriptSource"}
 OPEN |= {"PairsBenchmark", "RewardModelAnnotator", "VllmServerGenerator"}
+OPEN |= {"PPOHparams"}  # value_trainable takes any patterns; tests/test_hparams.py has its ranges
 
 
 def calls() -> list[str]:
@@ -125,6 +126,7 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
         return made["module"].generate, {"prompts": ["w2 w3"], "max_new_tokens": 1}
     if method == "from_pretrained":
         scored = {"policy": made["policy"], "reward": length}
+        scored |= {"teacher": made["policy"]} if first == "DistillationModule" else {}
         start = scored if "reward_weights" in annotations_of(call.from_pretrained) else None
         return call.from_pretrained, start or {"source": made["policy"]}
     if method == "load_from_checkpoint":
