@@ -200,6 +200,9 @@ class PolicyModel(nn.Module):
         self, states: Tensor, tokens: Tensor, temperature: float, count: int, teaching: Teaching
     ) -> TokenStatistics:
         logits = logits_of(self.model)
+        # No leaf, of which autocast would keep one copy for all chunks, with a sum of their
+        # gradients in bf16: of a view every chunk's is widened before it is added.
+        logits.weight = logits.weight.view_as(logits.weight)
         found = chunked_divergence(
             states,
             pad(teaching.states, (0, 0, 0, len(states) - count)),

@@ -24,6 +24,7 @@ from rlhf_lightning import (
 )
 from rlhf_lightning.callbacks.samples import describe_rollout, rollout_values
 from rlhf_lightning.functional.distillation import DIVERGENCES, vocabulary_divergence
+from rlhf_lightning.models import heads
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import pack
 from rlhf_lightning.models.heads import hidden_states
@@ -110,6 +111,24 @@ def test_the_gradient_does_not_depend_on_micro_batches(divergence):
     other, parts, _ = policy_loss_and_gradient(module, rollout, micro_batch_size=3)
     assert other == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
+
+
+def test_under_autocast_gradients_of_chunks_are_added_up_in_float32(monkeypatch):
+    module = tiny("llama")
+    rollout = rollout_of(module)
+    head = module.policy.model.get_output_embeddings().weight
+
+    def gradient(chunk_rows: int) -> torch.Tensor:
+        monkeypatch.setattr(heads, "rows_of_chunk", lambda *_, **__: chunk_rows)
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            module.statistics(rollout).divergence.sum().backward()
+        return head.grad.clone()
+
+    exact, chunks = gradient(10_000), gradient(1)
+    # A sum that was made in bf16 would be a number of bf16.
+    assert not torch.equal(chunks, chunks.bfloat16().float())
+    assert (chunks - exact).norm() < 4e-3 * exact.norm()
 
 
 def test_log_probabilities_of_the_loss_are_those_of_the_rollout_to_the_bit():
