@@ -123,10 +123,10 @@ def _judges(settings: EvaluateSettings) -> tuple[Any, Judges, Any]:
     """Return the source of prompts, the judges, and the scorer or None."""
     gold, safety, scorer = settings.evaluation.gold, settings.safety, settings.scorer
     try:
-        built = None if scorer is None else scorer.build()
+        built = reward_of(None if scorer is None else scorer.build())
         judges = Judges(
             None if gold is None else gold.build(),
-            scored=reward_of(built) is not None,
+            scored=built is not None,
             safety=None if safety is None else safety.build(),
         )
         return settings.dataset.source.build(), judges, built

@@ -26,6 +26,9 @@ ADAPTER = "adapter"  # the folder of the adapter alone, inside an artifact
 class PolicyModels:
     """The policy that is trained, and the reference; the scorer brings the reward model.
 
+    A teacher must know every id that the policy may sample: its logits may have more columns than
+    the policy's, and not fewer, or it is a `ValueError`.
+
     Args:
         policy: the policy, which is trained.
         reference: the frozen reference: what the policy was before its first round.
@@ -39,6 +42,17 @@ class PolicyModels:
     base: AdaptedBase | None = None
     teacher: PolicyModel | None = None
     same_source: bool = True
+
+    def __post_init__(self) -> None:
+        """Check that the teacher knows the ids of the policy."""
+        if self.teacher is None:
+            return
+        columns, known = (int(m.model.config.vocab_size) for m in (self.policy, self.teacher))
+        if known < columns:
+            raise ValueError(
+                f"teacher: its logits have {known} columns and the policy's {columns}, so that it "
+                "has no probability for some ids: take a teacher with as many or more"
+            )
 
     @property
     def trained(self) -> tuple[nn.Module, ...]:
@@ -175,11 +189,10 @@ def ppo_models(
     found = policy_models(policy, revision=revision, **common)
     zero = value is None or value_head == "zero"
     values: ScalarHeadModel
-    if found.base is not None:
-        if zero:
-            values = add_scalar_model(found.base, "value", init_std=0.0, seed=seed)
-        else:
-            values = load_scalar_adapter(found.base, Path(str(value)) / ADAPTER, "value")
+    if found.base is not None and zero:
+        values = add_scalar_model(found.base, "value", init_std=0.0, seed=seed)
+    elif found.base is not None:
+        values = load_scalar_adapter(found.base, Path(str(value)) / ADAPTER, "value")
     else:
         source = policy if value is None else value
         values = place_on_ranks(

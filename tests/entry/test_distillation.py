@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_lightning.app import evaluate, train
 from rlhf_lightning.app.as_python import as_python
+from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import PlanSettings
@@ -165,3 +166,11 @@ def test_an_evaluation_of_its_run_has_no_score(command, tmp_path):
     summary = evaluate.run(found, RunFolder(tmp_path / "evaluation"), words)
     assert "val/gold_win_rate" in summary.metrics
     assert not [name for name in summary.metrics if "score" in name]
+
+
+def test_an_evaluation_chooses_the_best_of_n_by_no_zeros(start: Path) -> None:
+    words = [f"policy={start}", f"baseline={start}", "scorer=no_reward"]
+    register()
+    with pytest.raises(ConfigError, match=r"best_of\.n needs a scorer that chooses"):
+        load_settings(EvaluateSettings, "evaluate", [*words, "best_of.n=[2]"])
+    assert not load_settings(EvaluateSettings, "evaluate", words).best_of.n

@@ -198,3 +198,13 @@ def test_another_tokenizer_and_a_weight_without_a_teacher_are_refused(material, 
         PPOModule.from_pretrained(
             material["policy"], lambda completions: [0.0], ppo=PPOHparams(teacher_coef=2)
         )
+
+
+def test_a_teacher_that_lacks_ids_of_the_policy_is_refused_before_anything_is_sampled():
+    def tables(policy: int, teacher: int) -> PolicyModels:
+        models = [tiny_policy("llama", vocab_size=size) for size in (policy, policy, teacher)]
+        return PolicyModels(policy=models[0], reference=models[1], teacher=models[2])
+
+    with pytest.raises(ValueError, match=r"^teacher: its logits have 48 columns and .* 112"):
+        tables(112, 48)
+    assert tables(48, 112).teacher is not None

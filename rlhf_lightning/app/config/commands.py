@@ -127,7 +127,8 @@ class EvaluateSettings(FiguresSettings):
                 f"best_of.n={counts} must be at most best_of.pool={pool}, the responses that are "
                 f"sampled to a prompt: use best_of.pool={max(counts)} or more"
             )
-        if self.scorer is None:
+        call = None if self.scorer is None else self.scorer.read("scorer").call
+        if call is None or not getattr(call, "is_reward", True):
             raise ValueError("best_of.n needs a scorer that chooses the response: scorer=NAME")
         if self.evaluation.temperature == 0:
             raise ValueError(
