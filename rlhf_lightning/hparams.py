@@ -356,10 +356,11 @@ class PPOHparams(OnPolicyHparams):
         gae_length_alpha: makes the lambda of a response's advantages grow with its length:
             1 - 1 / (gae_length_alpha * length); None uses gae_lambda.
         num_ppo_epochs: passes over one rollout.
-        num_value_epochs: passes of the value model over one rollout, the policy takes part in the
-            last num_ppo_epochs of them; None is num_ppo_epochs.
-        value_trainable: patterns of parameter names of the value model, such as "*mlp*"; the others
-            stay as they are. With adapters, names of theirs. None trains all.
+        num_value_epochs: passes of the value model over one rollout; None is num_ppo_epochs. The
+            policy is trained in the last num_ppo_epochs of them.
+        value_trainable: patterns of the names of the value model's parameters, such as "*mlp*". A
+            parameter that no pattern matches is frozen. None trains all. With lora, the names are
+            those of the adapter.
         critic_warmup_iterations: number of first iterations that train only the value model.
     """
 

@@ -94,7 +94,6 @@ OPEN |= {"ArgumentPairSource", "BudgetHparams", "CommandGold", "ExactMatchGold",
 OPEN |= {"LabelledTextSource", "LmEvalBenchmark", "NumberReward", "RewardEnsembleScorer"}
 OPEN |= {"SafetyCheck", "SimulatedPerson", "TemplateSource", "TranscriptSource"}
 OPEN |= {"PairsBenchmark", "RewardModelAnnotator", "VllmServerGenerator"}
-OPEN |= {"PPOHparams"}  # value_trainable takes any patterns; tests/test_hparams.py has its ranges
 
 
 def calls() -> list[str]:
@@ -121,12 +120,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return a public call, and arguments that it takes."""
     first, _, method = name.partition(".")
-    call = Schedule if name == "Schedule" else named(first)
+    call = named(first) if first != "Schedule" else Schedule
     if method == "generate":
         return made["module"].generate, {"prompts": ["w2 w3"], "max_new_tokens": 1}
     if method == "from_pretrained":
-        scored = {"policy": made["policy"], "reward": length}
-        scored |= {"teacher": made["policy"]} if first == "DistillationModule" else {}
+        teacher = {"teacher": made["policy"]} if first == "DistillationModule" else {}
+        scored = {"policy": made["policy"], "reward": length, **teacher}
         start = scored if "reward_weights" in annotations_of(call.from_pretrained) else None
         return call.from_pretrained, start or {"source": made["policy"]}
     if method == "load_from_checkpoint":
@@ -134,9 +133,8 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
     if method:
         parts = {"scorer": FunctionScorer(length), "generator": CachedGenerator([0], 0)}
         parts |= {"tokenizer": made["module"].tokenizer, "optimizer": torch.optim.SGD, "seed": 1}
-        parts |= {key: cls() for key, cls in call.kinds.items()}
+        parts |= {"schedule": Schedule()} | {key: cls() for key, cls in call.kinds.items()}
         parts |= dict.fromkeys(("models", "model", "policy"), no_arguments)
-        parts |= {"schedule": Schedule()}
         return call, {key: parts[key] for key in arguments_of(call) if key in parts}
     data = {"tokenizer": made["module"].tokenizer, "batch_size": 4}
     sides = {"policy": made["module"], "baseline": made["policy"], "prompts": made["prompts"]}
@@ -196,6 +194,8 @@ def _is(value: Any, option: Any, argument: str, low: float, high: float) -> bool
     if kind in (int, float):
         number = type(value) in ((int,) if kind is int else (int, float))
         return number and low <= value <= high and (not value or abs(value) > 1e-30)
+    if kind is tuple and get_args(option) == (str, ...):
+        return type(value) in (list, tuple) and bool(value) and all(type(v) is str for v in value)
     if kind in (str, Path) and argument in NAMED:
         return isinstance(value, kind) and (bool(str(value)) or argument in MAY_BE_EMPTY)
     if kind is type(None):
@@ -228,7 +228,10 @@ def test_every_value_of_every_argument_is_refused_by_name_or_may_be_meant(name, 
         limits = None if name.endswith("Hparams") else RANGES.get(argument)
         for value in VALUES:
             error = refusal(call, good | {argument: value})
-            meant = may_be_meant(argument, value, hint, limits or ANY)
+            is_default = (
+                value is None and inspect.signature(call).parameters[argument].default is None
+            )
+            meant = is_default or may_be_meant(argument, value, hint, limits or ANY)
             if error is None:
                 assert meant, f"{argument}={value!r} was taken"
                 continue

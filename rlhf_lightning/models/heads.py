@@ -37,7 +37,7 @@ _NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 class Teaching(NamedTuple):
-    """What a policy is compared with over the whole vocabulary.
+    """A teacher, with which a policy is compared over the whole vocabulary.
 
     Args:
         states: `[N, H']` last hidden states of the teacher at the asked positions.

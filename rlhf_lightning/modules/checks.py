@@ -216,3 +216,19 @@ def _models(module: L.LightningModule) -> Iterator[PreTrainedModel]:
         root = getattr(getattr(module, name, None), "root", None)
         if isinstance(root, nn.Module):
             yield from (part for part in root.modules() if isinstance(part, PreTrainedModel))
+
+
+def check_equal_shares(counts: Sequence[int]) -> None:
+    """Check that each rank was given as many prompts as the others.
+
+    Args:
+        counts: prompts of each rank.
+
+    Raises:
+        ValueError: if not.
+    """
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the ranks were given {', '.join(map(str, counts))} prompts: give each as many as the "
+            "others, as a PromptDataModule does"
+        )

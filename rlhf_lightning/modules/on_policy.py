@@ -33,6 +33,7 @@ from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
 from rlhf_lightning.modules.checkpoint_state import Stateful
+from rlhf_lightning.modules.checks import check_equal_shares
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import (
     CLIPPED,
@@ -51,7 +52,6 @@ from rlhf_lightning.modules.optimization import (
     Term,
     accumulate_gradients,
     clip_and_step,
-    is_too_far,
 )
 from rlhf_lightning.modules.rewards import check_objects, check_reward, score_clip_of
 from rlhf_lightning.modules.sampler_logprobs import (
@@ -211,11 +211,7 @@ class OnPolicyModule(RLHFModule):
             ValueError: if ranks have another number of prompts, or if there is to be a correction,
                 and the generator gives no log-probabilities.
         """
-        if len(set(rows := gathered(len(prompts)))) > 1:
-            raise ValueError(
-                f"the ranks were given {', '.join(map(str, rows))} prompts: give each as many as "
-                "the others, as a PromptDataModule does"
-            )
+        check_equal_shares(gathered(len(prompts)))
         parts = RolloutParts(
             generator=self.generator,
             policy=self.policy,
@@ -306,7 +302,7 @@ class OnPolicyModule(RLHFModule):
         is_old = self.algorithm.ratio_base == "old"
         cliprange = getattr(self.surrogate, "cliprange", math.inf) if is_old else 0.0
         self.step_0.check_ratio(measured, self, cliprange)
-        if self.policy_loss in terms and is_too_far(self, measured):  # else the critic warms up
+        if self.policy_loss in terms and self._is_too_far(measured):  # else the critic warms up
             self.optimizers().zero_grad()
             distance = (f"{self.stage}/{name}" for name in ("approx_kl", "clipfrac"))
             found = {name: measured[name] for name in distance if name in measured}
@@ -325,6 +321,18 @@ class OnPolicyModule(RLHFModule):
     def micro_batches(self, minibatch: RolloutBatch) -> list[Tensor]:
         """Return the rows of each micro-batch; a loss that compares rows keeps those together."""
         return micro_batches(minibatch.attention_mask, self.algorithm.micro_batch_size)
+
+    def _is_too_far(self, measured: Measured) -> bool:
+        name, target = f"{self.stage}/approx_kl", self.algorithm.target_approx_kl
+        if target is None:
+            return False
+        if name not in measured:
+            raise ValueError(
+                f"{type(self.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
+                f"{self.policy_loss.__qualname__} returns only {sorted(measured)}: add {name} to "
+                "its metrics, or set target_approx_kl=None"
+            )
+        return target < float(measured[name]) < math.inf
 
     def models_by_norm(self) -> dict[str, nn.Module]:
         """Return the models that are trained, by the names of their gradient norms."""
@@ -487,10 +495,6 @@ class OnPolicyModule(RLHFModule):
     def check_kept(
         cls, path: PathOrName, given: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> None:
-        """Check that a reward is known, and that no checkpoint names code.
-
-        Raises:
-            ValueError: if not.
-        """
+        """Check that a reward is known, and that no checkpoint names code; else a ValueError."""
         check_reward(path, given.get("reward"), is_given="reward" in changes)
         check_objects(path, {key: given.get(key) for key in ("surrogate", "estimator")})

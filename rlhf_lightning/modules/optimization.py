@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,24 +139,6 @@ def clip_and_step(
         optimizer.step()
     optimizer.zero_grad()
     return norms if admitted else None
-
-
-def is_too_far(module: Any, measured: Measured) -> bool:
-    """Return whether a minibatch is farther from the old policy than `target_approx_kl`.
-
-    Raises:
-        ValueError: if there is a target, and the policy's loss does not measure the distance.
-    """
-    name, target = f"{module.stage}/approx_kl", module.algorithm.target_approx_kl
-    if target is None:
-        return False
-    if name not in measured:
-        raise ValueError(
-            f"{type(module.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
-            f"{module.policy_loss.__qualname__} returns only {sorted(measured)}: add {name} to "
-            "its metrics, or set target_approx_kl=None"
-        )
-    return bool(target < float(measured[name]) < math.inf)
 
 
 def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -> dict[str, Any]:

@@ -89,8 +89,9 @@ class Candidate(_Record):
     @classmethod
     def make(cls, prompt: Text, response: str, *, domain: str = "", **others: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        others |= {"prompt_id": prompt_name(prompt), "response_id": response_name(prompt, response)}
-        return cls(prompt=prompt, domain=domain, response=response, **others)
+        names: dict[str, Any] = {"prompt_id": prompt_name(prompt)}
+        names["response_id"] = response_name(prompt, response)
+        return cls(prompt=prompt, domain=domain, response=response, **names, **others)
 
     @property
     def source(self) -> str:
@@ -138,8 +139,9 @@ class Pair(_Record):
         cls, prompt: Text, first: str, second: str, *, domain: str = "", **others: Any
     ) -> Pair:
         """Return the pair with its names made from what it says."""
-        others |= {"pair_id": pair_name(prompt, first, second), "prompt_id": prompt_name(prompt)}
-        return cls(prompt=prompt, domain=domain, first=first, second=second, **others)
+        names: dict[str, Any] = {"prompt_id": prompt_name(prompt)}
+        names["pair_id"] = pair_name(prompt, first, second)
+        return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **others)
 
 
 @dataclass(frozen=True)

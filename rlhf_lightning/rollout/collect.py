@@ -275,14 +275,14 @@ def novelty(responses: Responses) -> list[float]:
 
 
 class Evaluated(NamedTuple):
-    """What the models say of responses, each `[B, R]` and 0 off the mask, as in `RolloutBatch`."""
+    """Figures that the models give, each `[B, R]` and 0 off the mask; see `RolloutBatch`."""
 
     logprobs: Tensor
     entropy: Tensor
     ref_logprobs: Tensor
     values: Tensor | None
-    teacher_logprobs: Tensor | None
-    teacher_states: Tensor | None  # [B, R, H]
+    teacher_logprobs: Tensor | None = None
+    teacher_states: Tensor | None = None  # [B, R, H]
 
 
 def evaluate_responses(
@@ -326,9 +326,10 @@ def evaluate_responses(
         logprobs, entropy = of_rows(policy)
     with parts.unsharded(parts.reference.root):
         (ref_logprobs,) = of_rows(partial(frozen, parts.reference))
-    taught: list[Tensor | None] = []
+    taught: dict[str, Tensor] = {}
     if parts.teacher is not None:
         with parts.unsharded(parts.teacher.root):
-            taught += of_rows(partial(frozen, parts.teacher, with_states=parts.teacher_states))
+            said = of_rows(partial(frozen, parts.teacher, with_states=parts.teacher_states))
+        taught = dict(zip(("teacher_logprobs", "teacher_states"), said, strict=False))
     state_values = None if value_model is None else of_rows(values)[0]
-    return Evaluated(logprobs, entropy, ref_logprobs, state_values, *[*taught, None, None][:2])
+    return Evaluated(logprobs, entropy, ref_logprobs, state_values, **taught)

@@ -82,10 +82,10 @@ def test_one_bad_minibatch_does_not_keep_ppo_from_the_others():
     module, batches = stage("ppo")
     update, calls = module.update, []
 
-    def update_with_one_bad(minibatch, steps, *, iteration):
-        calls.append(iteration)
+    def update_with_one_bad(minibatch, steps, **where):
+        calls.append(where)
         poison.now = len(calls) == 2
-        return update(minibatch, steps, iteration=iteration)
+        return update(minibatch, steps, **where)
 
     poison = Poison("loss")
     module.update = update_with_one_bad

@@ -51,7 +51,6 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         raise ConfigError(str(error)) from error
     stage, data, strategy = settings.spec, settings.data, settings.strategy
     num_devices, hparams = settings.trainer.world_size, settings.hparams
-    generator = settings.rollout.read("rollout").call
     length = data.arguments["max_prompt_length" if stage.rolls_out else "max_length"]
     sampling = settings.all_hparams.get("sampling")
     run = Run(
@@ -78,19 +77,14 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         optimizer=settings.optimizer.build(),
         num_generations=data.num_generations,
         shard_over=strategy.shard_over,
-        served=getattr(generator, "sends_weights", False),
+        served=_is_served(settings),
         objective=getattr(hparams, "kind", None),
     )
     if strategy.cpu_offload:
         notes.append("strategy.cpu_offload is counted as if nothing were offloaded")
     if strategy.gradient_sync == "step":
         notes.append("strategy.gradient_sync=step keeps 4 bytes a trained weight more in an update")
-    notes += _uncounted(settings)
-    if run.served:
-        notes.append("what the servers of rollout=vllm_server hold is not counted")
-    elif generator is not CachedGenerator:
-        notes.append("generation is counted as rollout=cached does it")
-    return Request(run, tuple(notes))
+    return Request(run, (*notes, *_uncounted(settings)))
 
 
 def device_bytes(run: Run, plan: PlanGroup) -> int | None:
@@ -240,7 +234,7 @@ def _size(scoring: Scoring) -> tuple[bool, bool, int]:
 
 
 def _uncounted(settings: TrainSettings) -> Iterator[str]:
-    """Yield the parts other than `scorer` that have reward models of unknown shape."""
+    """Yield what is not counted beside `scorer`: reward models of unknown shape, engines."""
     second = None if settings.doctor is None else settings.doctor.second_scorer
     if second is not None:
         found = [_one_scorer(node, None) for _, node in _scorers(second.read())]
@@ -248,6 +242,14 @@ def _uncounted(settings: TrainSettings) -> Iterator[str]:
             yield "doctor.second_scorer is not counted: its models are whole on every device"
     if settings.evaluation.larger_reward_model is not None and not settings.spec.trains_policy:
         yield "evaluation.larger_reward_model is not counted: it is held in the evaluation"
+    if _is_served(settings):
+        yield "what the servers of rollout=vllm_server hold is not counted"
+    elif settings.rollout.read("rollout").call is not CachedGenerator:
+        yield "generation is counted as rollout=cached does it"
+
+
+def _is_served(settings: TrainSettings) -> bool:
+    return getattr(settings.rollout.read("rollout").call, "sends_weights", False)
 
 
 def _scorers(node: Node, key: str = "scorer") -> Iterator[tuple[str, Node]]:
