@@ -231,6 +231,8 @@ def about_run(module: LightningModule, data: object, *, name: str | None = None)
         about["objective"] = str(objective)
     if scorer is not None:
         about["reward"] = _reward(given.get("reward") or scorer)
+    if given.get("teacher") is not None:
+        about["teacher"] = given["teacher"]
     if start is not None and hasattr(module, "policy"):
         about["baseline"] = "the model that it was trained from"
     defaults = {

@@ -83,6 +83,7 @@ def test_the_headline_is_the_distance_to_the_teacher_and_no_score_is_told(comman
     summary = read_summary(command)
     assert (summary.stage, summary.status) == ("distillation", "completed")
     metrics = summary.metrics
+    assert summary.about["teacher"] == ".../policy"
     assert {"val/teacher_kl_share", "val/gold_win_rate"} <= set(metrics)
     assert not [name for name in metrics if "score" in name]
     told = verdict(summary)

@@ -267,6 +267,7 @@ def test_a_run_comes_closer_and_says_nothing_of_scores(trained):
     assert {name.split(".")[0] for name in module.state_dict()} == {"policy"}
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["about"]["reward"] == "none"
+    assert summary["about"]["teacher"] == ".../teacher"
     report = (folder / "report.html").read_text()
     assert "did not vary" not in report
     log = [json.loads(line) for line in (folder / "doctor.jsonl").read_text().splitlines()]
