@@ -72,6 +72,8 @@ def run_ranks(
             "PYTHONFAULTHANDLER": 1,
         }  # fmt: skip
         env = {**os.environ, **{k: str(v) for k, v in own.items()}, **(environment or {})}
+        if inherited := os.environ.get("PYTHONPATH"):  # packages carried to a GPU lie there
+            env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], inherited])
         start = fresh_python if fresh else ForkedPython
         processes.append(start(arguments, working_folder, env, folder / f"rank_{rank}.log"))
     deadline = time.monotonic() + timeout

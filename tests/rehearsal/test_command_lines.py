@@ -43,7 +43,9 @@ def run(name: str, device: str, start: Path, folder: Path, *more: str) -> dict[s
         "kernels": sum(log.kernels.values()),
         "metrics": read_summary(made).metrics,
         "weights": load_file(made.export / "model.safetensors"),
-        "checkpoint": torch.load(made.last_checkpoint, weights_only=True)["state_dict"],
+        "checkpoint": torch.load(made.last_checkpoint, map_location="cpu", weights_only=True)[
+            "state_dict"
+        ],
     }
 
 

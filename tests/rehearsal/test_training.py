@@ -6,6 +6,7 @@ Bits differ: on a CPU a few rows take kernels of its own, and here all layers ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,21 +18,35 @@ from torch.utils.data import DataLoader
 
 from rlhf_lightning import (
     DemonstrationDataModule,
+    DistillationHparams,
+    DistillationModule,
     DPOModule,
     LoraHparams,
     PreferenceDataModule,
     RewardModule,
+    SamplingHparams,
     SFTModule,
 )
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.models.factory import load_policy, load_scalar_model
-from rlhf_lightning.models.ppo_models import ppo_models
+from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
+from rlhf_lightning.models.ppo_models import PolicyModels, ppo_models
 from rlhf_lightning.modules.placement import move_models
-from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.base import NoReward, RewardModelScorer
 from tests.builders.mirror import on_mirror, recorded, trainer_options
-from tests.builders.models import tiny_policy, tiny_scalar_model
+from tests.builders.models import (
+    PAD,
+    prompt_batch,
+    prompt_rows,
+    tiny_policy,
+    tiny_scalar_model,
+    tiny_tokenizer,
+)
 from tests.builders.record_files import write_material
 from tests.builders.stages import (
+    LENGTHS,
+    STOPS,
     group_prompts,
     ppo_hparams,
     preference_batch,
@@ -65,6 +80,13 @@ def few_prompts(iteration: int) -> PromptBatch:
     return prompts(iteration + 2, rows=8)
 
 
+def prompts_ahead(iteration: int) -> PromptBatch:
+    """8 prompts, and as spare ones the 8 of the next iteration."""
+    texts = prompt_rows([*LENGTHS, *LENGTHS[:8]], seed=2)[8 * iteration :][:16]
+    batch = prompt_batch(texts, first_row=8 * iteration)
+    return replace(batch, spare=torch.arange(16) >= 8)
+
+
 def ppo(policy: Path, model_type: str = "llama") -> Any:
     hparams = ppo_hparams(num_minibatches=2, micro_batch_size=6, learning_rate=RATE)
     return tiny_module(model_type, ppo=hparams, optimizer=sgd)
@@ -82,13 +104,48 @@ def ppo_with_adapters(policy: Path) -> Any:
     return tiny_module(ppo=hparams, models=models, optimizer=sgd)
 
 
+def sao(policy: Path) -> Any:
+    hparams = ppo_hparams(
+        surrogate="masked_ratio",
+        ratio_base="sampler",
+        cliprange=0.8,
+        cliprange_high=3.0,
+        rollout_lag=1,
+        num_ppo_epochs=1,
+        num_value_epochs=2,
+        value_trainable=("*mlp*", "head*"),
+        learning_rate=RATE,
+    )
+    return tiny_module("llama", ppo=hparams, optimizer=sgd)
+
+
+def distillation(policy: Path) -> Any:
+    def models() -> PolicyModels:
+        reference, teacher = (frozen(tiny_policy("llama", seed=seed)) for seed in (0, 7))
+        return PolicyModels(policy=tiny_policy("llama"), reference=reference, teacher=teacher)
+
+    return DistillationModule(
+        distillation=DistillationHparams(learning_rate=RATE),
+        sampling=SamplingHparams(max_new_tokens=9, temperature=0.9),
+        models=models,
+        scorer=NoReward(),
+        generator=CachedGenerator(STOPS, PAD),
+        tokenizer=tiny_tokenizer(),
+        optimizer=sgd,
+        schedule=Schedule("linear"),
+        seed=11,
+    )
+
+
 # Module of a policy folder, and batches by number; DPO finds its reference by row of a file.
 STAGES: dict[str, tuple[Callable[[Path], Any], Callable[[int], Any] | None]] = {
     "ppo": (ppo, few_prompts),
     "ppo, gpt2": (partial(ppo, model_type="gpt2"), few_prompts),
     "ppo, reward model": (ppo_of_a_reward_model, few_prompts),
     "ppo, lora": (ppo_with_adapters, few_prompts),
+    "sao": (sao, prompts_ahead),
     "grpo": (lambda policy: tiny_grpo("llama", optimizer=sgd), group_prompts),
+    "distillation": (distillation, few_prompts),
     "sft": (lambda policy: tiny_sft("llama"), lambda seed: sft_batch(seed=seed)),
     "sft, lora": (
         lambda policy: SFTModule.from_pretrained(policy, lora=LORA),
