@@ -39,9 +39,15 @@ ANSWERS = {"sft": 26, "reward": 42, "ppo": 0}
 # Two iterations, a validation or an evaluation, a checkpoint and an export: every phase once. The
 # batches are smaller than those of the experiments, so that all of it takes a quarter of an hour.
 STEPS = {
-    "sft": ("data.num_epochs=null", "data.max_validation_rows=64", "trainer.validations=1"),
+    "sft": (
+        "data.num_epochs=null",
+        "dataset.source.validation_fraction=0.25",  # a batch of 64, as the plan counts it
+        "data.max_validation_rows=64",
+        "trainer.validations=1",
+    ),
     "reward": (
         "data.num_epochs=null",
+        "dataset.source.validation_fraction=0.25",
         "data.batch_size=16",
         "trainer.validations=1",
         "module.reward.normalization_samples=64",

@@ -44,7 +44,7 @@ _planned_for: str | None = None
 
 @contextmanager
 def sized_for(device_type: str) -> Iterator[None]:
-    """Cut heads inside as on such a device: for plans of its memory, made on tensors of a CPU."""
+    """Cut logits inside as on such a device: for plans of its memory, made on tensors of a CPU."""
     global _planned_for
     before, _planned_for = _planned_for, device_type
     try:
@@ -53,8 +53,12 @@ def sized_for(device_type: str) -> Iterator[None]:
         _planned_for = before
 
 
+def _on_cpu(device: torch.device) -> bool:
+    return (_planned_for or device.type) == "cpu"
+
+
 def _sizes(device: torch.device) -> Sizes:
-    return ON_CPU if (_planned_for or device.type) == "cpu" else ON_GPU
+    return ON_CPU if _on_cpu(device) else ON_GPU
 
 
 def rows_of_chunk(device: torch.device, vocabulary: int, *, tables: int = 1) -> int:
@@ -301,7 +305,7 @@ class _Head(NamedTuple):
         )
 
     def _in_cache(self, logits: Tensor) -> list[slice]:
-        if logits.device.type != "cpu":
+        if not _on_cpu(logits.device):
             return [slice(0, len(logits))]
         return _chunks(len(logits), _rows_within(CACHE_BYTES, 4 * logits.shape[1]), at_least=1)
 

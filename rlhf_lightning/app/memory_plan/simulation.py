@@ -49,6 +49,7 @@ from rlhf_lightning.distributed.collectives import (
 )
 from rlhf_lightning.distributed.fake_ranks import fake_ranks, own_part
 from rlhf_lightning.distributed.read_weights import tensors_of
+from rlhf_lightning.functional.linear_logprobs import sized_for
 from rlhf_lightning.models.forward import BUCKET
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, add_scalar_model
@@ -90,7 +91,7 @@ def simulate(run: Run, *, num_layers: int | None = None) -> Simulation:
     depth = run.shape.num_layers
 
     def measure(layers: int) -> dict[str, Counter[str]]:
-        with fake_ranks(run.num_devices, rank=RANK):
+        with sized_for(run.device), fake_ranks(run.num_devices, rank=RANK):
             return _Rank(run, fake, layers).run_phases()
 
     if num_layers is None:
