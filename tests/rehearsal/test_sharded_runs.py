@@ -147,8 +147,8 @@ def test_ppo_of_70b_on_64_gpus_fits_but_for_a_rollout_of_its_own():
 def test_ppo_of_70b_on_64_gpus_fits_in_every_phase_where_others_answer_the_prompts():
     peaks = assert_plan_agrees(replace(ppo(LARGER, 64), served=True))
     assert max(peaks.values()) < 80
-    best = make_report(ppo(LARGER, 64), 80 * GB, ()).choices[0]
-    assert (best.settings, best.fits) == (("rollout=vllm_server",), True)
+    choices = make_report(ppo(LARGER, 64), 80 * GB, ()).choices
+    assert [c.settings for c in choices if c.fits] == [("rollout=vllm_server",)]
 
 
 @pytest.mark.slow

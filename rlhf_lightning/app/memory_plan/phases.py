@@ -198,7 +198,8 @@ class Parts:
             siblings = (*siblings, REWARD)
         gathered = self._gathered(run.spec.trains, backward=False)
         if run.sharded > 1 and not run.served:  # policy and reference as a whole, as to generate
-            whole = self.fake.total(POLICY) * run.style.matmul_dtype.itemsize
+            whole = self.fake.total(POLICY) + (self._kept() if siblings else 0)
+            whole *= run.style.matmul_dtype.itemsize
             gathered[GATHERED] = max(gathered[GATHERED], whole)
         computing = _largest(candidates) + gathered
         return _largest([computing, *(self._gathered_beside(kind) for kind in siblings)])
@@ -280,16 +281,20 @@ class Parts:
     def _gathered_beside(self, kind: str) -> Counter[str]:
         """Return what is whole while a frozen model gathers what it has outside of its layers.
 
-        That is there twice, as it comes and cut into tensors. A trained model keeps its own, but
-        for the policy, which is freed when its pass ends.
+        That is there twice, as it comes and cut into tensors.
         """
         if self.run.sharded == 1:
             return Counter()
         size = self.run.style.matmul_dtype.itemsize
-        keep = [trained for trained in self.run.spec.trains if trained != POLICY]
-        kept = sum(self._outside_layers(trained) for trained in keep)
-        total = kept + 2 * self._outside_layers(kind) + 2 * self.fake.layer_elements(kind)
-        return Counter({GATHERED: size * total})
+        total = 2 * self._outside_layers(kind) + 2 * self.fake.layer_elements(kind)
+        return Counter({GATHERED: size * (self._kept() + total)})
+
+    def _kept(self) -> int:
+        """Return the weights outside of layers that stay whole after a trained model's pass.
+
+        The policy's are freed when its pass ends.
+        """
+        return sum(self._outside_layers(kind) for kind in self.run.spec.trains if kind != POLICY)
 
     def _end_of_backward(self, kind: str) -> Counter[str]:
         """Return what is whole when the last gradients, of embeddings and head, are sent."""
