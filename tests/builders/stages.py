@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -23,6 +23,7 @@ from rlhf_lightning.batches import (
 )
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import (
+    DistillationHparams,
     DPOHparams,
     GRPOHparams,
     PPOHparams,
@@ -35,6 +36,7 @@ from rlhf_lightning.models.forward import micro_batches
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PolicyModels, PPOModels
 from rlhf_lightning.modules import base
+from rlhf_lightning.modules.distillation import DistillationModule
 from rlhf_lightning.modules.dpo import DPOModule
 from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.modules.metrics import RunningMeans
@@ -44,7 +46,7 @@ from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import Responses, Scores
+from rlhf_lightning.rollout.scorers.base import NoReward, Responses, Scores
 from tests.builders.models import (
     EOS,
     PAD,
@@ -209,6 +211,29 @@ def tiny_grpo(
             policy=tiny_policy(model_type), reference=frozen(tiny_policy(model_type))
         ),
         **_common_parts(),
+    }
+    return cls(**(parts | changes))
+
+
+def tiny_distillation(
+    model_type: str = "gpt2",
+    *,
+    distillation: DistillationHparams,
+    cls: type[DistillationModule] = DistillationModule,
+    teacher: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Any:
+    """A module whose teacher is another model, with changes of its config if `teacher` has any."""
+    parts: dict[str, Any] = {
+        "distillation": distillation,
+        "sampling": SamplingHparams(max_new_tokens=9, temperature=0.9),
+        "models": lambda: PolicyModels(
+            policy=tiny_policy(model_type),
+            reference=frozen(tiny_policy(model_type)),
+            teacher=frozen(tiny_policy(model_type, seed=7, **teacher)),
+        ),
+        **_common_parts(),
+        "scorer": NoReward(),
     }
     return cls(**(parts | changes))
 

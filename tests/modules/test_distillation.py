@@ -25,23 +25,21 @@ from rlhf_lightning import (
 from rlhf_lightning.callbacks.samples import describe_rollout, rollout_values
 from rlhf_lightning.functional.distillation import DIVERGENCES, vocabulary_divergence
 from rlhf_lightning.models import heads
-from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import pack
 from rlhf_lightning.models.heads import hidden_states
-from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.models import flat_gradients, tiny_policy, tiny_tokenizer
 from tests.builders.record_files import write_material
 from tests.builders.stages import (
     Recorded,
     TokenScorer,
-    _common_parts,
     built,
     counts_of,
     policy_loss_and_gradient,
     prompts,
     rollout_of,
     some_score,
+    tiny_distillation,
 )
 from tests.modules.test_grpo_runs import Stop, length, rows, samples
 
@@ -58,20 +56,10 @@ def hparams(**changes: Any) -> DistillationHparams:
 
 
 def tiny(model_type: str = "gpt2", **changes: Any) -> Any:
-    """A built module whose teacher is another model, in the llama family a wider one."""
+    """A built module, in the llama family with a wider teacher."""
     wider = WIDE if model_type == "llama" else {}
-    made = RecordedDistillation(
-        distillation=hparams(**changes),
-        models=lambda: PolicyModels(
-            policy=tiny_policy(model_type),
-            reference=frozen(tiny_policy(model_type)),
-            teacher=frozen(tiny_policy(model_type, seed=7, **wider)),
-        ),
-        **_common_parts()
-        | {
-            "scorer": NoReward(),
-            "sampling": SamplingHparams(max_new_tokens=9, temperature=0.9),
-        },
+    made = tiny_distillation(
+        model_type, distillation=hparams(**changes), cls=RecordedDistillation, teacher=wider
     )
     return built(made)
 

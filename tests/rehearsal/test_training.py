@@ -19,39 +19,33 @@ from torch.utils.data import DataLoader
 from rlhf_lightning import (
     DemonstrationDataModule,
     DistillationHparams,
-    DistillationModule,
     DPOModule,
     LoraHparams,
     PreferenceDataModule,
     RewardModule,
-    SamplingHparams,
     SFTModule,
 )
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
-from rlhf_lightning.models.ppo_models import PolicyModels, ppo_models
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.modules.placement import move_models
-from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import NoReward, RewardModelScorer
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.builders.mirror import on_mirror, recorded, trainer_options
 from tests.builders.models import (
-    PAD,
     prompt_batch,
     prompt_rows,
     tiny_policy,
     tiny_scalar_model,
-    tiny_tokenizer,
 )
 from tests.builders.record_files import write_material
 from tests.builders.stages import (
     LENGTHS,
-    STOPS,
     group_prompts,
     ppo_hparams,
     preference_batch,
     prompts,
     sft_batch,
+    tiny_distillation,
     tiny_grpo,
     tiny_module,
     tiny_sft,
@@ -120,21 +114,8 @@ def sao(policy: Path) -> Any:
 
 
 def distillation(policy: Path) -> Any:
-    def models() -> PolicyModels:
-        reference, teacher = (frozen(tiny_policy("llama", seed=seed)) for seed in (0, 7))
-        return PolicyModels(policy=tiny_policy("llama"), reference=reference, teacher=teacher)
-
-    return DistillationModule(
-        distillation=DistillationHparams(learning_rate=RATE),
-        sampling=SamplingHparams(max_new_tokens=9, temperature=0.9),
-        models=models,
-        scorer=NoReward(),
-        generator=CachedGenerator(STOPS, PAD),
-        tokenizer=tiny_tokenizer(),
-        optimizer=sgd,
-        schedule=Schedule("linear"),
-        seed=11,
-    )
+    hparams = DistillationHparams(learning_rate=RATE)
+    return tiny_distillation("llama", distillation=hparams, optimizer=sgd)
 
 
 # Module of a policy folder, and batches by number; DPO finds its reference by row of a file.
