@@ -3,8 +3,9 @@
     benchmarks/gpu_day.sh                 on a machine with CUDA
     benchmarks/gpu_day.sh --rehearse      the same parts, tiny, on a CPU and a device in Python
 
-A part that ends well leaves `gpu_PART.json`, and is not run again. One that fails leaves its log
-alone, and does not stop the others.
+Parts whose seconds do not count run first, several at once on processors of their own. A part that
+ends well leaves `gpu_PART.json`, and is not run again. One that fails leaves its log alone, and
+does not stop the others.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import argparse
 import contextlib
 import json
 import os
+import queue
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,16 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     for folder in (results, logs):
         folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    variables = _variables(None if options.rehearse else install())
+    site = None if options.rehearse else install()
     if not options.rehearse and device_count() == 0:
         raise SystemExit("no CUDA device: benchmarks/gpu_day.sh --rehearse runs without one")
-    outcomes = []
-    for part in parts():
-        if options.only and part.name not in options.only:
-            continue
+
+    def run(part: Part, cores: Sequence[int]) -> Outcome:
         left = 60 * options.minutes - (time.monotonic() - started)
-        outcomes.append(_attempt(part, results, logs, variables, left, rehearse=options.rehearse))
-        _say(outcomes[-1].line())
+        variables = _variables(site, len(cores))
+        words = _on(cores)
+        outcome = _attempt(part, results, logs, variables, left, words, rehearse=options.rehearse)
+        _say(outcome.line())
+        return outcome
+
+    chosen = [part for part in parts() if not options.only or part.name in options.only]
+    outcomes = _at_once([part for part in chosen if not part.timed], options.together, run)
+    outcomes += [run(part, _cores()) for part in chosen if part.timed]
     total = time.monotonic() - started
     _say(f"\n{total:.0f} s in all, results in {results}", *(o.line() for o in outcomes))
     if any(o.status in ("cut short", "not started") for o in outcomes):
@@ -87,18 +96,55 @@ def _parser() -> argparse.ArgumentParser:
     names = [part.name for part in parts()]
     made.add_argument("--rehearse", action="store_true", help="tiny, without CUDA")
     made.add_argument("--only", nargs="+", choices=names, help="parts to run")
+    made.add_argument(
+        "--together", type=int, help="tests and peaks of memory at once; default one for 4 cores"
+    )
     made.add_argument("--minutes", type=float, default=24 * 60.0, help="to stop after")
     made.add_argument("--results", type=Path, help="folder; default benchmarks/results")
     return made
 
 
-def _variables(site: Path | None) -> dict[str, str]:
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(available_cores()))
+
+
+def _on(cores: Sequence[int]) -> list[str]:
+    """Return the words before a command that keep it on these cores, where there is `taskset`."""
+    if shutil.which("taskset") is None:
+        return []
+    return ["taskset", "-c", ",".join(map(str, cores))]
+
+
+def _at_once(
+    waiting: Sequence[Part], together: int | None, run: Callable[[Part, Sequence[int]], Outcome]
+) -> list[Outcome]:
+    """Run parts on shares of the cores, in order as shares become free."""
+    cores = _cores()
+    count = together or max(1, len(cores) // 4)
+    shares: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
+    for number in range(count):
+        shares.put(cores[number::count] or cores)
+
+    def one(part: Part) -> Outcome:
+        share = shares.get()
+        try:
+            return run(part, share)
+        finally:
+            shares.put(share)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, waiting))
+
+
+def _variables(site: Path | None, threads: int) -> dict[str, str]:
     """Return the environment of a part: with the carried packages, and this checkout."""
     found = [str(ROOT), *([str(site)] if site else []), os.environ.get("PYTHONPATH")]
-    if site:
+    if site and str(site) not in sys.path:
         sys.path.insert(0, str(site))
-    common = environment(available_cores())
-    return common | {"PYTHONPATH": os.pathsep.join(filter(None, found)), "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join(filter(None, found))
+    return environment(threads) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _attempt(
@@ -107,6 +153,7 @@ def _attempt(
     logs: Path,
     variables: dict[str, str],
     left: float,
+    before: Sequence[str] = (),
     *,
     rehearse: bool,
 ) -> Outcome:
@@ -123,7 +170,7 @@ def _attempt(
     limit, log = min(left, longest), logs / f"{part.name}.log"
     started = time.monotonic()
     words = command(part, logs if part.tests else results, rehearse=rehearse)
-    code = limited(words, log, variables, limit)
+    code = limited([*before, *words], log, variables, limit)
     seconds = time.monotonic() - started
     if code is None and limit < longest:
         return Outcome(part, "cut short", "no time left", seconds)

@@ -21,6 +21,8 @@ SHARDED = "tests/multiprocess/test_on_gpus.py"
 # What the part `memory` measures, with the same assertions about the plan.
 MEMORY = "tests/memory/test_peaks.py"
 VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / ".vllm/bin/python"))
+# Parts with one shape write its models once.
+MODELS = ("--models", str(ROOT / "benchmarks/.gpu_day/models"))
 QUICK = ("--quick", "--device", "cpu", "--threads", "1", "--repeats", "1")
 
 
@@ -35,6 +37,7 @@ class Part:
         rehearsal: likewise, on a CPU and on the second device in Python.
         limit: seconds.
         tests: the command is pytest's, and the result is made from its report.
+        timed: its seconds count, so nothing else runs beside it.
         missing: returns why the part cannot run on this machine, or None.
     """
 
@@ -44,6 +47,7 @@ class Part:
     rehearsal: tuple[str, ...]
     limit: int
     tests: bool = False
+    timed: bool = False
     missing: Callable[[], str | None] = lambda: None
 
     @property
@@ -59,17 +63,23 @@ def _tests(
 
 
 def _measured(
-    name: str, shows: str, benchmark: str, on_gpu: tuple[str, ...], here: tuple[str, ...]
+    name: str,
+    shows: str,
+    benchmark: str,
+    on_gpu: tuple[str, ...],
+    here: tuple[str, ...],
+    *,
+    timed: bool = True,
 ) -> Part:
     module = f"benchmarks.{benchmark}"
     command = (module, "--device", "cuda", "--repeats", "1", *on_gpu)
-    return Part(name, shows, command, (module, *QUICK, *here), 8 * MINUTE)
+    return Part(name, shows, command, (module, *QUICK, *here), 8 * MINUTE, timed=timed)
 
 
 def _ppo(name: str, shape: str, shows: str, *overrides: str) -> Part:
     """Return PPO iterations of this project in bf16, the first of each not counted."""
     own = ("--only", "ours", "--precisions", "bf16")
-    counted = ("--shape", shape, "--warmup", "1", "--iterations", "2")
+    counted = ("--shape", shape, *MODELS, "--warmup", "1", "--iterations", "2")
     return _measured(
         name, shows, "ppo_iteration", (*own, *counted, *_changed(*overrides)),
         (*own, *_changed(*overrides)),
@@ -80,7 +90,8 @@ def _generation(name: str, shape: str, shows: str) -> Part:
     engines = ("--engines", "ours", "bf16 weights")
     return _measured(
         name, shows, "generation",
-        ("--shape", shape, "--iterations", "2", *engines), ("--iterations", "1", *engines),
+        ("--shape", shape, *MODELS, "--iterations", "2", *engines),
+        ("--iterations", "1", *engines),
     )  # fmt: skip
 
 
@@ -95,6 +106,7 @@ def _peaks(stage: str) -> Part:
         "peak_memory",
         ("--stages", stage, "--precisions", "bf16"),
         ("--stages", stage, "--kinds", "full", "--precisions", "fp32"),
+        timed=False,
     )
 
 

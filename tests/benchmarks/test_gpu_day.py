@@ -86,6 +86,32 @@ def test_what_has_no_time_left_is_no_failure_and_only_named_parts_run(day, tmp_p
     assert day([slow, good], "--only", "good") == ({"good": "done"}, "")
 
 
+def test_parts_that_are_not_timed_run_at_once_and_timed_ones_alone_and_last(day, tmp_path):
+    # Each of the first two waits for the other; the timed one finds that both are done.
+    meets = (
+        "import pathlib, sys, time\n"
+        "here = pathlib.Path({folder!r}); (here / '{own}').touch()\n"
+        "while not (here / '{other}').exists(): time.sleep(0.02)\n"
+    )
+    left, right = (
+        script(
+            tmp_path,
+            f"{own}_part",
+            meets.format(folder=str(tmp_path), own=own, other=other) + WRITES,
+        )
+        for own, other in (("left", "right"), ("right", "left"))
+    )
+    results = tmp_path / "results"
+    last = f"import os; assert len(os.listdir({str(results)!r})) == 2; {WRITES}"
+    parts = [
+        Part("timed", "", (), script(tmp_path, "timed_part", last), 60, timed=True),
+        Part("left", "", (), left, 30),
+        Part("right", "", (), right, 30),
+    ]
+    done = dict.fromkeys(("left", "right", "timed"), "done")
+    assert day(parts, "--together", "2") == (done, "")
+
+
 def test_without_cuda_only_a_rehearsal_runs_and_its_results_are_no_results_of_cuda(
     tmp_path, monkeypatch
 ):
