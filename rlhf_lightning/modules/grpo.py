@@ -53,6 +53,16 @@ class PolicyGradientModule(OnPolicyModule):
         super().__init__(grpo, models, estimator, **parts)
 
     @classmethod
+    def title_of(cls, algorithm: GRPOHparams) -> str:
+        """Return the objective that the coefficients make, as its paper calls it."""
+        if cls.title != PolicyGradientModule.title:
+            return cls.title
+        by_surrogate = {"gspo": "GSPO", "cispo": "CISPO"}.get(algorithm.surrogate)
+        by_baseline = {"none": "REINFORCE++", "leave_one_out": "RLOO"}.get(algorithm.baseline)
+        undivided = algorithm.scale == "none" and algorithm.loss_reduction == "constant"
+        return by_surrogate or by_baseline or ("Dr. GRPO" if undivided else cls.title)
+
+    @classmethod
     @checked(but=("reward",))
     def from_pretrained(
         cls,

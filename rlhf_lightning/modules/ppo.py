@@ -49,6 +49,12 @@ class PPOModule(OnPolicyModule):
         super().__init__(ppo, models, estimator, **parts)
 
     @classmethod
+    def title_of(cls, algorithm: PPOHparams) -> str:
+        """Return SAO, if the ratio divides by the sampler and masks, else PPO."""
+        masked = algorithm.surrogate == "masked_ratio" and algorithm.ratio_base == "sampler"
+        return "SAO" if masked and cls.title == PPOModule.title else cls.title
+
+    @classmethod
     @checked(but=("reward",))
     def from_pretrained(
         cls,

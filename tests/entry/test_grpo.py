@@ -13,6 +13,7 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.memory_plan import phases
 from rlhf_lightning.app.memory_plan.request import read_run
 from rlhf_lightning.app.run_summary import batch_arithmetic
+from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed, settings_for
@@ -42,6 +43,19 @@ def test_an_experiment_composes_without_a_warning_into_what_it_is_called(experim
     ppo = settings_of("+experiment=ppo")
     assert settings.data.num_rows == ppo.data.num_rows, "as many responses as PPO's, to compare"
     assert settings.artifacts.publish != ppo.artifacts.publish
+
+
+TITLES = {
+    "grpo": "GRPO", "rloo": "RLOO", "dr_grpo": "Dr. GRPO", "reinforce_pp": "REINFORCE++",
+    "gspo": "GSPO", "cispo": "CISPO", "ppo": "PPO", "sao": "SAO",
+}  # fmt: skip
+
+
+def test_pages_and_cards_call_an_objective_as_its_paper_does():
+    found = {name: settings_of(f"+experiment={name}").title for name in TITLES}
+    assert found == TITLES
+    own = type("Own", (PolicyGradientModule,), {"title": "my objective"})
+    assert own.title_of(settings_of("+experiment=rloo").hparams) == "my objective"
 
 
 @pytest.mark.parametrize(
