@@ -207,7 +207,9 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*have no `validation_step`.*")
-    lightning = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
+    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
+    parts = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
+    lightning = [f"lightning.{part}" for part in parts]
     for name in (*lightning, "httpx", "httpx2", "openai"):  # a line for each request
         logging.getLogger(name).setLevel(logging.WARNING)
     quieten_transformers()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.terminal import Shown
-from tests.builders.command_lines import command, environment, small_sft, summary
+from tests.builders.command_lines import command, environment, small_sft, summary, train
 
 pytestmark = pytest.mark.timeout(240)
 PROGRAM = """
@@ -171,3 +171,9 @@ def test_commands_silence_the_warnings_of_transformers_after_it_was_imported() -
         timeout=120,
     )
     assert int(done.stdout) == logging.ERROR
+
+
+def test_a_run_with_adapters_does_not_tell_that_their_frozen_base_is_in_eval_mode(start, tmp_path):
+    done = train(tmp_path, *small_sft(start, "lora=lora"))
+    assert done.returncode == 0, done.stderr
+    assert "eval mode" not in done.stdout + done.stderr
