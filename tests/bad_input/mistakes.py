@@ -143,7 +143,7 @@ VALUES = [
     Mistake("+experiment=ppo paths.outputs=", "paths.outputs=", "''", "a folder"),
     Mistake("+experiment=ppo +paths.outpts=x", "paths.outpts", "unknown key", "paths.outputs"),
     Mistake("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=", "nosuch", "experiment=sft"),
-    Mistake("+experiment=ppo artifacts.sft=null", "module.policy=", "None", "expected"),
+    Mistake("+experiment=ppo artifacts.sft=null", "artifacts.sft", "None", "expected"),
     Mistake("+experiment=ppo scorer=http scorer.url=ftp://x", "scorer.url=", "ftp://x", "http://"),
     Mistake(
         "+experiment=ppo scorer=function scorer.function=reward.py",
@@ -165,7 +165,7 @@ FORMS = [
     Mistake("+experiment=ppo ~scorer", "scorer", "PPO needs", "one of function, http"),
     Mistake("+experiment=ppo callbacks.checkpoint=null", "callbacks.checkpoint=", "None", "group"),
     Mistake("+experiment=ppo evaluation.gold=5", "evaluation.gold=", "5", "_target_="),
-    Mistake("+experiment=ppo artifacts.reward=null", "scorer.load.source=", "None", "expected"),
+    Mistake("+experiment=ppo artifacts.reward=null", "artifacts.reward", "None", "expected"),
     Mistake("+experiment=ppo model.revision=3", "model.revision=", "3 is int", "str or"),
     Mistake(
         "+experiment=ppo model.activation_checkpointing=maybe",

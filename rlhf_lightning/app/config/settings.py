@@ -39,6 +39,7 @@ from rlhf_lightning.app.config.groups import (
     builds,
     hparams_of,
 )
+from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.stages.spec import Stage, find_stage
 from rlhf_lightning.arguments import Seed, misfit
 from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams, Precision
@@ -149,9 +150,7 @@ class CommandSettings(Settings):
             return cls.model_validate(kept, context=context)
         except ValidationError as error:
             text = str(misfit("", kept, cls, error))
-        node = at(written, text.partition("=")[0])
-        referred = isinstance(node, str) and "${" in node
-        raise ConfigError(f"{text} ({node})" if referred else text)
+        raise ConfigError(_with_reference(written, text))
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
         """Return the settings with other values, also wherever other settings refer to them.
@@ -180,11 +179,20 @@ class CommandSettings(Settings):
             TargetError: with the place, what it got and what it wants.
         """
         for where, target in self.targets().items():
-            target.read(where)
+            try:
+                target.read(where)
+            except TargetError as error:
+                raise TargetError(_with_reference(self._written, str(error))) from error
 
     def targets(self) -> dict[str, Target]:
         """Return everything that is built by name, by its place."""
         return dict(_targets(self, ""))
+
+
+def _with_reference(written: Mapping[str, Any], text: str) -> str:
+    """Return a message about `KEY=VALUE`, with the keys that the value comes from, if it does."""
+    node = at(written, text.partition("=")[0])
+    return f"{text} ({node})" if isinstance(node, str) and "${" in node else text
 
 
 def _check_nothing_missing(node: Any, where: str = "") -> None:
