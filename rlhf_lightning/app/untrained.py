@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_lightning.app.command_line import quieten
 from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.models.adapter_files import save_adapter
+from rlhf_lightning.models.building import seeded_init
 from rlhf_lightning.models.factory import head_std, load_base, load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import add_scalar_model
@@ -54,7 +55,8 @@ def write_untrained(stage: Stage, folder: Path, settings: Any) -> None:
     with replacing_folder(folder) as staging:
         if not stage.trains_policy:
             size = drawn.model.get_output_embeddings().in_features
-            head = scalar_head(size, init_std=head_std(size, "reward"))
+            with seeded_init(settings.seed):
+                head = scalar_head(size, init_std=head_std(size, "reward"))
             drawn = ScalarHeadModel(drawn.model.base_model, head)
         save_hf_model(drawn, tokenizer, staging, drawn.state_dict(), stop_ids=stops)
         if policy is not None and settings.select("lora") is not None:

@@ -96,6 +96,12 @@ def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weig
     before = read_manifest(sft)
     prerequisites.prepare_inputs(settings, [], say=lambda _: None)
     assert read_manifest(sft) == before
+    again = settings_of(*words[:-1], f"paths.artifacts={tmp_path}/again")
+    prerequisites.prepare_inputs(again, [], say=lambda _: None)
+    for kind in ("sft", "reward"):  # by the seed, so that such a run can be repeated
+        files = [Path(str(one.artifacts.of(kind))) for one in (settings, again)]
+        weights = [(folder / "model.safetensors").read_bytes() for folder in files]
+        assert weights[0] == weights[1], kind
 
 
 def test_an_evaluation_apart_makes_both_sides_and_the_reward_model_of_random_weights(tmp_path):
