@@ -30,6 +30,7 @@ from rlhf_lightning.app.config.validate import (
 )
 from rlhf_lightning.app.untrained import write_untrained
 from rlhf_lightning.distributed.launch import own_environment
+from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
@@ -72,6 +73,8 @@ def prepare_inputs(
         source = settings.select(f"artifacts.{kind}")
         if source is None or is_available(source) or not is_loaded(settings, source):
             continue
+        if kind == "teacher" and is_address(source):
+            continue  # a server: it is asked when it is needed
         folder = Path(source)
         has_recipe = kind in choices("experiment")
         usual = has_recipe and source == f"{settings.select('model.folder')}/{kind}"

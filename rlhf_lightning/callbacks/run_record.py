@@ -232,7 +232,8 @@ def about_run(module: LightningModule, data: object, *, name: str | None = None)
     if scorer is not None:
         about["reward"] = _reward(given.get("reward") or scorer)
     if given.get("teacher") is not None:
-        about["teacher"] = given["teacher"]
+        told = " with a prompt of its own" if given.get("teacher_prompt") else ""
+        about["teacher"] = f"{given['teacher']}{told}"
     if start is not None and hasattr(module, "policy"):
         about["baseline"] = "the model that it was trained from"
     defaults = {

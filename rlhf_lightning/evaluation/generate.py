@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.records import asked_columns
@@ -24,6 +25,7 @@ from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
+from rlhf_lightning.rollout.teachers import Teacher
 
 # (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
 GoldReward = Callable[..., list[float]]
@@ -116,7 +118,7 @@ def sample_batches(
     noise: RowNoise,
     reference: PolicyModel | None = None,
     scorer: Scorer | None = None,
-    teacher: PolicyModel | None = None,
+    teacher: Teacher | None = None,
     answers_per_prompt: int = 1,
 ) -> PolicyAnswers:
     """Sample one response a row.
@@ -148,10 +150,19 @@ def sample_batches(
         tokenizer: Any = sampling.tokenizer
         skip = sampling.skip_special_tokens
         answers = make_responses(prompts, generation, tokenizer, skip_special_tokens=skip)
-        kl = None if reference is None else _sequence_kl(policy, reference, answers, sampling)
+        compared = reference is not None or teacher is not None
+        own = _logprobs(policy, answers, sampling) if compared else None
+        kl = None
+        if own is not None and reference is not None:
+            kl = _sequence_kl(own, _logprobs(reference, answers, sampling), answers)
         result.extend(answers, scorer, kl)
-        if teacher is not None:
-            result.teacher_kl += _sequence_kl(policy, teacher, answers, sampling)
+        if own is not None and teacher is not None:
+            said = teacher(
+                answers,
+                temperature=sampling.temperature or 1.0,
+                micro_batch_size=sampling.micro_batch_size,
+            )
+            result.teacher_kl += _sequence_kl(own, said.logprobs, answers)
         release_freed_memory()
     return result
 
@@ -181,25 +192,28 @@ def shared_among_ranks(
     return joined
 
 
-def _sequence_kl(
-    policy: PolicyModel, reference: PolicyModel, answers: Responses, sampling: Sampling
-) -> list[float]:
-    def kl_of_rows(rows: torch.Tensor) -> tuple[torch.Tensor]:
-        batch = answers.rows(rows)
-        # Greedy responses are compared under the models as they are.
-        temperature = sampling.temperature or 1.0
-        new, ref = (
-            response_statistics(model, batch, temperature=temperature, with_entropy=False)
-            for model in (policy, reference)
-        )
-        kl = kl_k1(new.logprobs, ref.logprobs)  # [B, R]
-        return (torch.where(batch.response_mask, kl, 0).sum(-1),)
+def _logprobs(model: PolicyModel, answers: Responses, sampling: Sampling) -> Tensor:
+    """Return `[B, R]` log-probabilities; greedy responses are read by the model as it is."""
 
-    with in_eval_mode(policy), in_eval_mode(reference):
-        (kl,) = by_micro_batch(
-            kl_of_rows, answers.attention_mask, sampling.micro_batch_size, agree=agreed_max
+    def of_rows(rows: Tensor) -> tuple[Tensor]:
+        found = response_statistics(
+            model,
+            answers.rows(rows),
+            temperature=sampling.temperature or 1.0,
+            with_entropy=False,
         )
-    return kl.tolist()
+        return (found.logprobs,)
+
+    with in_eval_mode(model):
+        (logprobs,) = by_micro_batch(
+            of_rows, answers.attention_mask, sampling.micro_batch_size, agree=agreed_max
+        )
+    return logprobs
+
+
+def _sequence_kl(own: Tensor, other: Tensor, answers: Responses) -> list[float]:
+    kl = kl_k1(own, other)  # [B, R]
+    return torch.where(answers.response_mask, kl, 0).sum(-1).tolist()  # type: ignore[no-any-return]
 
 
 def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:

@@ -41,6 +41,7 @@ from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Scorer, make_responses, reward_of
+from rlhf_lightning.rollout.teachers import Teacher
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class HeldOutComparison:
         self,
         policy: PolicyModel,
         reference: PolicyModel | None,
-        teacher: PolicyModel | None = None,
+        teacher: Teacher | None = None,
     ) -> SideResponses:
         """Return the responses of the policy, with their KL from the reference if there is one.
 
@@ -107,7 +108,7 @@ class HeldOutComparison:
         baseline: PolicyModel,
         questions: Questions | None = None,
         sampling: Sampling | None = None,
-        teacher: PolicyModel | None = None,
+        teacher: Teacher | None = None,
     ) -> SideResponses:
         """Return the responses of the baseline.
 
@@ -127,7 +128,7 @@ class HeldOutComparison:
         policy: PolicyModel,
         baseline: PolicyModel,
         *,
-        teacher: PolicyModel | None = None,
+        teacher: Teacher | None = None,
         num_samples: int | None = None,
     ) -> Findings:
         """Sample both policies and return metrics, samples and values.
@@ -158,7 +159,7 @@ class HeldOutComparison:
         model: PolicyModel,
         reference: PolicyModel | None,
         side: int,
-        teacher: PolicyModel | None,
+        teacher: Teacher | None,
     ) -> SideResponses:
         noise = RowNoise(self.seed, "evaluation")
         main = shared_among_ranks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, ClassVar, NotRequired, Self, TypedDict
+from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Default, PathOrName, RunsCode, Seed, Size, Temperature, checked
+from rlhf_lightning.arguments import PathOrName, Seed, Size, Temperature, checked
 from rlhf_lightning.batches import PromptBatch, TensorBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
@@ -22,7 +22,6 @@ from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, unsharded
 from rlhf_lightning.hparams import (
     DPOHparams,
-    LoraHparams,
     OnPolicyHparams,
     RewardHparams,
     SamplingHparams,
@@ -60,53 +59,6 @@ from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
 
 Hparams = SFTHparams | RewardHparams | DPOHparams | OnPolicyHparams
-
-
-class ModuleParts(TypedDict):
-    """Parts of every module, except its hyper-parameters and the builder of its models.
-
-    Attributes:
-        optimizer: parameter groups -> optimizer (AdamW with everything but the learning rates).
-        schedule: factor on the learning rates over iterations.
-        fingerprint: of the model's source; a checkpoint resumes only from the same one.
-        compute_dtype: of sharded forwards; None computes in the parameters' dtype.
-    """
-
-    optimizer: Optimizer
-    schedule: Schedule
-    fingerprint: NotRequired[Annotated[str, Default("")]]
-    compute_dtype: NotRequired[torch.dtype | None]
-
-
-class ModuleOptions(TypedDict, total=False):
-    """Options of every `from_pretrained`; an option that is left out is None, 1 or False.
-
-    Attributes:
-        lora: train adapters on one frozen base instead of whole models.
-        schedule: of the learning rates; linear to 0 by default.
-        optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by default.
-        generator: stop ids and pad id -> what continues prompts, in rollouts, in `generate` and in
-            comparisons: a class or a `functools.partial` of one; `CachedGenerator` by default.
-        seed: seeds new weights, the order of the data, and of rollouts the sampling noise.
-        activation_checkpointing: compute decoder layers again in the backward pass.
-        chat_template: file of a template, or the name of one of ours, in place of the model's;
-            exported with it.
-        chat_template_arguments: variables that the template reads, such as `enable_thinking`, or
-            `date_string` of one that writes the date; they become part of it.
-        revision: branch, tag or commit of a hub name.
-        trust_remote_code: run the code beside the weights.
-    """
-
-    lora: LoraHparams | None
-    schedule: Schedule | None
-    optimizer: Optimizer | None
-    generator: Callable[[Sequence[int], int], Generator] | None
-    seed: Annotated[Seed, Default(1)]
-    activation_checkpointing: Annotated[bool, Default(False)]
-    chat_template: str | None
-    chat_template_arguments: Mapping[str, Any] | None
-    revision: str | None
-    trust_remote_code: Annotated[RunsCode, Default(False)]
 
 
 class SameStart(Callback):

@@ -17,8 +17,10 @@ from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.models.heads import Teaching, TokenStatistics, logits_of
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, OnPolicyParts
+from rlhf_lightning.modules.on_policy import OnPolicyModule
+from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.rollout.estimators import Returns
+from rlhf_lightning.rollout.teachers import ModelTeacher
 
 
 class DistillationModule(OnPolicyModule):
@@ -93,10 +95,11 @@ class DistillationModule(OnPolicyModule):
         """Return what the policy says of a micro-batch, and its divergence from the teacher."""
         if not self.learns_distributions:
             return super().statistics(micro_batch)
-        assert self.teacher is not None  # or it has no states
+        assert isinstance(self.teacher, ModelTeacher)  # or it has no states
+        teacher = self.teacher.model
         assert micro_batch.teacher_states is not None  # [b, R, H]
-        with unsharded(self.teacher.root, layers=False):  # for its head
-            logits = logits_of(self.teacher.model, copied=is_sharded(self.teacher.root))
+        with unsharded(teacher.root, layers=False):  # for its head
+            logits = logits_of(teacher.model, copied=is_sharded(teacher.root))
         algorithm = self.algorithm
         return response_statistics(
             self.policy,

@@ -27,9 +27,10 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import by_micro_batch, micro_batches
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.non_finite import finite
 from rlhf_lightning.modules.optimization import Measured, Term
+from rlhf_lightning.modules.options import ModuleOptions, ModuleParts
 from rlhf_lightning.modules.reference_logprobs import (
     SPLITS,
     ReferenceLogprobs,

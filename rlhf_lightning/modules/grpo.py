@@ -14,7 +14,8 @@ from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.hparams import GRPOHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, OnPolicyParts
+from rlhf_lightning.modules.on_policy import OnPolicyModule
+from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.rollout.estimators import AdvantageEstimator, GroupBaseline, Returns
 
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, ClassVar, NotRequired, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import PathOrName, Seed, checked
+from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.distributed.collectives import gathered, global_sum, unsharded, world_size
@@ -31,7 +31,7 @@ from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.models.precision import release_freed_memory
-from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import Stateful
 from rlhf_lightning.modules.checks import check_equal_shares
 from rlhf_lightning.modules.controls import Controls
@@ -53,6 +53,7 @@ from rlhf_lightning.modules.optimization import (
     accumulate_gradients,
     clip_and_step,
 )
+from rlhf_lightning.modules.options import ModuleParts
 from rlhf_lightning.modules.rewards import check_objects, check_reward, score_clip_of
 from rlhf_lightning.modules.sampler_logprobs import (
     base_logprobs,
@@ -66,50 +67,7 @@ from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import Scorer
-
-
-class OnPolicyParts(ModuleParts):
-    """Parts of a module that learns from its responses.
-
-    Attributes:
-        sampling: settings of the rollouts.
-        scorer: scores responses; its models are frozen.
-        generator: generates the responses.
-        tokenizer: turns responses into text.
-        seed: seeds sampling noise and minibatch order.
-        surrogate: the loss of the policy; None for that of the hyper-parameters.
-        estimator: estimator of advantages; None for the module's default.
-    """
-
-    sampling: SamplingHparams
-    scorer: Scorer
-    generator: Generator
-    tokenizer: PreTrainedTokenizerBase
-    seed: Seed
-    surrogate: NotRequired[Surrogate | None]
-    estimator: NotRequired[AdvantageEstimator | None]
-
-
-class OnPolicyOptions(ModuleOptions, total=False):
-    """Further options of `from_pretrained` of such a module.
-
-    Attributes:
-        start: folder or hub name of a policy to continue from; the reference stays `policy`. With
-            `lora` its `adapter` folder is used, which must be trained on `policy`.
-        teacher: folder or hub name of a model with the policy's tokenizer, to learn from; it stays
-            frozen. Its weight is `teacher_coef` of the hyper-parameters.
-        reward_weights: one weight per reward of a list; 1 by default.
-        sampling: settings of the rollouts; the defaults of `SamplingHparams`.
-        surrogate: the loss of the policy; None for that of the hyper-parameters.
-        estimator: estimator of advantages; None for the module's default.
-    """
-
-    start: PathOrName | None
-    teacher: PathOrName | None
-    reward_weights: Sequence[float] | None
-    sampling: SamplingHparams | None
-    surrogate: Surrogate | None
-    estimator: AdvantageEstimator | None
+from rlhf_lightning.rollout.teachers import ModelTeacher, Teacher, TeacherPrompt
 
 
 class OnPolicyModule(RLHFModule):
@@ -126,7 +84,7 @@ class OnPolicyModule(RLHFModule):
         learns_distributions: whether the teacher's whole distributions are learnt.
         controls: values that change during a run; see `Controls`.
         value: the critic; None without one.
-        teacher: a frozen model to learn from; None without one.
+        teacher: says how likely it finds the responses; None without one.
         score_clip: that of the hyper-parameters, with "auto" resolved.
     """
 
@@ -139,7 +97,7 @@ class OnPolicyModule(RLHFModule):
     tokenizer: PreTrainedTokenizerBase
     reference: PolicyModel
     value: ScalarHeadModel | None
-    teacher: PolicyModel | None = None
+    teacher: Teacher | None = None
     score_clip: float | None = None
     trained_roots: tuple[nn.Module, ...] = ()
     frozen_models: tuple[nn.Module, ...] = ()
@@ -157,9 +115,12 @@ class OnPolicyModule(RLHFModule):
         seed: int,
         surrogate: Surrogate | None = None,
         estimator: AdvantageEstimator | None = None,
+        teacher: Teacher | None = None,
+        teacher_prompt: TeacherPrompt | None = None,
         **parts: Unpack[ModuleParts],
     ) -> None:
         super().__init__(algorithm, models, **parts)
+        self.teacher, self.teacher_prompt = teacher, teacher_prompt
         made = SURROGATES[algorithm.surrogate]
         named = {item.name: getattr(algorithm, item.name) for item in fields(made)}
         self.surrogate: Surrogate = surrogate or made(**named)
@@ -439,7 +400,8 @@ class OnPolicyModule(RLHFModule):
         self.policy, self.trained_roots = built.policy, built.trained
         self.step_0.same_source = built.same_source
         object.__setattr__(self, "reference", built.reference)
-        object.__setattr__(self, "teacher", built.teacher)
+        if built.teacher is not None:
+            self.teacher = ModelTeacher(built.teacher, self.teacher_prompt)
         object.__setattr__(self, "frozen_models", frozen)
         for model in built.trained:
             place_on_ranks(model)

@@ -18,8 +18,9 @@ from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_values
 from rlhf_lightning.models.ppo_models import PPOModels, freeze_but, ppo_models
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, OnPolicyParts
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.optimization import Measured, StepCounts, Term, parameter_group
+from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
 from rlhf_lightning.text.tokenizers import check_same_tokenizer

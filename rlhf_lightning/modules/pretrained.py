@@ -28,6 +28,8 @@ from rlhf_lightning.modules.rewards import as_scorer, named_reward
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator, Generator
 from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
+from rlhf_lightning.rollout.scorers.hparams import is_address
+from rlhf_lightning.rollout.teachers import ServerTeacher, TeacherPrompt
 from rlhf_lightning.runs.manifest import ManifestError
 from rlhf_lightning.runs.resume import CheckpointError, read_data
 from rlhf_lightning.runs.source import Source
@@ -41,6 +43,7 @@ from rlhf_lightning.text.tokenizers import (
     with_template_arguments,
 )
 
+SAMPLED = "sampled"  # the divergence that needs one number a token
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
 _PLAIN = ("reward_weights", "from_scratch", "chat_template_arguments")  # lists and mappings
 _WITHOUT_ADAPTER = {  # by the argument that names a folder
@@ -146,8 +149,8 @@ def of_policy(
     if isinstance(scorer, RewardAdapterScorer):
         start.check_adapter("reward", scorer.source)
     onward = _onward(start, options["start"], lora)
-    taught = _teacher(cls, start, options["teacher"], hparams)
     hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
+    taught, teaching = _teacher(cls, start, options, hparams)
     more = {} if taught is None else {"teacher": taught.name}
 
     def models() -> Any:
@@ -161,6 +164,7 @@ def of_policy(
         generator=start.generator(),
         tokenizer=start.tokenizer,
         **{name: options[name] for name in ("seed", "surrogate", "estimator")},
+        **teaching,
         **hparams,
         **start.parts,
     )
@@ -173,7 +177,8 @@ def of_policy(
         reward_weights=None if weights is None else list(weights),
         **hparams,
         **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
-        teacher=more.get("teacher"),
+        teacher=None if (teacher := options["teacher"]) is None else str(teacher),
+        teacher_prompt=options["teacher_prompt"],
         **kept,
     )
     return built  # type: ignore[no-any-return]
@@ -193,26 +198,45 @@ def _onward(start: Start, source: str | Path | None, lora: LoraHparams | None) -
 
 
 def _teacher(
-    cls: type, start: Start, teacher: str | Path | None, hparams: Mapping[str, Any]
-) -> Source | None:
-    """Return the source of a teacher that reads the policy's ids; None without one.
+    cls: type, start: Start, options: Mapping[str, Any], hparams: Mapping[str, Any]
+) -> tuple[Source | None, dict[str, Any]]:
+    """Return the source of a teacher that is loaded here, and what else a module needs of one.
 
     Raises:
-        ValueError: if its tokenizer is another one, or a weight of it is set without one.
+        ValueError: if its tokenizer is another one, a weight or a prompt of it is set without one,
+            or a server cannot give what is learnt.
     """
+    teacher, template = options["teacher"], options["teacher_prompt"]
     if teacher is None:
-        for own in hparams.values():
-            given, usual = own.teacher_coef, type(own)().teacher_coef
-            if given != usual:
-                raise ValueError(
-                    f"teacher_coef={given:g} weighs a teacher, and {cls.__name__} is given none: "
-                    "give teacher=FOLDER (artifacts.teacher), or leave it out"
-                )
-        return None
+        _check_no_teacher(cls, template, hparams)
+        return None, {}
+    prompt = None if template is None else TeacherPrompt(template, start.tokenizer)
+    if is_address(teacher):
+        learnt = {getattr(own, "divergence", SAMPLED) for own in hparams.values()}
+        if learnt != {SAMPLED} or hparams["sampling"].temperature != 1.0:
+            raise ValueError(
+                f"teacher={teacher} gives log-probabilities of given tokens at temperature 1: use "
+                f"divergence={SAMPLED} and sampling.temperature=1, or a teacher in this process"
+            )
+        return None, {"teacher": ServerTeacher(str(teacher), start.tokenizer, prompt)}
     with naming_argument("teacher", teacher):
         fix = "take a teacher of the policy's family, or train on its texts (SFT)"
         check_same_tokenizer(start.tokenizer, teacher, fix=fix)
-        return Source.of(teacher, "teacher")
+        return Source.of(teacher, "teacher"), {"teacher_prompt": prompt}
+
+
+def _check_no_teacher(cls: type, template: str | None, hparams: Mapping[str, Any]) -> None:
+    needs = "give teacher=FOLDER (artifacts.teacher), or leave it out"
+    if template is not None:
+        raise ValueError(f"teacher_prompt is what a teacher reads, and there is none: {needs}")
+    for own in hparams.values():
+        if (given := getattr(own, "teacher_coef", None)) is None:
+            continue
+        if given != type(own)().teacher_coef:
+            raise ValueError(
+                f"teacher_coef={given:g} weighs a teacher, and {cls.__name__} is given none: "
+                f"{needs}"
+            )
 
 
 @contextmanager

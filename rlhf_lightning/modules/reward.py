@@ -26,8 +26,9 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import packs, pair_micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.optimization import Measured
+from rlhf_lightning.modules.options import ModuleOptions, ModuleParts
 
 CONFIDENCE = 0.95
 

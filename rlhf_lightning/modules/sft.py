@@ -23,8 +23,9 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, pack_right, pack_together, packs
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.optimization import Measured
+from rlhf_lightning.modules.options import ModuleOptions, ModuleParts
 
 
 class SFTModule(RLHFModule):

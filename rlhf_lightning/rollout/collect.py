@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
@@ -31,8 +29,7 @@ from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.resampling import resampled
 from rlhf_lightning.rollout.scorers.base import Responses, Scorer, Scores, make_responses
-
-Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
+from rlhf_lightning.rollout.teachers import Teacher, Unsharded
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class RolloutParts:
         unsharded: gathers a sharded model: to generate, and once for all its micro-batches.
         micro_batch_size: rows in one forward.
         skip_special_tokens: leave special tokens out of that text.
-        teacher: frozen model whose log-probabilities are learnt; None without one.
+        teacher: says how likely it finds the responses; None without one.
         teacher_states: keep its states too, from which its whole distributions are learnt: they
             are then the loss, and its log-probabilities no part of the advantages.
     """
@@ -63,7 +60,7 @@ class RolloutParts:
     unsharded: Unsharded
     micro_batch_size: int | None
     skip_special_tokens: bool = False
-    teacher: PolicyModel | None = None
+    teacher: Teacher | None = None
     teacher_states: bool = False
 
 
@@ -297,12 +294,11 @@ def evaluate_responses(
         assert statistics.entropy is not None  # asked for
         return statistics.logprobs, statistics.entropy
 
-    def frozen(
-        model: PolicyModel, rows: Tensor, *, with_states: bool = False
-    ) -> tuple[Tensor, ...]:
-        how: dict[str, Any] = {"temperature": temperature, "with_entropy": False}
-        found = response_statistics(model, responses.rows(rows), **how, with_states=with_states)
-        return (found.logprobs,) if found.states is None else (found.logprobs, found.states)
+    def reference(rows: Tensor) -> tuple[Tensor, ...]:
+        statistics = response_statistics(
+            parts.reference, responses.rows(rows), temperature=temperature, with_entropy=False
+        )
+        return (statistics.logprobs,)
 
     value_model = parts.value_model
     # As the updates compute, whose bits these are to have.
@@ -325,11 +321,15 @@ def evaluate_responses(
     with parts.unsharded(parts.policy.root):  # there is room: it was gathered to generate
         logprobs, entropy = of_rows(policy)
     with parts.unsharded(parts.reference.root):
-        (ref_logprobs,) = of_rows(partial(frozen, parts.reference))
-    taught: dict[str, Tensor] = {}
+        (ref_logprobs,) = of_rows(reference)
+    taught: tuple[Tensor | None, ...] = ()
     if parts.teacher is not None:
-        with parts.unsharded(parts.teacher.root):
-            said = of_rows(partial(frozen, parts.teacher, with_states=parts.teacher_states))
-        taught = dict(zip(("teacher_logprobs", "teacher_states"), said, strict=False))
+        taught = parts.teacher(
+            responses,
+            temperature=temperature,
+            micro_batch_size=parts.micro_batch_size,
+            with_states=parts.teacher_states,
+            unsharded=parts.unsharded,
+        )
     state_values = None if value_model is None else of_rows(values)[0]
-    return Evaluated(logprobs, entropy, ref_logprobs, state_values, **taught)
+    return Evaluated(logprobs, entropy, ref_logprobs, state_values, *taught)

@@ -79,7 +79,7 @@ def test_the_loss_is_the_mean_divergence_over_the_tokens_with_its_gradient(kind,
     rollout = rollout_of(module)
     loss, gradient, measures = policy_loss_and_gradient(module, rollout)
     with torch.no_grad():
-        teacher = logprobs_of(module.teacher, rollout)
+        teacher = logprobs_of(module.teacher.model, rollout)
     module.zero_grad()
     own = logprobs_of(module.policy, rollout)
     wanted = 0.5 * vocabulary_divergence(own, teacher, kind=kind, weight=0.5).mean()

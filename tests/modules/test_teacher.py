@@ -11,12 +11,24 @@ import lightning as L
 import pytest
 import torch
 
-from rlhf_lightning import GRPOHparams, LoraHparams, PPOHparams, PPOModule, trainer_arguments
+from rlhf_lightning import (
+    DistillationHparams,
+    DistillationModule,
+    GRPOHparams,
+    LoraHparams,
+    PPOHparams,
+    PPOModule,
+    PromptDataModule,
+    SamplingHparams,
+    compare,
+    trainer_arguments,
+)
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from tests.builders.models import tiny_policy, tiny_tokenizer
 from tests.builders.record_files import write_material
+from tests.builders.reward_server import serving
 from tests.builders.stages import (
     built,
     group_prompts,
@@ -27,6 +39,7 @@ from tests.builders.stages import (
     tiny_models,
     tiny_module,
 )
+from tests.builders.teacher_server import vllm_of
 from tests.modules.test_grpo_runs import Stop, made, rows, samples
 from tests.modules.test_grpo_runs import prompts as prompt_data
 
@@ -124,10 +137,10 @@ def trained(material, tmp_path_factory, request):
 def test_the_policy_comes_closer_and_the_teacher_stays_out_of_what_is_trained_and_saved(trained):
     module, trainer, folder, _ = trained
     assert {name.split(".")[0] for name in module.state_dict()} == {"policy"}
-    assert not any(p.requires_grad or p.grad is not None for p in module.teacher.parameters())
-    assert module.teacher in module.frozen_models
+    assert not any(p.requires_grad or p.grad is not None for p in module.teacher.model.parameters())
+    assert module.teacher.model in module.frozen_models
     (group,) = trainer.optimizers[0].param_groups
-    assert not {id(p) for p in module.teacher.parameters()} & {id(p) for p in group["params"]}
+    assert not {id(p) for p in module.teacher.model.parameters()} & {id(p) for p in group["params"]}
     first, *_, last = (row["rollout/teacher_kl_per_token"] for row in rows(folder))
     assert first == pytest.approx(
         float(
@@ -178,7 +191,7 @@ def test_a_resume_without_the_teacher_says_so(material, trained, tmp_path, caplo
 def test_the_weights_of_the_teacher_are_those_of_its_folder(material, trained):
     module, *_ = trained
     expected = frozen(policy_models(material["teacher_7"]).policy)
-    for one, other in zip(module.teacher.parameters(), expected.parameters(), strict=True):
+    for one, other in zip(module.teacher.model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -198,6 +211,103 @@ def test_another_tokenizer_and_a_weight_without_a_teacher_are_refused(material, 
         PPOModule.from_pretrained(
             material["policy"], lambda completions: [0.0], ppo=PPOHparams(teacher_coef=2)
         )
+
+
+HINTED = DistillationHparams(learning_rate=3e-3, num_minibatches=2)
+
+
+def distilled(
+    material: dict[str, Path], folder: Path, ckpt_path: str | None = None, **changes: Any
+) -> tuple[Any, L.Trainer]:
+    """Train the policy on what it would write if it were told a hint; return the module."""
+    hinted = folder.parent / "hinted.jsonl"
+    texts = [json.loads(line)["prompt"] for line in material["prompts"].read_text().splitlines()]
+    told = [{"prompt": text, "hint": "w40 w41 w42"} for text in texts]
+    hinted.write_text("".join(json.dumps(row) + "\n" for row in told))
+    module = DistillationModule.from_pretrained(
+        material["policy"],
+        distillation=HINTED,
+        sampling=SamplingHparams(max_new_tokens=5),
+        teacher=material["policy"],
+        **{"teacher_prompt": "{prompt} {hint}"} | changes,
+    )
+    data = PromptDataModule(hinted, module.tokenizer, batch_size=16, num_iterations=24)
+    given: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
+    callbacks = [Stop()] if folder.name == "killed" and ckpt_path is None else []
+    trainer = L.Trainer(
+        **trainer_arguments(
+            folder,
+            max_iterations=24,
+            checkpoint_every_n_iterations=1,
+            callbacks=callbacks,
+            **given,
+        )
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return module, trainer
+
+
+def test_a_policy_learns_from_itself_what_it_would_write_if_it_were_told_more(material, tmp_path):
+    module, _ = distilled(material, tmp_path / "whole")
+    found = rows(tmp_path / "whole")
+    assert found[0]["rollout/kl_per_response"] == 0  # the teacher is the start, and still differs
+    divergence = [row["distillation/divergence"] for row in found]
+    assert sum(divergence[-6:]) / 6 < 0.7 * sum(divergence[:3]) / 3
+    plain, _ = distilled(material, tmp_path / "plain", teacher_prompt=None)
+    assert rows(tmp_path / "plain")[0]["rollout/teacher_kl_per_token"] == 0
+    start, prompts = module.hparams["policy"], tmp_path / "hinted.jsonl"
+    compared = compare(module, start, prompts, gold=words, answers_per_prompt=64)
+    assert compared.metrics["val/teacher_kl_share"] < 0.95
+    same = compare(plain, start, prompts, gold=words)
+    assert "val/teacher_kl_share" not in same.metrics  # it was 0 at the start
+
+    with pytest.raises(RuntimeError, match="the power went"):
+        distilled(material, tmp_path / "killed")
+    again, _ = distilled(material, tmp_path / "killed", "last")
+    assert rows(tmp_path / "killed") == found
+    for name, value in module.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    checkpoint = tmp_path / "killed/checkpoints/last.ckpt"
+    assert DistillationModule.load_from_checkpoint(checkpoint).teacher_prompt.fields == (
+        "prompt",
+        "hint",
+    )
+
+
+def words(prompts: Any, completions: Any, finished: Any) -> list[float]:
+    return [float(len(text.split())) for text in completions]
+
+
+def test_a_run_learns_from_a_server_what_it_learns_from_the_same_model_here(material, tmp_path):
+    settings = DistillationHparams(divergence="sampled", learning_rate=1e-3)
+    teacher = tiny_policy("llama", seed=7, max_position_embeddings=2048).model
+    given = {"distillation": settings, "sampling": SamplingHparams(max_new_tokens=5)}
+    runs = []
+    with serving(vllm_of(teacher, tiny_tokenizer())) as server:
+        url = server.url.removesuffix("/score")
+        for place in (url, material["teacher_7"]):
+            module = DistillationModule.from_pretrained(material["policy"], teacher=place, **given)
+            assert module.hparams["teacher"] == str(place)
+            folder = tmp_path / str(len(runs))
+            options = trainer_arguments(folder, max_iterations=2, accelerator="cpu")
+            data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+            L.Trainer(**options).fit(module, data)
+            runs.append([row["rollout/teacher_kl_per_token"] for row in rows(folder)])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-4)
+    assert runs[0][0] > 0.1
+
+
+def test_what_a_server_cannot_give_is_refused_before_anything_is_loaded(material):
+    given = {"policy": material["policy"], "teacher": "http://127.0.0.1:1"}
+    sampled = DistillationHparams(divergence="sampled")
+    for changes in (
+        {"distillation": DistillationHparams()},
+        {"distillation": sampled, "sampling": SamplingHparams(temperature=0.7)},
+    ):
+        with pytest.raises(ValueError, match=r"divergence=sampled and sampling\.temperature=1"):
+            DistillationModule.from_pretrained(**given, **changes)
+    with pytest.raises(ValueError, match="teacher_prompt is what a teacher reads, and there is no"):
+        made(material, teacher_prompt="{prompt}")
 
 
 def test_a_teacher_that_lacks_ids_of_the_policy_is_refused_before_anything_is_sampled():

@@ -21,8 +21,9 @@ from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, Usual
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, OnPolicyParts
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.optimization import Measured, StepCounts
+from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.rollout.estimators import Returns
 
 

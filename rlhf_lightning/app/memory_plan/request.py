@@ -26,6 +26,7 @@ from rlhf_lightning.app.memory_plan.run import (
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
 from rlhf_lightning.arguments import did_you_mean
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.hparams import is_address
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def _teacher(
     settings: TrainSettings, plan: PlanGroup, notes: list[str], policy: Shape
 ) -> Shape | None:
     source = settings.module.get("teacher")
-    if source is None:
+    if source is None or is_address(source):
         return None
     if plan.teacher is not None:
         return named_shape(plan.teacher, "plan.teacher")

@@ -28,6 +28,7 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.folder import RunFolder
 
 
@@ -74,6 +75,12 @@ class PPOStage(Stage):
             raise ConfigError(
                 f"{place}.overlong_buffer={buffer} must be at most "
                 f"module.sampling.max_new_tokens={longest}: use about a fifth of it"
+            )
+        temperature, teacher = settings.evaluation.temperature, settings.module.get("teacher")
+        if is_address(teacher) and temperature not in (None, 0.0, 1.0):
+            raise ConfigError(
+                f"evaluation.temperature={temperature}: the server at artifacts.teacher={teacher} "
+                "gives log-probabilities at temperature 1: use 1, or 0 for the likeliest token"
             )
         if settings.scorer is None:
             names = ", ".join(choices("scorer"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from string import Formatter
 from typing import Any
 
 from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
@@ -14,7 +13,7 @@ from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import ParsedRow
 from rlhf_lightning.data.records import DemonstrationRecord, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
-from rlhf_lightning.text.messages import as_text
+from rlhf_lightning.text.messages import as_text, fields_of
 
 REFERENCE = "completion"
 TOO_LONG = "completion longer than max_completion_chars"
@@ -143,25 +142,6 @@ class TemplateSource(FileSource):
 def normalized(text: str) -> str:
     """Return the text with every run of white space as one space, and none at its ends."""
     return " ".join(text.split())
-
-
-def fields_of(template: str, name: str) -> tuple[str, ...]:
-    """Return the names in a template's braces; `{{` and `}}` stand for braces themselves.
-
-    Raises:
-        ValueError: if there is none, or a brace holds anything but a name.
-    """
-    try:
-        parts = list(Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"{name}={template!r} is no template: {error}") from error
-    names = tuple(dict.fromkeys(key for _, key, _, _ in parts if key is not None))
-    plain = all(key.isidentifier() for key in names)
-    if not plain or any(spec or conversion for _, _, spec, conversion in parts):
-        raise ValueError(f"{name}={template!r} must hold plain names in braces: {{field}}")
-    if not names and name != "system":
-        raise ValueError(f"{name}={template!r} has no {{field}}, so it is the same for every row")
-    return names
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

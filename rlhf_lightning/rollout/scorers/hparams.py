@@ -58,6 +58,11 @@ class TextRewardModelHparams(Checked):
     micro_batch_size: Count | None = None
 
 
+def is_address(model: object) -> bool:
+    """Return whether a model is the address of a server, and no folder or hub name."""
+    return str(model).startswith(("http://", "https://"))
+
+
 def check_url(url: str, key: str, secret: str) -> None:
     """Check the address of a service.
 

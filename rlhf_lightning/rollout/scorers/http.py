@@ -7,9 +7,9 @@ import json
 import random
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import torch
@@ -33,6 +33,7 @@ from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import ResponseText
 
+Result = TypeVar("Result")
 NUM_SHOWN = 200  # characters of a reply in an error
 
 
@@ -48,18 +49,34 @@ class _UnavailableError(Exception):
         self.wait = wait
 
 
-class RewardService:
+class Advice(NamedTuple):
+    """What a message about a service tells the user to do, by what has happened."""
+
+    late: str = ", or raise scorer.timeout, scorer.deadline or scorer.max_retries"
+    large: str = "It must return scores only; fewer responses a request are scorer.batch_size"
+    no_json: str = "Check that scorer.url is the path that scores"
+    redirects: str = "give the final address as scorer.url"
+    too_large: str = "Lower scorer.batch_size"
+    refused: str = (
+        "Check scorer.url, scorer.request and scorer.extra against what the service expects"
+    )
+    no_token: str = "Name the environment variable that holds its token with scorer.token_env"
+
+
+class JsonService:
     """Posts JSON and returns the JSON of the reply.
 
     Args:
         hparams: address, limits and retries.
+        advice: the fixes that messages name.
 
     Raises:
         ValueError: if `token_env` names a variable that is not set, or holds no usable token.
     """
 
-    def __init__(self, hparams: HttpScorerHparams) -> None:
+    def __init__(self, hparams: HttpScorerHparams, advice: Advice | None = None) -> None:
         self.hparams = hparams
+        self.advice = advice or Advice()
         self.url = hparams.url
         self._token = key_in("scorer.token_env", hparams.token_env)
         self._jitter = random.Random()
@@ -104,8 +121,7 @@ class RewardService:
                 if attempt > self.hparams.max_retries or time.monotonic() + wait >= deadline:
                     raise ServiceError(
                         f"{self.url} did not answer: {error} ({attempt} attempts in "
-                        f"{time.monotonic() - started:.1f} s). Check the service, or raise "
-                        "scorer.timeout, scorer.deadline or scorer.max_retries"
+                        f"{time.monotonic() - started:.1f} s). Check the service{self.advice.late}"
                     ) from error
                 await asyncio.sleep(wait)
 
@@ -117,14 +133,14 @@ class RewardService:
     async def _attempt(self, client: ServiceClient, payload: bytes, deadline: float) -> Any:
         seconds = min(self.hparams.timeout, deadline - time.monotonic())
         if seconds <= 0:
-            raise _UnavailableError(f"scorer.deadline={self.hparams.deadline:g} s is over")
+            raise _UnavailableError(f"its {self.hparams.deadline:g} s (deadline) are over")
         try:
             async with asyncio.timeout(seconds):
                 reply = await client.post(self.url, content=payload)
         except TimeoutError as error:
             raise _UnavailableError(f"no reply within {seconds:.3g} s") from error
         except httpx.InvalidURL as error:
-            raise ServiceError(f"scorer.url={self.url}: {error}: correct it") from error
+            raise ServiceError(f"url={self.url}: {error}: correct it") from error
         except httpx.RequestError as error:
             cause = root_cause(error)
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -138,8 +154,7 @@ class RewardService:
         if len(body) > MOST_BYTES:
             raise ServiceError(
                 f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
-                f"{self._shown(body)}. It must return scores only; fewer "
-                "responses a request are scorer.batch_size"
+                f"{self._shown(body)}. {self.advice.large}"
             )
         if status == 429 or status >= 500:
             what = f"HTTP {status}: {self._shown(body)}"
@@ -154,19 +169,19 @@ class RewardService:
         except ValueError as error:
             raise ServiceError(
                 f"{self.url} answered HTTP {status} with something that is no JSON, or too deep: "
-                f"{self._shown(body)}. Check that scorer.url is the path that scores"
+                f"{self._shown(body)}. {self.advice.no_json}"
             ) from error
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):
             if self.hparams.token_env is None:
-                return "Name the environment variable that holds its token with scorer.token_env"
+                return self.advice.no_token
             return f"Check the token in the environment variable {self.hparams.token_env}"
         if 300 <= status < 400:
-            return "It redirects, which is not followed: give the final address as scorer.url"
+            return f"It redirects, which is not followed: {self.advice.redirects}"
         if status == 413:
-            return "Lower scorer.batch_size"
-        return "Check scorer.url, scorer.request and scorer.extra against what the service expects"
+            return self.advice.too_large
+        return self.advice.refused
 
     def _shown(self, body: bytes) -> str:
         return self.shown(" ".join(body[: 8 * NUM_SHOWN].decode(errors="replace").split()))
@@ -189,6 +204,28 @@ def _seconds(retry_after: str | None) -> float:
         except (ValueError, OverflowError):
             return 0.0
     return seconds if seconds > 0 else 0.0
+
+
+def on_every_rank(ask: Callable[[], Result], device: torch.device, elsewhere: str) -> Result:
+    """Return what `ask` returns, once it has succeeded on every rank.
+
+    Args:
+        ask: asks a service for this rank's rows.
+        device: of the collective.
+        elsewhere: what is said on the other ranks where one has failed.
+
+    Raises:
+        ServiceError: on every rank, if it was raised on one.
+    """
+    found: list[Result] = []
+    failure: ServiceError | None = None
+    try:
+        found.append(ask())
+    except ServiceError as error:
+        failure = error
+    if agreed_max(int(failure is not None), device):
+        raise failure or ServiceError(f"{elsewhere}: see its error")
+    return found[0]
 
 
 Rows = Mapping[str, Sequence[Any]]
@@ -228,7 +265,7 @@ class HttpScorer:
     ) -> None:
         self.hparams = HttpScorerHparams(**hparams)
         self.normalized = (self.hparams.mean, self.hparams.std) != (0.0, 1.0)
-        self.service = RewardService(self.hparams)
+        self.service = JsonService(self.hparams)
         default = {"prompts": "prompts", "completions": "completions"}
         self.request = default if request is None else dict(request)
         self.extra = dict(extra or {})
@@ -252,16 +289,11 @@ class HttpScorer:
         """
         rows = self._rows(responses)
         device = responses.sequences.device
-        values: list[float] = []
-        failure: ServiceError | None = None
-        try:
-            values = run_async(lambda: self._ask(rows, len(responses.prompts)))
-        except ServiceError as error:
-            failure = error
-        if agreed_max(int(failure is not None), device):
-            raise failure or ServiceError(
-                f"another rank got no scores from {self.hparams.url}: see its error"
-            )
+        values = on_every_rank(
+            lambda: run_async(lambda: self._ask(rows, len(responses.prompts))),
+            device,
+            f"another rank got no scores from {self.hparams.url}",
+        )
         scores = torch.tensor(values, device=device)
         total = (scores - self.hparams.mean) / self.hparams.std
         return Scores(total, {self.name: total})

@@ -1,0 +1,350 @@
+"""Teachers: how likely a model that is learnt from finds the policy's responses.
+
+Legend: B rows, P padded prompt, R response, H hidden size of the teacher, b rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.models.forward import by_micro_batch, response_statistics
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
+from rlhf_lightning.rollout.scorers.base import Responses, response_texts_of
+from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, check_url
+from rlhf_lightning.rollout.scorers.http import Advice, JsonService, ServiceError, on_every_rank
+from rlhf_lightning.text.decoding import decoded
+from rlhf_lightning.text.messages import Text, as_text, fields_of
+from rlhf_lightning.text.tokens import TextEncoder, prompt_ids
+
+NUM_PROBED = 256  # tokens whose text a server must read as the policy's tokenizer does
+NUM_AT_ONCE = 32  # requests: the server batches them
+ADVICE = Advice(
+    late="",
+    large="It must return one log-probability a token",
+    no_json="Check that teacher= is the address of a server of vLLM",
+    redirects="give the final address as teacher=",
+    too_large="Shorten the responses",
+    refused="Check that teacher= is a server of vLLM whose context has room for a row",
+    no_token="Put its key into the environment variable VLLM_API_KEY",
+)
+Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
+
+
+class Taught(NamedTuple):
+    """What a teacher says of responses.
+
+    Args:
+        logprobs: `[B, R]` of the tokens, nats, 0 off the mask.
+        states: `[B, R, H]` last hidden states before the tokens; None if not asked for.
+    """
+
+    logprobs: Tensor
+    states: Tensor | None = None
+
+
+class Teacher(Protocol):
+    """Says how likely it finds responses."""
+
+    def to(self, device: torch.device) -> Self:
+        """Put what it holds in this process on a device; return it."""
+
+    def __call__(
+        self,
+        responses: Responses,
+        *,
+        temperature: float,
+        micro_batch_size: int | None,
+        with_states: bool = False,
+        unsharded: Unsharded = nullcontext,
+    ) -> Taught:
+        """Return what it says of the responses.
+
+        Args:
+            responses: prompts with the policy's responses.
+            temperature: divides its logits, as those of the policy.
+            micro_batch_size: rows in one forward.
+            with_states: return its hidden states too.
+            unsharded: gathers a sharded model for all micro-batches.
+        """
+
+
+@dataclass(frozen=True)
+class ModelTeacher:
+    """A frozen model of this process.
+
+    Args:
+        model: the model.
+        prompt: gives it prompts of its own; None for those of the policy.
+    """
+
+    model: PolicyModel
+    prompt: TeacherPrompt | None = None
+
+    def to(self, device: torch.device) -> Self:
+        """Put the model on a device."""
+        self.model.to(device)
+        return self
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        responses: Responses,
+        *,
+        temperature: float,
+        micro_batch_size: int | None,
+        with_states: bool = False,
+        unsharded: Unsharded = nullcontext,
+    ) -> Taught:
+        """Return what it says of the responses; see `Teacher`.
+
+        Raises:
+            ValueError: see `TeacherPrompt`, or if its context is shorter than a row.
+        """
+        read = responses if self.prompt is None else self.prompt.before(responses)
+        longest = getattr(self.model.model.config, "max_position_embeddings", None)
+        if self.prompt is not None and longest is not None:
+            width = agreed_max(int(read.attention_mask.sum(1).max()), read.attention_mask.device)
+            if width > longest:
+                raise ValueError(
+                    f"teacher_prompt makes a row of {width} tokens, and the teacher's context has "
+                    f"{longest}: shorten the template, or leave long rows out of the data"
+                )
+
+        def of_rows(rows: Tensor) -> tuple[Tensor, ...]:
+            found = response_statistics(
+                self.model,
+                read.rows(rows),
+                temperature=temperature,
+                with_entropy=False,
+                with_states=with_states,
+            )
+            return (found.logprobs,) if found.states is None else (found.logprobs, found.states)
+
+        with unsharded(self.model.root):
+            said = by_micro_batch(of_rows, read.attention_mask, micro_batch_size, agree=agreed_max)
+        return Taught(*said)
+
+
+class TeacherPrompt:
+    """Puts another prompt before the responses: the teacher may know what the policy does not.
+
+    With the policy's own start as teacher and a worked solution in the prompt this is
+    self-distillation; with instructions in the prompt, context distillation.
+
+    Args:
+        template: text with columns of the prompts in braces; it takes the place of the prompt, or
+            of the last message of a conversation, whose text is `{prompt}`.
+        tokenizer: of policy and teacher.
+
+    Raises:
+        ValueError: if `template` is none.
+
+    Source: Snell et al. 2022, "Learning by distilling context", with own responses.
+    """
+
+    def __init__(self, template: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.template = template
+        self.fields = fields_of(template, "teacher_prompt")
+        self._encoder = TextEncoder(tokenizer)
+
+    def before(self, responses: Responses) -> Responses:
+        """Return the responses behind the prompts of the teacher, `[B, P' + R]`.
+
+        Raises:
+            ValueError: if a row lacks a column of the template, or holds no text in it.
+        """
+        device, mask = responses.sequences.device, responses.response_mask
+        rows = [torch.tensor(ids) for ids in self._ids(responses)]
+        padded = pad_sequence(rows, batch_first=True, padding_side="left").to(device)  # [B, P']
+        real = [torch.ones(len(ids), dtype=torch.bool) for ids in rows]
+        given = pad_sequence(real, batch_first=True, padding_side="left").to(device)
+        answers = responses.sequences[:, -mask.shape[1] :]
+        return replace(
+            responses,
+            prompts=replace(responses.prompts, input_ids=padded, attention_mask=given),
+            generation=replace(responses.generation, sequences=torch.cat([padded, answers], 1)),
+            attention_mask=torch.cat([given, mask], 1),
+        )
+
+    def _ids(self, responses: Responses) -> list[list[int]]:
+        columns, found = responses.prompts.columns, []
+        known: dict[Text, list[int]] = {}  # a group has one prompt
+        for row, text in enumerate(response_texts_of(responses)):
+            values = {name: values[row] for name, values in columns.items()}
+            if text.messages is None:
+                asked = self._filled(values | {"prompt": text.prompt})
+                prompt: Text = asked
+                key: Any = asked
+            else:
+                last = text.messages[-1]
+                asked = self._filled(values | {"prompt": last["content"]})
+                prompt = (*text.messages[:-1], {**last, "content": asked})
+                key = asked, values[CONVERSATION]
+            if key not in known:
+                known[key] = prompt_ids(
+                    prompt, self._encoder, rendered=text.rendered, variables=text.variables
+                )
+            found.append(known[key])
+        return found
+
+    def _filled(self, values: Mapping[str, Any]) -> str:
+        texts = {}
+        for name in self.fields:
+            text = as_text(values.get(name))
+            if not text.strip():
+                there = sorted(key for key in values if key != CONVERSATION)
+                raise ValueError(
+                    f"teacher_prompt={self.template!r}: a prompt has no {{{name}}}; there is "
+                    f"{', '.join(there)}"
+                )
+            texts[name] = text
+        return self.template.format_map(texts)
+
+
+class ServerTeacher:
+    """A teacher behind vLLM's HTTP API: log-probabilities of given tokens, and nothing else.
+
+    It is asked directly, without a proxy of the environment. The environment variable
+    `VLLM_API_KEY`, by which vLLM itself takes a key, is sent if it is set.
+
+    Args:
+        url: address of the server, such as `http://HOST:8000`, with `/v1` or without.
+        tokenizer: of the policy.
+        prompt: gives it prompts of its own; None for those of the policy.
+
+    Raises:
+        ValueError: if `url` is no address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: TeacherPrompt | None = None,
+    ) -> None:
+        check_url(url, "teacher", "VLLM_API_KEY")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.tokenizer: Any = tokenizer
+        self.prompt = prompt
+        self._is_checked = False
+
+    def to(self, device: torch.device) -> Self:
+        """Return it as it is."""
+        return self
+
+    def check(self) -> None:
+        """Check that the server reads text as the policy's tokens.
+
+        Raises:
+            ServiceError: if it gives no usable reply.
+            ValueError: if its tokenizer is another one.
+        """
+        ids = range(0, len(self.tokenizer), max(len(self.tokenizer) // NUM_PROBED, 1))
+        text = " ".join(decoded([token], self.tokenizer) for token in ids)
+        own = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        asked = {"prompt": text, "add_special_tokens": False}
+        (reply,) = self._asked("/tokenize", [asked])
+        theirs = reply.get("tokens") if isinstance(reply, Mapping) else None
+        if theirs != own:
+            raise ValueError(
+                f"teacher={self.url} reads a text of {len(own)} tokens of the policy as other "
+                "tokens: it has another tokenizer. Take a teacher of the policy's family, or train "
+                "on its texts (SFT)"
+            )
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        responses: Responses,
+        *,
+        temperature: float,
+        micro_batch_size: int | None,
+        with_states: bool = False,
+        unsharded: Unsharded = nullcontext,
+    ) -> Taught:
+        """Return what it says of the responses; see `Teacher`.
+
+        Raises:
+            ServiceError: on every rank, if the server failed on one of them.
+            ValueError: see `check`; for another temperature than 1, or hidden states.
+        """
+        if temperature != 1.0 or with_states:
+            raise ValueError(
+                f"teacher={self.url} gives log-probabilities of given tokens at temperature 1: "
+                "use divergence=sampled and temperature 1, or a teacher in this process"
+            )
+        read = responses if self.prompt is None else self.prompt.before(responses)
+        mask, width = read.response_mask, read.response_mask.shape[1]
+        real = read.attention_mask.tolist()
+        rows = [
+            [token for token, is_real in zip(ids, kept, strict=True) if is_real]
+            for ids, kept in zip(read.sequences.tolist(), real, strict=True)
+        ]
+        lengths = mask.sum(1).tolist()
+        asked = [
+            {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            for ids in rows
+        ]
+
+        def ask() -> list[list[float]]:
+            if not self._is_checked:
+                self.check()
+                self._is_checked = True
+            replies = self._asked("/v1/completions", asked)
+            return [self._read(*row) for row in zip(replies, rows, lengths, strict=True)]
+
+        said = on_every_rank(ask, mask.device, f"another rank got no reply from {self.url}")
+        padded = [values + [0.0] * (width - len(values)) for values in said]
+        return Taught(torch.tensor(padded, dtype=torch.float32, device=mask.device))
+
+    def _asked(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the replies to requests, in their order."""
+        key = "VLLM_API_KEY"
+        hparams = HttpScorerHparams(
+            url=self.url + path, token_env=key if os.environ.get(key) else None
+        )
+        service = JsonService(hparams, ADVICE)
+        deadline = time.monotonic() + hparams.deadline
+
+        async def all_of_them() -> list[Any]:
+            async with service.client() as client:
+                return await request_all(
+                    lambda body: service.post(client, body, deadline=deadline),
+                    bodies,
+                    concurrency=NUM_AT_ONCE,
+                )
+
+        return run_async(all_of_them)
+
+    def _read(self, reply: Any, ids: Sequence[int], length: int) -> list[float]:
+        """Return the log-probabilities of the last `length` of the ids that were sent."""
+        try:
+            (choice,) = reply["choices"]
+            given = choice["prompt_logprobs"]
+            if len(given) != len(ids):
+                raise ValueError
+            first = len(ids) - length
+            tokens = zip(given[first:], ids[first:], strict=True)
+            values = [float(said[str(token)]["logprob"]) for said, token in tokens]
+        except (TypeError, KeyError, ValueError) as error:
+            raise ServiceError(
+                f"{self.url} did not return the log-probability of each token that was sent "
+                "(choices[0].prompt_logprobs): the teacher must be a server of vLLM"
+            ) from error
+        if not all(map(math.isfinite, values)):
+            raise ServiceError(f"{self.url} returned a log-probability that is not finite")
+        return values
