@@ -472,6 +472,11 @@ class DistillationHparams(OnPolicyHparams):
     mixture_weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
     num_epochs: Annotated[Count, Usual(1, 8)] = 1
 
+    @property
+    def learns_distributions(self) -> bool:
+        """Whether the loss is over the teacher's whole distributions."""
+        return self.divergence != "sampled"
+
     def __post_init__(self) -> None:
         """Check the values, and that they go together."""
         super().__post_init__()
@@ -480,7 +485,7 @@ class DistillationHparams(OnPolicyHparams):
                 f"mixture_weight={self.mixture_weight:g} is of divergence=jensen_shannon: leave it "
                 f"out with divergence={self.divergence}"
             )
-        if self.entropy_coef and self.divergence != "sampled":
+        if self.entropy_coef and self.learns_distributions:
             raise ValueError(
                 f"entropy_coef={self.entropy_coef:g} is of divergence=sampled: leave it out with "
                 f"divergence={self.divergence}, in which the teacher says how sure to be"

@@ -54,7 +54,7 @@ class DistillationModule(OnPolicyModule):
         **parts: Unpack[OnPolicyParts],
     ) -> None:
         super().__init__(distillation, models, Returns(whiten=False), **parts)
-        self.learns_distributions = distillation.divergence != "sampled"
+        self.learns_distributions = distillation.learns_distributions
 
     @classmethod
     @checked(but=("reward",))

@@ -43,7 +43,6 @@ from rlhf_lightning.text.tokenizers import (
     with_template_arguments,
 )
 
-SAMPLED = "sampled"  # the divergence that needs one number a token
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
 _PLAIN = ("reward_weights", "from_scratch", "chat_template_arguments")  # lists and mappings
 _WITHOUT_ADAPTER = {  # by the argument that names a folder
@@ -212,11 +211,11 @@ def _teacher(
         return None, {}
     prompt = None if template is None else TeacherPrompt(template, start.tokenizer)
     if is_address(teacher):
-        learnt = {getattr(own, "divergence", SAMPLED) for own in hparams.values()}
-        if learnt != {SAMPLED} or hparams["sampling"].temperature != 1.0:
+        whole = any(getattr(own, "learns_distributions", False) for own in hparams.values())
+        if whole or hparams["sampling"].temperature != 1.0:
             raise ValueError(
                 f"teacher={teacher} gives log-probabilities of given tokens at temperature 1: use "
-                f"divergence={SAMPLED} and sampling.temperature=1, or a teacher in this process"
+                "divergence=sampled and sampling.temperature=1, or a teacher in this process"
             )
         return None, {"teacher": ServerTeacher(str(teacher), start.tokenizer, prompt)}
     with naming_argument("teacher", teacher):

@@ -16,6 +16,7 @@ from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import PlanSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.memory_plan import phases
+from rlhf_lightning.app.memory_plan.phases import ROLLOUT
 from rlhf_lightning.app.memory_plan.request import read_run
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.stages.spec import find_stage
@@ -189,7 +190,7 @@ def test_a_teacher_is_needed_and_planned(start):
     )
     states = 4 * 8 * 6 * sampled.teacher.config().hidden_size  # rows, tokens
     for more, less in zip(plan.phases, phases.plan(sampled).phases, strict=True):
-        assert more.total - less.total == states, more.name
+        assert more.parts[ROLLOUT] - less.parts[ROLLOUT] == states, more.name
 
 
 def planned(*words: str) -> Any:

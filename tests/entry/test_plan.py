@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rlhf_lightning.app import plan
 from rlhf_lightning.app.config.compose import ConfigError, register
@@ -14,6 +15,8 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.memory_plan import phases, report
 from rlhf_lightning.app.memory_plan.phases import OPTIMIZER, WEIGHTS, Phase, Plan
 from rlhf_lightning.app.memory_plan.request import Request, read_run
+from rlhf_lightning.app.memory_plan.tracker import HEAD
+from rlhf_lightning.functional.linear_logprobs import rows_of_chunk, sized_for
 from tests.builders.models import tiny_policy
 
 GIB = 2**30
@@ -146,6 +149,23 @@ def test_a_teacher_is_counted_in_every_phase_with_its_own_shape(lora, tmp_path):
     for before, after in zip(one.phases, several.phases, strict=True):
         assert after.parts[WEIGHTS] - before.parts[WEIGHTS] == size, after.name
         assert after.total > before.total
+
+
+def test_the_chunks_of_both_models_logits_are_counted_where_distributions_are_learnt():
+    words = ["+experiment=distillation", "plan.device=cuda", "artifacts.teacher=somebody/teacher"]
+    words += ["model=qwen2_5_0_5b", "dataset=ultrachat", "trainer.precision=32-true"]
+    held = {}
+    for divergence in ("reverse", "jensen_shannon"):
+        run = read(*words, f"module.distillation.divergence={divergence}").run
+        (update,) = (p for p in phases.plan(run).phases if p.name == "update")
+        held[divergence] = update.parts[HEAD]
+    vocabulary = int(run.teacher.config().vocab_size)
+    with sized_for("cuda"):
+        rows = rows_of_chunk(torch.device("cpu"), vocabulary, tables=4)
+    table = rows * vocabulary * 4
+    head = vocabulary * int(run.shape.config().hidden_size) * 4
+    assert 4 * table < held["reverse"] - 2 * head < 6 * table  # its gradients beside the tables
+    assert held["jensen_shannon"] > held["reverse"]
 
 
 def test_what_holds_models_that_are_not_counted_is_named(tmp_path, monkeypatch):

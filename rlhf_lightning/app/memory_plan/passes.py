@@ -32,7 +32,7 @@ from rlhf_lightning.app.memory_plan.tracker import (
     Bytes,
     Tracker,
 )
-from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.heads import HeadLogits, PolicyModel, ScalarHeadModel, Teaching
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
 from rlhf_lightning.rollout.noise import sample_unchecked
 
@@ -47,6 +47,23 @@ class Rows:
     rows: int
     width: int
     asked: int  # positions a row
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The head of a teacher whose whole distributions are learnt, by a kind of divergence."""
+
+    vocabulary: int
+    hidden_size: int
+    dtype: torch.dtype
+    kind: str
+
+    def teaching(self, positions: int, tracker: Tracker) -> Teaching:
+        """Return states of so many positions, which are counted, and the head, which is not."""
+        weight = torch.empty(self.vocabulary, self.hidden_size, dtype=self.dtype)
+        tracker.forget(weight)
+        states = torch.empty(positions, self.hidden_size)
+        return Teaching(states, HeadLogits(weight, None, None), self.kind, 0.5)
 
 
 def extrapolated(
@@ -73,6 +90,7 @@ def training_peaks(
     accumulated: bool,
     in_place: bool,
     with_entropy: bool = False,
+    taught: Taught | None = None,
 ) -> Peaks:
     """Return the memory of a forward and backward pass, gradients included.
 
@@ -83,6 +101,7 @@ def training_peaks(
         accumulated: gradients of a micro-batch before are there already.
         in_place: gradients go straight into `.grad` where they can, see `weight_gradients`.
         with_entropy: the loss has an entropy bonus.
+        taught: the loss is a divergence from this teacher.
     """
     with tracked(model.root) as tracker:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -99,10 +118,11 @@ def training_peaks(
         for parameter in trained if accumulated else ():
             parameter.grad = torch.empty_like(parameter)
             tracker.relabel(parameter.grad, GRADIENTS)
+        teaching = None if taught is None else taught.teaching(batch.rows * batch.asked, tracker)
         tracker.peaks.clear()
         tracker.enter("embeddings")
         with layers_marked(model, tracker), autocast(style):
-            loss = loss_of(model, batch, with_entropy)
+            loss = loss_of(model, batch, with_entropy, teaching)
             tracker.enter("loss", HEAD)
             loss.backward()
         for hook in hooks:
@@ -132,14 +152,21 @@ def forward_peaks(
         return dict(tracker.peaks)
 
 
-def loss_of(model: PolicyModel | ScalarHeadModel, batch: Rows, with_entropy: bool) -> Tensor:
+def loss_of(
+    model: PolicyModel | ScalarHeadModel,
+    batch: Rows,
+    with_entropy: bool,
+    teaching: Teaching | None = None,
+) -> Tensor:
     """Return a number that depends on every output, as a loss does."""
     input_ids = torch.zeros(batch.rows, batch.width, dtype=torch.long)
     positions = torch.zeros(batch.rows * batch.asked, dtype=torch.long)
     if isinstance(model, ScalarHeadModel):
         return model(input_ids, positions).sum()  # type: ignore[no-any-return]
-    found = model(input_ids, positions, torch.zeros_like(positions), 1.0, with_entropy)
-    return found.logprobs.sum() + (0 if found.entropy is None else found.entropy.sum())  # type: ignore[no-any-return]
+    asked = torch.zeros_like(positions)
+    found = model(input_ids, positions, asked, 1.0, with_entropy, None, teaching)
+    parts = (found.logprobs, found.entropy, found.divergence)
+    return sum(part.sum() for part in parts if part is not None)  # type: ignore[return-value]
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def plan(run: Run) -> Plan:
         # int64 ids, two masks and eight numbers a token; a teacher's is one more
         numbers = 8 + (run.teacher is not None)
         held[ROLLOUT] = run.rows * (9 * run.length + (1 + numbers * 4) * run.response_length)
-        if run.teacher is not None and run.teacher_states:
+        if run.teacher is not None and run.divergence is not None:
             states = run.response_length * int(run.teacher.config().hidden_size)
             held[ROLLOUT] += 4 * run.rows * states
         generated = parts.generation(run.rows, run.response_length)
@@ -149,6 +149,9 @@ class Parts:
                 if sharded:
                     backward = segment.startswith("backward")
                     parts += self._gathered((kind,), backward=backward)
+                    if (taught := self._taught()) is not None and kind == POLICY:
+                        head = taught.vocabulary * taught.hidden_size  # a copy, for the chunks
+                        parts[GATHERED] += head * taught.dtype.itemsize
                 yield +parts + Counter({GRADIENTS: everything if accumulated else done + own})
             if sharded:
                 exchanged = everything if accumulated else done + gradients[kind]
@@ -256,8 +259,17 @@ class Parts:
                 accumulated=accumulated,
                 in_place=run.device == "cpu" and run.sharded == 1,
                 with_entropy=run.with_entropy,
+                taught=self._taught() if kind == POLICY else None,
             ),
         )
+
+    def _taught(self) -> passes.Taught | None:
+        run = self.run
+        if run.teacher is None or run.divergence is None:
+            return None
+        config = run.teacher.config()
+        size = int(config.vocab_size), int(config.hidden_size)
+        return passes.Taught(*size, run.style.matmul_dtype, run.divergence)
 
     def _forward(self, kind: str, rows: Rows, **options: bool) -> Counter[str]:
         return self.fake.peak(kind, passes.forward_peaks, rows, self.run.style, **options)

@@ -169,7 +169,8 @@ class Run:
         with_entropy: PPO's loss has an entropy bonus.
         scoring: the reward models of PPO.
         teacher: shape of the teacher; None without one.
-        teacher_states: its hidden states are kept with the rollout.
+        divergence: kind of the loss from the teacher's whole distributions, for which its hidden
+            states are kept with the rollout; None without.
         validation_rows: rows of a validation batch on one device; 0 without validation.
         evaluation: evaluation after training; None without one.
         read_at_once: prompt tokens that generation reads in one forward.
@@ -196,7 +197,7 @@ class Run:
     with_entropy: bool = False
     scoring: Scoring = field(default_factory=Scoring)
     teacher: Shape | None = None
-    teacher_states: bool = False
+    divergence: str | None = None
     validation_rows: int = 0
     evaluation: Evaluation | None = None
     read_at_once: int = 16_384
