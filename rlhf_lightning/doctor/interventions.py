@@ -60,6 +60,7 @@ class Knobs:
 
     Args:
         adapts_kl_coef: a KL target steers kl_coef, which is then not the doctor's.
+        keeps_temperature: a teacher knows no other temperature.
     """
 
     kl_coef: float
@@ -68,6 +69,7 @@ class Knobs:
     diversity_bonus: float
     domain_weights: Mapping[str, float]
     adapts_kl_coef: bool = False
+    keeps_temperature: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def diversify(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, 
     if bonus < limits.max_diversity and limits.diversity_step:
         more = min(round(bonus + limits.diversity_step, 6), limits.max_diversity)
         return "diversity_bonus", bonus, more
-    warmer = round(knobs.temperature + limits.temperature_step, 6)
+    step = 0.0 if knobs.keeps_temperature else limits.temperature_step
+    warmer = round(knobs.temperature + step, 6)
     warmer = max(knobs.temperature, min(warmer, limits.max_temperature))
     return "temperature", knobs.temperature, warmer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,7 @@ def test_a_collapse_is_met_by_the_bonus_first_and_then_by_temperature() -> None:
     most = knobs(diversity_bonus=0.3)
     assert first("duplicates", most) == Intervention("duplicates", "temperature", 1.0, 1.1)
     assert first("entropy", knobs(diversity_bonus=0.3, temperature=1.3)) is None
+    assert first("duplicates", replace(most, keeps_temperature=True)) is None  # as of a server
 
 
 def test_a_forgotten_domain_gets_more_weight_up_to_the_most() -> None:

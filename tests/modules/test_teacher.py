@@ -23,6 +23,7 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
+from rlhf_lightning.callbacks.doctor.callback import knobs_of
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
@@ -288,6 +289,7 @@ def test_a_run_learns_from_a_server_what_it_learns_from_the_same_model_here(mate
         for place in (url, material["teacher_7"]):
             module = DistillationModule.from_pretrained(material["policy"], teacher=place, **given)
             assert module.hparams["teacher"] == str(place)
+            assert knobs_of(module).keeps_temperature == (place == url)
             folder = tmp_path / str(len(runs))
             options = trainer_arguments(folder, max_iterations=2, accelerator="cpu")
             data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)

@@ -36,6 +36,7 @@ from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.rollout.teachers import ServerTeacher
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import DoctorEvent
 from rlhf_lightning.runs.folder import RunFolder
@@ -55,6 +56,7 @@ def knobs_of(module: OnPolicyModule) -> Knobs:
         diversity_bonus=controls.diversity_bonus,
         domain_weights=dict(controls.domain_weights),
         adapts_kl_coef=module.algorithm.kl_target is not None,
+        keeps_temperature=isinstance(module.teacher, ServerTeacher),
     )
 
 
