@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -41,9 +43,13 @@ from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.pretrained import naming_argument
 from rlhf_lightning.modules.rewards import as_scorer
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.http import ServiceError
+from rlhf_lightning.rollout.teachers import Teacher
 from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.runs.summary import GateResult
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -172,11 +178,10 @@ def _compared(
         for model in scorer.build(None):
             model.to(mine.model.device)
     with mine.precision:
-        teacher = getattr(policy, "teacher", None)
         findings = comparison.findings(
             mine.model,
             theirs.model,
-            teacher=None if teacher is None else teacher.to(mine.model.device),
+            teacher=_teacher(policy, comparison, mine.model.device),
             num_samples=num_samples,
         )
     by = "val/score_win_rate" if gold is None else "val/gold_win_rate"
@@ -194,6 +199,25 @@ def _compared(
     rate, low, high = (findings.metrics[f"{by}{end}"] for end in ("", "_low", "_high"))
     num_asked = int(findings.metrics["val/num_prompts"])
     return Comparison(rate, low, high, num_asked, findings.metrics, findings.samples, results)
+
+
+def _teacher(policy: Any, comparison: HeldOutComparison, device: torch.device) -> Teacher | None:
+    """Return the policy's teacher, if it can be asked about these prompts."""
+    teacher: Teacher | None = getattr(policy, "teacher", None)
+    if teacher is None:
+        return None
+    batches = comparison.questions.batches
+    columns = (
+        {name: values[row] for name, values in batch.columns.items()}
+        for batch in batches
+        for row in range(len(batch))
+    )
+    try:
+        teacher.check(columns, temperature=comparison.sampling.temperature or 1.0)
+    except (ValueError, ServiceError) as error:
+        logger.warning("the KL to the teacher is not measured: %s", error)
+        return None
+    return teacher.to(device)
 
 
 def _warn(source: RecordSource, sampling: Sampling, *, known: bool, writes: bool) -> None:

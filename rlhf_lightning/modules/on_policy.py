@@ -389,6 +389,27 @@ class OnPolicyModule(RLHFModule):
 
     # -- models, Trainer, checkpoints -------------------------------------------------------
 
+    def on_fit_start(self) -> None:
+        """Check the Trainer and the data, and that a teacher can be asked about them.
+
+        Raises:
+            ValueError: also if a teacher's prompt is made of prompts that the policy sees cut.
+        """
+        super().on_fit_start()
+        if self.teacher is None:
+            return
+        data: Any = getattr(self.trainer, "datamodule", None)
+        rows: list[Any] = []
+        if isinstance(data, PromptDataModule):
+            rows = [row for split in ("train", "validation") for row in data.rows(split)]
+            if self.teacher.prompt is not None and data.over_long == "truncate_left":
+                raise ValueError(
+                    "teacher_prompt is made of whole prompts, and over_long=truncate_left cuts "
+                    "those of the policy: use over_long=drop"
+                )
+        columns = (row.columns for row in rows)
+        self.teacher.check(columns, temperature=self.controls.temperature)
+
     def take(self, built: PolicyModels) -> None:
         """Take the models, and those of the scorer; shard each if ranks share them.
 

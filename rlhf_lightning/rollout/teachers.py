@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,11 @@ from rlhf_lightning.text.decoding import decoded
 from rlhf_lightning.text.messages import Text, as_text, fields_of
 from rlhf_lightning.text.tokens import TextEncoder, prompt_ids
 
-NUM_PROBED = 256  # tokens whose text a server must read as the policy's tokenizer does
+VLLM_MINUS_INFINITY = -9999.0  # which JSON cannot hold
+LARGEST = 1e-3  # log-probability, after rounding in a low precision
+NUM_PROBED = 4096  # tokens whose text a server must read as the policy's tokenizer does
+KEY = "VLLM_API_KEY"
+SECONDS = 600.0  # of a call, all requests and retries together
 NUM_AT_ONCE = 32  # requests: the server batches them
 ADVICE = Advice(
     late="",
@@ -38,8 +44,9 @@ ADVICE = Advice(
     no_json="Check that teacher= is the address of a server of vLLM",
     redirects="give the final address as teacher=",
     too_large="Shorten the responses",
-    refused="Check that teacher= is a server of vLLM whose context has room for a row",
-    no_token="Put its key into the environment variable VLLM_API_KEY",
+    refused="Check that teacher= is a server of vLLM, with /tokenize beside /v1, and that its "
+    "context has room for a row",
+    no_token=f"Put its key into the environment variable {KEY}",
 )
 Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -57,10 +64,24 @@ class Taught(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Says how likely it finds responses."""
+    """Says how likely it finds responses.
+
+    Attributes:
+        prompt: gives it prompts of its own; None for those of the policy.
+    """
+
+    @property
+    def prompt(self) -> TeacherPrompt | None: ...  # noqa: D102
 
     def to(self, device: torch.device) -> Self:
         """Put what it holds in this process on a device; return it."""
+
+    def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
+        """Check that it can be asked about responses to prompts with these columns.
+
+        Raises:
+            ValueError: if it cannot, with the reason.
+        """
 
     def __call__(
         self,
@@ -98,6 +119,11 @@ class ModelTeacher:
         """Put the model on a device."""
         self.model.to(device)
         return self
+
+    def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
+        """Check that each prompt has what the teacher is to read; see `Teacher`."""
+        if self.prompt is not None:
+            self.prompt.check(prompts)
 
     @torch.no_grad()
     def __call__(
@@ -161,11 +187,34 @@ class TeacherPrompt:
         self.fields = fields_of(template, "teacher_prompt")
         self._encoder = TextEncoder(tokenizer)
 
+    def check(self, prompts: Iterable[Mapping[str, Any]]) -> None:
+        """Check that each prompt, given as its columns, has a text for every field.
+
+        Raises:
+            ValueError: if one has none, naming the first and their number.
+        """
+        lacking: Counter[str] = Counter()
+        first: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        for number, columns in enumerate(prompts, start=1):
+            for name in self.fields:
+                if not as_text(columns.get(name)).strip():
+                    lacking[name] += 1
+                    first.setdefault(name, (number, columns))
+        for name, count in lacking.items():
+            number, columns = first[name]
+            given = {key for key in columns if key != CONVERSATION}
+            there = "is empty" if name in given else f"is no column: {', '.join(sorted(given))} are"
+            raise ValueError(
+                f"teacher_prompt={self.template!r}: {name} {there} in {count} prompts, such as "
+                f"number {number} ({str(columns.get('prompt'))[:40]!r}): leave them out of the "
+                "data, or take another column"
+            )
+
     def before(self, responses: Responses) -> Responses:
         """Return the responses behind the prompts of the teacher, `[B, P' + R]`.
 
         Raises:
-            ValueError: if a row lacks a column of the template, or holds no text in it.
+            ValueError: see `check`; if a prompt is `rendered`.
         """
         device, mask = responses.sequences.device, responses.response_mask
         rows = [torch.tensor(ids) for ids in self._ids(responses)]
@@ -182,37 +231,31 @@ class TeacherPrompt:
 
     def _ids(self, responses: Responses) -> list[list[int]]:
         columns, found = responses.prompts.columns, []
-        known: dict[Text, list[int]] = {}  # a group has one prompt
+        known: dict[Any, list[int]] = {}  # a group has one prompt
         for row, text in enumerate(response_texts_of(responses)):
             values = {name: values[row] for name, values in columns.items()}
+            if text.rendered:
+                raise ValueError(
+                    f"teacher_prompt={self.template!r} is of messages or plain text, and a prompt "
+                    "is rendered by a chat template: text put around it would be in no turn. Give "
+                    "the messages"
+                )
             if text.messages is None:
-                asked = self._filled(values | {"prompt": text.prompt})
-                prompt: Text = asked
-                key: Any = asked
+                prompt: Text = self._filled(values | {"prompt": text.prompt})
+                key: Any = prompt
             else:
                 last = text.messages[-1]
                 asked = self._filled(values | {"prompt": last["content"]})
                 prompt = (*text.messages[:-1], {**last, "content": asked})
                 key = asked, values[CONVERSATION]
             if key not in known:
-                known[key] = prompt_ids(
-                    prompt, self._encoder, rendered=text.rendered, variables=text.variables
-                )
+                known[key] = prompt_ids(prompt, self._encoder, variables=text.variables)
             found.append(known[key])
         return found
 
     def _filled(self, values: Mapping[str, Any]) -> str:
-        texts = {}
-        for name in self.fields:
-            text = as_text(values.get(name))
-            if not text.strip():
-                there = sorted(key for key in values if key != CONVERSATION)
-                raise ValueError(
-                    f"teacher_prompt={self.template!r}: a prompt has no {{{name}}}; there is "
-                    f"{', '.join(there)}"
-                )
-            texts[name] = text
-        return self.template.format_map(texts)
+        self.check([values])
+        return self.template.format_map({name: as_text(values[name]) for name in self.fields})
 
 
 class ServerTeacher:
@@ -236,8 +279,14 @@ class ServerTeacher:
         tokenizer: PreTrainedTokenizerBase,
         prompt: TeacherPrompt | None = None,
     ) -> None:
-        check_url(url, "teacher", "VLLM_API_KEY")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        check_url(url, "teacher", KEY)
+        parts = urlsplit(url)
+        if parts.query or parts.fragment or parts.path.rstrip("/") not in ("", "/v1"):
+            raise ValueError(
+                f"teacher={parts.scheme}://{parts.netloc}/... must be http://HOST[:PORT], with /v1 "
+                f"or nothing behind it; a key belongs into the environment variable {KEY}"
+            )
+        self.url = f"{parts.scheme}://{parts.netloc}"
         self.tokenizer: Any = tokenizer
         self.prompt = prompt
         self._is_checked = False
@@ -246,14 +295,29 @@ class ServerTeacher:
         """Return it as it is."""
         return self
 
-    def check(self) -> None:
-        """Check that the server reads text as the policy's tokens.
+    def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
+        """Check that the server is there, and reads text as the policy's tokens; see `Teacher`.
 
         Raises:
             ServiceError: if it gives no usable reply.
-            ValueError: if its tokenizer is another one.
+            ValueError: if its tokenizer is another one, or for another temperature than 1.
         """
-        ids = range(0, len(self.tokenizer), max(len(self.tokenizer) // NUM_PROBED, 1))
+        if self.prompt is not None:
+            self.prompt.check(prompts)
+        self._check_temperature(temperature)
+        self._check_tokenizer()
+
+    def _check_temperature(self, temperature: float, *, with_states: bool = False) -> None:
+        if temperature != 1.0 or with_states:
+            raise ValueError(
+                f"teacher={self.url} gives log-probabilities of given tokens at temperature 1: "
+                "use divergence=sampled and temperature 1, or a teacher in this process"
+            )
+
+    def _check_tokenizer(self) -> None:
+        size = len(self.tokenizer)
+        special = {*self.tokenizer.added_tokens_decoder, *self.tokenizer.all_special_ids}
+        ids = sorted({*range(0, size, max(size // NUM_PROBED, 1)), *special})
         text = " ".join(decoded([token], self.tokenizer) for token in ids)
         own = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         asked = {"prompt": text, "add_special_tokens": False}
@@ -265,6 +329,7 @@ class ServerTeacher:
                 "tokens: it has another tokenizer. Take a teacher of the policy's family, or train "
                 "on its texts (SFT)"
             )
+        self._is_checked = True
 
     @torch.no_grad()
     def __call__(
@@ -282,11 +347,7 @@ class ServerTeacher:
             ServiceError: on every rank, if the server failed on one of them.
             ValueError: see `check`; for another temperature than 1, or hidden states.
         """
-        if temperature != 1.0 or with_states:
-            raise ValueError(
-                f"teacher={self.url} gives log-probabilities of given tokens at temperature 1: "
-                "use divergence=sampled and temperature 1, or a teacher in this process"
-            )
+        self._check_temperature(temperature, with_states=with_states)
         read = responses if self.prompt is None else self.prompt.before(responses)
         mask, width = read.response_mask, read.response_mask.shape[1]
         real = read.attention_mask.tolist()
@@ -302,8 +363,7 @@ class ServerTeacher:
 
         def ask() -> list[list[float]]:
             if not self._is_checked:
-                self.check()
-                self._is_checked = True
+                self._check_tokenizer()
             replies = self._asked("/v1/completions", asked)
             return [self._read(*row) for row in zip(replies, rows, lengths, strict=True)]
 
@@ -313,10 +373,9 @@ class ServerTeacher:
 
     def _asked(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the replies to requests, in their order."""
-        key = "VLLM_API_KEY"
-        hparams = HttpScorerHparams(
-            url=self.url + path, token_env=key if os.environ.get(key) else None
-        )
+        named = KEY if os.environ.get(KEY, "").strip() else None
+        # The server queues what it is sent at once: one limit for all, which is that of a call.
+        hparams = HttpScorerHparams(url=self.url + path, token_env=named, timeout=SECONDS)
         service = JsonService(hparams, ADVICE)
         deadline = time.monotonic() + hparams.deadline
 
@@ -345,6 +404,11 @@ class ServerTeacher:
                 f"{self.url} did not return the log-probability of each token that was sent "
                 "(choices[0].prompt_logprobs): the teacher must be a server of vLLM"
             ) from error
-        if not all(map(math.isfinite, values)):
+        if not all(math.isfinite(value) and value > VLLM_MINUS_INFINITY for value in values):
             raise ServiceError(f"{self.url} returned a log-probability that is not finite")
+        if any(value > LARGEST for value in values):
+            raise ServiceError(
+                f"{self.url} returned {max(values):.3g} as a log-probability, which is never above "
+                "0: start vLLM without --logprobs-mode"
+            )
         return values

@@ -150,10 +150,19 @@ def test_a_server_teaches_by_a_prompt_of_its_own_and_the_program_of_the_command_
 
 
 def test_a_server_has_log_probabilities_at_temperature_1_alone(start):
-    words = ["http://h:1", "module.distillation.divergence=sampled", "evaluation.temperature=0.5"]
-    with pytest.raises(ConfigError, match=r"evaluation\.temperature=0\.5: the server at art"):
-        settings(start, *words).spec.check(settings(start, *words))
-    plan = phases.plan(planned(f"artifacts.sft={start}", "artifacts.teacher=http://h:1"))
+    server = r"the server at artifacts\.teacher=http://h:1 gives log-probabilities of given tokens"
+    sampled = "module.distillation.divergence=sampled"
+    for words, problem in (
+        ([], rf"module\.distillation\.divergence=reverse: {server} alone: use sampled"),
+        ([sampled, "evaluation.temperature=0.5"], rf"evaluation\.temperature=0\.5: {server} at"),
+        ([sampled, "module.sampling.temperature=0.7"], rf"sampling\.temperature=0\.7: {server} at"),
+    ):
+        found = settings(start, "http://h:1", *words)
+        with pytest.raises(ConfigError, match=problem):
+            found.spec.check(found)
+    found = settings(start, "http://h:1", sampled, "evaluation.temperature=0.0")
+    found.spec.check(found)
+    plan = phases.plan(planned(f"artifacts.sft={start}", "artifacts.teacher=http://h:1", sampled))
     assert "teacher" not in plan.models
 
 

@@ -218,7 +218,12 @@ HINTED = DistillationHparams(learning_rate=3e-3, num_minibatches=2)
 
 
 def distilled(
-    material: dict[str, Path], folder: Path, ckpt_path: str | None = None, **changes: Any
+    material: dict[str, Path],
+    folder: Path,
+    ckpt_path: str | None = None,
+    *,
+    iterations: int = 24,
+    **changes: Any,
 ) -> tuple[Any, L.Trainer]:
     """Train the policy on what it would write if it were told a hint; return the module."""
     hinted = folder.parent / "hinted.jsonl"
@@ -232,13 +237,13 @@ def distilled(
         teacher=material["policy"],
         **{"teacher_prompt": "{prompt} {hint}"} | changes,
     )
-    data = PromptDataModule(hinted, module.tokenizer, batch_size=16, num_iterations=24)
+    data = PromptDataModule(hinted, module.tokenizer, batch_size=16, num_iterations=iterations)
     given: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
     callbacks = [Stop()] if folder.name == "killed" and ckpt_path is None else []
     trainer = L.Trainer(
         **trainer_arguments(
             folder,
-            max_iterations=24,
+            max_iterations=iterations,
             checkpoint_every_n_iterations=1,
             callbacks=callbacks,
             **given,
@@ -297,6 +302,30 @@ def test_a_run_learns_from_a_server_what_it_learns_from_the_same_model_here(mate
             runs.append([row["rollout/teacher_kl_per_token"] for row in rows(folder)])
     assert runs[0] == pytest.approx(runs[1], rel=1e-4)
     assert runs[0][0] > 0.1
+
+
+def test_prompts_that_a_teacher_cannot_read_are_named_before_the_first_rollout(material, tmp_path):
+    texts = [json.loads(line)["prompt"] for line in material["prompts"].read_text().splitlines()]
+    told = [{"prompt": text, "hint": "w4" if i != 7 else ""} for i, text in enumerate(texts)]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    given = {"teacher": material["policy"], "teacher_prompt": "{prompt} {hint}"}
+    module = DistillationModule.from_pretrained(material["policy"], **given)
+    trainer = L.Trainer(**trainer_arguments(tmp_path / "run", max_iterations=1, accelerator="cpu"))
+    for cut, problem in (
+        ({}, r"hint is empty in 1 prompts, such as number \d+ \('w"),
+        ({"over_long": "truncate_left"}, "over_long=truncate_left cuts those of the policy"),
+    ):
+        data = PromptDataModule(tmp_path / "some.jsonl", module.tokenizer, batch_size=4, **cut)
+        with pytest.raises(ValueError, match=problem):
+            trainer.fit(module, data)
+    assert not (tmp_path / "run/metrics.csv").exists()
+
+
+def test_a_comparison_on_other_prompts_leaves_the_teacher_out(material, tmp_path, caplog):
+    module, _ = distilled(material, tmp_path / "run", iterations=1)
+    found = compare(module, module.hparams["policy"], material["prompts"], gold=words)
+    assert "val/teacher_kl_per_token" not in found.metrics
+    assert "the KL to the teacher is not measured: teacher_prompt=" in caplog.text
 
 
 def test_what_a_server_cannot_give_is_refused_before_anything_is_loaded(material):

@@ -110,8 +110,8 @@ def test_of_a_conversation_the_last_message_is_replaced_and_the_rest_stays(famil
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{prompt} {answer}", r"a prompt has no \{answer\}; there is hint, prompt"),
-        ("{prompt} {empty}", r"a prompt has no \{empty\}"),
+        ("{prompt} {answer}", r"answer is no column: hint, prompt are in 1 prompts"),
+        ("{prompt} {empty}", r"empty is empty in 1 prompts, such as number 1 \('w9'\): leave"),
     ],
 )
 def test_a_prompt_without_the_text_that_a_teacher_is_to_read_is_an_error(template, problem):
@@ -189,6 +189,15 @@ def infinite(choice: dict[str, Any]) -> None:
             value["logprob"] = float("inf")
 
 
+def of(value: float) -> Any:
+    def change(choice: dict[str, Any]) -> None:
+        for said in choice["prompt_logprobs"][1:]:
+            for entry in said.values():
+                entry["logprob"] = value
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("behaviour", "problem"),
     [
@@ -196,7 +205,12 @@ def infinite(choice: dict[str, Any]) -> None:
         (broken(lambda choice: choice["prompt_logprobs"].pop()), "of each token that was sent"),
         (broken(other_tokens), "of each token that was sent"),
         (broken(infinite), "not finite|no JSON"),
-        (failing(404, "no such page"), "HTTP 404: 'no such page'. Check that teacher= is a server"),
+        (broken(of(-9999.0)), "not finite"),  # as vLLM writes minus infinity
+        (broken(of(12.5)), r"12\.5 as a log-probability, .* without --logprobs-mode"),
+        (
+            failing(404, "no such page"),
+            "HTTP 404: 'no such page'. Check that teacher= is a server of",
+        ),
         (failing(401, "who?"), "Put its key into the environment variable VLLM_API_KEY"),
     ],
 )
@@ -213,9 +227,31 @@ def test_a_server_has_neither_states_nor_another_temperature():
     for given in ({"temperature": 0.5}, {"with_states": True}):
         with pytest.raises(ValueError, match="at temperature 1: use divergence=sampled"):
             teacher(answers(), **PLAIN | given)
-    for url in ("ftp://h", "http://user:secret@h/v1", "http://h:0"):
-        with pytest.raises(ValueError, match="teacher"):
+    for url in ("ftp://h", "http://u:secret@h/v1", "http://h:0", "http://h/v1?key=secret"):
+        with pytest.raises(ValueError, match="teacher") as found:
             ServerTeacher(url, tiny_tokenizer())
+        assert "secret" not in str(found.value)
+    for path in ("/v1/completions", "/other/v1", "/v1#x"):
+        with pytest.raises(ValueError, match="with /v1 or nothing behind it"):
+            ServerTeacher(f"http://h{path}", tiny_tokenizer())
+
+
+def test_a_server_that_has_other_special_tokens_is_refused():
+    own, other = build_tokenizer(), build_tokenizer()
+    own.add_special_tokens({"additional_special_tokens": ["<|think|>", "<|act|>"]})
+    other.add_special_tokens({"additional_special_tokens": ["<|act|>", "<|think|>"]})
+    for theirs in (other, build_tokenizer()):
+        with serving(vllm_of(None, theirs)) as server:
+            teacher = ServerTeacher(server.url.removesuffix("/score"), own)
+            with pytest.raises(ValueError, match="it has another tokenizer"):
+                teacher.check([], temperature=1.0)
+
+
+def test_a_prompt_that_a_template_has_rendered_gets_nothing_around_it():
+    tokenizer = build_tokenizer()
+    rows = conversation(tokenizer, PromptRecord("<|im_start|>hi", rendered=True))
+    with pytest.raises(ValueError, match=r"rendered by a chat template.*Give the messages"):
+        TeacherPrompt("{prompt} more", tokenizer).before(rows)
 
 
 @pytest.mark.slow  # vLLM takes half a minute of processor time to start

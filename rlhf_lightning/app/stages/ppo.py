@@ -77,11 +77,18 @@ class PPOStage(Stage):
                 f"module.sampling.max_new_tokens={longest}: use about a fifth of it"
             )
         temperature, teacher = settings.evaluation.temperature, settings.module.get("teacher")
-        if is_address(teacher) and temperature not in (None, 0.0, 1.0):
-            raise ConfigError(
-                f"evaluation.temperature={temperature}: the server at artifacts.teacher={teacher} "
-                "gives log-probabilities at temperature 1: use 1, or 0 for the likeliest token"
-            )
+        if is_address(teacher):
+            server = f"the server at artifacts.teacher={teacher} gives log-probabilities of given"
+            drawn = settings.all_hparams["sampling"].temperature
+            if getattr(hparams, "learns_distributions", False):
+                raise ConfigError(
+                    f"{place}.divergence={hparams.divergence}: {server} tokens alone: use sampled"
+                )
+            for key, value in (("module.sampling", drawn), ("evaluation", temperature)):
+                if value not in (None, 1.0) and (value, key) != (0.0, "evaluation"):
+                    raise ConfigError(
+                        f"{key}.temperature={value:g}: {server} tokens at temperature 1: use 1"
+                    )
         if settings.scorer is None:
             names = ", ".join(choices("scorer"))
             raise ConfigError(f"{self.title} needs a scorer: scorer=NAME, one of {names}")
