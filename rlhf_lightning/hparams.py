@@ -474,7 +474,7 @@ class DistillationHparams(OnPolicyHparams):
 
     @property
     def learns_distributions(self) -> bool:
-        """Whether the loss is over the teacher's whole distributions."""
+        """True if the loss is over the whole distributions of the teacher."""
         return self.divergence != "sampled"
 
     def __post_init__(self) -> None:

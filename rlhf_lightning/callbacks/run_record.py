@@ -232,7 +232,7 @@ def about_run(module: LightningModule, data: object, *, name: str | None = None)
     if scorer is not None:
         about["reward"] = _reward(given.get("reward") or scorer)
     if given.get("teacher") is not None:
-        told = " with a prompt of its own" if given.get("teacher_prompt") else ""
+        told = " with another prompt than the policy" if given.get("teacher_prompt") else ""
         about["teacher"] = f"{given['teacher'].rstrip('/')}{told}"
     if start is not None and hasattr(module, "policy"):
         about["baseline"] = "the model that it was trained from"

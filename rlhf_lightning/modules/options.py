@@ -1,4 +1,4 @@
-"""What modules are given: parts by `__init__`, options by `from_pretrained`."""
+"""Parts, which `__init__` of a module takes, and options, which `from_pretrained` takes."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class Taught(NamedTuple):
-    """What a teacher says of responses.
+    """The reply of a teacher about responses.
 
     Args:
         logprobs: `[B, R]` of the tokens, nats, 0 off the mask.
@@ -67,7 +67,7 @@ class Teacher(Protocol):
     """Says how likely it finds responses.
 
     Attributes:
-        prompt: gives it prompts of its own; None for those of the policy.
+        prompt: builds its prompts; None for those of the policy.
     """
 
     @property
@@ -92,7 +92,7 @@ class Teacher(Protocol):
         with_states: bool = False,
         unsharded: Unsharded = nullcontext,
     ) -> Taught:
-        """Return what it says of the responses.
+        """Return its reply about the responses.
 
         Args:
             responses: prompts with the policy's responses.
@@ -105,11 +105,11 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class ModelTeacher:
-    """A frozen model of this process.
+    """A frozen model in this process.
 
     Args:
         model: the model.
-        prompt: gives it prompts of its own; None for those of the policy.
+        prompt: builds its prompts; None for those of the policy.
     """
 
     model: PolicyModel
@@ -135,7 +135,7 @@ class ModelTeacher:
         with_states: bool = False,
         unsharded: Unsharded = nullcontext,
     ) -> Taught:
-        """Return what it says of the responses; see `Teacher`.
+        """Return its reply about the responses; see `Teacher`.
 
         Raises:
             ValueError: see `TeacherPrompt`, or if its context is shorter than a row.
@@ -267,7 +267,7 @@ class ServerTeacher:
     Args:
         url: address of the server, such as `http://HOST:8000`, with `/v1` or without.
         tokenizer: of the policy.
-        prompt: gives it prompts of its own; None for those of the policy.
+        prompt: builds its prompts; None for those of the policy.
 
     Raises:
         ValueError: if `url` is no address.
@@ -341,7 +341,7 @@ class ServerTeacher:
         with_states: bool = False,
         unsharded: Unsharded = nullcontext,
     ) -> Taught:
-        """Return what it says of the responses; see `Teacher`.
+        """Return its reply about the responses; see `Teacher`.
 
         Raises:
             ServiceError: on every rank, if the server failed on one of them.

@@ -145,7 +145,7 @@ def test_a_server_teaches_by_a_prompt_of_its_own_and_the_program_of_the_command_
     name = "rollout/teacher_kl_per_token"
     assert found[0][-1][name] == pytest.approx(found[1][-1][name], rel=1e-3)
     about = read_summary(there).about
-    assert about["teacher"] == f"{url} with a prompt of its own"
+    assert about["teacher"] == f"{url} with another prompt than the policy"
     assert "val/teacher_kl_share" in read_summary(there).metrics
 
 

@@ -50,7 +50,7 @@ class _UnavailableError(Exception):
 
 
 class Advice(NamedTuple):
-    """What a message about a service tells the user to do, by what has happened."""
+    """The fix that a message about a service names, one field for each kind of failure."""
 
     late: str = ", or raise scorer.timeout, scorer.deadline or scorer.max_retries"
     large: str = "It must return scores only; fewer responses a request are scorer.batch_size"
@@ -212,7 +212,7 @@ def on_every_rank(ask: Callable[[], Result], device: torch.device, elsewhere: st
     Args:
         ask: asks a service for this rank's rows.
         device: of the collective.
-        elsewhere: what is said on the other ranks where one has failed.
+        elsewhere: message on the other ranks if one has failed.
 
     Raises:
         ServiceError: on every rank, if it was raised on one.
