@@ -123,8 +123,8 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
         ratios.append(log_ratio.detach().exp()[mask])
         return counted(log_ratio, mask)
 
-    def first_update(self, minibatch, steps, *, iteration):
-        update(self, minibatch, steps, iteration=iteration)
+    def first_update(self, minibatch, steps, **place):
+        update(self, minibatch, steps, **place)
         measured.append(steps.means())
         return False  # the second minibatch may move
 
