@@ -125,9 +125,9 @@ def test_reward_model_and_policy_reach_what_the_readme_promises(tmp_path, seed):
 
 @pytest.mark.timeout(1800)
 def test_without_a_kl_penalty_the_learnt_score_rises_while_gold_falls(tmp_path, trained):
-    """Over-optimization, seen on a short and on a long run with the same noise and data."""
+    """Over-optimization, seen on a run of the usual length and on a long one, on the same data."""
     results = []
-    for iterations in (10, 150):
+    for iterations in (36, 150):
         train(
             tmp_path,
             "+experiment=ppo",
@@ -139,7 +139,7 @@ def test_without_a_kl_penalty_the_learnt_score_rises_while_gold_falls(tmp_path, 
         )
         results.append(summary(tmp_path, "ppo")["metrics"])
     early, late = results
-    assert late["val/score"] > early["val/score"] + 0.3
+    assert late["val/score"] > early["val/score"] + 0.1
     assert late["val/gold"] < early["val/gold"] - 0.5
     assert late["val/response_length"] > late["val/baseline_response_length"] + 1
     newest = max(tmp_path.glob("outputs/ppo/*/metrics.csv"))
