@@ -36,6 +36,7 @@ VLLM_MINUS_INFINITY = -9999.0  # which JSON cannot hold
 LARGEST = 1e-3  # log-probability, after rounding in a low precision
 NUM_PROBED = 4096  # tokens whose text a server must read as the policy's tokenizer does
 KEY = "VLLM_API_KEY"
+RENDERED = "true"  # as `CONVERSATION` of a prompt whose special tokens are tokens
 SECONDS = 600.0  # of a call, all requests and retries together
 NUM_AT_ONCE = 32  # requests: the server batches them
 ADVICE = Advice(
@@ -191,30 +192,35 @@ class TeacherPrompt:
         """Check that each prompt, given as its columns, has a text for every field.
 
         Raises:
-            ValueError: if one has none, naming the first and their number.
+            ValueError: if one has none, naming the first and their number, or is `rendered`.
         """
         lacking: Counter[str] = Counter()
         first: dict[str, tuple[int, Mapping[str, Any]]] = {}
         for number, columns in enumerate(prompts, start=1):
+            if columns.get(CONVERSATION) == RENDERED:
+                raise ValueError(
+                    f"teacher_prompt={self.template!r} is of messages or plain text, and prompt "
+                    f"{number} is rendered by a chat template: text put around it would be in no "
+                    "turn. Give the messages"
+                )
             for name in self.fields:
                 if not as_text(columns.get(name)).strip():
                     lacking[name] += 1
                     first.setdefault(name, (number, columns))
         for name, count in lacking.items():
             number, columns = first[name]
-            given = {key for key in columns if key != CONVERSATION}
-            there = "is empty" if name in given else f"is no column: {', '.join(sorted(given))} are"
+            given = ", ".join(sorted(columns.keys() - {CONVERSATION}))
             raise ValueError(
-                f"teacher_prompt={self.template!r}: {name} {there} in {count} prompts, such as "
-                f"number {number} ({str(columns.get('prompt'))[:40]!r}): leave them out of the "
-                "data, or take another column"
+                f"teacher_prompt={self.template!r}: {count} prompts have no {name}, such as number "
+                f"{number} ({str(columns.get('prompt'))[:40]!r}): leave them out of the data, or "
+                f"take another column of {given}"
             )
 
     def before(self, responses: Responses) -> Responses:
         """Return the responses behind the prompts of the teacher, `[B, P' + R]`.
 
         Raises:
-            ValueError: see `check`; if a prompt is `rendered`.
+            ValueError: see `check`.
         """
         device, mask = responses.sequences.device, responses.response_mask
         rows = [torch.tensor(ids) for ids in self._ids(responses)]
@@ -234,12 +240,6 @@ class TeacherPrompt:
         known: dict[Any, list[int]] = {}  # a group has one prompt
         for row, text in enumerate(response_texts_of(responses)):
             values = {name: values[row] for name, values in columns.items()}
-            if text.rendered:
-                raise ValueError(
-                    f"teacher_prompt={self.template!r} is of messages or plain text, and a prompt "
-                    "is rendered by a chat template: text put around it would be in no turn. Give "
-                    "the messages"
-                )
             if text.messages is None:
                 prompt: Text = self._filled(values | {"prompt": text.prompt})
                 key: Any = prompt

@@ -110,8 +110,8 @@ def test_of_a_conversation_the_last_message_is_replaced_and_the_rest_stays(famil
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{prompt} {answer}", r"answer is no column: hint, prompt are in 1 prompts"),
-        ("{prompt} {empty}", r"empty is empty in 1 prompts, such as number 1 \('w9'\): leave"),
+        ("{prompt} {answer}", r"1 prompts have no answer, .* take another column of hint, pro"),
+        ("{prompt} {empty}", r"1 prompts have no empty, such as number 1 \('w9'\): leave"),
     ],
 )
 def test_a_prompt_without_the_text_that_a_teacher_is_to_read_is_an_error(template, problem):
