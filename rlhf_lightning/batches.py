@@ -19,6 +19,7 @@ FINISHED_BY_STOP = 0
 FINISHED_BY_LENGTH = 1
 # A prompt's column that holds its conversation as JSON; a plain prompt has none, or None.
 CONVERSATION = "prompt_messages"
+RENDERED = "true"  # its value for a prompt whose special tokens are tokens
 
 
 @dataclass(frozen=True)

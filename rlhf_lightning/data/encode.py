@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.batches import CONVERSATION, RENDERED
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import (
@@ -432,7 +432,7 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
     """
     columns = {k: v for k, v in record.columns.items() if k != CONVERSATION}
     if isinstance(record.prompt, str):
-        rendered = {CONVERSATION: "true"} if record.rendered else {}
+        rendered = {CONVERSATION: RENDERED} if record.rendered else {}
         return columns | rendered | {"prompt": record.prompt}
     messages = [dict(message) for message in record.prompt]
     written = [dict(record.variables), messages] if record.variables else messages

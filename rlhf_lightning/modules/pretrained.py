@@ -43,6 +43,7 @@ from rlhf_lightning.text.tokenizers import (
     with_template_arguments,
 )
 
+TEACHING = ("teacher", "teacher_prompt")
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
 _PLAIN = ("reward_weights", "from_scratch", "chat_template_arguments")  # lists and mappings
 _WITHOUT_ADAPTER = {  # by the argument that names a folder
@@ -176,8 +177,7 @@ def of_policy(
         reward_weights=None if weights is None else list(weights),
         **hparams,
         **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
-        teacher=None if (teacher := options["teacher"]) is None else str(teacher),
-        teacher_prompt=options["teacher_prompt"],
+        **{key: None if (it := options[key]) is None else str(it) for key in TEACHING},
         **kept,
     )
     return built  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.batches import CONVERSATION, RENDERED
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
@@ -36,7 +36,6 @@ VLLM_MINUS_INFINITY = -9999.0  # which JSON cannot hold
 LARGEST = 1e-3  # log-probability, after rounding in a low precision
 NUM_PROBED = 4096  # tokens whose text a server must read as the policy's tokenizer does
 KEY = "VLLM_API_KEY"
-RENDERED = "true"  # as `CONVERSATION` of a prompt whose special tokens are tokens
 SECONDS = 600.0  # of a call, all requests and retries together
 NUM_AT_ONCE = 32  # requests: the server batches them
 ADVICE = Advice(

@@ -50,7 +50,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeacherHead:
     """The head of a teacher whose whole distributions are learnt, by a kind of divergence."""
 
     vocabulary: int
@@ -90,7 +90,7 @@ def training_peaks(
     accumulated: bool,
     in_place: bool,
     with_entropy: bool = False,
-    taught: Taught | None = None,
+    taught: TeacherHead | None = None,
 ) -> Peaks:
     """Return the memory of a forward and backward pass, gradients included.
 

@@ -263,13 +263,13 @@ class Parts:
             ),
         )
 
-    def _taught(self) -> passes.Taught | None:
+    def _taught(self) -> passes.TeacherHead | None:
         run = self.run
         if run.teacher is None or run.divergence is None:
             return None
         config = run.teacher.config()
         size = int(config.vocab_size), int(config.hidden_size)
-        return passes.Taught(*size, run.style.matmul_dtype, run.divergence)
+        return passes.TeacherHead(*size, run.style.matmul_dtype, run.divergence)
 
     def _forward(self, kind: str, rows: Rows, **options: bool) -> Counter[str]:
         return self.fake.peak(kind, passes.forward_peaks, rows, self.run.style, **options)

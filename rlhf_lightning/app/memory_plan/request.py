@@ -71,9 +71,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         with_entropy=getattr(hparams, "entropy_coef", 0) > 0,
         scoring=scoring,
         teacher=teacher,
-        divergence=getattr(hparams, "divergence", None)
-        if teacher is not None and getattr(hparams, "learns_distributions", False)
-        else None,
+        divergence=hparams.divergence if getattr(hparams, "learns_distributions", False) else None,
         validation_rows=_validation_rows(settings),
         evaluation=_evaluation(settings),
         read_at_once=int(settings.rollout.get("prefill_tokens", Run.read_at_once)),
