@@ -95,12 +95,11 @@ def trainer_arguments(
         *(callback for callback in given if not isinstance(callback, PeriodicEvaluation)),
         MetricsLog(run),  # behind all that log; Lightning puts the checkpoints behind it
     ]
-    if trainer.get("enable_checkpointing", True) is False:
-        ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
+    keeps = trainer.get("enable_checkpointing", True) is not False
     return {
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
-        "callbacks": ours,
+        "callbacks": [one for one in ours if keeps or not isinstance(one, Checkpoint)],
         "plugins": [AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
         "logger": _logger(run, logger) if isinstance(logger, str) else logger,
         "num_sanity_val_steps": 0,

@@ -103,10 +103,8 @@ def normalize_reward_model(
     if isinstance(prompts, RecordDataModule):
         source, length, over_long = prompts.source, prompts.max_length, prompts.over_long
     else:
-        given: Any = prompts
-        source, length, over_long = as_source(given, "prompts"), 512, "drop"
-    tokenizer: Any = module.tokenizer
-    trained, generator = cast(Any, module.model), module.generator
+        source, length, over_long = as_source(cast(Any, prompts), "prompts"), 512, "drop"
+    trained, tokenizer = cast(Any, module.model), cast(Any, module.tokenizer)
     start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
     policy = start_in_memory(module)
     if policy is None:
@@ -126,7 +124,8 @@ def normalize_reward_model(
                 over_long=over_long,
             ),
             Sampling(
-                generator or CachedGenerator(stop_ids(tokenizer, start), tokenizer.pad_token_id),
+                module.generator
+                or CachedGenerator(stop_ids(tokenizer, start), tokenizer.pad_token_id),
                 tokenizer,
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,
