@@ -13,6 +13,7 @@ import yaml
 
 from rlhf_lightning.app.config.groups import DatasetSettings, Target
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
@@ -164,9 +165,10 @@ def _reward_facts(folder: Path) -> dict[str, Any]:
 
 
 def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
-    """Return the hub names of datasets that `dataset` reads."""
-    hub = dataset.source.class_name.endswith("HubSource")
-    names = [dataset.hub_name, dataset.source.get("name") if hub else None]
+    """Return the hub names of datasets that `dataset` reads, of every one of several sources."""
+    calls = nodes(dataset.source.read())
+    named = [one.arguments.get("name") for one in calls if getattr(one.call, "on_hub", False)]
+    names = [dataset.hub_name, *named]
     found = [str(name) for name in names if name and _HUB_DATA.fullmatch(str(name))]
     return tuple(dict.fromkeys(name for name in found if not Path(name).exists()))
 

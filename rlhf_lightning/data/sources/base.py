@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import BeforeValidator
 
@@ -253,6 +253,7 @@ class HubSource(RowSource):
         revision: a branch, tag or commit; give a commit for runs that can be repeated.
     """
 
+    on_hub: ClassVar = True  # `name` is one of the hub's, for model cards
     name: str
     _: KW_ONLY
     config: str | None = None
