@@ -1,7 +1,4 @@
-"""Kernels, micro-batches and threads of a command.
-
-Must not import torch: commands enter it before they load anything heavy.
-"""
+"""Kernels, micro-batches and threads of a command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Export a run's model as a Hugging Face folder: `python -m rlhf_lightning.export RUN`.
-
-Must not import torch: a mistake is answered at once.
-"""
+"""Export a run's model as a Hugging Face folder: `python -m rlhf_lightning.export RUN`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The causes of early ends, in one line each. Must not import torch."""
+"""The causes of early ends, in one line each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sweeps: a job that fails does not stop one, and one page compares its jobs.
-
-Must not import torch: Hydra makes `SweepEnd` before anything is trained.
-"""
+"""Sweeps: a job that fails does not stop one, and one page compares its jobs."""
 
 from __future__ import annotations
 

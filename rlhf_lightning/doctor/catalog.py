@@ -1,7 +1,6 @@
 """All detectors; a new one is one object here. See `DetectorSpec` for what it holds, in this order.
 
 Alerts, coverage, interventions, thresholds, report and docs/doctor.md take everything from here.
-Must not import torch: keeps config errors fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The interventions on an alert: pure decisions from the controls as they stand.
 
-Nothing is changed here; the callback makes the changes through `module.controls`. Must not import
-torch: keeps config errors fast.
+Nothing is changed here; the callback makes the changes through `module.controls`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Readings of a history for detectors, and the iterations that each takes.
-
-Must not import torch: keeps config errors fast.
-"""
+"""Readings of a history for detectors, and the iterations that each takes."""
 
 from __future__ import annotations
 

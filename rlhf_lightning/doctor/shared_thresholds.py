@@ -1,7 +1,4 @@
-"""Thresholds that all detectors share.
-
-Must not import torch: keeps config errors fast.
-"""
+"""Thresholds that all detectors share."""
 
 from __future__ import annotations
 

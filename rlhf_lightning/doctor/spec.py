@@ -1,7 +1,4 @@
-"""The specification of a detector: its words, thresholds, reading and action.
-
-Must not import torch: keeps config errors fast.
-"""
+"""The specification of a detector: its words, thresholds, reading and action."""
 
 from __future__ import annotations
 

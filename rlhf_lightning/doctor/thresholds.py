@@ -1,7 +1,4 @@
-"""Thresholds of the detectors, as `doctor.thresholds` sets them.
-
-Must not import torch: keeps config errors fast.
-"""
+"""Thresholds of the detectors, as `doctor.thresholds` sets them."""
 
 from __future__ import annotations
 

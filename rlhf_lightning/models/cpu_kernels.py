@@ -1,7 +1,4 @@
-"""The switch `model.cpu_kernels`, and the only module that imports `models.cpu`.
-
-Must not import torch: commands read the switch before they load anything heavy.
-"""
+"""The switch `model.cpu_kernels`, and the only module that imports `models.cpu`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Default learning rates by the size of a model.
 
-Must not import torch. docs/models.md says where the numbers come from.
+docs/models.md says where the numbers come from.
 """
 
 from __future__ import annotations

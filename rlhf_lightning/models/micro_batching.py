@@ -1,7 +1,4 @@
-"""The switch `model.micro_batches`: which rows share a forward.
-
-Must not import torch: commands read the switch before they load anything heavy.
-"""
+"""The switch `model.micro_batches`: which rows share a forward."""
 
 from __future__ import annotations
 

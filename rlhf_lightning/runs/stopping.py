@@ -1,7 +1,4 @@
-"""Stopping a run before its end: on a signal, or in time before a deadline.
-
-Must not import torch: keeps config errors fast.
-"""
+"""Stopping a run before its end: on a signal, or in time before a deadline."""
 
 from __future__ import annotations
 

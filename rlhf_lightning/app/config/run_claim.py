@@ -1,4 +1,4 @@
-"""The claim of a run on its folder, before Hydra or we write there. Must not import torch."""
+"""The claim of a run on its folder, before Hydra or we write there."""
 
 from __future__ import annotations
 

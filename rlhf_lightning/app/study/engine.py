@@ -1,7 +1,7 @@
 """Runs that start from each other, each a process with the command that a person would type.
 
 What was asked of a run, what it was given and what it published is recorded. A run is done as long
-as all of that is still true. Must not import torch: the runs do.
+as all of that is still true.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 NAME is a file of `conf/study`, or of the folder `study` in that of `--config-dir`.
 
-Each run is a separate process. Must not import torch: the runs do.
+Each run is a separate process.
 """
 
 from __future__ import annotations

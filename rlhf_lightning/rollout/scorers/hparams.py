@@ -1,7 +1,4 @@
-"""Settings of scorers whose types and ranges are checked before anything is loaded.
-
-Must not import torch: a wrong setting is answered at once.
-"""
+"""Settings of scorers whose types and ranges are checked before anything is loaded."""
 
 from __future__ import annotations
 
