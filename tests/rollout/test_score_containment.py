@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import copy
+import csv
 import gc
+import io
+import json
 import logging.config
 import math
 import os
+import pathlib
 import random
 import re
 import resource
@@ -26,6 +31,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from rlhf_lightning.rollout.scorers import containment
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
@@ -212,8 +218,25 @@ def state():
             subprocess.Popen,
             builtins.open,
             torch.ones,
+            torch.nn.functional.silu,
+            torch.nn.Module.__call__,
+            csv.field_size_limit(),
+            json.dumps,
+            copy.deepcopy,
+            pathlib.Path.write_text,
+            logging.getLogRecordFactory(),
+            list(sys.meta_path),
+            list(sys.path_hooks),
+            sys.modules.get("omegaconf"),
+            gc.get_debug(),
+            gc.get_threshold(),
+            signal.getitimer(signal.ITIMER_PROF),
         ],
+        HOOKED(torch.ones(1)).item(),
     )
+
+
+HOOKED = torch.nn.Identity()
 
 
 OUR_LOGGERS = logging.root, logging.getLogger("rlhf_lightning"), logging.getLogger("lightning")
@@ -269,6 +292,18 @@ def enter(manager):
         lambda: [setattr(os, name, None) for name in ("unlink", "getcwd", "fchdir", "kill")],
         lambda: [setattr(shutil, "rmtree", None), setattr(subprocess, "Popen", None)],
         lambda: [setattr(builtins, "open", None), setattr(torch, "ones", None)],
+        lambda: register_module_forward_hook(lambda module, given, out: out * 2),
+        lambda: setattr(torch.nn.functional, "silu", lambda x, inplace=False: x),
+        lambda: setattr(torch.nn.Module, "__call__", None),
+        lambda: csv.field_size_limit(1),
+        lambda: [setattr(json, "dumps", None), setattr(copy, "deepcopy", None)],
+        lambda: setattr(pathlib.Path, "write_text", None),
+        lambda: logging.setLogRecordFactory(None),
+        lambda: [sys.meta_path.clear(), sys.path_hooks.clear()],
+        lambda: sys.modules.pop("omegaconf"),
+        lambda: [gc.set_debug(gc.DEBUG_STATS), gc.set_threshold(1), gc.set_debug(0)],
+        lambda: gc.set_debug(gc.DEBUG_UNCOLLECTABLE),
+        lambda: signal.setitimer(signal.ITIMER_PROF, 60),
     ],
 )
 def test_what_it_changes_of_the_process_is_put_back(leave):
@@ -411,6 +446,31 @@ def test_a_file_that_changes_the_process_while_it_is_read_leaves_it_as_it_was(tm
     finally:
         os.environ.pop("MINE_OF_TEST", None)
     assert (torch.get_default_dtype(), os.getcwd()) == before
+
+
+def test_a_file_that_forks_or_does_not_end_while_it_is_read_is_named(tmp_path, capfd):
+    forks, hangs = tmp_path / "forks.py", tmp_path / "hangs.py"
+    forks.write_text("import os\nos.fork()\ndef f(prompts, completions):\n    return [1, 2]\n")
+    hangs.write_text("import time\nwhile True:\n    time.sleep(1)\n")
+    mine = os.getpid()
+    assert scored(f"{forks}:f") == [1, 2]
+    assert os.getpid() == mine, "a child came back"
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    assert "forks.py forked" in capfd.readouterr().err
+    with pytest.raises(TimeoutError, match=r"hangs\.py did not return within 0\.5 seconds"):
+        FunctionScorer(f"{hangs}:f", timeout_seconds=0.5)
+    assert "reward_function_hangs" not in sys.modules
+
+
+def test_a_stream_is_written_in_the_encoding_that_it_had(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict"))
+
+    def function(prompts, completions):
+        sys.stdout.reconfigure(encoding="ascii", errors="replace")
+        return [1, 2]
+
+    assert scored(function) == [1, 2]
+    assert (sys.stdout.encoding, sys.stdout.errors) == ("utf-8", "strict")
 
 
 def test_threads_run_on():

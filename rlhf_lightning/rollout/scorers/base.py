@@ -273,7 +273,10 @@ class FunctionScorer:
         timeout_seconds: Seconds = 300.0,
     ) -> None:
         self.function_name = function if isinstance(function, str) else None
-        self.function = load_function(function) if isinstance(function, str) else function
+        if isinstance(function, str):
+            self.function: RewardFunction = load_function(function, seconds=timeout_seconds)
+        else:
+            self.function = function
         named = getattr(self.function, "func", self.function)  # of functools.partial
         self.name = name or str(getattr(named, "__name__", type(named).__name__))
         self.timeout_seconds = timeout_seconds

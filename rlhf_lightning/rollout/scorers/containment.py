@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import builtins
+import csv
 import gc
 import inspect
 import logging
-import math
 import os
-import random
+import pathlib
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -44,6 +41,33 @@ def _raise_again(limit: int, before: tuple[int, int]) -> None:
         resource.setrlimit(limit, (most if before[0] == endless else min(before[0], most), hard))
 
 
+# Hooks of torch on every module: it has no call that lists them.
+_GLOBAL_HOOKS: list[dict[Any, Any]] = [
+    value
+    for name, value in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
+
+
+def _set_hooks(kept: list[dict[Any, Any]]) -> None:
+    for hooks, before in zip(_GLOBAL_HOOKS, kept, strict=True):
+        hooks.clear()
+        hooks.update(before)
+
+
+def _stop_timer(timer: int, was_running: bool) -> None:
+    if not was_running:
+        signal.setitimer(timer, 0)
+
+
+def _add_missing(place: list[Any], kept: list[Any]) -> None:
+    place.extend(each for each in kept if each not in place)
+
+
+def _set_modules(kept: dict[str, Any]) -> None:
+    sys.modules.update({n: each for n, each in kept.items() if sys.modules.get(n) is None})
+
+
 # What a function may set for itself and must not leave changed: how it is read, and how it is set.
 _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -73,18 +97,27 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE")
         for limit in (getattr(resource, f"RLIMIT_{name}"),)
     ),
+    (lambda: [dict(each) for each in _GLOBAL_HOOKS], _set_hooks),
     (sys.getrecursionlimit, sys.setrecursionlimit),
+    (csv.field_size_limit, csv.field_size_limit),
     (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    (gc.get_debug, gc.set_debug),
+    (gc.get_threshold, lambda counts: gc.set_threshold(*counts)),
+    *(  # timers whose signals nothing of ours handles
+        (lambda timer=timer: any(signal.getitimer(timer)), partial(_stop_timer, timer))
+        for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    ),
     (np.geterr, lambda kinds: np.seterr(**kinds)),
     (lambda: (os.umask(mask := os.umask(0o077)), mask)[1], os.umask),
     (
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
     ),
-    (
-        lambda: list(sys.path),
-        lambda paths: sys.path.extend(path for path in paths if path not in sys.path),
+    *(
+        (partial(list, place), partial(_add_missing, place))
+        for place in (sys.path, sys.meta_path, sys.path_hooks)
     ),
+    (lambda: dict(sys.modules), _set_modules),
 )
 
 
@@ -122,10 +155,11 @@ _FOR_A_CALL: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: dict(os.environ), _set_environment),
     (lambda: list(warnings.filters), _set_filters),
     (lambda: logging.root.manager.disable, logging.disable),
+    (logging.getLogRecordFactory, logging.setLogRecordFactory),
     (_our_loggers, _set_loggers),
 )
-# A guard around code that a function runs may take their functions away, and never give them back.
-_MODULES: tuple[Any, ...] = (builtins, os, shutil, subprocess, signal, time, math, random, torch)
+_OF_TORCH = ("torch", "torch.nn.functional")
+_CLASSES = (pathlib.Path, torch.nn.Module)
 _AGAIN_SECONDS = 1.0
 _STILL_SECONDS = 20.0  # after which a call that runs is named
 
@@ -147,6 +181,7 @@ def contained(
     *,
     seconds: float,
     about: str,
+    settings: bool = True,
 ) -> Result:
     """Return `read` of what `call` returns, awaited if it is a coroutine.
 
@@ -160,6 +195,7 @@ def contained(
         what: names it in errors.
         seconds: after which it is interrupted.
         about: what it was given, for the warning and the error.
+        settings: see `restoring_state`.
 
     Raises:
         TimeoutError: if it took longer, also where it caught the interruption.
@@ -196,7 +232,7 @@ def contained(
     in_main = threading.current_thread() is threading.main_thread()
     timed = _interrupted_by_alarm if in_main else _left_behind
     try:
-        with restoring_state(what):
+        with restoring_state(what, settings=settings):
             return timed(guarded, seconds, say)
     except (KeyboardInterrupt, RunStoppedError, ClosedStreamError):
         raise
@@ -207,6 +243,23 @@ def contained(
         ) from error
     except BaseException as error:
         raise RuntimeError(f"{what} raised {said(error)}; it was called with {about}") from error
+
+
+def _callables() -> list[tuple[Any, dict[str, Any]]]:
+    """Return the functions and classes of the standard library, of torch, and of some classes.
+
+    A guard around code that a function runs may take them away, and never give them back.
+    """
+    owners = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in sys.stdlib_module_names or name in _OF_TORCH
+    ]
+    return [
+        (owner, {name: value for name, value in vars(owner).items() if callable(value)})
+        for owner in (*owners, *_CLASSES)
+        if owner is not None
+    ]
 
 
 def said(error: BaseException) -> str:
@@ -295,7 +348,7 @@ def restoring_state(what: str, *, settings: bool = True) -> Iterator[None]:
 
     Args:
         what: names the code in errors.
-        settings: put back the environment, warnings, loggers and functions of modules, too.
+        settings: put back the environment, warnings, loggers and replaced functions, too.
 
     Raises:
         ClosedStreamError: if it closed standard output or error, or files that are not its own,
@@ -303,8 +356,11 @@ def restoring_state(what: str, *, settings: bool = True) -> Iterator[None]:
     """
     table = (*_STATE, *_FOR_A_CALL) if settings else _STATE
     state = [read() for read, _ in table]
-    names = [(module, dict(vars(module))) for module in _MODULES if settings]
+    callables = _callables() if settings else []
     streams = sys.stdin, sys.stdout, sys.stderr
+    encodings: list[tuple[Any, str, str | None]] = [
+        (each, each.encoding, each.errors) for each in streams if hasattr(each, "errors")
+    ]
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     descriptors = {number: _duplicate(number) for number in (1, 2)}
     folder = os.open(".", os.O_RDONLY)
@@ -313,9 +369,10 @@ def restoring_state(what: str, *, settings: bool = True) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        for module, before in names:
-            now = vars(module)
-            now.update({name: old for name, old in before.items() if now.get(name) is not old})
+        for owner, before in callables:
+            now = vars(owner)
+            for name in [name for name, old in before.items() if now.get(name) is not old]:
+                setattr(owner, name, before[name])
         try:
             os.fchdir(folder)
             os.close(folder)
@@ -326,6 +383,9 @@ def restoring_state(what: str, *, settings: bool = True) -> Iterator[None]:
         except OSError as error:
             raise ClosedStreamError(f"{what} closed files that it did not open: {error}") from error
         sys.stdin, sys.stdout, sys.stderr = streams
+        for stream, encoding, errors in encodings:
+            if (stream.encoding, stream.errors) != (encoding, errors):
+                stream.reconfigure(encoding=encoding, errors=errors)
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not handler and handler is not None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.arguments import CodeName
-from rlhf_lightning.rollout.scorers.containment import restoring_state, said
+from rlhf_lightning.rollout.scorers.containment import contained, said
 
 RewardFunction = Callable[..., Any]
 OURS = ("prompts", "completions")
@@ -215,16 +216,21 @@ def _number(value: Any) -> float | str:
         return f"a value of type {type(value).__name__}"
 
 
-def load_function(path: CodeName) -> RewardFunction:
+def load_function(path: CodeName, *, seconds: float = 300.0) -> RewardFunction:
     """Return the callable that `path.py:name` or `package.module.name` names.
 
+    Args:
+        path: its name; a file is read in `contained`.
+        seconds: after which reading a file is interrupted.
+
     Raises:
+        TimeoutError: if that took longer.
         ValueError: if there is no such file, module or callable.
     """
     file, colon, name = path.rpartition(":")
     try:
         if colon:
-            module: object = _load_file(Path(file))
+            module: object = _load_file(Path(file), seconds)
         else:
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
@@ -238,7 +244,7 @@ def load_function(path: CodeName) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
-def _load_file(file: Path) -> Any:
+def _load_file(file: Path, seconds: float) -> Any:
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}")
     spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
@@ -246,12 +252,12 @@ def _load_file(file: Path) -> Any:
         raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    execute = partial(spec.loader.exec_module, module)
     try:
-        with restoring_state(f"{file}", settings=False):
-            spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
+        contained(execute, bool, f"{file}", seconds=seconds, about="its import", settings=False)
     except BaseException as error:
-        del sys.modules[spec.name]
-        raise ImportError(f"while it was read: {said(error)}") from error
+        sys.modules.pop(spec.name, None)
+        if type(error) is not RuntimeError:  # its time is up, or the run is to stop
+            raise
+        raise ImportError(f"while it was read: {said(error.__cause__ or error)}") from error
     return module
