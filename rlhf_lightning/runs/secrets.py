@@ -23,8 +23,8 @@ REMOVED = "<removed>"
 SHORTEST = 6  # a shorter text occurs by chance
 
 _KEY = re.compile(
-    r"(^|[_-])(api_?key|authorization|cookies?|credentials?|headers?|pass(word|wd|phrase)?"
-    r"|secrets?|(access|private|secret|signing|encryption)_?key)$"
+    r"(^|[_-])(api_?key|api-key|authorization|cookies?|credentials?|headers?|pass"
+    r"|secrets?|(access|private|secret|signing|encryption)_?key)$|pass(word|wd|phrase)s?$"
     r"|(^|[_-])(access|auth|bearer|hf|hub|wandb|github|session|refresh)_?token$|^token$",
     re.IGNORECASE,
 )
@@ -36,11 +36,16 @@ _HEX_40 = re.compile(r"[0-9a-f]{40}")  # the form of a W&B key, and of a commit
 _FORM = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
     r"|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bxox[abeprs]-[\w-]{10,}|\bAKIA[0-9A-Z]{16}\b"
-    r"|\bnvapi-[\w-]{20,}|(?<=[Bb]earer )[\w\-.+/=]{8,}"
+    r"|\bnvapi-[\w-]{20,}|(?<=[Bb]earer )[\w\-.+/=]{8,}|\bAIza[\w-]{35}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"  # a JSON web token
+    r"|(?<=://)[^\s/:@]*:[^\s/@]+(?=@)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
 )
 _ASSIGNED = re.compile(
     r"(?<![\w.\-@/])(?P<key>[\w.\-@/]++)(?=(?P<is>['\"]?[ \t]*[=:][ \t]*)"
-    r"(?P<value>\$\{[^}]*\}|\{[^}]*\}|\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[^\s'\",}\]]+))"
+    r"(?P<value>\$\{[^}]*\}|\{[^}]*\}|\[[^\]]*\]|'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\""
+    r"|(?:(?:[Bb]asic|[Bb]earer|[Dd]igest|[Tt]oken) )?+[^\s'\",}\]]+))"
 )
 _PROSE = re.compile(r"\w ")  # `the stop token: 2`: a sentence, no assignment
 _COMMON = re.compile(r"[-+.\d_]*(e[-+]?\d+)?|[a-z]{1,12}", re.IGNORECASE)
@@ -78,8 +83,17 @@ def learn_secrets(*containers: Any, environment: Mapping[str, str] = os.environ)
         environment: variables; of those whose names say so the values.
     """
     found = [text for container in containers for text in _secret_values("", container)]
-    found += [value for name, value in environment.items() if _KEY.search(name)]
-    _known.update(t for t in found if len(t) >= SHORTEST and not _COMMON.fullmatch(t))
+    found += [value for name, value in environment.items() if is_secret(name, value)]
+    for text in found:
+        if len(text) >= SHORTEST and not _COMMON.fullmatch(text):
+            # As a traceback or a JSON file writes it, too.
+            escaped = (
+                json.dumps(text),
+                json.dumps(text, ensure_ascii=False),
+                repr(text),
+                ascii(text),
+            )
+            _known.update({text, *(each[1:-1] for each in escaped)})
 
 
 def redacted(text: str) -> str:

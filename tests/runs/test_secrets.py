@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 
@@ -159,10 +160,24 @@ def test_plain_text_stays_as_it_is(text):
         ("+x.headers={X-Auth: abc} seed=1", f"+x.headers={REMOVED} seed=1"),
         ("+x.password='to be' or not to be", f"+x.password='{REMOVED}' or not to be"),
         ("the hub's token: a1b2c3d4e5f6g7h8i9", f"the hub's token: {REMOVED}"),
+        ("Authorization: Basic dXNlcjpodW50", f"Authorization: {REMOVED}"),
+        ("PGPASSWORD=hunter2 passwords=['ab1']", f"PGPASSWORD={REMOVED} passwords={REMOVED}"),
+        (r"password='it\'s mine' x", f"password='{REMOVED}' x"),
+        ("postgres://me:hunter2@host/db", f"postgres://{REMOVED}@host/db"),
+        ("key eyJhbGciOiJI.eyJzdWIiOiIx.abcdefghij.", f"key {REMOVED}."),
+        ("-----BEGIN PRIVATE KEY-----\nMII\n-----END PRIVATE KEY-----\n", f"{REMOVED}\n"),
     ],
 )
 def test_an_assigned_secret_is_removed_where_it_stands(text, clean):
     assert redacted(text) == clean
+
+
+@pytest.mark.parametrize("secret", ["pass,'x\"y1", "äöüß1234", "line1\nline2"])
+def test_a_known_secret_is_removed_as_tracebacks_and_json_write_it(secret):
+    learn_secrets({"password": secret}, environment={})
+    assert redacted(f"it was {secret}.") == f"it was {REMOVED}."
+    for text in (repr(secret), ascii(secret), json.dumps(secret)):
+        assert redacted(f"it was {text}.") == f"it was {text[0]}{REMOVED}{text[0]}."
 
 
 def test_a_known_secret_is_no_part_of_another_word():
