@@ -104,9 +104,15 @@ class MetricsAppender:
 
         Raises:
             ValueError: if `values` has a key `iteration`, which is the x-axis.
+            FileNotFoundError: if the file was removed since, with the rows of earlier iterations.
         """
         if ITERATION in values:
             raise ValueError("a metric is named 'iteration', which is the x-axis: rename it")
+        if len(self._columns) > 1 and not self.path.exists():
+            raise FileNotFoundError(
+                f"{self.path} was removed while the run wrote to it, with all rows before "
+                f"iteration {iteration}: find out what removes files of the run folder"
+            )
         new = [name for name in values if name not in self._columns]
         if new or not self.path.exists():
             self._widen(new)

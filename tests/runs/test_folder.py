@@ -86,6 +86,16 @@ def test_a_file_that_is_no_table_of_metrics_is_refused(tmp_path):
         MetricsAppender(tmp_path / "other.csv").append(1, {"iteration": 1})
 
 
+def test_a_table_that_is_removed_while_it_is_written_is_named_and_not_begun_again(tmp_path):
+    path = tmp_path / "metrics.csv"
+    appender = MetricsAppender(path)
+    appender.append(1, {"a": 1.5})
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"metrics\.csv was removed while the run wrote"):
+        appender.append(2, {"a": 1.5})
+    assert not path.exists()
+
+
 def test_samples_keep_any_text_and_are_cut_back(tmp_path):
     appender = SamplesAppender(tmp_path / "samples.jsonl")
     texts = ["plain", 'quote " and \\', "line\nbreak", "line\u2028separator", "emoji 🙂", "\x00"]
