@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import yaml
 
 from rlhf_lightning.app.collect import run as collect
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.local_files import is_unchanged
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.evaluate import run as evaluate
 from rlhf_lightning.app.study.steps import plan
 from rlhf_lightning.app.study.words import quoted
 from rlhf_lightning.app.train import run as train
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import content_digest
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import SMALL, settings_of
 from tests.entry.test_pipeline import composed
@@ -171,6 +174,14 @@ def test_no_other_file_of_the_machine_is_read_for_a_run_folder(
             settings_of(f"run={own.path}", entry=entry)
         assert "++" in str(caught.value)
         assert PRIVATE not in str(caught.value)
+
+
+def test_a_file_that_the_run_has_no_digest_of_is_not_opened(tmp_path: Path) -> None:
+    read = rows(tmp_path / "read.jsonl", "a {}")
+    assert is_unchanged([read], [content_digest(read)])
+    os.mkfifo(tmp_path / "private")  # opening it would wait for ever
+    assert not is_unchanged([tmp_path / "private"], [])
+    assert not is_unchanged([read, tmp_path / "private"], [content_digest(read)])
 
 
 def test_a_run_without_a_record_of_what_it_read_says_how_to_name_it(own: RunFolder) -> None:

@@ -98,6 +98,8 @@ def is_unchanged(paths: Iterable[Path], digests: Sequence[str]) -> bool:
     """Return whether files are those that a run has read; the first other one ends it."""
     left = Counter(digests)
     for path in paths:
+        if not left.total():  # a file that the run did not read is not opened
+            return False
         left[digest := content_digest(path)] -= 1
         if left[digest] < 0:
             return False
