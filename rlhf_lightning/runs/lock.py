@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import lock_descriptor, unlock_descriptor
@@ -152,9 +152,10 @@ def _open(path: Path) -> int:
 
 def _release(lock: int, owner: int | None = None) -> None:
     """Close a lock; a forked process that ends leaves it with the `owner`."""
-    if owner in (None, os.getpid()):
-        unlock_descriptor(lock)  # also for processes that inherited it, such as loaders of data
-    os.close(lock)
+    with suppress(OSError):  # other code closed it: that error comes first
+        if owner in (None, os.getpid()):
+            unlock_descriptor(lock)  # also for processes that inherited it, such as data loaders
+        os.close(lock)
 
 
 def _holder(path: Path) -> str:

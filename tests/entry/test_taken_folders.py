@@ -24,7 +24,7 @@ from rlhf_lightning.app.config.inherit import command_settings as command_settin
 from rlhf_lightning.app.config.run_claim import _or_fail, check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import FolderTakenError, claim_run
+from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import check_free, drop_unused
 from tests.builders.command_lines import environment, overrides_of
@@ -297,3 +297,9 @@ def test_jobs_may_be_named_by_their_overrides_as_long_as_they_stay_in_the_sweep(
     )
     with pytest.raises(ConfigError, match=r"sweep\.subdir") if is_refused else nullcontext():
         run_claim._check_where_hydra_writes(hydra)
+
+
+def test_a_lock_that_other_code_closed_hides_no_error(tmp_path):
+    with claim_run(tmp_path / "run") as lock:
+        os.close(lock)
+    assert not is_claimed(tmp_path / "run")
