@@ -11,34 +11,17 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
+from rlhf_lightning.text.labels import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
+from rlhf_lightning.text.ratings import SCORE, by_ratings
+
 LETTERS = ("A", "B", "C")
 MOST_READ = 20_000  # characters of a reply, from its end
 
 
-def _any(words: str) -> str:
-    """Return what matches one of the words, in any case; `_` is white space."""
-    return "(?i:" + "|".join(words.split()).replace("_", r"\s+") + ")"
-
-
-_NOUN = _any(
-    "answer response assistant model option output candidate reply completion text version "
-    "回答 答案 回复 选项 助手 模型 antwort réponse respuesta risposta resposta ответ antwoord svar "
-    "odpowiedź"
-)
-_FIRST = _any("first former erste[nrs]? premi[èe]re? primer[ao]? prima")
-_SECOND = _any("second latter zweite[nrs]? deuxième seconde? segund[ao] seconda")
-_ARTICLE = rf"(?:{_any('the die der la el a o')}\s+)?"
-_OPEN, _CLOSE = r"[\"'(\[{]{0,3}", r"[\"')\]}]{0,3}+"
-_LABEL = (
-    rf"(?:(?i:the\s+)?{_NOUN}[\s_\#-]*{_OPEN}(?:[ABC12]|(?<=\()[abc])(?![A-Za-z0-9]){_CLOSE}"
-    rf"|{_OPEN}(?<![A-Za-z0-9])[ABC](?![A-Za-z0-9]|'s(?!\s+{_NOUN}\b|\s*(?:[.!\n]|$))){_CLOSE}"
-    rf"|\b{_ARTICLE}(?:{_FIRST}|{_SECOND})(?:\s+(?:one|{_NOUN}))?\b"
-    rf"|第[一二]个?(?:{_NOUN})?)"
-)
 _COMPARISON = r"\s*(>+|<+|=|[≈≻≺≫≪])\s*"
 _TIE = (
     r"(?:(?i:it'?s\s+|it\s+is\s+)?(?i:an?\s+)?"
-    + _any(
+    + any_of(
         r"tied? draw toss-?up neither(?:_is_better)? (?:none|both)(?:_of_them)? equal equally_\w+ "
         "same unentschieden gleichstand égalité empate pareggio ничья"
     )
@@ -48,64 +31,65 @@ _TIE = (
 _JOIN = "because since as for with by due over and but although though while which is was wins than"
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
-    rf"(?!\s*[><=≈≻≺≫≪]+\s*{_LABEL})"
+    rf"(?!\s*[><=≈≻≺≫≪]+\s*{LABEL})"
     r"(?!\+|\s*[:=(|\u2013\u2014-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
-    rf"(?! +(?!{_any(_JOIN + ' on in')}\b)[a-z])"
+    rf"(?! +(?!{any_of(_JOIN + ' on in')}\b)[a-z])"
 )
 _KEYWORD = (
     r"(?:\b"
-    + _any(
+    + any_of(
         r"verdict winner winning_\w+ choice answer decision preference judge?ment result selection "
         r"conclusion vote pick edge nod overall final "
         r"(?:better|best|superior|stronger|preferred|selected|chosen)"
-        rf"(?:_(?:one|of_the_two|choice|{_NOUN}))?"
+        rf"(?:_(?:one|of_the_two|choice|{NOUN}))?"
     )
     + r"(?:\s+of\s+(?:\w+\s+){0,3}?\w+)?\]?\"?'?|"
-    + _any(
+    + any_of(
         "结论 答案是? 回答 选项 选择 判断 裁决 胜者 获胜者 结果 评判 更好的 判定 勝者 結論 "
         "승자 정답 ответ antwort réponse respuesta risposta resposta urteil veredicto"
     )
     + ")"
 )
 _SEPARATOR = (
-    rf"(?:\s*(?:[:=|→>-]++|\s{_any('is was are goes_to would_be must_be es_la est(?:_la)? ist')}\b"
+    rf"(?:\s*(?:[:=|→>-]++"
+    rf"|\s{any_of('is was are goes_to would_be must_be es_la est(?:_la)? ist')}\b"
     r"(?:\s+(?:the\s+one|that)\s+(?:by|of|from)\b)?"
     r"|为|是)|\s*\n|(?<=\])|(?<=结论))+\s*"
 )
 _CHOOSES = (
-    rf"(?:\b{_any('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
-    rf"|\b{_any('recommend opt_for side_with lean_to lean_towards? preference_(?:is_)?for')}\s+"
-    rf"|\b(?i:not)\s+{_LABEL}[,;]?\s+{_any('but it_is')}\s+"
-    rf"|\b{_any('gewinnt préfère bevorzuge prefiero choisis elijo wähle лучше')}\s+(?:la\s+)?"
+    rf"(?:\b{any_of('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
+    rf"|\b{any_of('recommend opt_for side_with lean_to lean_towards? preference_(?:is_)?for')}\s+"
+    rf"|\b(?i:not)\s+{LABEL}[,;]?\s+{any_of('but it_is')}\s+"
+    rf"|\b{any_of('gewinnt préfère bevorzuge prefiero choisis elijo wähle лучше')}\s+(?:la\s+)?"
     r"|(?:选择?|喜欢|偏好|倾向于?)\s*)"
 )
-_VERB = _any(
+_VERB = any_of(
     "is was 's does did serves? answers? addresses responds? performs? follows? provides? offers? "
     "gives? has better ist est es è é jest är er"
 )
 _FILLER = (
-    rf"(?!{_any('not no never than but while whereas though although could would might may')}\b"
-    rf"|{_any('hardly scarcely rarely seldom far_from nicht kein keineswegs kaum niet')}\b"
-    rf"|{_any('allerminst inte ikke pas não не')}\b"
-    rf"|{_any('should can if however first second former latter other')}\b|[ABC]\b)"
+    rf"(?!{any_of('not no never than but while whereas though although could would might may')}\b"
+    rf"|{any_of('hardly scarcely rarely seldom far_from nicht kein keineswegs kaum niet')}\b"
+    rf"|{any_of('allerminst inte ikke pas não не')}\b"
+    rf"|{any_of('should can if however first second former latter other')}\b|[ABC]\b)"
     r"\(?[\w'-]+\)?\s+"
 )
 _BAD = r"[^\n,.;。]{0,6}?(?:悪|劣|不|低|弱|差|糟|錯|错|間違|나[쁘쁜쁩빠]|못|부[족정]|약|틀|낮|불)"
-_GOOD = _any(
+_GOOD = any_of(
     "better best superior stronger strongest preferable preferred winner "
     "bessere? meilleure? mejor migliore melhor beter bättre bedre lepsz[aey] préférable"
 )
-_IS_GOOD = rf"(?:'?s\s+{_NOUN})?\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
-_WINS = _any(
+_IS_GOOD = rf"(?:'?s\s+{NOUN})?\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
+_WINS = any_of(
     r"wins? beats out(?:performs|shines|classes|does|ranks|scores|weighs) edges_out surpasses "
     r"gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
     r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage) (?:deutlich_|etwas_)?besser "
     r"wählen(?=[.!]|\s*$) meilleure?_que mejor_que"
 )
 _SEEMS_GOOD = (
-    rf"\s+{_any('is was does has provides gives seems appears looks sounds')}\s+"
+    rf"\s+{any_of('is was does has provides gives seems appears looks sounds')}\s+"
     rf"(?:{_FILLER}){{0,5}}?(?:{_GOOD}|(?i:more)\s+"
-    + _any("accurate helpful correct relevant complete useful informative precise convincing")
+    + any_of("accurate helpful correct relevant complete useful informative precise convincing")
     + rf")\b|\s*更(?!{_BAD})"
 )
 _ELSEWHERE = (
@@ -117,32 +101,34 @@ _ELSEWHERE = (
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
 _OUTRIGHT = (
     r"(?=\s*(?:$|[\n.,;:!)\]\"'\u2013\u2014-]|"
-    rf"(?:{_any('than because since as and overall here for by due of to so one choice')}"
-    rf"|in\s+(?:every|all|general|my)|{_NOUN})\b))"
-    rf"(?!\s+than\s+(?:{_LABEL}|the\s+other)\s+(?:in|at|on|only|when|if)\b)"
+    rf"(?:{any_of('than because since as and overall here for by due of to so one choice')}"
+    rf"|in\s+(?:every|all|general|my)|{NOUN})\b))"
+    rf"(?!\s+than\s+(?:{LABEL}|the\s+other)\s+(?:in|at|on|only|when|if)\b)"
 )
 _NEITHER = (
-    rf"(?i:neither|none)(?:\s+of\s+(?:the\s+)?\w+|\s+(?:{_NOUN}|one|side)"
-    rf"|\s+{_LABEL}\s+nor\s+{_LABEL}){{0,3}}"
+    rf"(?i:neither|none)(?:\s+of\s+(?:the\s+)?\w+|\s+(?:{NOUN}|one|side)"
+    rf"|\s+{LABEL}\s+nor\s+{LABEL}){{0,3}}"
     r"\s+(?:is|are|was)\s+(?:\w+\s+){0,2}?(?:better|superior|best|preferable)"
-    rf"|(?i:neither)\s+{_LABEL}\s+nor\s+{_LABEL}(?=\s*(?:[.;,!]|$))"
-    rf"|\b{_any('its? it_is call_it call_this this_is ends?_in is declare')}"
+    rf"|(?i:neither)\s+{LABEL}\s+nor\s+{LABEL}(?=\s*(?:[.;,!]|$))"
+    rf"|\b{any_of('its? it_is call_it call_this this_is ends?_in is declare')}"
     r"\s+an?\s+(?:\w+\s+)?(?i:tie|draw)(?![-\w])|平局|平手"
 )
-_PICKED = _any(r"winner verdict choice preference (?:better|best|preferred)_\w+")
+_PICKED = any_of(r"winner verdict choice preference (?:better|best|preferred)_\w+")
 _WORSE = "(?:worse|weaker|inferior|lesser)"
-_IS_BAD = rf"{_VERB}\s+{_any('schlechter pire peor pior peggiore slechter sämre dårligere')}\b|хуже"
+_IS_BAD = (
+    rf"{_VERB}\s+{any_of('schlechter pire peor pior peggiore slechter sämre dårligere')}\b|хуже"
+)
 _EXPLICIT = re.compile(
     r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|for\s+an?\s+tie|means)\b)"
     r"(?<!\]\] or \[\[[ABC]\]\])"
-    rf"|(?P<compared>{_LABEL}{_COMPARISON}{_LABEL})(?!\s*[<>=])"
+    rf"|(?P<compared>{LABEL}{_COMPARISON}{LABEL})(?!\s*[<>=])"
     rf"|(?P<neither>{_NEITHER})"
-    rf"|(?P<loser>{_LABEL})\s+(?:loses(?:\s+to\b|(?=[.!]|\s*$))|(?:is|was)\s+"
+    rf"|(?P<loser>{LABEL})\s+(?:loses(?:\s+to\b|(?=[.!]|\s*$))|(?:is|was)\s+"
     rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b|{_IS_BAD})"
-    rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}(?!\s+(?:is|was)\s+(?:{_FILLER})?(?:{_WORSE}|worst)\b)"
-    rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
-    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
-    rf"|\b(?:(?i:ranking)\s*[:=-]\s*(?:1[.)]\s*)?|1st\W{{1,3}})(?P<ranked>{_LABEL})"
+    rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{LABEL}|{_TIE}){_AFTER}(?!\s+(?:is|was)\s+(?:{_FILLER})?(?:{_WORSE}|worst)\b)"
+    rf"|{_CHOOSES}(?P<chosen>{LABEL}|(?i:neither|none)\b){_AFTER}"
+    rf"|(?P<better>{LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
+    rf"|\b(?:(?i:ranking)\s*[:=-]\s*(?:1[.)]\s*)?|1st\W{{1,3}})(?P<ranked>{LABEL})"
     r"(?!\s*[<=≈≺≪]|\s+(?:is|ties)\b|[^\n]*worst\s+to\s+best)"
     rf"|\b{_PICKED}\s*[:=]\s*(?P<numbered>[12])(?=\s*(?:$|[\n;!]|[.,](?!\d)))"
 )
@@ -153,10 +139,10 @@ _ALIKE = (
     r"(?:no|(?:n't|not)_(?:see|have|find)_an?)_(?:\w+_)?(?:winner|preference|difference)"
 )
 _PRAISE = re.compile(
-    rf"(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
+    rf"(?P<loser>{LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
     r"less\s+\w+\s+than\b"
-    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD}|:?\s?[✅✔✓👍])"
-    rf"|(?P<neither>{_any(_ALIKE)}(?!\s+in\b)|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
+    rf"|(?P<better>{LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD}|:?\s?[✅✔✓👍])"
+    rf"|(?P<neither>{any_of(_ALIKE)}(?!\s+in\b)|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
     r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
 )
 _DECLINES = re.compile(
@@ -168,7 +154,7 @@ _UNSAID = re.compile(
     r"(?:(?i:\bnot|n't|\bnever|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
     r"|\bwhereas|\binitial(?:ly)?|\boriginal(?:ly)?|\bearlier|\bprevious(?:ly)?"
     r"|\bnicht|\bpas|\bnão|\b\u043d\u0435|不)[^,:]{0,40}$|\b"
-    + _any(
+    + any_of(
         "(?:say|tell|contain|instruct|demand|claim|spell|ask|end)(?:s|ing) said told asked_me "
         "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
     )
@@ -179,32 +165,21 @@ _UNSAID = re.compile(
 )
 # "Grammar: A is better." is said of a part.
 _OF_PART = re.compile(
-    rf"(?<![^\s*])(?!{_KEYWORD}|{_any('total summary correction edit update')}\b)"
-    rf"[A-Z][\w ]{{1,30}}:\s(?P<better>{_LABEL}){_IS_GOOD}"
+    rf"(?<![^\s*])(?!{_KEYWORD}|{any_of('total summary correction edit update')}\b)"
+    rf"[A-Z][\w ]{{1,30}}:\s(?P<better>{LABEL}){_IS_GOOD}"
 )
-_LOST = re.compile(rf"{_any('worse worst weaker weakest inferior losing')}\s+$")
-_ALONE = re.compile(rf"({_LABEL}|[12]|(?:{_NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?")
-_COMPARED = re.compile(rf"({_LABEL}){_COMPARISON}({_LABEL})")
+_LOST = re.compile(rf"{any_of('worse worst weaker weakest inferior losing')}\s+$")
+_ALONE = re.compile(rf"({LABEL}|[12]|(?:{NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?")
+_COMPARED = re.compile(rf"({LABEL}){_COMPARISON}({LABEL})")
 _ENDING = re.compile(
     r"(?:(?<!\d)[.!?\n]\s*|[a-z]{3},\s(?:but\s)?|\b(?i:think|believe|say|so|thus|hence|therefore)\s|^\w+ly\s)"
-    rf"({_LABEL})[.!\s\"')]*$"
+    rf"({LABEL})[.!\s\"')]*$"
 )
 _LEADING = re.compile(
-    rf"[\W_]*(?!(?i:first|second)\s*,)({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
+    rf"[\W_]*(?!(?i:first|second)\s*,)({LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
     r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for|by\s+(?:far|a))\b)(?!\s*\?)"
 )
-_RATED = re.compile(
-    rf"({_LABEL})(?:'s)?"
-    rf"(?:\s+{_any('scored? rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
-    r"[\s:=(\[\u2013\u2014-]*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?+"
-    rf"(?!\s*(?!{_any('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
-)
-_SCORE = r"(\d{1,3}(?:\.\d+)?)(?:\s?/\s?\d+)?"
-_TWO_NUMBERS = re.compile(rf"(?i:scores?)?\W*{_SCORE}[\s,;]+(?:vs\.?\s+)?{_SCORE}\W*")
-_RATING_FIRST = re.compile(rf"(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s+(?:for|to)\s+({_LABEL})")
-_RANKED = re.compile(r"(?i:\branks?\b|\b1\s*(?:is|=)\s*(?:the\s+)?best|lower\s+is\s+better)")
-_TOTAL = re.compile(r"(?i:overall|total|final|总)")
-_THOUGHTS = _any(
+_THOUGHTS = any_of(
     "think thinking thoughts? reason reasoning analysis reflection scratchpad rationale "
     "explanation critique justification"
 )
@@ -217,7 +192,6 @@ _FINAL = re.compile(
     r"<\|channel\|>\s*final\b.*?<\|message\|>|assistantfinal|(?i:here is my response:)", re.S
 )
 _UNFINISHED = re.compile(r"\s*analysis(?=[A-Z\"'])|(?i:here is my thought process)")
-_NUMBERED = str.maketrans("12", "AB")
 _LOOKALIKES = str.maketrans("АВСΑΒ🅰🅱", "ABCABAB")
 _MARKS = str.maketrans("【】「」『』《》。、“”\u2018\u2019", "[][][][].,\"\"''")
 
@@ -248,10 +222,10 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     if last := _value(lines[-1]):
         explicit.append(last)
     elif ending := _ENDING.search(text):
-        explicit.append(_letter(ending.group(1)))
+        explicit.append(letter_of(ending.group(1)))
     if explicit:
         return explicit[-1]
-    found = _leading(text) or _by_ratings(lines)
+    found = _leading(text) or by_ratings(lines)
     return found or (None if _DECLINES.match(text) else _only(set(_verdicts(_PRAISE, text))))
 
 
@@ -301,7 +275,7 @@ def _decimal(found: re.Match[str]) -> str:
 
 
 def _tagged(found: re.Match[str]) -> str:
-    letter = _letter_of_key(found.group(1)) if found.group(2).isdigit() else None
+    letter = letter_of_key(found.group(1)) if found.group(2).isdigit() else None
     return f" {letter}: {found.group(2)}, " if letter else f" [[{found.group(2)}]] "
 
 
@@ -314,7 +288,7 @@ def _without_table(table: re.Match[str]) -> str:
     named = [(i, _value(cell)) for i, cell in enumerate(head) if _value(cell) in ("A", "B")]
     for row in (row for row in rows[1:] if any(re.search(r"\w", cell) for cell in row)):
         cells = [f"{letter}: {row[i]}" for i, letter in named if i < len(row)]
-        rated = [i for i in range(1, len(row)) if _value(row[0]) and re.fullmatch(_SCORE, row[i])]
+        rated = [i for i in range(1, len(row)) if _value(row[0]) and re.fullmatch(SCORE, row[i])]
         if not named and len(rated) > 1:
             lines += [f"{head[i]}: {row[0]}: {row[i]}" for i in rated if i < len(head)]
         else:
@@ -352,18 +326,18 @@ def _of_json(node: Any) -> str | None:
             found := _value(str(value)) or (isinstance(value, str) and parse_verdict(value))
         ):
             return found
-    true = {_letter_of_key(key) for key, value in items if value is True and "better" in key}
+    true = {letter_of_key(key) for key, value in items if value is True and "better" in key}
     if better := _only(true):
         return better
     rated = [
-        f"{_letter_of_key(key)}: {_rating(key, value)}"
+        f"{letter_of_key(key)}: {_rating(key, value)}"
         for key, value in items
-        if _letter_of_key(key) and (_is_number(value) or re.fullmatch(r"[\d./ ]+", str(value)))
+        if letter_of_key(key) and (_is_number(value) or re.fullmatch(r"[\d./ ]+", str(value)))
     ]
     if isinstance(node, list):
         rated += [line for each in node if isinstance(each, dict) for line in _of_entry(each)]
     if rated:
-        return _by_ratings(rated)
+        return by_ratings(rated)
     losers = ("loser", "worse", "reject", "second")
     texts = [v for k, v in items if isinstance(v, str) and not k.lower().startswith(losers)]
     bare = [found for text in texts if (found := _value(text))]
@@ -402,15 +376,6 @@ def _rating(key: str, value: Any) -> Any:
     return 999 - value if "rank" in key.lower() and _is_number(value) else value
 
 
-def _letter_of_key(key: str) -> str | None:
-    found = re.search(
-        rf"(?:^|[\s_])([ABab])(?:$|[\s_])|(?:{_NOUN})[\s_]?([12])(?:$|[\s_])"
-        r"|[a-z][\s_]?([12])$|^(first|second)\b",
-        key,
-    )
-    return found and _letter(found.group(found.lastindex or 0))
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1000
 
@@ -423,25 +388,18 @@ def _value(text: str) -> str | None:
     if re.fullmatch(_TIE, text):
         return "C"
     if re.fullmatch(r"[12]\s*[<>=]+\s*[12]", text):
-        text = text.translate(_NUMBERED)
+        text = text.translate(NUMBERED)
     if found := _COMPARED.fullmatch(text):
         return _compared(found)
     found = _ALONE.fullmatch(text)
-    return _letter(found.group(1)) if found else None
+    return letter_of(found.group(1)) if found else None
 
 
 def _compared(found: re.Match[str]) -> str | None:
-    first, second = _letter(found.group(1)), _letter(found.group(3))
+    first, second = letter_of(found.group(1)), letter_of(found.group(3))
     if first == second or "C" in (first, second):
         return None
     return first if found.group(2)[0] in ">≻≫" else second if found.group(2)[0] in "<≺≪" else "C"
-
-
-def _letter(label: str) -> str:
-    words = re.search(rf"{_FIRST}|{_SECOND}|第[一二]", label)
-    if words:
-        return "A" if re.fullmatch(rf"{_FIRST}|第一", words.group()) else "B"
-    return label.strip(" \"'()[]{}")[-1].upper().translate(_NUMBERED)
 
 
 def _verdicts(grammar: re.Pattern[str], text: str) -> Iterator[str]:
@@ -468,32 +426,6 @@ def _leading(text: str) -> str | None:
     parts = re.split(r"[.;]\s|\n", text)[1:]
     others = {_value(each.group(1)) for part in parts if (each := _LEADING.match(part))}
     return None if others - {letter} else letter
-
-
-def _by_ratings(lines: list[str]) -> str | None:
-    """Return the response that is rated higher; of several ratings each, the overall one counts."""
-    if any(map(_RANKED.search, lines)):
-        return None  # 1 may be the best or the worst
-    if lines and (two := _TWO_NUMBERS.fullmatch(lines[0])):
-        rated = {"A": {float(two.group(1))}, "B": {float(two.group(2))}}
-    else:
-        rated = _ratings(lines)
-        if max(map(len, rated.values())) > 1:
-            said = (part for line in lines for part in re.split(r"[.;] ", line))
-            rated = _ratings([part for part in said if _TOTAL.search(part)])
-    if any(len(each) != 1 for each in rated.values()):
-        return None
-    first, second = (next(iter(rated[letter])) for letter in "AB")
-    return "A" if first > second else "B" if second > first else "C"
-
-
-def _ratings(lines: list[str]) -> dict[str, set[float]]:
-    found: dict[str, set[float]] = {"A": set(), "B": set()}
-    lines = [_RATING_FIRST.sub(r"\2: \1", line) for line in lines]
-    for label, number in (each for line in lines for each in _RATED.findall(line)):
-        found.setdefault(_letter(label), set()).add(float(number))
-    found.pop("C", None)
-    return found
 
 
 def _only(found: set[Any]) -> str | None:
