@@ -179,6 +179,20 @@ _LEADING = re.compile(
     rf"[\W_]*(?!(?i:first|second)\s*,)({LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
     r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for|by\s+(?:far|a))\b)(?!\s*\?)"
 )
+# "A: wrong, B: right" goes through the letters, and "A: wrong" is no vote for A.
+_BESIDE = re.compile(
+    rf"(?:[,/|:!)\]\u2013]|\s(?=[^\w\s]*{LABEL}\s?[:=(\u2013-]))[^\w\n]*({LABEL})"
+    r"(?=\s*(?:$|[:=(,)|\u2013-])|\s+for\b)"
+)
+_BELITTLED = re.compile(
+    r"[\s:=(\[|\u2013\u2014-]*(?:[❌✗✘✖👎]|(?:\w+ly\s+|too\s+)?(?:"
+    + any_of(
+        "worse worst wrong bad poor weak weaker inferior incorrect inaccurate false unhelpful vague "
+        r"lose[rs]? losing fail(?:s|ed|ure)? reject(?:ed)? last (?<!\()(?:second|2nd) "
+        "(?:not|less)_(?:as_|so_|very_)?(?:good|helpful|correct|right|accurate|clear|useful)"
+    )
+    + r"\b|(?i:no)(?=\s*(?:$|[.,;)\n]))))"
+)
 _THOUGHTS = any_of(
     "think thinking thoughts? reason reasoning analysis reflection scratchpad rationale "
     "explanation critique justification"
@@ -392,7 +406,8 @@ def _value(text: str) -> str | None:
     if found := _COMPARED.fullmatch(text):
         return _compared(found)
     found = _ALONE.fullmatch(text)
-    return letter_of(found.group(1)) if found else None
+    belittled = found and _BELITTLED.match(text, found.end(1))
+    return letter_of(found.group(1)) if found and not belittled else None
 
 
 def _compared(found: re.Match[str]) -> str | None:
@@ -422,10 +437,11 @@ def _leading(text: str) -> str | None:
     found = _LEADING.match(text)
     if found is None:
         return None
-    letter = _value(found.group(1))
-    parts = re.split(r"[.;]\s|\n", text)[1:]
+    letter, said = _value(found.group(1)), text[found.end(1) :]
+    first, *parts = re.split(r"[.;]\s|\n", said)
     others = {_value(each.group(1)) for part in parts if (each := _LEADING.match(part))}
-    return None if others - {letter} else letter
+    others |= {letter_of(each) for each in _BESIDE.findall(first)}
+    return None if others - {letter} or _BELITTLED.match(said) else letter
 
 
 def _only(found: set[Any]) -> str | None:
