@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_lightning.text.labels import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
-from rlhf_lightning.text.ratings import SCORE, by_ratings
+from rlhf_lightning.text.ratings import SCORE, TOTAL, by_ratings
 
 LETTERS = ("A", "B", "C")
 MOST_READ = 20_000  # characters of a reply, from its end
@@ -168,6 +168,25 @@ _OF_PART = re.compile(
     rf"(?<![^\s*])(?!{_KEYWORD}|{any_of('total summary correction edit update')}\b)"
     rf"[A-Z][\w ]{{1,30}}:\s(?P<better>{LABEL}){_IS_GOOD}"
 )
+# A sentence on one criterion: "Style winner: A", "In style, A is better", "A wins on style".
+_CRITERION = (
+    r"(?!(?i:essence|fairness|reality|preference|difference|consequence|instance|confidence"
+    r"|evidence|performance|quality|ability)\b)"
+    + any_of(
+        r"\w+(?:ness|ity|acy|ency|ance|ence|evity)\b styles? tone contents? details? depth format\w* "
+        r"structure length grammar wording writing factual\w* presentation humou?r speed language"
+    )
+    + r"\b"
+)
+_ON = rf"{any_of('in on for at by with regarding concerning as_for')}\s+(?:\w+\s+){{0,2}}?"
+_PART = re.compile(
+    rf"(?![^\n]*{any_of('but overall so hence thus therefore final(?:ly)? however')}\b)"
+    rf"[\W\d]*(?:{_ON}{_CRITERION}|(?i:if)\s+(?:\w+\s+){{0,3}}?{_CRITERION}[^,]*,"
+    rf"|(?:\w+\s+){{0,2}}?{_CRITERION}(?:\s+\w+)?\s*:"
+    rf"|(?:(?i:the)\s+)?{_CRITERION}\s+of\b|{LABEL}'s\s+{_CRITERION}"
+    rf"|(?:[\w,]+\s+){{0,3}}?{LABEL}(?:{_IS_GOOD}|\s+(?:\w+ly\s+)?{_WINS})\s+{_ON}{_CRITERION}\W*$)"
+)
+_SENTENCE = re.compile(r"[^.;!\n]+(?:[.;!\n]+|$)")
 _LOST = re.compile(rf"{any_of('worse worst weaker weakest inferior losing')}\s+$")
 _ALONE = re.compile(rf"({LABEL}|[12]|(?:{NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?")
 _COMPARED = re.compile(rf"({LABEL}){_COMPARISON}({LABEL})")
@@ -230,7 +249,10 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     if len(set(_verdicts(_OF_PART, text))) > 1:
         text = _OF_PART.sub("", text)
-    explicit = list(_verdicts(_EXPLICIT, text))
+    sentences = _SENTENCE.findall(text)
+    parts = [each for each in sentences if _PART.match(each)]
+    whole = "".join(each for each in sentences if each not in parts)
+    explicit = list(_verdicts(_EXPLICIT, whole if parts else text))
     if cut_off:
         return _only({*explicit, _value(lines[0])} - {None})
     if last := _value(lines[-1]):
@@ -240,6 +262,7 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     if explicit:
         return explicit[-1]
     found = _leading(text) or by_ratings(lines)
+    found = found or _only(set(_verdicts(_EXPLICIT, "".join(parts))))
     return found or (None if _DECLINES.match(text) else _only(set(_verdicts(_PRAISE, text))))
 
 
@@ -329,13 +352,15 @@ def _without_json(text: str) -> str:
 
 def _of_json(node: Any) -> str | None:
     """Return the verdict in JSON: of a key that is named like one, of ratings, of a bare letter."""
-    items = list(_items(node))
-    named = [
-        value
-        for key, value in items
-        if re.fullmatch(rf"\W*\w*{_KEYWORD}\w*\W*", key.replace("_", " ")) or "winner" in key
-    ]
-    for value in reversed(named):
+    weighed = list(_items(node))
+    items = [(key, value) for key, value, _ in weighed]
+    named = []
+    for key, value, weight in weighed:
+        words = key.replace("_", " ")
+        if re.fullmatch(rf"\W*\w*{_KEYWORD}\w*\W*", words) or "winner" in key:
+            bare = re.fullmatch(_KEYWORD, words) is not None
+            named.append(((weight > 0, bare, weight), value))
+    for _, value in reversed(sorted(named, key=lambda each: each[0])):
         if value is not None and (
             found := _value(str(value)) or (isinstance(value, str) and parse_verdict(value))
         ):
@@ -361,18 +386,20 @@ def _of_json(node: Any) -> str | None:
     )
 
 
-def _items(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is no container, with its keys."""
+def _items(node: Any, key: str = "", weight: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """Yield every value that is no container, with its keys; the overall one weighs most."""
     if isinstance(node, dict):
+        if any(isinstance(each, str) and TOTAL.fullmatch(each) for each in node.values()):
+            weight = 1
         for name, value in node.items():
-            yield from _items(
-                value, f"{key} {name}" if key and isinstance(value, int | float) else str(name)
-            )
+            nested = f"{key} {name}" if key and isinstance(value, int | float) else str(name)
+            overall = weight > 0 or TOTAL.search(str(name))
+            yield from _items(value, nested, 1 if overall else weight - 1)
     elif isinstance(node, list):
         for value in node:
-            yield from _items(value, key)
+            yield from _items(value, key, weight)
     else:
-        yield key, node
+        yield key, node, weight
 
 
 def _of_entry(entry: dict[str, Any]) -> Iterator[str]:
