@@ -6,15 +6,23 @@ import re
 
 from rlhf_lightning.text.labels import LABEL, any_of, letter_of
 
+MOST_OF_A_HEADING = 40  # characters
+_NUMBER = r"\d{1,3}(?:\.\d+|,\d{1,2}(?!\d))?"
 _RATED = re.compile(
-    rf"({LABEL})(?:'s)?"
-    rf"(?:\s+{any_of('scored? rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
-    r"[\s:=(\[\u2013\u2014-]*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?+"
+    rf"(?P<label>{LABEL})(?:'s)?(?P<words>(?:\s+"
+    rf"{any_of('scored? rating gets receives scores deserves earns is rated an? of')}){{0,3}})"
+    rf"(?P<gap>[\s:=(\[\u2013\u2014\u2212-]*)(?P<number>{_NUMBER})(?!\+|[\d%]*[.,]?\d)"
+    r"(?:\s*(?:/|out\s+of)\s*(?P<most>\d+))?+"
     rf"(?!\s*(?!{any_of('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
 )
-SCORE = r"(\d{1,3}(?:\.\d+)?)(?:\s?/\s?\d+)?"
-_TWO_NUMBERS = re.compile(rf"(?i:scores?)?\W*{SCORE}[\s,;]+(?:vs\.?\s+)?{SCORE}\W*")
-_RATING_FIRST = re.compile(rf"(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s+(?:for|to)\s+({LABEL})")
+SCORE = r"(-?\d{1,3}(?:\.\d+)?)(?:\s?/\s?\d+)?"
+_TWO_NUMBERS = re.compile(rf"(?i:scores?)?[^\w-]*{SCORE}[\s,;]+(?:vs\.?\s+)?{SCORE}\W*")
+_RATING_FIRST = re.compile(rf"(-?{_NUMBER}(?:\s*/\s*\d+)?)\s+(?:for|to)\s+({LABEL})")
+# More of these is no better.
+COUNTED = re.compile(
+    "(?i:error|mistake|issue|flaw|fault|bug|typo|problem|violation|hallucination|penalt|weakness"
+    r"|harmful|toxic|length|\bword|token|character|sentence|latency|\bcosts?\b|\btime\b)"
+)
 _RANKED = re.compile(r"(?i:\branks?\b|\b1\s*(?:is|=)\s*(?:the\s+)?best|lower\s+is\s+better)")
 TOTAL = re.compile(r"(?i:overall|total|final|总)")
 
@@ -37,9 +45,34 @@ def by_ratings(lines: list[str]) -> str | None:
 
 
 def _ratings(lines: list[str]) -> dict[str, set[float]]:
-    found: dict[str, set[float]] = {"A": set(), "B": set()}
-    lines = [_RATING_FIRST.sub(r"\2: \1", line) for line in lines]
-    for label, number in (each for line in lines for each in _RATED.findall(line)):
-        found.setdefault(letter_of(label), set()).add(float(number))
-    found.pop("C", None)
-    return found
+    """Return each response's ratings, as parts of the most there is where that differs."""
+    said: list[tuple[str, set[float], int | None]] = []
+    heading = ""
+    for line in lines:
+        line = _RATING_FIRST.sub(r"\2: \1", line)
+        rated = list(_RATED.finditer(line))
+        if not rated:
+            is_heading = len(line) < MOST_OF_A_HEADING and line.rstrip()[-1:] not in ".!?"
+            heading = line if is_heading else ""
+        for found in rated:
+            before = heading + re.split(r"[.;]\s", line[: found.start()])[-1]
+            most = int(found["most"]) if found["most"] else None
+            if most is not None or not COUNTED.search(before):
+                said.append((letter_of(found["label"]), _signed(found), most))
+    tops = {most for _, _, most in said}
+    ratings: dict[str, set[float]] = {"A": set(), "B": set()}
+    for label, numbers, most in said:
+        if len(tops - {None}) > 1:
+            numbers = {round(each / most, 6) for each in numbers} if most else set()
+        ratings.setdefault(label, set()).update(numbers)
+    ratings.pop("C", None)
+    return ratings
+
+
+def _signed(found: re.Match[str]) -> set[float]:
+    """Return a rating's number; both of them where a dash may be a sign or not."""
+    number, gap = float(found["number"].replace(",", ".")), found["gap"]
+    if not re.search(r"[\s:=(\[][\u2013\u2212-]$", gap):
+        return {number}
+    named = found["words"] or re.search(r"[:=(\[]", gap)
+    return {-number} if named else {number} if found["most"] else {number, -number}

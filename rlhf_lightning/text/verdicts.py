@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_lightning.text.labels import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
-from rlhf_lightning.text.ratings import SCORE, TOTAL, by_ratings
+from rlhf_lightning.text.ratings import COUNTED, SCORE, TOTAL, by_ratings
 
 LETTERS = ("A", "B", "C")
 MOST_READ = 20_000  # characters of a reply, from its end
@@ -173,8 +173,9 @@ _CRITERION = (
     r"(?!(?i:essence|fairness|reality|preference|difference|consequence|instance|confidence"
     r"|evidence|performance|quality|ability)\b)"
     + any_of(
-        r"\w+(?:ness|ity|acy|ency|ance|ence|evity)\b styles? tone contents? details? depth format\w* "
-        r"structure length grammar wording writing factual\w* presentation humou?r speed language"
+        r"\w+(?:ness|ity|acy|ency|ance|ence|evity)\b styles? tone contents? details? depth "
+        r"format\w* structure length grammar wording writing factual\w* presentation humou?r "
+        "speed language"
     )
     + r"\b"
 )
@@ -206,9 +207,10 @@ _BESIDE = re.compile(
 _BELITTLED = re.compile(
     r"[\s:=(\[|\u2013\u2014-]*(?:[❌✗✘✖👎]|(?:\w+ly\s+|too\s+)?(?:"
     + any_of(
-        "worse worst wrong bad poor weak weaker inferior incorrect inaccurate false unhelpful vague "
-        r"lose[rs]? losing fail(?:s|ed|ure)? reject(?:ed)? last (?<!\()(?:second|2nd) "
-        "(?:not|less)_(?:as_|so_|very_)?(?:good|helpful|correct|right|accurate|clear|useful)"
+        "worse worst wrong bad poor weak weaker inferior incorrect inaccurate false unhelpful "
+        r"vague lose[rs]? losing fail(?:s|ed|ure)? reject(?:ed)? last "
+        r"(?<!\()(?:second|2nd) (?:not|less)_(?:as_|so_|very_)?"
+        "(?:good|helpful|correct|right|accurate|clear|useful)"
     )
     + r"\b|(?i:no)(?=\s*(?:$|[.,;)\n]))))"
 )
@@ -312,8 +314,9 @@ def _decimal(found: re.Match[str]) -> str:
 
 
 def _tagged(found: re.Match[str]) -> str:
-    letter = letter_of_key(found.group(1)) if found.group(2).isdigit() else None
-    return f" {letter}: {found.group(2)}, " if letter else f" [[{found.group(2)}]] "
+    tag, said = found.groups()
+    letter = letter_of_key(tag) if said.isdigit() else None
+    return f" {letter}: {_rating(tag, said)}, " if letter else f" [[{said}]] "
 
 
 def _without_table(table: re.Match[str]) -> str:
@@ -360,7 +363,8 @@ def _of_json(node: Any) -> str | None:
         if re.fullmatch(rf"\W*\w*{_KEYWORD}\w*\W*", words) or "winner" in key:
             bare = re.fullmatch(_KEYWORD, words) is not None
             named.append(((weight > 0, bare, weight), value))
-    for _, value in reversed(sorted(named, key=lambda each: each[0])):
+    named.sort(key=lambda each: each[0])
+    for _, value in reversed(named):
         if value is not None and (
             found := _value(str(value)) or (isinstance(value, str) and parse_verdict(value))
         ):
@@ -413,7 +417,9 @@ def _of_entry(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _rating(key: str, value: Any) -> Any:
-    """Return a number that is higher for a better response: for ranks 1 is the best."""
+    """Return a number that is higher for a better response: for ranks 1 is the best; or none."""
+    if COUNTED.search(key):
+        return ""
     return 999 - value if "rank" in key.lower() and _is_number(value) else value
 
 
