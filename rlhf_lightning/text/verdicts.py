@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_lightning.text.labels import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
 from rlhf_lightning.text.ratings import COUNTED, SCORE, TOTAL, by_ratings
+from rlhf_lightning.text.thoughts import without_thoughts
 
 LETTERS = ("A", "B", "C")
 MOST_READ = 20_000  # characters of a reply, from its end
@@ -32,6 +33,7 @@ _JOIN = "because since as for with by due over and but although though while whi
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
     rf"(?!\s*[><=≈≻≺≫≪]+\s*{LABEL})"
+    rf"(?!\s+for\s+(?:\w+\s+){{0,2}}\w+,?\s+(?:and\s+|but\s+)?{LABEL}\s+for\b)"
     r"(?!\+|\s*[:=(|\u2013\u2014-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
     rf"(?! +(?!{any_of(_JOIN + ' on in')}\b)[a-z])"
 )
@@ -214,19 +216,12 @@ _BELITTLED = re.compile(
     )
     + r"\b|(?i:no)(?=\s*(?:$|[.,;)\n]))))"
 )
-_THOUGHTS = any_of(
-    "think thinking thoughts? reason reasoning analysis reflection scratchpad rationale "
-    "explanation critique justification"
-)
-_THINKING = re.compile(
-    rf"[<\[◁]\|?\s*((?i:/|END_))?(?i:START_|BEGIN_)?(?:\w+:)?{_THOUGHTS}\s*\|?[>\]▷]"
+# A heading such as "### A", "Answer A", "A:" or "A" above a list is no verdict of a cut-off reply.
+_HEADED = re.compile(
+    rf"\s*#|[^\w\n]*(?:(?:(?i:the)\s+)?{NOUN}\b|\w[^\w\n]*:|\w\W*\n\s*(?:[-*+•]|\d+[.)])\s)"
 )
 _NO_ARTICLE = rf"\s*(?:$|[\n.:;,!)\]=<>|]|{_VERB}\b|{_WINS}\b)"  # behind the letter a
 _TABLE = re.compile(r"(?:^|\n)\|.*\|(?:\n\|.*\|)+")
-_FINAL = re.compile(
-    r"<\|channel\|>\s*final\b.*?<\|message\|>|assistantfinal|(?i:here is my response:)", re.S
-)
-_UNFINISHED = re.compile(r"\s*analysis(?=[A-Z\"'])|(?i:here is my thought process)")
 _LOOKALIKES = str.maketrans("АВСΑΒ🅰🅱", "ABCABAB")
 _MARKS = str.maketrans("【】「」『』《》。、“”\u2018\u2019", "[][][][].,\"\"''")
 
@@ -244,7 +239,7 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
         reply: what the judge wrote.
         cut_off: it was cut at its limit of tokens: explicit verdicts alone count, if they agree.
     """
-    behind = _behind_thinking(reply[-MOST_READ:])
+    behind = without_thoughts(reply[-MOST_READ:])
     if behind is None:
         return None
     text = _plain(behind)
@@ -254,9 +249,11 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     sentences = _SENTENCE.findall(text)
     parts = [each for each in sentences if _PART.match(each)]
     whole = "".join(each for each in sentences if each not in parts)
-    explicit = list(_verdicts(_EXPLICIT, whole if parts else text))
     if cut_off:
-        return _only({*explicit, _value(lines[0])} - {None})
+        begun = None if _HEADED.match(behind) else _value(lines[0])
+        said = re.sub(r"\w+'s?$", "", whole)
+        return _only({*_verdicts(_EXPLICIT, said), begun} - {None})
+    explicit = list(_verdicts(_EXPLICIT, whole if parts else text))
     if last := _value(lines[-1]):
         explicit.append(last)
     elif ending := _ENDING.search(text):
@@ -266,24 +263,6 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     found = _leading(text) or by_ratings(lines)
     found = found or _only(set(_verdicts(_EXPLICIT, "".join(parts))))
     return found or (None if _DECLINES.match(text) else _only(set(_verdicts(_PRAISE, text))))
-
-
-def _behind_thinking(reply: str) -> str | None:
-    """Return the reply without its thoughts; None where they do not end."""
-    if _FINAL.search(reply):
-        return _FINAL.split(reply)[-1]
-    if _UNFINISHED.match(reply) or "<|channel|>" in reply:
-        return None
-    text = re.sub(r"<\|channel>\s*thought", "<think>", reply).replace("<channel|>", "</think>")
-    kept, depth, end = "", 0, 0
-    for mark in _THINKING.finditer(text):
-        if mark.group(1) is None:
-            kept += "" if depth else text[end : mark.start()]
-            depth += 1
-        else:  # without an opening mark the prompt held it: all before are thoughts
-            kept, depth = (kept, depth - 1) if depth else ("", 0)
-        end = mark.end()
-    return None if depth else kept + text[end:]
 
 
 def _plain(text: str) -> str:

@@ -33,6 +33,17 @@ def test_a_reply_is_read_only_where_it_is_clear() -> None:
         ("A is better in tone, B", None),
         ("My verdict is A. Or rather, my verdict is B, which", None),
         ("Both have", None),
+        ("Tie", "C"),
+        ("**Answer A**\n\n- accurate\n- clear", None),
+        ("### Answer A\nThe answer correctly", None),
+        ("Answer A:\nThe first answer", None),
+        ("Answer A", None),
+        ("A\n- accurate", None),
+        ("Clarity: A is better. Accuracy", None),
+        ("1. Helpfulness: A wins.\n2. Accuracy: B", None),
+        ("Helpfulness winner: A\nAccuracy", None),
+        ("Winner: A for style, B for", None),
+        ("I prefer A's", None),
     ],
 )
 def test_of_a_reply_that_was_cut_off_an_explicit_verdict_alone_counts(reply, verdict) -> None:
