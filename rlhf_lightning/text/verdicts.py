@@ -94,11 +94,14 @@ _SEEMS_GOOD = (
     + any_of("accurate helpful correct relevant complete useful informative precise convincing")
     + rf")\b|\s*更(?!{_BAD})"
 )
+_THAN = "(?:相?比|相?较于?|相对于)"
 _ELSEWHERE = (
     r"\s*(?:(?:(?!не |không|chưa)[^\n,.;ABC不]){0,8}?"
     r"(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优"
     r"|лучше|daha\s+iyi(?!\s+değil)|tốt\s+hơn|胜(?=[\s.,]|$))"
-    rf"|比[^\n,.;不]{{1,8}}?(?:好|优|佳|强)|(?:の(?:方|ほう)が|(?:가|이)\s*더)(?!{_BAD}))"
+    rf"|比[^\n,.;不]{{1,8}}?(?:好|优|佳|强)"
+    rf"|{_THAN}\s*{LABEL}[^\n,.;不]{{0,6}}?(?:好|优|[准正明精]确|清[晰楚]|全面|完整|详细|有用|合理)"
+    rf"|(?:の(?:方|ほう)が|(?:가|이)\s*더)(?!{_BAD}))"
 )
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
 _OUTRIGHT = (
@@ -163,7 +166,8 @@ _UNSAID = re.compile(
     + r"\b[^,:]{0,40}:?\s*[\"'(]*$"
     r"|\b(?:I (?:\w+ )?doubt|(?i:nobody|no one) (?:would|could|can)|(?:false|untrue) that"
     r"|impossible to say|imposible decir)\b[^,:]{0,40}$"
-    r"|\b(?:than|over)\s+$|\b(?:answer|state|argue|conclude|respond|suggest|recommend)s:[^,]{0,40}$)"
+    rf"|\b(?:than|over)\s+$|{_THAN}\s*(?:{NOUN}\s*)?$"
+    r"|\b(?:answer|state|argue|conclude|respond|suggest|recommend)s:[^,]{0,40}$)"
 )
 # "Grammar: A is better." is said of a part.
 _OF_PART = re.compile(
