@@ -63,6 +63,8 @@ _CHOOSES = (
     rf"|\b{any_of('recommend opt_for side_with lean_to lean_towards? preference_(?:is_)?for')}\s+"
     rf"|\b(?i:not)\s+{LABEL}[,;]?\s+{any_of('but it_is')}\s+"
     rf"|\b{any_of('gewinnt préfère bevorzuge prefiero choisis elijo wähle лучше')}\s+(?:la\s+)?"
+    rf"|(?:\b{any_of('scratch_that correction sorry no wait rather')}\s*[,:]\s*(?:I\s+meant?\s+)?"
+    rf"|\bI\s+meant?\s+)(?={LABEL}\s*(?:$|[.!\n]))"
     r"|(?:选择?|喜欢|偏好|倾向于?)\s*)"
 )
 _VERB = any_of(
@@ -124,7 +126,7 @@ _IS_BAD = (
     rf"{_VERB}\s+{any_of('schlechter pire peor pior peggiore slechter sämre dårligere')}\b|хуже"
 )
 _EXPLICIT = re.compile(
-    r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|for\s+an?\s+tie|means)\b)"
+    r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|would|could|might|may|for\s+an?\s+tie|means)\b)"
     r"(?<!\]\] or \[\[[ABC]\]\])"
     rf"|(?P<compared>{LABEL}{_COMPARISON}{LABEL})(?!\s*[<>=])"
     rf"|(?P<neither>{_NEITHER})"
@@ -143,9 +145,13 @@ _ALIKE = (
     r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) "
     r"(?:no|(?:n't|not)_(?:see|have|find)_an?)_(?:\w+_)?(?:winner|preference|difference)"
 )
+_FLAWED = any_of(
+    "bad wrong poor weak flawed vague verbose wordy biased harmful confusing misleading repetitive "
+    "generic inaccurate incorrect redundant problematic terrible awkward dry"
+)
 _PRAISE = re.compile(
     rf"(?P<loser>{LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
-    r"less\s+\w+\s+than\b"
+    rf"less\s+(?!{_FLAWED}\b)\w+\s+than\b"
     rf"|(?P<better>{LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD}|:?\s?[✅✔✓👍])"
     rf"|(?P<neither>{any_of(_ALIKE)}(?!\s+in\b)|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
     r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
@@ -164,6 +170,10 @@ _UNSAID = re.compile(
         "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
     )
     + r"\b[^,:]{0,40}:?\s*[\"'(]*$"
+    r"|\b(?i:no\s+(?:\w+\s+){0,2}?(?:reason|evidence|basis|grounds|proof)\s+(?:to|that|for|why)"
+    r"|fail\s+to\s+see|disagree|wrong\s+to|see\s+why\s+(?:one|some\w*|people|others|you|users)"
+    r"|(?:some|one|someone|others|few)(?!\s+I\b)\s+(?:\w+\s+){0,2}?(?:would|could|might|may)"
+    r")\b(?:(?!\b(?:so|but)\b)[^,:]){0,40}$"
     r"|\b(?:I (?:\w+ )?doubt|(?i:nobody|no one) (?:would|could|can)|(?:false|untrue) that"
     r"|impossible to say|imposible decir)\b[^,:]{0,40}$"
     rf"|\b(?:than|over)\s+$|{_THAN}\s*(?:{NOUN}\s*)?$"
@@ -340,9 +350,12 @@ def _of_json(node: Any) -> str | None:
     """Return the verdict in JSON: of a key that is named like one, of ratings, of a bare letter."""
     weighed = list(_items(node))
     items = [(key, value) for key, value, _ in weighed]
+    listed = [key for key, _ in items if key in ("choices", "options")]
     named = []
     for key, value, weight in weighed:
         words = key.replace("_", " ")
+        if key in listed or (isinstance(value, int) and (listed or "index" in key)):
+            continue  # a place may be counted from 0 or 1
         if re.fullmatch(rf"\W*\w*{_KEYWORD}\w*\W*", words) or "winner" in key:
             bare = re.fullmatch(_KEYWORD, words) is not None
             named.append(((weight > 0, bare, weight), value))
@@ -364,7 +377,7 @@ def _of_json(node: Any) -> str | None:
         rated += [line for each in node if isinstance(each, dict) for line in _of_entry(each)]
     if rated:
         return by_ratings(rated)
-    losers = ("loser", "worse", "reject", "second")
+    losers = ("loser", "worse", "reject", "second", "error", "grade", "model", "choices", "options")
     texts = [v for k, v in items if isinstance(v, str) and not k.lower().startswith(losers)]
     bare = [found for text in texts if (found := _value(text))]
     first = any("rank" in key.lower() for key, _ in items)  # the best one leads
