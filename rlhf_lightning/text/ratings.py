@@ -23,6 +23,7 @@ COUNTED = re.compile(
     "(?i:error|mistake|issue|flaw|fault|bug|typo|problem|violation|hallucination|penalt|weakness"
     r"|harmful|toxic|length|\bword|token|character|sentence|latency|\bcosts?\b|\btime\b)"
 )
+_SCORED = re.compile(r"\W*(?i:(?:overall|total|final)?\s*(?:score|rating))\s*[:=]")
 _RANKED = re.compile(r"(?i:\branks?\b|\b1\s*(?:is|=)\s*(?:the\s+)?best|lower\s+is\s+better)")
 TOTAL = re.compile(r"(?i:overall|total|final|总)")
 
@@ -47,8 +48,12 @@ def by_ratings(lines: list[str]) -> str | None:
 def _ratings(lines: list[str]) -> dict[str, set[float]]:
     """Return each response's ratings, as parts of the most there is where that differs."""
     said: list[tuple[str, set[float], int | None]] = []
-    heading = ""
+    heading, owner = "", None
     for line in lines:
+        if named := re.fullmatch(rf"\W*({LABEL})\W*", line):
+            owner = named[1]
+        elif owner and (scored := _SCORED.match(line)):
+            line = f"{owner}: {line[scored.end() :]}"
         line = _RATING_FIRST.sub(r"\2: \1", line)
         rated = list(_RATED.finditer(line))
         if not rated:

@@ -33,7 +33,7 @@ _JOIN = "because since as for with by due over and but although though while whi
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
     rf"(?!\s*[><=≈≻≺≫≪]+\s*{LABEL})"
-    rf"(?!\s+for\s+(?:\w+\s+){{0,2}}\w+,?\s+(?:and\s+|but\s+)?{LABEL}\s+for\b)"
+    rf"(?!\s+(?:for|in|on)\s+(?:\w+\s+){{0,2}}\w+,?\s+(?:and\s+|but\s+)?{LABEL}\s+(?:for|in|on)\b)"
     r"(?!\+|\s*[:=(|\u2013\u2014-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
     rf"(?! +(?!{any_of(_JOIN + ' on in')}\b)[a-z])"
 )
@@ -45,7 +45,7 @@ _KEYWORD = (
         r"(?:better|best|superior|stronger|preferred|selected|chosen)"
         rf"(?:_(?:one|of_the_two|choice|{NOUN}))?"
     )
-    + r"(?:\s+of\s+(?:\w+\s+){0,3}?\w+)?\]?\"?'?|"
+    + r"(?:\s+of\s+(?:\w+\s+){0,3}?\w+)?(?:\s*\((?i:overall|final)\))?\]?\"?'?|"
     + any_of(
         "结论 答案是? 回答 选项 选择 判断 裁决 胜者 获胜者 结果 评判 更好的 判定 勝者 結論 "
         "승자 정답 ответ antwort réponse respuesta risposta resposta urteil veredicto"
@@ -55,12 +55,15 @@ _KEYWORD = (
 _SEPARATOR = (
     rf"(?:\s*(?:[:=|→>-]++"
     rf"|\s{any_of('is was are goes_to would_be must_be es_la est(?:_la)? ist')}\b"
-    r"(?:\s+(?:the\s+one|that)\s+(?:by|of|from)\b)?"
+    r"(?:\s+(?:the\s+one|that)\s+(?:by|of|from)\b|\s+(?:clear|definite|obvious|certain)ly\b)?"
     r"|为|是)|\s*\n|(?<=\])|(?<=结论))+\s*"
 )
 _CHOOSES = (
     rf"(?:\b{any_of('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
     rf"|\b{any_of('recommend opt_for side_with lean_to lean_towards? preference_(?:is_)?for')}\s+"
+    rf"|\b{any_of('go(?:ing)?_for lean (?:edge|nod|advantage)_to advantage winner')}\s+"
+    rf"|(?:\b{any_of('recommendation assessment')}:|{_KEYWORD}\s*[\u2013\u2014])"
+    rf" *(?={LABEL}[.!]?\s*(?:$|\n))"
     rf"|\b(?i:not)\s+{LABEL}[,;]?\s+{any_of('but it_is')}\s+"
     rf"|\b{any_of('gewinnt préfère bevorzuge prefiero choisis elijo wähle лучше')}\s+(?:la\s+)?"
     rf"|(?:\b{any_of('scratch_that correction sorry no wait rather')}\s*[,:]\s*(?:I\s+meant?\s+)?"
@@ -81,13 +84,15 @@ _FILLER = (
 _BAD = r"[^\n,.;。]{0,6}?(?:悪|劣|不|低|弱|差|糟|錯|错|間違|나[쁘쁜쁩빠]|못|부[족정]|약|틀|낮|불)"
 _GOOD = any_of(
     "better best superior stronger strongest preferable preferred winner "
+    "my_(?:choice|pick) "
     "bessere? meilleure? mejor migliore melhor beter bättre bedre lepsz[aey] préférable"
 )
 _IS_GOOD = rf"(?:'?s\s+{NOUN})?\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
 _WINS = any_of(
     r"wins? beats out(?:performs|shines|classes|does|ranks|scores|weighs) edges_out surpasses "
     r"gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
-    r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage) (?:deutlich_|etwas_)?besser "
+    r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|nod|advantage) "
+    r"takes_it(?=[.!]|\s*$) (?:deutlich_|etwas_)?besser "
     r"wählen(?=[.!]|\s*$) meilleure?_que mejor_que"
 )
 _SEEMS_GOOD = (
@@ -132,6 +137,7 @@ _EXPLICIT = re.compile(
     rf"|(?P<neither>{_NEITHER})"
     rf"|(?P<loser>{LABEL})\s+(?:loses(?:\s+to\b|(?=[.!]|\s*$))|(?:is|was)\s+"
     rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b|{_IS_BAD})"
+    rf"|\b{any_of('loser worse worst rejected')}\s*[:=]\s*(?P<lost>{LABEL}){_AFTER}"
     rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{LABEL}|{_TIE}){_AFTER}(?!\s+(?:is|was)\s+(?:{_FILLER})?(?:{_WORSE}|worst)\b)"
     rf"|{_CHOOSES}(?P<chosen>{LABEL}|(?i:neither|none)\b){_AFTER}"
     rf"|(?P<better>{LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
@@ -143,6 +149,7 @@ _ALIKE = (
     r"identical [eé]quivalent\w* gleichwertig se_valent (?:are|were)_tied they_tie gleich_gut "
     r"igual_de_\w+ (?:the_same|equal|similar)_quality "
     r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) "
+    r"(?:are_equal|both_are_(?:\w+_)?(?:bad|wrong|poor|good|fine))(?=\W*$) "
     r"(?:no|(?:n't|not)_(?:see|have|find)_an?)_(?:\w+_)?(?:winner|preference|difference)"
 )
 _FLAWED = any_of(
@@ -293,6 +300,11 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\(?:text|math)\w*\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\?\bboxed\s*\{([^{}]*)\}", r" [[\1]] ", text)
     text = re.sub(r"<(\w+)>\s*([^<>\n]{1,30}?)\s*</\1>", _tagged, text)
+    text = re.sub(
+        r"^[12](?= is better\W*$)|(?<=I prefer )[12](?=\W*$)",
+        lambda found: found.group().translate(NUMBERED),
+        text,
+    )
     if not re.search(r"(?<![A-Za-z0-9])[AB](?![A-Za-z0-9])", text):  # all in lower case
         text = re.sub(
             rf"(?<![\w'])(?:b(?![\w'])|a(?={_NO_ARTICLE}))",
@@ -373,6 +385,9 @@ def _of_json(node: Any) -> str | None:
         for key, value in items
         if letter_of_key(key) and (_is_number(value) or re.fullmatch(r"[\d./ ]+", str(value)))
     ]
+    for key, each in node.items() if isinstance(node, dict) else ():
+        if key.lower() in ("scores", "ratings") and isinstance(each, list) and len(each) == 2:
+            rated += [f"{letter}: {value}" for letter, value in zip("AB", each, strict=True)]
     if isinstance(node, list):
         rated += [line for each in node if isinstance(each, dict) for line in _of_entry(each)]
     if rated:
@@ -453,7 +468,7 @@ def _verdicts(grammar: re.Pattern[str], text: str) -> Iterator[str]:
             continue
         kind = str(found.lastgroup)
         verdict = "C" if kind == "neither" else _value(found.group(kind))
-        if kind == "loser" or (kind == "named" and _LOST.search(before)):
+        if kind in ("loser", "lost") or (kind == "named" and _LOST.search(before)):
             verdict = {"A": "B", "B": "A"}.get(str(verdict))
         if verdict:
             yield verdict
