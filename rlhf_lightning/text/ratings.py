@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from rlhf_lightning.text.labels import LABEL, any_of, letter_of
 
@@ -19,7 +20,7 @@ SCORE = r"(-?\d{1,3}(?:\.\d+)?)(?:\s?/\s?\d+)?"
 _TWO_NUMBERS = re.compile(rf"(?i:scores?)?[^\w-]*{SCORE}[\s,;]+(?:vs\.?\s+)?{SCORE}\W*")
 _RATING_FIRST = re.compile(rf"(-?{_NUMBER}(?:\s*/\s*\d+)?)\s+(?:for|to)\s+({LABEL})")
 # More of these is no better.
-COUNTED = re.compile(
+_COUNTED = re.compile(
     "(?i:error|mistake|issue|flaw|fault|bug|typo|problem|violation|hallucination|penalt|weakness"
     r"|harmful|toxic|length|\bword|token|character|sentence|latency|\bcosts?\b|\btime\b)"
 )
@@ -62,7 +63,7 @@ def _ratings(lines: list[str]) -> dict[str, set[float]]:
         for found in rated:
             before = heading + re.split(r"[.;]\s", line[: found.start()])[-1]
             most = int(found["most"]) if found["most"] else None
-            if most is not None or not COUNTED.search(before):
+            if most is not None or not _COUNTED.search(before):
                 said.append((letter_of(found["label"]), _signed(found), most))
     tops = {most for _, _, most in said}
     ratings: dict[str, set[float]] = {"A": set(), "B": set()}
@@ -81,3 +82,15 @@ def _signed(found: re.Match[str]) -> set[float]:
         return {number}
     named = found["words"] or re.search(r"[:=(\[]", gap)
     return {-number} if named else {number} if found["most"] else {number, -number}
+
+
+def rating_of(key: str, value: Any) -> Any:
+    """Return a number that is higher for a better response: for ranks 1 is the best; or none."""
+    if _COUNTED.search(key):
+        return ""
+    return 999 - value if "rank" in key.lower() and is_number(value) else value
+
+
+def is_number(value: Any) -> bool:
+    """Say whether a value may be a rating."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1000

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_lightning.text.labels import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
-from rlhf_lightning.text.ratings import COUNTED, SCORE, TOTAL, by_ratings
+from rlhf_lightning.text.ratings import SCORE, TOTAL, by_ratings, is_number, rating_of
 from rlhf_lightning.text.thoughts import without_thoughts
 
 LETTERS = ("A", "B", "C")
@@ -131,7 +131,7 @@ _IS_BAD = (
     rf"{_VERB}\s+{any_of('schlechter pire peor pior peggiore slechter sämre dårligere')}\b|хуже"
 )
 _EXPLICIT = re.compile(
-    r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|would|could|might|may|for\s+an?\s+tie|means)\b)"
+    r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|would|could|might|may|is\s+w\w+|for\s+an?\s+tie|means)\b)"
     r"(?<!\]\] or \[\[[ABC]\]\])"
     rf"|(?P<compared>{LABEL}{_COMPARISON}{LABEL})(?!\s*[<>=])"
     rf"|(?P<neither>{_NEITHER})"
@@ -183,7 +183,7 @@ _UNSAID = re.compile(
     r")\b(?:(?!\b(?:so|but)\b)[^,:]){0,40}$"
     r"|\b(?:I (?:\w+ )?doubt|(?i:nobody|no one) (?:would|could|can)|(?:false|untrue) that"
     r"|impossible to say|imposible decir)\b[^,:]{0,40}$"
-    rf"|\b(?:than|over)\s+$|{_THAN}\s*(?:{NOUN}\s*)?$"
+    rf"|\b(?:than|over)\s+$|{_THAN}\s*(?:{NOUN}\s*)?$|^\W*(?i:if)\s+{LABEL}[^,]*,\s*$"
     r"|\b(?:answer|state|argue|conclude|respond|suggest|recommend)s:[^,]{0,40}$)"
 )
 # "Grammar: A is better." is said of a part.
@@ -193,12 +193,12 @@ _OF_PART = re.compile(
 )
 # A sentence on one criterion: "Style winner: A", "In style, A is better", "A wins on style".
 _CRITERION = (
-    r"(?!(?i:essence|fairness|reality|preference|difference|consequence|instance|confidence"
-    r"|evidence|performance|quality|ability)\b)"
+    r"(?!(?i:fairness|business)\b)"
     + any_of(
-        r"\w+(?:ness|ity|acy|ency|ance|ence|evity)\b styles? tone contents? details? depth "
-        r"format\w* structure length grammar wording writing factual\w* presentation humou?r "
-        "speed language"
+        r"\w+ness clarity brevity simplicity creativity originality readability sensitivity safety "
+        "specificity factuality objectivity accuracy relevance coherence fluency honesty "
+        r"styles? tone contents? details? depth format\w* structure length grammar wording writing "
+        "efficiency presentation humou?r speed language"
     )
     + r"\b"
 )
@@ -215,7 +215,7 @@ _LOST = re.compile(rf"{any_of('worse worst weaker weakest inferior losing')}\s+$
 _ALONE = re.compile(rf"({LABEL}|[12]|(?:{NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?")
 _COMPARED = re.compile(rf"({LABEL}){_COMPARISON}({LABEL})")
 _ENDING = re.compile(
-    r"(?:(?<!\d)[.!?\n]\s*|[a-z]{3},\s(?:but\s)?|\b(?i:think|believe|say|so|thus|hence|therefore)\s|^\w+ly\s)"
+    r"(?:(?<!\d)(?<!vs)[.!?\n]\s*|[a-z]{3},\s(?:but\s)?|\b(?i:think|believe|say|so|thus|hence|therefore)\s|^\w+ly\s)"
     rf"({LABEL})[.!\s\"')]*$"
 )
 _LEADING = re.compile(
@@ -241,6 +241,7 @@ _BELITTLED = re.compile(
 _HEADED = re.compile(
     rf"\s*#|[^\w\n]*(?:(?:(?i:the)\s+)?{NOUN}\b|\w[^\w\n]*:|\w\W*\n\s*(?:[-*+•]|\d+[.)])\s)"
 )
+_NO_WINNER = re.compile(any_of("loser worse reject second least worst error grade model"))  # keys
 _NO_ARTICLE = rf"\s*(?:$|[\n.:;,!)\]=<>|]|{_VERB}\b|{_WINS}\b)"  # behind the letter a
 _TABLE = re.compile(r"(?:^|\n)\|.*\|(?:\n\|.*\|)+")
 _LOOKALIKES = str.maketrans("АВСΑΒ🅰🅱", "ABCABAB")
@@ -275,6 +276,9 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
         said = re.sub(r"\w+'s?$", "", whole)
         return _only({*_verdicts(_EXPLICIT, said), begun} - {None})
     explicit = list(_verdicts(_EXPLICIT, whole if parts else text))
+    alone = set(map(_value, lines))
+    if not explicit and len(alone) > 1 and None not in alone:
+        return None  # "Answer A\nAnswer B" names both
     if last := _value(lines[-1]):
         explicit.append(last)
     elif ending := _ENDING.search(text):
@@ -321,7 +325,7 @@ def _decimal(found: re.Match[str]) -> str:
 def _tagged(found: re.Match[str]) -> str:
     tag, said = found.groups()
     letter = letter_of_key(tag) if said.isdigit() else None
-    return f" {letter}: {_rating(tag, said)}, " if letter else f" [[{said}]] "
+    return f" {letter}: {rating_of(tag, said)}, " if letter else f" [[{said}]] "
 
 
 def _without_table(table: re.Match[str]) -> str:
@@ -368,9 +372,11 @@ def _of_json(node: Any) -> str | None:
         words = key.replace("_", " ")
         if key in listed or (isinstance(value, int) and (listed or "index" in key)):
             continue  # a place may be counted from 0 or 1
+        if isinstance(value, str):
+            words = re.sub(rf"^{TOTAL.pattern} ", "", words)
         if re.fullmatch(rf"\W*\w*{_KEYWORD}\w*\W*", words) or "winner" in key:
-            bare = re.fullmatch(_KEYWORD, words) is not None
-            named.append(((weight > 0, bare, weight), value))
+            exact = re.fullmatch(_KEYWORD, words) is not None
+            named.append(((weight > 0, exact, weight), value))
     named.sort(key=lambda each: each[0])
     for _, value in reversed(named):
         if value is not None and (
@@ -381,9 +387,9 @@ def _of_json(node: Any) -> str | None:
     if better := _only(true):
         return better
     rated = [
-        f"{letter_of_key(key)}: {_rating(key, value)}"
+        f"{letter_of_key(key)}: {rating_of(key, value)}"
         for key, value in items
-        if letter_of_key(key) and (_is_number(value) or re.fullmatch(r"[\d./ ]+", str(value)))
+        if letter_of_key(key) and (is_number(value) or re.fullmatch(r"[\d./ ]+", str(value)))
     ]
     for key, each in node.items() if isinstance(node, dict) else ():
         if key.lower() in ("scores", "ratings") and isinstance(each, list) and len(each) == 2:
@@ -392,8 +398,9 @@ def _of_json(node: Any) -> str | None:
         rated += [line for each in node if isinstance(each, dict) for line in _of_entry(each)]
     if rated:
         return by_ratings(rated)
-    losers = ("loser", "worse", "reject", "second", "error", "grade", "model", "choices", "options")
-    texts = [v for k, v in items if isinstance(v, str) and not k.lower().startswith(losers)]
+    texts = [
+        v for k, v in items if isinstance(v, str) and k not in listed and not _NO_WINNER.match(k)
+    ]
     bare = [found for text in texts if (found := _value(text))]
     first = any("rank" in key.lower() for key, _ in items)  # the best one leads
     return (
@@ -423,19 +430,8 @@ def _of_entry(entry: dict[str, Any]) -> Iterator[str]:
         found for value in entry.values() if isinstance(value, str) and (found := _value(value))
     ]
     for key, value in entry.items():
-        if letters and _is_number(value):
-            yield f"{letters[0]}: {_rating(key, value)}"
-
-
-def _rating(key: str, value: Any) -> Any:
-    """Return a number that is higher for a better response: for ranks 1 is the best; or none."""
-    if COUNTED.search(key):
-        return ""
-    return 999 - value if "rank" in key.lower() and _is_number(value) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1000
+        if letters and is_number(value):
+            yield f"{letters[0]}: {rating_of(key, value)}"
 
 
 def _value(text: str) -> str | None:
