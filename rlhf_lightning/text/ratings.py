@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_lightning.text.labels import LABEL, any_of, letter_of
 
-MOST_OF_A_HEADING = 40  # characters
+MOST_OF_A_HEADING, MOST_BEFORE = 40, 80  # characters
 _NUMBER = r"\d{1,3}(?:\.\d+|,\d{1,2}(?!\d))?"
 _RATED = re.compile(
     rf"(?P<label>{LABEL})(?:'s)?(?P<words>(?:\s+"
@@ -61,7 +61,8 @@ def _ratings(lines: list[str]) -> dict[str, set[float]]:
             is_heading = len(line) < MOST_OF_A_HEADING and line.rstrip()[-1:] not in ".!?"
             heading = line if is_heading else ""
         for found in rated:
-            before = heading + re.split(r"[.;]\s", line[: found.start()])[-1]
+            near = line[max(0, found.start() - MOST_BEFORE) : found.start()]
+            before = heading + re.split(r"[.;]\s", near)[-1]
             most = int(found["most"]) if found["most"] else None
             if most is not None or not _COUNTED.search(before):
                 said.append((letter_of(found["label"]), _signed(found), most))

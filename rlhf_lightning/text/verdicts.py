@@ -273,7 +273,7 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     whole = "".join(each for each in sentences if each not in parts)
     if cut_off:
         begun = None if _HEADED.match(behind) else _value(lines[0])
-        said = re.sub(r"\w+'s?$", "", whole)
+        said = re.sub(r"(?<!\w)\w+'s?$", "", whole)
         return _only({*_verdicts(_EXPLICIT, said), begun} - {None})
     explicit = list(_verdicts(_EXPLICIT, whole if parts else text))
     alone = set(map(_value, lines))

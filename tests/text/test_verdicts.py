@@ -57,11 +57,13 @@ def test_of_a_long_reply_the_last_20000_characters_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is "]
+    "unit",
+    ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is ", "B: 7,5 ", "A", "A\n"],
 )
 def test_a_long_reply_is_read_in_a_moment(unit) -> None:
     started = time.perf_counter()
-    parse_verdict(unit * (100_000 // len(unit)))
+    for cut_off in (False, True):
+        parse_verdict(unit * (100_000 // len(unit)), cut_off=cut_off)
     assert time.perf_counter() - started < 3
 
 
