@@ -13,7 +13,7 @@ _RATED = re.compile(
     rf"(?P<label>{LABEL})(?:'s)?(?P<words>(?:\s+"
     rf"{any_of('scored? rating gets receives scores deserves earns is rated an? of')}){{0,3}})"
     rf"(?P<gap>[\s:=(\[\u2013\u2014\u2212-]*)(?P<number>{_NUMBER})(?!\+|[\d%]*[.,]?\d)"
-    r"(?:\s*(?:/|out\s+of)\s*(?P<most>\d+))?+"
+    r"(?:\s*(?:/|out\s+of)\s*(?P<most>\d+)|(?P<percent>%))?+"
     rf"(?!\s*(?!{any_of('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
 )
 SCORE = r"(-?\d{1,3}(?:\.\d+)?)(?:\s?/\s?\d+)?"
@@ -22,7 +22,7 @@ _RATING_FIRST = re.compile(rf"(-?{_NUMBER}(?:\s*/\s*\d+)?)\s+(?:for|to)\s+({LABE
 # More of these is no better.
 _COUNTED = re.compile(
     "(?i:error|mistake|issue|flaw|fault|bug|typo|problem|violation|hallucination|penalt|weakness"
-    r"|harmful|toxic|length|\bword|token|character|sentence|latency|\bcosts?\b|\btime\b)"
+    r"|harmful|toxic|verbos|\brisk|length|\bword|token|character|sentence|latency|\bcosts?\b|\btime\b)"
 )
 _SCORED = re.compile(r"\W*(?i:(?:overall|total|final)?\s*(?:score|rating))\s*[:=]")
 _RANKED = re.compile(r"(?i:\branks?\b|\b1\s*(?:is|=)\s*(?:the\s+)?best|lower\s+is\s+better)")
@@ -63,7 +63,7 @@ def _ratings(lines: list[str]) -> dict[str, set[float]]:
         for found in rated:
             near = line[max(0, found.start() - MOST_BEFORE) : found.start()]
             before = heading + re.split(r"[.;]\s", near)[-1]
-            most = int(found["most"]) if found["most"] else None
+            most = int(found["most"] or (100 if found["percent"] else 0)) or None
             if most is not None or not _COUNTED.search(before):
                 said.append((letter_of(found["label"]), _signed(found), most))
     tops = {most for _, _, most in said}

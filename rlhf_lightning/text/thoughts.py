@@ -10,7 +10,7 @@ _THOUGHTS = (
     "(?:"
     + any_of(
         "think thinking thoughts? reason reasoning analysis reflection scratchpad rationale "
-        "explanation critique justification cot antthinking inner internal"
+        "explanation critique justification cot antthinking inner internal deliberation planning"
     )
     + r"(?:[\s_-](?i:process|monologue|thoughts?|reasoning))?|(?i:chain[\s_-]of[\s_-]thoughts?))"
 )

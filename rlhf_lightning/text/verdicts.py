@@ -33,8 +33,8 @@ _JOIN = "because since as for with by due over and but although though while whi
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
     rf"(?!\s*[><=≈≻≺≫≪]+\s*{LABEL})"
-    rf"(?!\s+(?:for|in|on)\s+(?:\w+\s+){{0,2}}\w+,?\s+(?:and\s+|but\s+)?{LABEL}\s+(?:for|in|on)\b)"
-    r"(?!\+|\s*[:=(|\u2013\u2014-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
+    rf"(?!\s+(?:for|in|on)\s+(?:\w+\s+){{0,2}}\w+,?\s+(?:and\s+|but\s+)?{LABEL}\s+(?:for|in|on|if)\b)"
+    r"(?!\+|(?:\s*[:=(|\u2013\u2014\u2212-])*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
     rf"(?! +(?!{any_of(_JOIN + ' on in')}\b)[a-z])"
 )
 _KEYWORD = (
@@ -58,6 +58,7 @@ _SEPARATOR = (
     r"(?:\s+(?:the\s+one|that)\s+(?:by|of|from)\b|\s+(?:clear|definite|obvious|certain)ly\b)?"
     r"|为|是)|\s*\n|(?<=\])|(?<=结论))+\s*"
 )
+_FITTER = "(?:好|优|[准正明精]确|清[晰楚]|全面|完整|详细|有用|合理)"
 _CHOOSES = (
     rf"(?:\b{any_of('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
     rf"|\b{any_of('recommend opt_for side_with lean_to lean_towards? preference_(?:is_)?for')}\s+"
@@ -66,8 +67,9 @@ _CHOOSES = (
     rf" *(?={LABEL}[.!]?\s*(?:$|\n))"
     rf"|\b(?i:not)\s+{LABEL}[,;]?\s+{any_of('but it_is')}\s+"
     rf"|\b{any_of('gewinnt préfère bevorzuge prefiero choisis elijo wähle лучше')}\s+(?:la\s+)?"
-    rf"|(?:\b{any_of('scratch_that correction sorry no wait rather')}\s*[,:]\s*(?:I\s+meant?\s+)?"
-    rf"|\bI\s+meant?\s+)(?={LABEL}\s*(?:$|[.!\n]))"
+    rf"|(?:\b(?:{any_of('scratch_that correction edit sorry no wait rather')}\s*[,:]"
+    rf"|(?i:actually),?)\s*(?:I\s+meant?\s+)?|\bI\s+meant?\s+)(?={LABEL}\s*(?:$|[.!\n]))"
+    rf"|[与跟和]\s*{LABEL}\s*相比,?\s*(?={LABEL}[^\n,.;不]{{0,4}}?{_FITTER})"
     r"|(?:选择?|喜欢|偏好|倾向于?)\s*)"
 )
 _VERB = any_of(
@@ -101,13 +103,13 @@ _SEEMS_GOOD = (
     + any_of("accurate helpful correct relevant complete useful informative precise convincing")
     + rf")\b|\s*更(?!{_BAD})"
 )
-_THAN = "(?:相?比|相?较于?|相对于)"
+_THAN = "(?:相?比|相?较[于之]?|相对于)"
 _ELSEWHERE = (
     r"\s*(?:(?:(?!не |không|chưa)[^\n,.;ABC不]){0,8}?"
     r"(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优"
     r"|лучше|daha\s+iyi(?!\s+değil)|tốt\s+hơn|胜(?=[\s.,]|$))"
     rf"|比[^\n,.;不]{{1,8}}?(?:好|优|佳|强)"
-    rf"|{_THAN}\s*{LABEL}[^\n,.;不]{{0,6}}?(?:好|优|[准正明精]确|清[晰楚]|全面|完整|详细|有用|合理)"
+    rf"|(?:{_THAN}\s*{LABEL}|[与跟和]\s*{LABEL}\s*相?比)[^\n,.;不]{{0,6}}?{_FITTER}"
     rf"|(?:の(?:方|ほう)が|(?:가|이)\s*더)(?!{_BAD}))"
 )
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
@@ -177,8 +179,8 @@ _UNSAID = re.compile(
         "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
     )
     + r"\b[^,:]{0,40}:?\s*[\"'(]*$"
-    r"|\b(?i:no\s+(?:\w+\s+){0,2}?(?:reason|evidence|basis|grounds|proof)\s+(?:to|that|for|why)"
-    r"|fail\s+to\s+see|disagree|wrong\s+to|see\s+why\s+(?:one|some\w*|people|others|you|users)"
+    r"|\b(?i:(?:no|little)\s+(?:\w+\s+){0,2}?(?:reason|evidence|basis|grounds|proof)\s+(?:to|that|for|why)"
+    r"|fail\s+to\s+see|no\s+way|tempted\s+to|might\s+think|hardly\s+any\w*|disagree|wrong\s+to|see\s+why\s+(?:one|some\w*|people|others|you|users)"
     r"|(?:some|one|someone|others|few)(?!\s+I\b)\s+(?:\w+\s+){0,2}?(?:would|could|might|may)"
     r")\b(?:(?!\b(?:so|but)\b)[^,:]){0,40}$"
     r"|\b(?:I (?:\w+ )?doubt|(?i:nobody|no one) (?:would|could|can)|(?:false|untrue) that"
@@ -207,6 +209,7 @@ _PART = re.compile(
     rf"(?![^\n]*{any_of('but overall so hence thus therefore final(?:ly)? however')}\b)"
     rf"[\W\d]*(?:{_ON}{_CRITERION}|(?i:if)\s+(?:\w+\s+){{0,3}}?{_CRITERION}[^,]*,"
     rf"|(?:\w+\s+){{0,2}}?{_CRITERION}(?:\s+\w+)?\s*:"
+    rf"|{LABEL}\s+(?:is|was)\s+the\s+{_CRITERION}\s+\w+\W*$"
     rf"|(?:(?i:the)\s+)?{_CRITERION}\s+of\b|{LABEL}'s\s+{_CRITERION}"
     rf"|(?:[\w,]+\s+){{0,3}}?{LABEL}(?:{_IS_GOOD}|\s+(?:\w+ly\s+)?{_WINS})\s+{_ON}{_CRITERION}\W*$)"
 )
@@ -231,6 +234,7 @@ _BELITTLED = re.compile(
     r"[\s:=(\[|\u2013\u2014-]*(?:[❌✗✘✖👎]|(?:\w+ly\s+|too\s+)?(?:"
     + any_of(
         "worse worst wrong bad poor weak weaker inferior incorrect inaccurate false unhelpful "
+        "terrible awful harmful unsafe lacks misses nope "
         r"vague lose[rs]? losing fail(?:s|ed|ure)? reject(?:ed)? last "
         r"(?<!\()(?:second|2nd) (?:not|less)_(?:as_|so_|very_)?"
         "(?:good|helpful|correct|right|accurate|clear|useful)"
@@ -239,9 +243,11 @@ _BELITTLED = re.compile(
 )
 # A heading such as "### A", "Answer A", "A:" or "A" above a list is no verdict of a cut-off reply.
 _HEADED = re.compile(
-    rf"\s*#|[^\w\n]*(?:(?:(?i:the)\s+)?{NOUN}\b|\w[^\w\n]*:|\w\W*\n\s*(?:[-*+•]|\d+[.)])\s)"
+    rf"\s*(?:#|\w\)\s*\n)|[^\w\n]*(?:(?:(?i:the)\s+)?{NOUN}\b|\w[^\w\n]*:|\w\W*\n\s*(?:[-*+•]|\d+[.)])\s)"
 )
-_NO_WINNER = re.compile(any_of("loser worse reject second least worst error grade model"))  # keys
+_NO_WINNER = re.compile(  # keys
+    any_of("loser worse reject second least worst error grade model (?:section|class|status)$")
+)
 _NO_ARTICLE = rf"\s*(?:$|[\n.:;,!)\]=<>|]|{_VERB}\b|{_WINS}\b)"  # behind the letter a
 _TABLE = re.compile(r"(?:^|\n)\|.*\|(?:\n\|.*\|)+")
 _LOOKALIKES = str.maketrans("АВСΑΒ🅰🅱", "ABCABAB")
@@ -273,7 +279,8 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     whole = "".join(each for each in sentences if each not in parts)
     if cut_off:
         begun = None if _HEADED.match(behind) else _value(lines[0])
-        said = re.sub(r"(?<!\w)\w+'s?$", "", whole)
+        said = re.sub(r"(?<!\w)\w+'s?$", "", whole.rstrip())
+        said = re.sub(r"\s(?:for|but|only|when|in|on)$", " if", said)
         return _only({*_verdicts(_EXPLICIT, said), begun} - {None})
     explicit = list(_verdicts(_EXPLICIT, whole if parts else text))
     alone = set(map(_value, lines))
@@ -370,7 +377,7 @@ def _of_json(node: Any) -> str | None:
     named = []
     for key, value, weight in weighed:
         words = key.replace("_", " ")
-        if key in listed or (isinstance(value, int) and (listed or "index" in key)):
+        if key in listed or (isinstance(value, int) and (listed or re.search("index|idx", key))):
             continue  # a place may be counted from 0 or 1
         if isinstance(value, str):
             words = re.sub(rf"^{TOTAL.pattern} ", "", words)

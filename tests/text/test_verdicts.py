@@ -44,6 +44,8 @@ def test_a_reply_is_read_only_where_it_is_clear() -> None:
         ("Helpfulness winner: A\nAccuracy", None),
         ("Winner: A for style, B for", None),
         ("I prefer A's", None),
+        ("I'd pick A but", None),
+        ("A)\nThe", None),
     ],
 )
 def test_of_a_reply_that_was_cut_off_an_explicit_verdict_alone_counts(reply, verdict) -> None:
