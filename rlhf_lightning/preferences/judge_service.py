@@ -331,7 +331,7 @@ def _at(node: Any, *path: str | int) -> Any:
 
 
 def _text(content: Any) -> str | None:
-    """Return a content as text: its parts of text together, "" for null, None for what is no text."""
+    """Return a content as text: its texts together, "" for null, None for what is no text."""
     if isinstance(content, list):
         read = [part for part in content if isinstance(part, str) or _at(part, "type") in TEXTS]
         parts = [part if isinstance(part, str) else _at(part, "text") for part in read]
