@@ -22,6 +22,8 @@ BYTES_PER_TOKEN = 3  # of a text whose tokens were not counted; overestimates
 TOP_TOKENS = 20  # what the OpenAI API allows
 LEAST, SLACK = -1e9, 1e-3  # of a log-probability; it may be rounded
 MILLION = 1_000_000
+CUT_OFF = ("length", "max_tokens", "content_filter")  # why a reply ended, in lower case
+TEXTS = (None, "text", "output_text")  # parts of a content that are no thoughts
 GO_ON = "use resume=auto, or in an evaluation judge.known=FOLDER/judge/judgements.jsonl"
 
 
@@ -95,7 +97,7 @@ class Reply(NamedTuple):
         text: text of the reply, or the service's sentence where it refused the request.
         thoughts: reasoning before the text, where the service keeps that apart.
         refused: the service would not take the request.
-        cut_off: whether it reached the limit of tokens.
+        cut_off: whether it ended at the limit of tokens or in a filter.
         input_tokens, output_tokens: as the service counts them, else estimated from the texts.
         top_tokens: token -> log-probability at the first place, where they were asked for.
         retries: number of failed attempts.
@@ -291,7 +293,7 @@ class JudgeService:
         return Reply(
             text or _text(_at(message, "refusal")) or "",
             thoughts,
-            cut_off=_at(answer, "choices", 0, "finish_reason") == "length",
+            cut_off=str(_at(answer, "choices", 0, "finish_reason")).lower() in CUT_OFF,
             input_tokens=counts[0],
             output_tokens=counts[1],
             top_tokens=top,
@@ -329,9 +331,10 @@ def _at(node: Any, *path: str | int) -> Any:
 
 
 def _text(content: Any) -> str | None:
-    """Return a content as text: its parts together, "" for null, None for what is no text."""
+    """Return a content as text: its texts together, "" for null, None for what is no text."""
     if isinstance(content, list):
-        parts = [part if isinstance(part, str) else _at(part, "text") for part in content]
+        read = [part for part in content if isinstance(part, str) or _at(part, "type") in TEXTS]
+        parts = [part if isinstance(part, str) else _at(part, "text") for part in read]
         return "".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else "" if content is None else None
 

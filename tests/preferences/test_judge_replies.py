@@ -53,10 +53,12 @@ def logprobs(top) -> Odd:
     [
         [{"type": "text", "text": "A"}],
         [{"type": "reasoning", "summary": []}, {"type": "output_text", "text": "A"}],
+        [{"type": "thinking", "text": "[[B]] is"}, {"type": "text", "text": "A"}],
+        [{"text": "A"}, {"type": "reasoning", "text": "B"}],
         ["A"],
         "<think>[[B]]</think>A",
     ],
-    ids=range(4),
+    ids=range(6),
 )
 def test_content_in_parts_is_read(content) -> None:
     with serving(lambda *_: Odd(content)) as server:
@@ -156,8 +158,8 @@ def test_a_budget_is_kept_where_the_service_counts_nothing(tmp_path) -> None:
         assert len(judgements) == len(server.requests) < 24
 
 
-def cut_off(text) -> Odd:
-    return Odd(text, choice={"finish_reason": "length"}, message={"reasoning_content": "Hm, both"})
+def cut_off(text, why="length") -> Odd:
+    return Odd(text, choice={"finish_reason": why}, message={"reasoning_content": "Hm, both"})
 
 
 @pytest.mark.parametrize(
@@ -165,13 +167,16 @@ def cut_off(text) -> Odd:
     [
         (cut_off(None), "cut off", "Hm, both", "judge.max_tokens=16"),
         (cut_off("A: correct and"), "cut off", "A: correct and", "judge.max_tokens=16"),
+        (cut_off("A: fine", "max_tokens"), "cut off", "A: fine", "judge.max_tokens=16"),
+        (cut_off("A: fine", "MAX_TOKENS"), "cut off", "A: fine", "judge.max_tokens=16"),
+        (cut_off("A: fine", "content_filter"), "cut off", "A: fine", "judge.max_tokens=16"),
         (Odd(""), "empty", "''", "judge.max_tokens=16"),
         (Odd(None, message={"refusal": "I can't."}), "no verdict", "I can't.", "judge.template"),
         (Odd("I'm sorry, I cannot."), "no verdict", "I'm sorry", "judge.template"),
         (Failure(400, "use 'max_completion_tokens'"), "refused", "use 'max_comp", "judge.system"),
         (Failure(422, "no system role"), "refused", "no system role", "judge.temperature"),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_where_the_first_replies_have_no_verdict_no_more_are_paid_for(
     reply, why, shown, fix, tmp_path

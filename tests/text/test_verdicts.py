@@ -33,6 +33,19 @@ def test_a_reply_is_read_only_where_it_is_clear() -> None:
         ("A is better in tone, B", None),
         ("My verdict is A. Or rather, my verdict is B, which", None),
         ("Both have", None),
+        ("Tie", "C"),
+        ("**Answer A**\n\n- accurate\n- clear", None),
+        ("### Answer A\nThe answer correctly", None),
+        ("Answer A:\nThe first answer", None),
+        ("Answer A", None),
+        ("A\n- accurate", None),
+        ("Clarity: A is better. Accuracy", None),
+        ("1. Helpfulness: A wins.\n2. Accuracy: B", None),
+        ("Helpfulness winner: A\nAccuracy", None),
+        ("Winner: A for style, B for", None),
+        ("I prefer A's", None),
+        ("I'd pick A but", None),
+        ("A)\nThe", None),
     ],
 )
 def test_of_a_reply_that_was_cut_off_an_explicit_verdict_alone_counts(reply, verdict) -> None:
@@ -46,11 +59,13 @@ def test_of_a_long_reply_the_last_20000_characters_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is "]
+    "unit",
+    ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is ", "B: 7,5 ", "A", "A\n"],
 )
 def test_a_long_reply_is_read_in_a_moment(unit) -> None:
     started = time.perf_counter()
-    parse_verdict(unit * (100_000 // len(unit)))
+    for cut_off in (False, True):
+        parse_verdict(unit * (100_000 // len(unit)), cut_off=cut_off)
     assert time.perf_counter() - started < 3
 
 
