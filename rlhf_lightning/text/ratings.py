@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlhf_lightning.text.labels import LABEL, any_of, letter_of
+from rlhf_lightning.text.letters import LABEL, any_of, letter_of
 
 MOST_OF_A_HEADING, MOST_BEFORE = 40, 80  # characters
 _NUMBER = r"\d{1,3}(?:\.\d+|,\d{1,2}(?!\d))?"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf_lightning.text.labels import any_of
+from rlhf_lightning.text.letters import any_of
 
 _THOUGHTS = (
     "(?:"

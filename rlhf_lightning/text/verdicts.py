@@ -11,13 +11,12 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_lightning.text.labels import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
+from rlhf_lightning.text.letters import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
 from rlhf_lightning.text.ratings import SCORE, TOTAL, by_ratings, is_number, rating_of
 from rlhf_lightning.text.thoughts import without_thoughts
 
 LETTERS = ("A", "B", "C")
 MOST_READ = 20_000  # characters of a reply, from its end
-
 
 _COMPARISON = r"\s*(>+|<+|=|[≈≻≺≫≪])\s*"
 _TIE = (
