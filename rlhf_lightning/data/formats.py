@@ -384,11 +384,12 @@ class RowParser:
             if key not in read and str(value) not in _EMPTY and all(value is not x for x in same)
         )
         self._warn_of_part(name, row, unread, where)
+        self._warn_of_mapped(given, used)
         return ParsedRow(record, where, others, texts=texts, unread=unread)
 
     def _warn_of_part(self, name: str, row: Row, unread: tuple[str, ...], where: Location) -> None:
         """Warn once where a mapping leaves out a part of a published row's prompt."""
-        if self._told or name != "prompt+completion" or not self._columns:
+        if self._told or name not in ("prompt", "prompt+completion") or not self._columns:
             return
         try:
             whole = as_ours(row, where)
@@ -401,6 +402,19 @@ class RowParser:
                 "published, with it below the %s",
                 parts[0],
                 self._columns.get("prompt"),
+            )
+
+    def _warn_of_mapped(self, given: Mapping[str, Any], used: Iterable[str]) -> None:
+        """Warn once of a column that was mapped to a key of conversations and is not read."""
+        mapped = {key: self._columns.get(key) for key in ROW_KEYS if given.get(key)}
+        unused = [key for key, theirs in mapped.items() if theirs and key not in used]
+        if unused and not self._told:
+            self._told = True
+            logger.warning(
+                "the column %r is mapped to %s, and is not read: that is a part of conversations, "
+                "so write prompts and responses as messages",
+                mapped[unused[0]],
+                unused[0],
             )
 
     def _rename(self, row: Row, where: Location) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rlhf_lightning.data.records import (
     UnpairedRecord,
     both_responses,
 )
+from rlhf_lightning.data.row_keys import words_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def _find(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label
 def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     words = set(map(_word, values))
     verdicts = {_VERDICTS.get(word) for word in words}
-    named = set(_words_of(name))
+    named = set(words_of(name))
     numeric = all(re.fullmatch(r"[+-]?\d+(\.\d+)?(e-?\d+)?", word) for word in words)
     graded = len(words) <= _MOST_WORDS and all(len(word) <= _LONGEST_WORD for word in words)
     both = graded and not numeric and {True, False} <= verdicts
@@ -157,13 +158,9 @@ def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     return None
 
 
-def _words_of(name: str) -> list[str]:
-    return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-
-
 def _says_bad(name: str, words: set[str]) -> bool:
     """Return True if all poles in a name are bad: not_helpful, but not thumbs_up_or_down."""
-    named = _words_of(name)
+    named = words_of(name)
     before = ["", *named]
     poles = [
         _POLES[word] != (previous in ("not", "non"))

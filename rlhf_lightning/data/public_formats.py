@@ -255,6 +255,8 @@ def _pair_with_prompt(row: Row, where: Location) -> dict[str, Any] | None:
     plain = all(isinstance(side, str) and not is_transcript(side) for side in sides.values())
     if not plain or name is None or row.get("prompt") is not None:
         return None
+    if name == "instruction" and isinstance(row.get("input"), str):  # LLaMA-Factory's Alpaca
+        return {"prompt": _joined(row[name], row["input"]), "input": None, **sides}
     return {"prompt": row[name], **sides}
 
 
@@ -279,13 +281,16 @@ def _capybara(row: Row, where: Location) -> dict[str, Any]:
     return {"messages": [x for turn in turns for x in _turn(turn["input"], turn["output"])]}
 
 
+def _joined(*given: Any) -> str:
+    parts = (part for part in given if part and part == part)  # NaN is no part
+    return "\n\n".join(part for part in parts if part.strip() not in _NO_INPUT)
+
+
 def _instruction(answer: str, *more: str) -> Reader:
     def read(row: Row, where: Location) -> dict[str, Any] | None:
         if not set(row).isdisjoint(TEXT_KEYS):
             return None
-        given = [row["instruction"], *(row.get(key) for key in more)]
-        parts = (part for part in given if part and part == part)  # NaN is no part
-        prompt = "\n\n".join(part for part in parts if part.strip() not in _NO_INPUT)
+        prompt = _joined(row["instruction"], *(row.get(key) for key in more))
         return {"prompt": prompt, "completion": row[answer]} | dict.fromkeys(more)
 
     return read
