@@ -153,7 +153,6 @@ _SECOND = {"a": "b", "A": "B", "0": "1", "1": "2"}
 _PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
 _EMPTY = ("None", "", "[]", "{}", "nan")
 _QUIET = ("domain", "margin", "rendered")
-_VERDICTS = ("label", "score")  # of one response: labels.py looks at them
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class ParsedRow:
 
     Rows of one `group` are on one side of a split; "" stands for the prompt. `texts` are both sides
     of a plain pair as given, where the prompt is what they share; `unread` names the
-    columns that no record has.
+    columns that no record has, the label of a response among them.
     """
 
     record: Record
@@ -375,8 +374,7 @@ class RowParser:
         others = {str(k): v for k, v in row.items() if k not in taken and v is not None}
         sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
         texts = sides if all(isinstance(side, str) for side in sides) else ()
-        quiet = _QUIET if name.endswith("rejected") else (*_QUIET, *_VERDICTS)
-        read = {self._columns.get(key, key) for key in (*FORMATS[name], *quiet, *used)}
+        read = {self._columns.get(key, key) for key in (*FORMATS[name], *_QUIET, *used)}
         same = [given[key] for key in FORMATS[name]]  # a reader has taken them of other columns
         unread = tuple(
             str(key)

@@ -184,7 +184,11 @@ def test_history_comes_before_the_prompt(turns):
 @pytest.mark.parametrize(
     ("row", "columns", "unread"),
     [
-        ({"prompt": "p", "completion": "c", "system": "rhyme", "label": "x"}, {}, ("system",)),
+        (
+            {"prompt": "p", "completion": "c", "system": "rhyme", "label": "x"},
+            {},
+            ("system", "label"),
+        ),
         ({"instruction": "p", "output": "c", "input": "PASSAGE"}, {}, ()),
         (
             {"instruction": "p", "output": "c", "input": "PASSAGE", "id": ""},
