@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rlhf_lightning.text.forms import SYSTEM, THOUGHT, Form
+from rlhf_lightning.text.forms import SYSTEM, THOUGHT, Form, is_spelled
 
 Path = tuple[str | int, ...]
 Write = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
@@ -55,11 +55,13 @@ class Fidelity:
         start = 0
         for index, message in enumerate(self.messages):
             begin = at = 0 if message["role"] in SYSTEM else start  # templates move it
+            in_parts = message["role"] in self.form.parts
+            listed = [(index, "content")] * (in_parts and is_spelled(message["content"], text))
             for piece in self._pieces(index, message, text, begin):
                 end = _end(piece.text, text, at, escaped=message["role"] == "tool")
                 if end < 0 and _CALLS in piece.path:  # in any order
                     end = _end(piece.text, text, begin, escaped=True)
-                if end < 0 or not self._is_marked(piece):
+                if end < 0 or piece.path in listed or not self._is_marked(piece):
                     missing += [] if piece.optional else [_named(piece, message["role"])]
                 at = max(at, end)
             start = start if message["role"] in SYSTEM else at

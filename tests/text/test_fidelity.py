@@ -197,6 +197,36 @@ def test_a_record_that_its_template_does_not_write_is_named_or_left_out(template
     assert [" row 2: " in message for message in report.skipped] == [True]
 
 
+LIST = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+MIXED = [
+    said("system", "Be brief."),
+    QUESTION[0],
+    {**said("assistant", ""), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    said("tool", "12 degrees"),
+    QUESTION[1],
+]
+
+
+@pytest.mark.parametrize(
+    "roles",
+    ["system", "tool", "user", "assistant", "user assistant", "user assistant tool", "system tool"],
+)
+def test_each_role_is_given_the_shape_of_content_that_the_template_takes(roles):
+    body = "{% if m.role in ROLES %}LIST{% else %}{{ m.content }}{{ m.tool_calls }}{% endif %}"
+    body = body.replace("ROLES", str(roles.split())).replace("LIST", LIST + "{{ m.tool_calls }}")
+    tokenizer = build_tokenizer(template=TURNS.replace("BODY", body))
+    text = render_chat(tuple(MIXED), tokenizer, add_generation_prompt=False)
+    assert all(f"<|{m['role']}|>{m['content']}" in text for m in MIXED)
+    assert "'text'" not in text
+
+
+def test_a_list_of_parts_that_is_spelled_is_a_loss():
+    body = "{% if m.role == 'tool' %}{{ m.content[0:] if m.content is not string }}{% else %}"
+    tokenizer = build_tokenizer(template=TURNS.replace("BODY", f"{body}{LIST}{{% endif %}}"))
+    with pytest.raises(ChatTemplateError, match=r"message 2 \(tool\), '12 degrees'"):
+        render_chat((QUESTION[0], said("tool", "12 degrees"), QUESTION[1]), tokenizer)
+
+
 def test_a_loss_may_be_counted_and_a_system_text_put_into_the_users_turn():
     result = [QUESTION[0], said("tool", "12 degrees"), QUESTION[1]]
     rows, report = encoded([QUESTION, result], DROPS_TOOLS, on_template_loss="warn")
