@@ -227,6 +227,48 @@ def test_a_list_of_parts_that_is_spelled_is_a_loss():
         render_chat((QUESTION[0], said("tool", "12 degrees"), QUESTION[1]), tokenizer)
 
 
+def called(**arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return (QUESTION[0], {**said("assistant", ""), "tool_calls": [call]})
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "lost"),
+    [
+        ("a.values() | join(',')", {"city": "Rome", "days": 3}, ["city", "days"]),
+        ("''", {"b": True}, ["b", "true"]),
+        ("a.keys() | join(',')", {"true": 1, "b": True, "list": [False]}, ["1", "true", "false"]),
+        ("a.x.values() | list", {"x": {"y": "z"}}, ["x", "y"]),
+        ("a | tojson", {"x": {"y": True}, "z": [False, None]}, []),
+        ("a", {"x": {"y": True}, "a b": "c"}, []),
+        ("'city=' ~ a.city", {"city": "Rome"}, []),
+        ("'on: ' ~ ('yes' if a.on else 'no')", {"on": True}, []),
+    ],
+)
+def test_names_and_truth_values_of_arguments_are_looked_for(written, arguments, lost):
+    call = "{% set a = c.function.arguments %}{{ c.function.name }}({{ " + written + " }})"
+    body = "{{ m.content }}{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
+    tokenizer = build_tokenizer(template=TURNS.replace("BODY", body))
+    losses = []
+    render_chat(called(**arguments), tokenizer, losses=losses)
+    assert sorted(each.split(", ")[1] for each in losses) == sorted(map(repr, lost))
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_only_an_answer_may_lose_what_comes_before_the_end_of_a_thought(role):
+    template = TURNS.replace("BODY", "{{ m.content.split('</think>')[-1] }}")
+    odd = said(role, "Explain the tag </think> to me.")
+    messages = [odd, *QUESTION] if role == "system" else [*QUESTION, odd, QUESTION[1]]
+    losses = []
+    render_chat(tuple(messages), build_tokenizer(template=template), losses=losses)
+    assert len(losses) == 1
+    thought = said("assistant", "<think>Hm.</think>4")
+    messages = (QUESTION[0], thought, *QUESTION)
+    losses = []
+    render_chat(messages, build_tokenizer(template=template), learnt=(3,), losses=losses)
+    assert not losses
+
+
 def test_a_loss_may_be_counted_and_a_system_text_put_into_the_users_turn():
     result = [QUESTION[0], said("tool", "12 degrees"), QUESTION[1]]
     rows, report = encoded([QUESTION, result], DROPS_TOOLS, on_template_loss="warn")
