@@ -35,8 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_lightning.data.cells import messages_in
-from rlhf_lightning.data.conversations import is_transcript, parse_transcript
-from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.conversations import is_transcript, num_shared, parse_transcript
+from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import Row
 
 PROMPTS = ("prompt", "instruction", "question", "input", "query")
@@ -181,17 +181,23 @@ def _listed(value: Any) -> list[str]:
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
+_WINNERS, _NO_WINNER = {"model_a": 1, "model_b": -1}, ("tie", "both", "neither")
+
+
 def _arena_conversations(row: Row, where: Location) -> dict[str, Any]:
     names = ("conversation_a", "conversation_b")
     first, second = (with_roles(messages_in(row[key], key, where)) for key in names)
-    gap = {"model_a": 1, "model_b": -1}.get(str(row["winner"]), 0)
-    return _pair_of_conversations(first, second, gap, where)
+    winner = str(row["winner"])
+    if winner not in _WINNERS and not any(word in winner for word in _NO_WINNER):
+        found = f"the key 'winner' holds {describe(row['winner'])}, which names no winner"
+        raise BadRecordError(where, found, "write model_a or model_b, or tie where neither is one")
+    return _pair_of_conversations(first, second, _WINNERS.get(winner, 0), where)
 
 
 def _pair_of_conversations(
     first: list[Any], second: list[Any], gap: float, where: Location
 ) -> dict[str, Any]:
-    if first[:-1] != second[:-1]:
+    if not len(first) - 1 == len(second) - 1 == num_shared(first[:-1], second[:-1]):
         found = "the two answers end different conversations"
         fix = "leave such rows out with dataset.source.on_bad_record=skip"
         raise BadRecordError(where, found, fix)

@@ -196,6 +196,22 @@ def test_a_row_that_prefers_neither_answer_is_left_out_as_its_error_says(row):
     assert len(left.skipped_records) == 1
 
 
+@pytest.mark.parametrize("winner", ["A", "b", "left", "model_1", 0, "model_a or so"])
+def test_a_winner_that_is_neither_model_nor_a_tie_is_named(winner):
+    row = PAIRS["Arena, conversations"][0] | {"winner": winner}
+    with pytest.raises(BadRecordError, match=rf"'winner' holds.*{winner}.*model_a or model_b"):
+        source(row).records("preferences", "train")
+
+
+def test_conversations_of_the_arena_are_alike_by_what_is_said():
+    row = {
+        "conversation_a": [user(Q) | {"num_tokens": 3, "id": "x"}, said(GOOD)],
+        "conversation_b": [user(Q) | {"num_tokens": 4, "id": "y"}, said(BAD)],
+    }
+    (pair,) = source(row | {"winner": "model_a"}).records("preferences", "train")
+    assert [(m["role"], m["content"]) for m in pair.prompt] == [("user", Q)]
+
+
 def test_several_turns_of_the_arena_are_one_conversation():
     row = {"prompt": [Q, "And?"], "response_a": [BAD, GOOD], "response_b": [BAD, "No."]}
     (pair,) = source({**row, **NO, "winner_model_a": 1}).records("preferences", "train")
