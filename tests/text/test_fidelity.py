@@ -182,6 +182,17 @@ def encoded(rows, template, **options):
     return encode_all(source.records("demonstrations", "train"), tokenizer, max_length=400)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_lost_system_text_is_told_of_the_users_turn(role):
+    drops = TURNS.replace("messages", "messages if m.role in ['user', 'assistant']")
+    row = [said(role, "Be brief."), *QUESTION]
+    with pytest.raises(BadRecordError, match=r"does not write.*source\.system_into_user=true"):
+        encoded([row], drops.replace("BODY", "{{ m.content }}"))
+    with pytest.raises(BadRecordError) as error:
+        encoded([[QUESTION[0], said("tool", "12"), QUESTION[1]]], DROPS_TOOLS)
+    assert "system_into_user" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("template", "bad"),
     [
