@@ -262,7 +262,8 @@ def _pair_with_prompt(row: Row, where: Location) -> dict[str, Any] | None:
     if not plain or name is None or row.get("prompt") is not None:
         return None
     if name == "instruction" and isinstance(row.get("input"), str):  # LLaMA-Factory's Alpaca
-        return {"prompt": _joined(row[name], row["input"]), "input": None, **sides}
+        parts = ("instruction", "input")
+        return {"prompt": _joined(*map(row.get, parts)), **dict.fromkeys(parts), **sides}
     return {"prompt": row[name], **sides}
 
 

@@ -2,13 +2,13 @@
 
 | column                 | what is made of it                                                   |
 |------------------------|----------------------------------------------------------------------|
-| `tools`, `documents`   | lists of objects, or JSON of them: variables of the chat template    |
-| `chat_template_kwargs` | an object, or JSON of one: further variables                         |
+| `tools`, `documents`   | lists of objects, or a text of them: variables of the chat template  |
+| `chat_template_kwargs` | an object, or a text of one: further variables                       |
 | `system`               | a text: the system message, where the conversation has none          |
 | `history`              | earlier turns: messages, or pairs of a question and an answer        |
 
-Of plain texts, and with other values, they are columns like any other, named as not read. A column
-is hidden with `columns={tools: null}`.
+A text is JSON, or what Python prints. Of plain texts, and with other values, they are columns like
+any other, named as not read. A column is hidden with `columns={tools: null}`.
 """
 
 from __future__ import annotations

@@ -201,6 +201,8 @@ def test_history_comes_before_the_prompt(turns):
             ("category",),
         ),
         ({"question": "p", "chosen": "a", "rejected": "b", "margin": 1}, {}, ()),
+        ({"instruction": "p", "input": "PASSAGE", "chosen": "a", "rejected": "b"}, {}, ()),
+        ({"instruction": "p", "input": "", "chosen": "a", "rejected": "b"}, {}, ()),
         ({"prompt": "p", "prompt_id": 1, **conversation()}, {}, ("prompt", "prompt_id")),
         (conversation() | {"tools": ["f"], "documents": None}, {}, ("tools",)),
         (conversation() | {"functions": [{"name": "f"}]}, {}, ("functions",)),
