@@ -36,7 +36,7 @@ def messages_in(value: Any, key: str, where: Location) -> Any:
         return value
     found: Any = value
     for _ in range(_MOST_LAYERS):
-        found = _decoded(found) if isinstance(found, str) else found
+        found = decoded(found) if isinstance(found, str) else found
     messages = [found] if isinstance(found, Mapping) else found
     if isinstance(messages, list | tuple) and messages and all(map(_is_message, messages)):
         return list(messages)
@@ -52,7 +52,7 @@ def _is_message(value: Any) -> bool:
     return own or {"from", "value"} <= keys
 
 
-def _decoded(text: str) -> Any:
+def decoded(text: str) -> Any:
     """Return the value that a text spells in JSON or as Python or numpy print it, or None."""
     try:
         return json.loads(text)

@@ -157,7 +157,7 @@ def implied_prompt(
             return prompt, chosen, rejected
         cut = _shared_words(chosen, rejected)
         return chosen[:cut], chosen[cut:], rejected[cut:]
-    shared = _num_shared(chosen, rejected)
+    shared = num_shared(chosen, rejected)
     contents = [" ".join(m["content"].split()) for m in chosen[:shared] if not isinstance(m, str)]
     if isinstance(prompt, str) and " ".join(prompt.split()) in contents:
         prompt = None
@@ -171,8 +171,8 @@ def style(text: Text) -> str:
     return "plain" if isinstance(text, str) else "conversational"
 
 
-def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many parts are alike; ids and times of messages may differ."""
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many parts are alike at the start; ids and times of messages may differ."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: _said(pair[0]) == _said(pair[1]), pairs))
 
@@ -188,7 +188,7 @@ def _shared_words(first: str, second: str) -> int:
 
     Of transcripts it ends where the last shared turn of the assistant begins.
     """
-    cut = _num_shared(first, second)
+    cut = num_shared(first, second)
     if is_transcript(first) and is_transcript(second):
         # Never inside a response: two responses may begin alike.
         turn = first[:cut].rfind(ANSWER_MARK)

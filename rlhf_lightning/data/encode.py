@@ -44,6 +44,7 @@ from rlhf_lightning.data.records import (
     TextRecord,
     UnpairedRecord,
 )
+from rlhf_lightning.data.row_keys import is_of_conversation
 from rlhf_lightning.text.forms import WEIGHT
 from rlhf_lightning.text.messages import Text
 from rlhf_lightning.text.templates import ChatTemplateError, unread_keys, write_chat
@@ -189,9 +190,9 @@ def encode_all(
             messages = [m for text in texts if not isinstance(text, str) for m in text]
             if messages or record.variables:
                 report.unread.update(unread_keys(messages, record.variables, tokenizer))
-            unread = record.origin.unread
-            if unread and not isinstance(record, PromptRecord | TextRecord):  # rewards get those
-                report.unread_columns.update(unread)
+            every = not isinstance(record, PromptRecord | TextRecord)  # else rewards get them
+            unread = (key for key in record.origin.unread if every or is_of_conversation(key))
+            report.unread_columns.update(unread)
             spelled = not record.rendered and encoder.control.spelled_in(*texts)
             report.num_spelled += spelled
     return encoded, report

@@ -37,6 +37,7 @@ LONGEST_TEXT = 2**24  # characters of a row: of 100 million a tokenizer ends the
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SEPARATORS = ",;\t|"
 _WRAPPERS = ("data", "rows", "records", "examples", "instances", "items", "samples", "train")
+_PEEKED_ROWS = 20  # lines of CSV that tell what separates cells
 _PEEKED = 4096  # bytes, behind whose white space the content begins
 
 
@@ -400,8 +401,10 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
         header = next(lines, "") if named else header
         if re.match(r"\s*(\[\s*)?\{\s*\"", header):
             raise BadRecordError(where, "it begins as JSON does", "let its name end with .jsonl")
-        separator = named[1] if named else _separator(header, extension(path))
-        reader = csv.DictReader(itertools.chain([header], lines), strict=True, delimiter=separator)
+        signs = [named[1]] if named else _separators(header, extension(path))
+        peeked = [header, *itertools.islice(lines, _PEEKED_ROWS if len(signs) > 1 else 0)]
+        separator = next((sign for sign in signs if _fits(sign, peeked)), signs[0])
+        reader = csv.DictReader(itertools.chain(peeked, lines), strict=True, delimiter=separator)
         try:
             names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             if twice := [name for name in names if names.count(name) > 1]:
@@ -416,11 +419,23 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             raise BadRecordError(located, f"it is not CSV: {error}", fix) from error
 
 
-def _separator(header: str, ending: str) -> str:
-    """Return what separates the names of a header: the comma where there is one."""
+def _separators(header: str, ending: str) -> list[str]:
+    """Return what may separate the names of a header: first the comma, then the most frequent."""
     bare = re.sub(r'"[^"]*"', "", header)
     usual = "\t" if ending.startswith(".tsv") else ","
-    return usual if usual in bare else max(SEPARATORS, key=bare.count)
+    signs = sorted(SEPARATORS, key=lambda sign: (sign != usual, -bare.count(sign)))
+    return [sign for sign in signs if sign in bare] or [","]
+
+
+def _fits(separator: str, lines: list[str]) -> bool:
+    """Return whether all rows have as many cells as the first; the last one may be cut."""
+    reader = csv.reader(lines, strict=True, delimiter=separator)
+    counts: set[int] = set()
+    try:
+        counts.update(len(row) for row in reader if row)
+    except csv.Error:
+        counts |= set() if reader.line_num == len(lines) else {0, 1}
+    return len(counts) == 1
 
 
 def _check_cells(row: dict[Any, Any], where: Location, separator: str) -> Row | BadRecordError:

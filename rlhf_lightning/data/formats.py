@@ -153,7 +153,6 @@ _SECOND = {"a": "b", "A": "B", "0": "1", "1": "2"}
 _PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
 _EMPTY = ("None", "", "[]", "{}", "nan")
 _QUIET = ("domain", "margin", "rendered")
-_VERDICTS = ("label", "score")  # of one response: labels.py looks at them
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class ParsedRow:
 
     Rows of one `group` are on one side of a split; "" stands for the prompt. `texts` are both sides
     of a plain pair as given, where the prompt is what they share; `unread` names the
-    columns that no record has.
+    columns that no record has, the label of a response among them.
     """
 
     record: Record
@@ -375,8 +374,7 @@ class RowParser:
         others = {str(k): v for k, v in row.items() if k not in taken and v is not None}
         sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
         texts = sides if all(isinstance(side, str) for side in sides) else ()
-        quiet = _QUIET if name.endswith("rejected") else (*_QUIET, *_VERDICTS)
-        read = {self._columns.get(key, key) for key in (*FORMATS[name], *quiet, *used)}
+        read = {self._columns.get(key, key) for key in (*FORMATS[name], *_QUIET, *used)}
         same = [given[key] for key in FORMATS[name]]  # a reader has taken them of other columns
         unread = tuple(
             str(key)
@@ -384,11 +382,12 @@ class RowParser:
             if key not in read and str(value) not in _EMPTY and all(value is not x for x in same)
         )
         self._warn_of_part(name, row, unread, where)
+        self._warn_of_mapped(given, used)
         return ParsedRow(record, where, others, texts=texts, unread=unread)
 
     def _warn_of_part(self, name: str, row: Row, unread: tuple[str, ...], where: Location) -> None:
         """Warn once where a mapping leaves out a part of a published row's prompt."""
-        if self._told or name != "prompt+completion" or not self._columns:
+        if self._told or name not in ("prompt", "prompt+completion") or not self._columns:
             return
         try:
             whole = as_ours(row, where)
@@ -401,6 +400,19 @@ class RowParser:
                 "published, with it below the %s",
                 parts[0],
                 self._columns.get("prompt"),
+            )
+
+    def _warn_of_mapped(self, given: Mapping[str, Any], used: Iterable[str]) -> None:
+        """Warn once of a column that was mapped to a key of conversations and is not read."""
+        mapped = {key: self._columns.get(key) for key in ROW_KEYS if given.get(key)}
+        unused = [key for key, theirs in mapped.items() if theirs and key not in used]
+        if unused and not self._told:
+            self._told = True
+            logger.warning(
+                "the column %r is mapped to %s, and is not read: that is a part of conversations, "
+                "so write prompts and responses as messages",
+                mapped[unused[0]],
+                unused[0],
             )
 
     def _rename(self, row: Row, where: Location) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from rlhf_lightning.data.cells import decoded
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.formats import KNOWN_KEYS, ParsedRow
 from rlhf_lightning.data.records import (
@@ -22,6 +23,7 @@ from rlhf_lightning.data.records import (
     UnpairedRecord,
     both_responses,
 )
+from rlhf_lightning.data.row_keys import words_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +48,29 @@ _NAMES = _RATINGS | frozenset(_OTHER_NAMES.split())
 _TRUTH = frozenset(["true", "false", "1", "0", "yes", "no", "y", "n"])
 # Words of a name -> whether its truth is good: thumbs_down, is_bad. There, n and no are numbers.
 _POLES = {word: good for word, good in _VERDICTS.items() if word not in ("n", "no")}
-_POLES |= {"upvoted": True, "harmless": True, "downvoted": False, "harmful": False}
+_POLES |= dict.fromkeys(
+    ["upvoted", "harmless", "safe", "valid", "ok", "approved", "success", "successful"], True
+)
+_GOOD_NAMES = "upvoted harmless safe valid ok approved success successful"
+_BAD_NAMES = "downvoted harmful denied flagged nsfw"
+_POLES |= dict.fromkeys(_GOOD_NAMES.split(), True) | dict.fromkeys(_BAD_NAMES.split(), False)
+_FAULTS = re.compile("(toxic|hallucinat|refus|delet|spam|offens|abus|violat|error|mistake)(?!less)")
 _TIES = ("status", "winner", "preference", "label")
-_NOT = ("un", "in", "im", "dis", "non", "non_", "not_")
+_NOT = ("un", "in", "im", "ir", "il", "de", "dis", "non", "non_", "not_")
 _MOST_WORDS, _LONGEST_WORD = 12, 20  # of a column of grades, and not of remarks
 
 
 class Label(NamedTuple):
     """A column that says which responses are good; `is_rating`: by a number.
 
-    With `says_bad` true means bad, as in `thumbs_down`.
+    With `says_bad` true means bad, as in `thumbs_down`. `is_unclear`: the name does not say whether
+    true is good.
     """
 
     column: str
     is_rating: bool = False
     says_bad: bool = False
+    is_unclear: bool = False
 
     def verdict(self, row: ParsedRow) -> bool | None:
         """Return whether the response of a row is good, None where the column does not say."""
@@ -105,6 +115,12 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
             "give the column another name",
             label.column,
         )
+    elif label is not None and label.is_unclear:
+        logger.warning(
+            "the column %r is read with true as good: if true is bad, write a column label with "
+            "its values turned round",
+            label.column,
+        )
     return label
 
 
@@ -114,7 +130,10 @@ def _find(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label
         if mapped is None:
             return None
         words = {_word(_alone(row.columns.get(mapped))) for row in rows if mapped in row.columns}
-        return Label(mapped, says_bad=_says_bad(mapped, words))
+        own = words_of(mapped)
+        silent = not _NAMES.intersection(own) and all(_pole(word) is None for word in own)
+        is_unclear = silent and words & _VERDICTS.keys() <= _TRUTH
+        return Label(mapped, says_bad=_says_bad(mapped, words), is_unclear=is_unclear)
     texts = {theirs for ours, theirs in columns.items() if ours in KNOWN_KEYS}
     values: dict[str, set[str]] = {}
     prompts: set[str] = set()
@@ -135,7 +154,7 @@ def _find(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label
 def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     words = set(map(_word, values))
     verdicts = {_VERDICTS.get(word) for word in words}
-    named = set(_words_of(name))
+    named = set(words_of(name))
     numeric = all(re.fullmatch(r"[+-]?\d+(\.\d+)?(e-?\d+)?", word) for word in words)
     graded = len(words) <= _MOST_WORDS and all(len(word) <= _LONGEST_WORD for word in words)
     both = graded and not numeric and {True, False} <= verdicts
@@ -149,28 +168,41 @@ def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     if len(words) > 1 and (is_rating or verdicts == {True, False} or opposites or half):
         way = f"set columns={{label: {name}}}"
         logger.warning(
-            "the column %r (%s) is not read: if it says which responses are good, %s",
+            "the column %r (%s) is not read: if it says which responses are %s, %s",
             name,
             ", ".join(sorted(values)[:4]),
+            "bad" if _says_bad(name, words) else "good",
             "write it as a column label of true and false" if None in verdicts else way,
         )
     return None
 
 
-def _words_of(name: str) -> list[str]:
-    return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-
-
 def _says_bad(name: str, words: set[str]) -> bool:
     """Return True if all poles in a name are bad: not_helpful, but not thumbs_up_or_down."""
-    named = _words_of(name)
-    before = ["", *named]
+    named = ["", *words_of(name), ""]
     poles = [
-        _POLES[word] != (previous in ("not", "non"))
-        for previous, word in zip(before, named, strict=False)
-        if word in _POLES
+        pole != (before in ("not", "non") or (not pole and (before == "no" or behind == "free")))
+        for before, word, behind in zip(named, named[1:], named[2:], strict=False)
+        if (pole := _pole(word)) is not None
     ]
     return words & _VERDICTS.keys() <= _TRUTH and bool(poles) and not any(poles)
+
+
+def _pole(word: str) -> bool | None:
+    """Return whether the truth of a word in a name is good; None where the word does not say."""
+    if word in _POLES:
+        return _POLES[word]
+    for prefix in _NOT:
+        rest = word.removeprefix(prefix)
+        if rest != word and len(rest) > 3 and (pole := _pole(rest)) is not None:
+            return not pole
+    return False if _FAULTS.match(word) else None
+
+
+def unread(row: ParsedRow, label: Label | None) -> tuple[str, ...]:
+    """Return the columns of a row that neither its record nor the label of its set has."""
+    read = None if label is None or label.is_rating else label.column
+    return tuple(key for key in row.unread if key != read)
 
 
 def check_demonstration(row: ParsedRow, label: Label | None) -> None:
@@ -226,14 +258,18 @@ def unpaired(row: ParsedRow, label: Label | None) -> list[Record]:
 def warn_of_odd_texts(rows: Sequence[ParsedRow], name: str) -> None:
     """Warn of mistakes that all rows share, and of pairs that their scores contradict.
 
-    All responses begin with their prompt, all prompts are texts in JSON, or no pair has a prompt.
+    All responses begin with their prompt, all texts of a key are prints of texts, or no pair has a
+    prompt.
     """
-    if rows and all(map(_quotes_prompt, rows)):
-        logger.warning(
-            "%s: all prompts are JSON of a text or of a list of texts, with its quotes: write the "
-            "texts themselves, or messages",
-            name,
-        )
+    for key in ("prompt", "completion", "chosen", "rejected") if rows else ():
+        texts = (_last_text(getattr(row.record, key, "")) for row in rows)
+        if all(_is_print(text, key) for text in texts):
+            logger.warning(
+                "%s: all texts of %s are JSON or a print of a text, of bytes or of a list of "
+                "texts, and their quotes are read too: write the texts themselves, or messages",
+                name,
+                key,
+            )
     if len(rows) > 1 and all(map(_repeats_prompt, rows)):
         logger.warning(
             "%s: all %d responses begin with their prompt, which the model then reads twice: take "
@@ -286,16 +322,18 @@ def _scores_of_both(columns: tuple[str, ...]) -> list[tuple[str, str]]:
     return [x for x in both if x[1] in columns and not _RATINGS.isdisjoint(re.split("[-_ ]", x[0]))]
 
 
-def _quotes_prompt(row: ParsedRow) -> bool:
-    prompt = getattr(row.record, "prompt", None)
-    if not isinstance(prompt, str) or prompt[:1] not in ('"', "["):
+def _is_print(text: str, key: str) -> bool:
+    """Return True for JSON or a print of a text or a list of texts.
+
+    A list of several texts in JSON may be what a response has to be.
+    """
+    if not text.startswith(("[", '"', "'", "b'", 'b"')):
         return False
-    try:
-        found = json.loads(prompt)
-    except (ValueError, RecursionError):
-        return False
+    found = decoded(text)
     texts = found if isinstance(found, list) else [found]
-    return bool(texts) and all(isinstance(text, str) for text in texts)
+    if key != "prompt" and len(texts) > 1 and json.dumps(found, ensure_ascii=False) == text:
+        return False
+    return bool(texts) and all(isinstance(text, str | bytes) for text in texts)
 
 
 def _repeats_prompt(row: ParsedRow) -> bool:

@@ -35,8 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_lightning.data.cells import messages_in
-from rlhf_lightning.data.conversations import is_transcript, parse_transcript
-from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.conversations import is_transcript, num_shared, parse_transcript
+from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import Row
 
 PROMPTS = ("prompt", "instruction", "question", "input", "query")
@@ -181,17 +181,23 @@ def _listed(value: Any) -> list[str]:
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
+_WINNERS, _NO_WINNER = {"model_a": 1, "model_b": -1}, ("tie", "both", "neither")
+
+
 def _arena_conversations(row: Row, where: Location) -> dict[str, Any]:
     names = ("conversation_a", "conversation_b")
     first, second = (with_roles(messages_in(row[key], key, where)) for key in names)
-    gap = {"model_a": 1, "model_b": -1}.get(str(row["winner"]), 0)
-    return _pair_of_conversations(first, second, gap, where)
+    winner = str(row["winner"])
+    if winner not in _WINNERS and not any(word in winner for word in _NO_WINNER):
+        found = f"the key 'winner' holds {describe(row['winner'])}, which names no winner"
+        raise BadRecordError(where, found, "write model_a or model_b, or tie where neither is one")
+    return _pair_of_conversations(first, second, _WINNERS.get(winner, 0), where)
 
 
 def _pair_of_conversations(
     first: list[Any], second: list[Any], gap: float, where: Location
 ) -> dict[str, Any]:
-    if first[:-1] != second[:-1]:
+    if not len(first) - 1 == len(second) - 1 == num_shared(first[:-1], second[:-1]):
         found = "the two answers end different conversations"
         fix = "leave such rows out with dataset.source.on_bad_record=skip"
         raise BadRecordError(where, found, fix)
@@ -255,6 +261,9 @@ def _pair_with_prompt(row: Row, where: Location) -> dict[str, Any] | None:
     plain = all(isinstance(side, str) and not is_transcript(side) for side in sides.values())
     if not plain or name is None or row.get("prompt") is not None:
         return None
+    if name == "instruction" and isinstance(row.get("input"), str):  # LLaMA-Factory's Alpaca
+        parts = ("instruction", "input")
+        return {"prompt": _joined(*map(row.get, parts)), **dict.fromkeys(parts), **sides}
     return {"prompt": row[name], **sides}
 
 
@@ -279,13 +288,16 @@ def _capybara(row: Row, where: Location) -> dict[str, Any]:
     return {"messages": [x for turn in turns for x in _turn(turn["input"], turn["output"])]}
 
 
+def _joined(*given: Any) -> str:
+    parts = (part for part in given if part and part == part)  # NaN is no part
+    return "\n\n".join(part for part in parts if part.strip() not in _NO_INPUT)
+
+
 def _instruction(answer: str, *more: str) -> Reader:
     def read(row: Row, where: Location) -> dict[str, Any] | None:
         if not set(row).isdisjoint(TEXT_KEYS):
             return None
-        given = [row["instruction"], *(row.get(key) for key in more)]
-        parts = (part for part in given if part and part == part)  # NaN is no part
-        prompt = "\n\n".join(part for part in parts if part.strip() not in _NO_INPUT)
+        prompt = _joined(row["instruction"], *(row.get(key) for key in more))
         return {"prompt": prompt, "completion": row[answer]} | dict.fromkeys(more)
 
     return read

@@ -2,18 +2,19 @@
 
 | column                 | what is made of it                                                   |
 |------------------------|----------------------------------------------------------------------|
-| `tools`, `documents`   | lists of objects, or JSON of them: variables of the chat template    |
-| `chat_template_kwargs` | an object, or JSON of one: further variables                         |
+| `tools`, `documents`   | lists of objects, or a text of them: variables of the chat template  |
+| `chat_template_kwargs` | an object, or a text of one: further variables                       |
 | `system`               | a text: the system message, where the conversation has none          |
 | `history`              | earlier turns: messages, or pairs of a question and an answer        |
 
-Of plain texts, and with other values, they are columns like any other. A column is hidden with
-`columns={tools: null}`.
+A text is JSON, or what Python prints. Of plain texts, and with other values, they are columns like
+any other, named as not read. A column is hidden with `columns={tools: null}`.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,16 @@ _LISTS = ("tools", "documents")
 _KWARGS = "chat_template_kwargs"
 ROW_KEYS = (*_LISTS, _KWARGS, "system", "history")
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+def is_of_conversation(column: str) -> bool:
+    """Return True for a name of `ROW_KEYS`, or one that holds it as a word: `system_prompt`."""
+    return column in ROW_KEYS or not set(ROW_KEYS).isdisjoint(words_of(column))
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of a column's name in lower case: `systemPrompt` has two."""
+    return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def with_row_keys(

@@ -16,10 +16,10 @@ Nulls, with which columnar files fill keys, are none.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_lightning.data.cells import decoded
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.records import ROLES
 from rlhf_lightning.text.forms import THOUGHT, THOUGHTS, WEIGHT
@@ -95,13 +95,11 @@ def json_list(value: Any) -> list[Any] | None:
 
 
 def from_json(value: Any) -> Any:
-    """Return what a text spells in JSON if it is an object or a list, else the value."""
+    """Return the object or list that a text spells in JSON or as Python prints it, or the value."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    found = decoded(value)
+    return found if isinstance(found, Mapping | list) else value
 
 
 def without_nulls(value: Any) -> Any:

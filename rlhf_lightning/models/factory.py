@@ -22,7 +22,7 @@ from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.building import reads_weights, seeded_init
-from rlhf_lightning.models.generation_settings import mended_settings
+from rlhf_lightning.models.generation_settings import check_read, mended_settings
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import load_config, loading_options, reward_normalization
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
@@ -295,4 +295,8 @@ def _load(
     config = set_dropout(load_config(source, options), dropout)
     if "num_labels" in extra:
         config.num_labels = extra.pop("num_labels")
-    return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)
+    try:
+        return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)
+    except ValueError:
+        check_read(source, options)
+        raise

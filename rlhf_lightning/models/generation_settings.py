@@ -57,6 +57,28 @@ def mended_settings(model: PreTrainedModel, source: object) -> GenerationConfig:
     return found  # type: ignore[no-any-return]
 
 
+def check_read(source: object, options: Mapping[str, Any]) -> None:
+    """Check that transformers reads the settings of a checkpoint, if it has some.
+
+    Args:
+        source: folder or hub name.
+        options: its revision, as `loading_options` returns it.
+
+    Raises:
+        ValueError: if it refuses them.
+    """
+    try:
+        GenerationConfig.from_pretrained(str(source), revision=options.get("revision", "main"))
+    except OSError:  # there are none
+        return
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot load {source}: transformers refuses its generation settings ({reason}). "
+            "Correct generation_config.json, or remove it"
+        ) from error
+
+
 def _check_generates(settings: GenerationConfig, vocab_size: int, source: object) -> None:
     """Refuse settings with which a small model of the same vocabulary cannot generate."""
     tried = GenerationConfig(max_new_tokens=2, eos_token_id=0, pad_token_id=0)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rlhf_lightning.text.forms import SYSTEM, THOUGHT, Form
+from rlhf_lightning.text.forms import SYSTEM, THOUGHT, Form, is_spelled
 
 Path = tuple[str | int, ...]
 Write = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 _MARK = "zq{}qz"
 _THINK, _THOUGHT_END = "<think>", "</think>"
 _CALLS = "tool_calls"
+_KEY = ""  # ends the path of a name, whose value has the path without it
 # A template may rename the types of a schema.
 _TYPES = ("type", "format", "strict", "$schema", "additionalProperties")
 
@@ -55,24 +56,28 @@ class Fidelity:
         start = 0
         for index, message in enumerate(self.messages):
             begin = at = 0 if message["role"] in SYSTEM else start  # templates move it
+            in_parts = message["role"] in self.form.parts
+            listed = [(index, "content")] * (in_parts and is_spelled(message["content"], text))
             for piece in self._pieces(index, message, text, begin):
                 end = _end(piece.text, text, at, escaped=message["role"] == "tool")
                 if end < 0 and _CALLS in piece.path:  # in any order
                     end = _end(piece.text, text, begin, escaped=True)
-                if end < 0 or not self._is_marked(piece):
+                is_lost = end < 0 or piece.path in listed or not self._is_marked(piece, text)
+                if is_lost and not self._is_turned(piece, text):
                     missing += [] if piece.optional else [_named(piece, message["role"])]
-                at = max(at, end)
+                at = at if piece.path[-1] == _KEY else max(at, end)  # a short one may be far behind
             start = start if message["role"] in SYSTEM else at
         return missing
 
     def _pieces(
         self, index: int, message: Mapping[str, Any], text: str, begin: int
     ) -> Iterator[_Piece]:
-        earlier = index not in self.learnt
+        is_answer = message["role"] == "assistant"
+        earlier = is_answer and index not in self.learnt
         if thought := message.get(THOUGHT, "").strip():
             yield _Piece((index, THOUGHT), thought, earlier and self.form.thought is not None)
         content = message["content"].strip()
-        is_rewritten = _THOUGHT_END in content and text.find(content, begin) < 0
+        is_rewritten = is_answer and _THOUGHT_END in content and text.find(content, begin) < 0
         if is_rewritten and (_THOUGHT_END in text[begin:] or self._knows_thoughts(index)):
             thought, _, content = map(str.strip, content.rpartition(_THOUGHT_END))
             thought = thought.removeprefix(_THINK).strip()
@@ -82,7 +87,7 @@ class Fidelity:
         for number, call in enumerate(message.get(_CALLS, ())):
             path = (index, _CALLS, number, "function")
             for name in ("name", "arguments"):
-                for leaf, value in _leaves(call["function"][name], (*path, name)):
+                for leaf, value in _leaves(call["function"][name], (*path, name), every=True):
                     yield _Piece(leaf, value)
 
     def _knows_thoughts(self, index: int) -> bool:
@@ -101,15 +106,19 @@ class Fidelity:
             ignored = False
         return ignored or any(_end(leaf, text, 0, escaped=True) < 0 for leaf in said)
 
-    def _is_marked(self, piece: _Piece) -> bool:
+    def _is_marked(self, piece: _Piece, text: str) -> bool:
         if piece.path in self._written:
             return True
-        leaf: Any = self.messages
-        for key in piece.path:
-            leaf = leaf[key]
-        mark = _MARK.format("")
+        mark, leaf = _MARK.format(""), _at(self.messages, piece.path)
         changes = (str(leaf).replace(piece.text, piece.text + mark, 1), f"{mark}{leaf}")
-        return any(mark in self._with({piece.path: changed}) for changed in changes)
+        texts = [self._with({piece.path: changed}) for changed in changes]
+        asks = piece.path[-1] == _KEY and text not in texts  # the template reads this name alone
+        return asks or any(mark in changed for changed in texts)
+
+    def _is_turned(self, piece: _Piece, text: str) -> bool:
+        """Return True for a truth value that the template writes in its own words."""
+        value = _at(self.messages, piece.path)
+        return isinstance(value, bool) and self._with({piece.path: not value}) not in ("", text)
 
     @cached_property
     def _written(self) -> frozenset[Path]:
@@ -119,14 +128,16 @@ class Fidelity:
         if not simple or key not in self.form.written:
             pieces = [p for i, m in enumerate(self.messages) for p in self._pieces(i, m, "", 0)]
             marks = {piece.path: _MARK.format(number) for number, piece in enumerate(pieces)}
-            text = self._with(marks)
+            keys = {path: mark for path, mark in marks.items() if path[-1] == _KEY}
+            text = self._with({path: marks[path] for path in marks.keys() - keys})
+            text += self._with(keys) if keys else ""
             written = frozenset(path for path, mark in marks.items() if mark in text)
             if not simple:
                 return written
             self.form.written[key] = written
         return self.form.written[key]
 
-    def _with(self, changes: Mapping[Path, str]) -> str:
+    def _with(self, changes: Mapping[Path, Any]) -> str:
         try:
             return self.write(_replaced(self.messages, (), changes), self.variables)
         except ValueError:  # the template refuses these words
@@ -138,33 +149,56 @@ def _end(piece: str, text: str, start: int, *, escaped: bool) -> int:
     if (at := text.find(piece, start)) >= 0:
         return at + len(piece)
     if escaped:
-        for spelled in (json.dumps(piece, ensure_ascii=False), json.dumps(piece), repr(piece)):
+        python = [repr(piece.title())] * (piece in ("true", "false"))
+        as_json = [json.dumps(piece, ensure_ascii=is_ascii) for is_ascii in (False, True)]
+        for spelled in (*as_json, repr(piece), *python):
             if (at := text.find(spelled[1:-1], start)) >= 0:
                 return at + len(spelled) - 2
     return -1
 
 
-def _leaves(value: Any, path: Path, *, keys: bool = False) -> Iterator[tuple[Path, str]]:
-    """Yield the texts of a nested value with their places, numbers spelled as JSON has them."""
+def _leaves(
+    value: Any, path: Path, *, keys: bool = False, every: bool = False
+) -> Iterator[tuple[Path, str]]:
+    """Yield the texts of a nested value with their places, as JSON spells numbers.
+
+    Args:
+        value: a value as JSON has them.
+        path: its place.
+        keys: yield the names of properties, too.
+        every: yield all names and truth values, too.
+    """
     if isinstance(value, Mapping):
         for key, each in value.items():
-            if keys and path[-1:] == ("properties",):
-                yield (*path, key, ""), key
-            yield from _leaves(each, (*path, key), keys=keys)
+            if (every and key.strip()) or (keys and path[-1:] == ("properties",)):
+                yield (*path, key, _KEY), key
+            yield from _leaves(each, (*path, key), keys=keys, every=every)
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
-            yield from _leaves(each, (*path, number), keys=keys)
+            yield from _leaves(each, (*path, number), keys=keys, every=every)
     elif isinstance(value, str):
         yield from [(path, value.strip())] * bool(value.strip())
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, int | float) and (every or not isinstance(value, bool)):
         yield path, json.dumps(value)
 
 
-def _replaced(value: Any, path: Path, changes: Mapping[Path, str]) -> Any:
+def _at(value: Any, path: Path) -> Any:
+    """Return the value at a place, or the name that the place is of."""
+    if path[-1] == _KEY:
+        return path[-2]
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _replaced(value: Any, path: Path, changes: Mapping[Path, Any]) -> Any:
     if path in changes:
         return changes[path]
     if isinstance(value, Mapping):
-        return {key: _replaced(each, (*path, key), changes) for key, each in value.items()}
+        return {
+            changes.get((*path, key, _KEY), key): _replaced(each, (*path, key), changes)
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_replaced(each, (*path, number), changes) for number, each in enumerate(value)]
     return value
@@ -172,6 +206,6 @@ def _replaced(value: Any, path: Path, changes: Mapping[Path, str]) -> Any:
 
 def _named(piece: _Piece, role: str) -> str:
     index, *rest = piece.path
-    what = ".".join(map(str, rest))
+    what = ".".join(map(str, rest)).removesuffix(f".{_KEY}")
     short = piece.text if len(piece.text) <= 40 else f"{piece.text[:40]}..."
     return f"{what} of message {int(index) + 1} ({role}), {short!r}"

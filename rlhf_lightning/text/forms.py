@@ -26,6 +26,15 @@ READ_BY_US = frozenset(("role", "content", "tool_calls", THOUGHT, WEIGHT))
 _QUESTION, _ANSWER = "zq0mark0qz", "zq1mark1qz"
 _ARGUMENTS = {"a": 'say "x"'}
 _CALL = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": _ARGUMENTS}}
+_MESSAGE = "zq2mark2qz"
+_OTHERS = {  # roles whose content may have a shape that the user's has not, with what they end
+    **{role: ({"role": role, "content": _MESSAGE},) for role in SYSTEM},
+    "tool": (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "content": _MESSAGE, "name": "f", "tool_call_id": "call00001"},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,12 @@ def apply(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **options: 
         return str(tokenizer.apply_chat_template(list(conversation), tokenize=False, **options))
 
 
+def is_spelled(content: str, text: str) -> bool:
+    """Return True if a text shows the list of parts that a content was given as."""
+    as_json = json.dumps(content, ensure_ascii=False)
+    return f"'text': {content!r}" in text or f'"text": {as_json}' in text
+
+
 def _found(tokenizer: Any) -> Form:
     def tried(form: Form, before: Any = (), **answer: Any) -> str:
         question = {"role": "user", "content": _QUESTION}
@@ -92,14 +107,21 @@ def _found(tokenizer: Any) -> Form:
 
     def score(roles: frozenset[str]) -> int:
         text = tried(Form(roles))
-        written = sum(mark in text for mark in (_QUESTION, _ANSWER))
-        return 0 if "'text'" in text else written  # else the list itself was spelled
+        marks = (_QUESTION, _ANSWER)
+        return 0 if any(is_spelled(m, text) for m in marks) else sum(m in text for m in marks)
 
     parts = max(choices, key=score)  # the first of the best: who takes text is given text
     plain, spelled = (
         tried(Form(parts, as_text), content="", tool_calls=[_CALL]) for as_text in (False, True)
     )
     as_text = bool(spelled) and (not plain or str(_ARGUMENTS) in plain)
+    for role, before in _OTHERS.items():
+
+        def writes(roles: frozenset[str], before: Any = before) -> bool:
+            text = tried(Form(roles, as_text), before)
+            return _MESSAGE in text and not is_spelled(_MESSAGE, text)
+
+        parts = next(filter(writes, (parts, parts ^ {role})), parts)
     earlier = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
     thoughts = (  # Kimi K2 Thinking writes none in the first response
         key

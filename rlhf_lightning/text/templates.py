@@ -58,9 +58,13 @@ def write_chat(
     try:
         return apply(tokenizer, [form.shaped(message) for message in messages], **options)
     except REFUSALS as error:
-        system = [_SYSTEM] * any(message["role"] in SYSTEM for message in messages)
-        fix = ", ".join([*system, _SKIP]) + f", or {_OTHER}"
+        fix = _fix(any(message["role"] in SYSTEM for message in messages), _SKIP, _OTHER)
         raise ChatTemplateError(f"the chat template refuses the record: {error}", fix) from error
+
+
+def _fix(has_system: bool, *ways: str) -> str:
+    *first, last = (*[_SYSTEM] * has_system, *ways)
+    return f"{', '.join(first)}, or {last}"
 
 
 def render_chat(
@@ -99,7 +103,8 @@ def render_chat(
     lost = Fidelity(messages, variables or {}, form_of(tokenizer), write, learnt).lost(text)
     if lost and losses is None:
         found = f"the chat template does not write {', nor '.join(lost)}"
-        raise ChatTemplateError(found, f"{_OTHER}, {_SKIP}, or {_COUNT}")
+        of_system = any(f"({role})" in each for role in SYSTEM for each in lost)
+        raise ChatTemplateError(found, _fix(of_system, _OTHER, _SKIP, _COUNT))
     if losses is not None:
         losses += lost
     return text

@@ -246,6 +246,25 @@ def test_names_of_columns_may_have_a_space_before_them(tmp_path):
     assert [row for _, row in read_rows(path)] == [{"prompt": "a", "domain": "b"}]
 
 
+@pytest.mark.parametrize(
+    ("name", "separator", "odd"),
+    [
+        *(("a.csv", separator, "notes, misc") for separator in ";\t|"),
+        ("a.csv", ",", "notes; misc | more; and so on"),
+        ("a.tsv", "\t", "notes, misc"),
+        ("a.tsv", ",", "notes\tmisc"),
+    ],
+)
+@pytest.mark.parametrize("cell", ["x", '"x, y; z\n\n | a ""word""\tb"'])
+@pytest.mark.parametrize("count", [1, 30])
+def test_the_separator_gives_all_rows_as_many_cells(tmp_path, name, separator, odd, cell, count):
+    lines = ["prompt", "completion", odd], *(["q", cell, ""] for _ in range(count))
+    (tmp_path / name).write_text("".join(separator.join(line) + "\n" for line in lines))
+    rows = [row for _, row in read_rows(tmp_path / name)]
+    value = cell.strip('"').replace('""', '"')
+    assert rows == [{"prompt": "q", "completion": value, odd: ""}] * count
+
+
 @pytest.mark.parametrize("name", ["bzip2.csv", "xz.jsonl", "zstd.jsonl", "gzip.jsonl"])
 def test_a_compressed_file_of_any_kind_that_was_cut_is_named(tmp_path, name):
     path = tmp_path / name

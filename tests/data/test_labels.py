@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from itertools import cycle
 from typing import Any
@@ -192,26 +193,90 @@ def test_responses_that_all_begin_with_their_prompt_are_named(repeats, caplog):
     assert len(caplog.records) == (3 if repeats else 0)
 
 
+BAD_NAMES = ["thumbsDown", "not_helpful", "isDisliked", "toxic", "is_toxic", "flagged", "unsafe"]
+BAD_NAMES += ["has_error", "hallucination", "hallucinated", "refused", "refusal", "deleted", "spam"]
+BAD_NAMES += ["irrelevant_or_spam", "invalid"]
+
+
 @pytest.mark.parametrize("values", [(1, 0), ("yes", "no")])
-@pytest.mark.parametrize("name", ["thumbsDown", "not_helpful", "isDisliked"])
-def test_true_is_bad_where_the_name_of_the_column_says_so(name, values):
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_true_is_bad_where_the_name_of_the_column_says_so(name, values, caplog):
     given = rows(name, values)
     found = records(given, "unpaired", columns={"label": name})
     assert [record.label for record in found] == [False, True] * 3
     options = {"columns": {"label": name}, "on_bad_record": "skip"}
     good = records(given, "demonstrations", **options)
     assert completions(good) == ["Response 1.", "Response 3.", "Response 5."]
-    if name != "isDisliked":  # that has to be mapped
+    if name in ("thumbsDown", "not_helpful"):  # the others have to be mapped
         assert records(given, "unpaired") == found
+    else:
+        caplog.clear()
+        assert len(records(given, "demonstrations")) == 6
+        assert f"are bad, set columns={{label: {name}}}" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("not_bad", (True, False)), ("thumbs_up", (1, 0)), ("thumbs_down", ("good", "bad"))],
+    [
+        ("not_bad", (True, False)),
+        ("thumbs_up", (1, 0)),
+        ("thumbs_down", ("good", "bad")),
+        *((name, (True, False)) for name in ("no_errors", "spam_free", "errorless_ok", "is_safe")),
+    ],
 )
-def test_true_is_good_under_another_name_and_words_speak_for_themselves(name, values):
+def test_true_is_good_under_another_name_and_words_speak_for_themselves(name, values, caplog):
     found = records(rows(name, values), "unpaired", columns={"label": name})
     assert [record.label for record in found] == [True, False] * 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("name", "values"), [("vulgar", (1, 0)), ("helps", ("yes", "no"))])
+def test_a_name_that_does_not_say_whether_true_is_good_is_told_how_it_is_read(name, values, caplog):
+    found = records(rows(name, values), "unpaired", columns={"label": name})
+    assert [record.label for record in found] == [True, False] * 3
+    assert [f"'{name}' is read with true as good" in one.getMessage() for one in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("values", "columns", "named"),
+    [
+        *(((x, y), {}, True) for x, y in ("+-", "✓✗", "AF", ("gut", "schlecht"), ("ham", "spam"))),
+        (({"value": True}, {"value": False}), {}, True),
+        (("approved", "denied"), {}, True),
+        (("good", "good"), {}, False),
+        ((True, True), {"label": "label"}, False),
+    ],
+)
+def test_a_label_that_is_not_understood_is_an_unread_column(values, columns, named):
+    found = records(rows("label", values), "demonstrations", columns=columns)
+    assert [record.origin.unread for record in found] == [("label",) * named] * 6
+
+
+@pytest.mark.parametrize(
+    ("wrap", "named"),
+    [
+        (lambda text: str([text]), "prompt completion chosen rejected"),
+        (lambda text: str(text.encode()), "prompt completion chosen rejected"),
+        (json.dumps, "prompt completion chosen rejected"),
+        (lambda text: str([text, "b"]), "prompt completion chosen rejected"),
+        (lambda text: json.dumps([text, "b"]), "prompt"),  # a task may ask for a list
+        (lambda text: f"[{text}]", ""),
+        (lambda text: f'"{text}" she said', ""),
+    ],
+)
+def test_texts_that_are_all_prints_of_texts_are_named(wrap, named, caplog):
+    def row(*keys):
+        return [{key: wrap(f"{key} {i}") for key in ("prompt", *keys)} for i in range(2)]
+
+    with caplog.at_level(logging.WARNING):
+        records(row("completion"), "demonstrations")
+        records(row("chosen", "rejected"), "preferences")
+    said = [record.getMessage() for record in caplog.records]
+    keys = [line.split("all texts of ")[1].split()[0] for line in said]
+    assert set(keys) == set(named.split())
+    caplog.clear()
+    records([*row("completion"), {"prompt": "p", "completion": "a"}], "demonstrations")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

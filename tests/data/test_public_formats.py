@@ -111,6 +111,11 @@ PAIRS: dict[str, tuple[dict[str, Any], PreferenceRecord]] = {
     "OpenAI": (
         {"input": {"messages": [user(Q)], "tools": [], "parallel_tool_calls": True},
          "preferred_output": [said(GOOD)], "non_preferred_output": [said(BAD)]}, CHAT),
+    "LLaMA-Factory's Alpaca": (
+        {"instruction": "Sum up.", "input": Q, "chosen": GOOD, "rejected": BAD},
+        PreferenceRecord(f"Sum up.\n\n{Q}", GOOD, BAD)),
+    "LLaMA-Factory's Alpaca without input": (
+        {"instruction": Q, "input": "", "chosen": GOOD, "rejected": BAD}, PLAIN),
     "Distilabel": ({"input": Q, "chosen": GOOD, "rejected": BAD}, PLAIN),
     "ShareGPT pairs": (
         {"conversations": [{"from": "human", "value": Q}], "chosen": {"from": "gpt", "value": GOOD},
@@ -189,6 +194,22 @@ def test_a_row_that_prefers_neither_answer_is_left_out_as_its_error_says(row):
     left = source(row, good, on_bad_record="skip")
     assert left.records("preferences", "train") == [CHAT]
     assert len(left.skipped_records) == 1
+
+
+@pytest.mark.parametrize("winner", ["A", "b", "left", "model_1", 0, "model_a or so"])
+def test_a_winner_that_is_neither_model_nor_a_tie_is_named(winner):
+    row = PAIRS["Arena, conversations"][0] | {"winner": winner}
+    with pytest.raises(BadRecordError, match=rf"'winner' holds.*{winner}.*model_a or model_b"):
+        source(row).records("preferences", "train")
+
+
+def test_conversations_of_the_arena_are_alike_by_what_is_said():
+    row = {
+        "conversation_a": [user(Q) | {"num_tokens": 3, "id": "x"}, said(GOOD)],
+        "conversation_b": [user(Q) | {"num_tokens": 4, "id": "y"}, said(BAD)],
+    }
+    (pair,) = source(row | {"winner": "model_a"}).records("preferences", "train")
+    assert [(m["role"], m["content"]) for m in pair.prompt] == [("user", Q)]
 
 
 def test_several_turns_of_the_arena_are_one_conversation():
@@ -275,13 +296,18 @@ def test_a_hint_names_no_column_that_is_merely_spelled_alike():
          {"prompt": "input", "completion": "output"}, "instruction"),
         ({"history": Q, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1},
          {"prompt": "history", "completion": "human_ref_A"}, None),
+        ({"instruction": "Sum up.", "input": Q, "output": GOOD}, {"prompt": "instruction"},
+         "input"),
+        ({"instruction": "Sum up.", "context": Q, "response": GOOD}, {"prompt": "instruction"},
+         "context"),
     ],
 )  # fmt: skip
 def test_a_part_of_a_published_prompt_that_a_mapping_leaves_out_is_named_once(
     row, columns, named, caplog
 ):
-    given = [{**row, columns["completion"]: f"{GOOD} {i}"} for i in range(3)]
-    assert len(source(*given, columns=columns).records("demonstrations", "train")) == 3
+    answer, kind = columns.get("completion"), "demonstrations" if len(columns) > 1 else "prompts"
+    given = [row | ({answer: f"{GOOD} {i}"} if answer else {}) for i in range(3)]
+    assert len(source(*given, columns=columns).records(kind, "train")) == 3
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (named is not None)
     assert all(f"'{named}' is not read: without columns=" in line for line in said)

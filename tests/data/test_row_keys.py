@@ -144,10 +144,11 @@ def test_a_weight_that_is_neither_is_refused(said):
         parse(conversation(**said))
 
 
-@pytest.mark.parametrize("spell", [lambda x: x, json.dumps])
+@pytest.mark.parametrize("spell", [lambda x: x, json.dumps, repr])
 def test_variables_of_the_template_come_from_columns(spell):
     tools, documents = [{"name": "f", "default": None}], [{"title": "T", "text": "x"}]
     row = conversation() | {"tools": spell(tools), "documents": spell(documents)}
+    row["history"] = spell([["hi", "it's"]])
     row["chat_template_kwargs"] = spell({"thinking": False, "other": None})
     record = parse(row).record
     assert record.variables == {
@@ -155,6 +156,7 @@ def test_variables_of_the_template_come_from_columns(spell):
         "documents": documents,
         "thinking": False,
     }
+    assert record.prompt[:2] == (user("hi"), assistant("it's"))
     assert parse(row, tools=None, documents=None).record.variables == {"thinking": False}
 
 
@@ -182,7 +184,11 @@ def test_history_comes_before_the_prompt(turns):
 @pytest.mark.parametrize(
     ("row", "columns", "unread"),
     [
-        ({"prompt": "p", "completion": "c", "system": "rhyme", "label": "x"}, {}, ("system",)),
+        (
+            {"prompt": "p", "completion": "c", "system": "rhyme", "label": "x"},
+            {},
+            ("system", "label"),
+        ),
         ({"instruction": "p", "output": "c", "input": "PASSAGE"}, {}, ()),
         (
             {"instruction": "p", "output": "c", "input": "PASSAGE", "id": ""},
@@ -195,6 +201,8 @@ def test_history_comes_before_the_prompt(turns):
             ("category",),
         ),
         ({"question": "p", "chosen": "a", "rejected": "b", "margin": 1}, {}, ()),
+        ({"instruction": "p", "input": "PASSAGE", "chosen": "a", "rejected": "b"}, {}, ()),
+        ({"instruction": "p", "input": "", "chosen": "a", "rejected": "b"}, {}, ()),
         ({"prompt": "p", "prompt_id": 1, **conversation()}, {}, ("prompt", "prompt_id")),
         (conversation() | {"tools": ["f"], "documents": None}, {}, ("tools",)),
         (conversation() | {"functions": [{"name": "f"}]}, {}, ("functions",)),
@@ -224,6 +232,39 @@ def test_columns_of_prompts_are_quiet_and_go_to_rewards():
     assert record.variables == {"documents": [{"text": "x"}]}
     tokenizer = build_tokenizer(template=WRITES_ALL)
     assert not encode_all([record], tokenizer, max_length=300)[1].unread_columns
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "w1", "extra": 1, "system": "x", "history": [["a", "b"]]}, "history system"),
+        ({"prompt": "w1", "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}},
+         "chat_template_kwargs tools"),
+        ({"prompt": "w1", "system_prompt": "x", "answer": "w2"}, "system_prompt"),
+        ({"prompt": [ASK], "system": "x", "systemPrompt": "x", "tools": ["f"]},
+         "systemPrompt tools"),
+        ({"text": "w1", "system": "x", "extra": 1}, "system"),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_conversation_beside_prompts_and_texts_is_named(row, named):
+    tokenizer = build_tokenizer(template=WRITES_ALL)
+    records = read([row], "texts" if "text" in row else "prompts")
+    report = encode_all(records, tokenizer, max_length=300)[1]
+    assert sorted(report.unread_columns) == named.split()
+
+
+def test_a_system_column_that_is_mapped_beside_plain_texts_is_named_once(caplog):
+    rows = [{"prompt": f"w{i}", "completion": "c", "asked": "rhyme"} for i in range(3)]
+    columns = {"system": "asked"}
+    GivenRows(rows, validation_fraction=0, columns=columns).records("prompts", "train")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "'asked' is mapped to system, and is not read" in said
+    caplog.clear()
+    chat = [{**conversation(), "asked": "rhyme"}]
+    source = GivenRows(chat, validation_fraction=0, columns=columns)
+    (record,) = source.records("prompts", "train")
+    assert record.prompt == ({"role": "system", "content": "rhyme"}, ASK)
+    assert not caplog.records
 
 
 def test_what_rows_say_is_in_the_tokens():

@@ -89,6 +89,22 @@ def test_settings_that_cannot_be_exported_or_used_are_refused_before_training(
             load_policy(folder, lora=lora)
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"compile_config": {"fullgraph": True}}, "compile_config"),
+        ({"cache_implementation": "nosuch"}, "nosuch"),
+        ([1], "mapping"),
+    ],
+)
+def test_settings_that_transformers_refuses_are_named_by_their_file(settings, reason, tmp_path):
+    folder = with_settings(tmp_path, settings)
+    for lora in (None, LoraHparams(r=2, alpha=2)):
+        with pytest.raises(ValueError, match=rf"{reason}.*Correct generation_config\.json"):
+            load_policy(folder, lora=lora)
+
+
 def test_a_trial_of_the_settings_draws_no_random_number(tmp_path):
     folder = with_settings(tmp_path, {"do_sample": True, "top_k": 5})
     torch.manual_seed(1)

@@ -182,6 +182,17 @@ def encoded(rows, template, **options):
     return encode_all(source.records("demonstrations", "train"), tokenizer, max_length=400)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_lost_system_text_is_told_of_the_users_turn(role):
+    drops = TURNS.replace("messages", "messages if m.role in ['user', 'assistant']")
+    row = [said(role, "Be brief."), *QUESTION]
+    with pytest.raises(BadRecordError, match=r"does not write.*source\.system_into_user=true"):
+        encoded([row], drops.replace("BODY", "{{ m.content }}"))
+    with pytest.raises(BadRecordError) as error:
+        encoded([[QUESTION[0], said("tool", "12"), QUESTION[1]]], DROPS_TOOLS)
+    assert "system_into_user" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("template", "bad"),
     [
@@ -195,6 +206,78 @@ def test_a_record_that_its_template_does_not_write_is_named_or_left_out(template
     rows, report = encoded([QUESTION, bad], template, on_bad_record="skip")
     assert len(rows) == 1
     assert [" row 2: " in message for message in report.skipped] == [True]
+
+
+LIST = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+MIXED = [
+    said("system", "Be brief."),
+    QUESTION[0],
+    {**said("assistant", ""), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    said("tool", "12 degrees"),
+    QUESTION[1],
+]
+
+
+@pytest.mark.parametrize(
+    "roles",
+    ["system", "tool", "user", "assistant", "user assistant", "user assistant tool", "system tool"],
+)
+def test_each_role_is_given_the_shape_of_content_that_the_template_takes(roles):
+    body = "{% if m.role in ROLES %}LIST{% else %}{{ m.content }}{{ m.tool_calls }}{% endif %}"
+    body = body.replace("ROLES", str(roles.split())).replace("LIST", LIST + "{{ m.tool_calls }}")
+    tokenizer = build_tokenizer(template=TURNS.replace("BODY", body))
+    text = render_chat(tuple(MIXED), tokenizer, add_generation_prompt=False)
+    assert all(f"<|{m['role']}|>{m['content']}" in text for m in MIXED)
+    assert "'text'" not in text
+
+
+def test_a_list_of_parts_that_is_spelled_is_a_loss():
+    body = "{% if m.role == 'tool' %}{{ m.content[0:] if m.content is not string }}{% else %}"
+    tokenizer = build_tokenizer(template=TURNS.replace("BODY", f"{body}{LIST}{{% endif %}}"))
+    with pytest.raises(ChatTemplateError, match=r"message 2 \(tool\), '12 degrees'"):
+        render_chat((QUESTION[0], said("tool", "12 degrees"), QUESTION[1]), tokenizer)
+
+
+def called(**arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return (QUESTION[0], {**said("assistant", ""), "tool_calls": [call]})
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "lost"),
+    [
+        ("a.values() | join(',')", {"city": "Rome", "days": 3}, ["city", "days"]),
+        ("''", {"b": True}, ["b", "true"]),
+        ("a.keys() | join(',')", {"true": 1, "b": True, "list": [False]}, ["1", "true", "false"]),
+        ("a.x.values() | list", {"x": {"y": "z"}}, ["x", "y"]),
+        ("a | tojson", {"x": {"y": True}, "z": [False, None]}, []),
+        ("a", {"x": {"y": True}, "a b": "c"}, []),
+        ("'city=' ~ a.city", {"city": "Rome"}, []),
+        ("'on: ' ~ ('yes' if a.on else 'no')", {"on": True}, []),
+    ],
+)
+def test_names_and_truth_values_of_arguments_are_looked_for(written, arguments, lost):
+    call = "{% set a = c.function.arguments %}{{ c.function.name }}({{ " + written + " }})"
+    body = "{{ m.content }}{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
+    tokenizer = build_tokenizer(template=TURNS.replace("BODY", body))
+    losses = []
+    render_chat(called(**arguments), tokenizer, losses=losses)
+    assert sorted(each.split(", ")[1] for each in losses) == sorted(map(repr, lost))
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_only_an_answer_may_lose_what_comes_before_the_end_of_a_thought(role):
+    template = TURNS.replace("BODY", "{{ m.content.split('</think>')[-1] }}")
+    odd = said(role, "Explain the tag </think> to me.")
+    messages = [odd, *QUESTION] if role == "system" else [*QUESTION, odd, QUESTION[1]]
+    losses = []
+    render_chat(tuple(messages), build_tokenizer(template=template), losses=losses)
+    assert len(losses) == 1
+    thought = said("assistant", "<think>Hm.</think>4")
+    messages = (QUESTION[0], thought, *QUESTION)
+    losses = []
+    render_chat(messages, build_tokenizer(template=template), learnt=(3,), losses=losses)
+    assert not losses
 
 
 def test_a_loss_may_be_counted_and_a_system_text_put_into_the_users_turn():

@@ -117,7 +117,7 @@ class RowSource:
         labelled = self._label is not None and not self._label.is_rating
         faults = self.on_bad_record == "skip", self.on_template_loss == "warn"
         for row in rows:
-            own = Origin(row.where, *faults, row.unread), self.system_into_user
+            own = Origin(row.where, *faults, labels.unread(row, self._label)), self.system_into_user
             try:
                 if kind == "unpaired":
                     yield from (placed(one, *own) for one in labels.unpaired(row, self._label))
@@ -141,9 +141,8 @@ class RowSource:
 
     def _load(self) -> dict[Split, list[ParsedRow]]:
         train = self._parse(self._rows("train"))
-        validation_rows = self._rows("validation")
-        if validation_rows is not None:
-            validation = self._parse(validation_rows)
+        if (held_out := self._rows("validation")) is not None:
+            validation = self._parse(held_out)
             self._look_at([*train, *validation])
             self._warn_of_shared_prompts(train, validation)
             return {"train": train, "validation": validation}

@@ -70,8 +70,9 @@ class CallForm:
         kinds = [p.kind for p in parameters]
         takes_all = Parameter.VAR_KEYWORD in kinds
         names = [p.name for p in ordered]
+        neutral = not _begins_with_response(names)
         for i, (p, ours) in enumerate(zip(ordered[:2], OURS, strict=False)):
-            if _says_nothing(p, i) and ours not in given:
+            if neutral and _says_nothing(p, i) and ours not in given:
                 names[i] = ours
         last = [
             i
@@ -128,6 +129,7 @@ class CallForm:
         return [values.get(name, self.defaults.get(name)) for name in self.positional], keyword
 
 
+_RESPONSES = ("a", "o", "r", "y")  # answer, output, response, and what y is of x
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -151,6 +153,12 @@ def _says_nothing(parameter: Parameter, place: int) -> bool:
     name = parameter.name
     letter = len(name) == 1 and name != OURS[1 - place][0]
     return parameter.default is parameter.empty and (letter or name.startswith("_"))
+
+
+def _begins_with_response(names: Sequence[str]) -> bool:
+    """Return whether the first name is one letter of a response: (r, q), but not (a, b)."""
+    first, second = (*names, "", "")[:2]
+    return first in _RESPONSES and second not in (chr(ord(first) + 1), OURS[1], OURS[1][0])
 
 
 def listed(returned: Any, count: int) -> list[float | str] | None:
