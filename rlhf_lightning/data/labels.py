@@ -48,9 +48,6 @@ _NAMES = _RATINGS | frozenset(_OTHER_NAMES.split())
 _TRUTH = frozenset(["true", "false", "1", "0", "yes", "no", "y", "n"])
 # Words of a name -> whether its truth is good: thumbs_down, is_bad. There, n and no are numbers.
 _POLES = {word: good for word, good in _VERDICTS.items() if word not in ("n", "no")}
-_POLES |= dict.fromkeys(
-    ["upvoted", "harmless", "safe", "valid", "ok", "approved", "success", "successful"], True
-)
 _GOOD_NAMES = "upvoted harmless safe valid ok approved success successful"
 _BAD_NAMES = "downvoted harmful denied flagged nsfw"
 _POLES |= dict.fromkeys(_GOOD_NAMES.split(), True) | dict.fromkeys(_BAD_NAMES.split(), False)
