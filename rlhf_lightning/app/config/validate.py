@@ -34,7 +34,8 @@ from rlhf_lightning.app.config.targets import (
 )
 from rlhf_lightning.app.config.unread import check_keys_are_known, is_read, places
 from rlhf_lightning.app.stages.spec import find_stage
-from rlhf_lightning.arguments import did_you_mean, fitting
+from rlhf_lightning.arguments import fitting
+from rlhf_lightning.misfit import did_you_mean
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 EARLY_STOPPING = "callbacks.early_stopping"
