@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -13,10 +12,10 @@ from rlhf_lightning.arguments import (
     Above0,
     Address,
     AtLeast0,
-    ChatTemplate,
     Count,
     CountOrZero,
     Name,
+    PathOrName,
     Seconds,
     SecretName,
 )
@@ -47,7 +46,7 @@ class TextRewardModelHparams(Checked):
     """
 
     input_format: Literal["text", "pair", "completion"] = "text"
-    chat_template: ChatTemplate | Path | None = None
+    chat_template: PathOrName | None = None
     ending: Literal["eos", "template", "none"] | None = None
     max_length: Annotated[int, Field(ge=2)] | None = None
     label: Name | CountOrZero | None = None
