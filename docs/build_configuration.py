@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
-from rlhf_lightning.arguments import is_union  # noqa: E402
 from rlhf_lightning.hparams import Usual  # noqa: E402
+from rlhf_lightning.misfit import is_union  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 WHERE = {

@@ -11,19 +11,19 @@ protocol by its methods, a function by the number of its parameters. Limits stan
 from __future__ import annotations
 
 import collections.abc
-import difflib
+import errno
 import functools
 import inspect
+import json
 import os
-import re
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    Concatenate,
     Literal,
     NotRequired,
     TypeVar,
@@ -35,7 +35,6 @@ from typing import (
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -46,10 +45,11 @@ from pydantic import (
     WrapValidator,
 )
 
+from rlhf_lightning.misfit import Built, is_union, misfit, shown, without_markers
+
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 LARGEST = 1e30  # larger sizes overflow in float32, where models compute, and 1 / LARGEST vanishes
 LOWEST_TEMPERATURE = 0.01
-_OTHER_WORDS = {"world": "dataset"}  # that difflib does not find alike
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _limit(holds: Callable[[Any], bool], wanted: str) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if not holds(value):
-            raise ValueError(f"={value!r} must be {wanted}")
+            raise ValueError(f"={shown(value)} must be {wanted}")
         return value
 
     return AfterValidator(check)
@@ -101,14 +101,46 @@ Temperature = Annotated[
         f"0 for greedy decoding, or at least {LOWEST_TEMPERATURE:g}: it divides the logits",
     ),
 ]
-# A path, or a name on the hub; without a text it would be the working directory.
-PathOrName = Annotated[
-    str | Path,
-    _limit(
-        lambda value: bool(str(value).strip()) and "\0" not in str(value),
-        "a file, a folder or a name, not empty",
-    ),
+
+
+def _is_path(value: str | Path) -> bool:
+    """Return whether the file system can hold a path; an empty one would be the working folder."""
+    try:
+        os.stat(Path(value).expanduser())
+    except (RuntimeError, ValueError):  # a user that is not there, NUL, half a surrogate pair
+        return False
+    except OSError as error:
+        return bool(str(value).strip()) and error.errno != errno.ENAMETOOLONG
+    return bool(str(value).strip())
+
+
+def _is_json(value: Any) -> bool:
+    def without_nodes(part: Any) -> None:  # which are refused by their place
+        if not isinstance(part, Built):
+            raise TypeError
+
+    try:
+        json.dumps(value, allow_nan=False, default=without_nodes)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+IS_PATH = _limit(
+    _is_path, "a file, a folder or a name, not empty, not too long and of a user that is there"
+)
+PathOrName = Annotated[str | Path, IS_PATH]  # a path, or a name on the hub
+PathStr = Annotated[str, IS_PATH]
+Name = Annotated[str, _limit(lambda value: bool(value.strip()), "not empty")]
+Line = Annotated[str, _limit(str.isprintable, "text without control characters")]
+ChatTemplate = Annotated[
+    str,
+    _limit(lambda text: "{{" in text or "{%" in text or _is_path(text), "a template or its file"),
 ]
+Names = Annotated[Sequence[Name], Field(min_length=1)]
+JsonObject = Annotated[Mapping[str, Any], _limit(_is_json, "a mapping that JSON can hold")]
+TokenId = CountOrZero
+StopIds = Sequence[TokenId]
 FLOATING = _limit(lambda dtype: dtype.is_floating_point, "a floating dtype, such as torch.bfloat16")
 _IN_FLOAT32 = _limit(
     lambda value: not value or 1 / LARGEST <= abs(value) <= LARGEST,
@@ -116,9 +148,9 @@ _IN_FLOAT32 = _limit(
 )
 
 CodeName = Annotated[str, NamedAgain()]  # `path.py:name` or `package.module.name`
-Program = Annotated[str, NamedAgain()]
+Program = Annotated[PathStr, NamedAgain()]
 Address = Annotated[str, NamedAgain()]
-SecretName = Annotated[str, NamedAgain()]  # of an environment variable
+SecretName = Annotated[Name, NamedAgain()]  # of an environment variable
 RunsCode = Annotated[bool, NamedAgain()]  # true runs the code of a model
 
 
@@ -209,42 +241,6 @@ def annotations_of(call: Any) -> dict[str, Any]:
     return options | {name: hint for name, hint in hints.items() if get_origin(hint) is not Unpack}
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for the closest known words, or ""."""
-    first, dot, rest = word.partition(".")
-    word = f"{_OTHER_WORDS.get(first, first)}{dot}{rest}"
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def without_markers(hint: Any) -> Any:
-    """Return a hint without what `Annotated` adds."""
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
-
-
-def is_union(hint: Any) -> bool:
-    """Return whether a hint names alternatives."""
-    return get_origin(hint) in (Union, types.UnionType)
-
-
-@dataclass
-class Built:
-    """Placeholder for an object that a configuration will build.
-
-    Args:
-        name: dotted name of its class or function.
-        product: annotation of the built object.
-        is_placed: a parameter whose annotation allows it has received it.
-    """
-
-    name: str
-    product: Any
-    is_placed: bool = False
-
-    def __repr__(self) -> str:
-        return f"{{_target_: {self.name}}}"
-
-
 def may_stand_for(product: Any, hint: Any) -> bool:
     """Return whether what has the annotation `product` may be given where `hint` is wanted."""
     product, hint = without_markers(product), without_markers(hint)
@@ -327,7 +323,8 @@ def _instance(hint: Any, value: Any) -> Any:
     elif kind is collections.abc.Callable:
         fits = _is_called_as(hint, value)
     else:
-        fits = _is_a(value, kind, isinstance)
+        is_class = inspect.isclass(value) and getattr(kind, "_is_protocol", False)
+        fits = not is_class and _is_a(value, kind, isinstance)
     if not fits:
         raise AssertionError(_named(hint))
     return value
@@ -341,7 +338,10 @@ def _is_called_as(hint: Any, value: Any) -> bool:
     if inspect.isclass(value) and gives is not Any and not may_stand_for(value, gives):
         return False
     try:
-        takes is Ellipsis or inspect.signature(value).bind(*takes)
+        if get_origin(takes) is Concatenate:  # and further ones, by name
+            inspect.signature(value).bind_partial(*get_args(takes)[:-1])
+        else:
+            takes is Ellipsis or inspect.signature(value).bind(*takes)
     except TypeError:
         return False
     except ValueError:  # written in C, without a signature
@@ -353,6 +353,7 @@ def _named(hint: Any) -> str:
     if get_origin(hint) is not collections.abc.Callable:
         return str((get_origin(hint) or hint).__name__)
     takes, gives = get_args(hint)
+    takes = get_args(takes)[:-1] if get_origin(takes) is Concatenate else takes
     named = "a function" if takes is Ellipsis else f"a function of {len(takes)} argument"
     plural = "" if takes is Ellipsis or len(takes) == 1 else "s"
     return f"{named}{plural}" + (
@@ -371,130 +372,3 @@ def _plain_scalar(value: Any) -> Any:
     """Return a scalar of NumPy or torch as Python's, everything else as it is."""
     is_scalar = type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", 0) == ()
     return value.item() if is_scalar else value
-
-
-def misfit(key: str, value: Any, hint: Any, error: ValidationError) -> TypeError | ValueError:
-    """Return what pydantic found in one line: key, got, wanted, nearest name.
-
-    Args:
-        key: name of the value; "" for a whole configuration.
-        value: value that was refused.
-        hint: annotation of the value.
-        error: error of pydantic for that annotation.
-    """
-    items = [(_inside(value, item["loc"]), item) for item in error.errors(include_url=False)]
-    # A key that is mistyped explains one that is missing; else the alternative that fits so far.
-    order = {"extra_forbidden": -2, "value_error": -1}
-    place, found = min(
-        items, key=lambda one: (order.get(one[1]["type"], 0), -len(one[0]) if key else 0)
-    )
-    for part in place:
-        value = value[part]
-    full = _joined(key, place)
-    if found["type"] == "extra_forbidden":
-        names = [_joined(key, (*place[:-1], name)) for name in _fields(hint, place[:-1])]
-        return ValueError(f"unknown key {full}{did_you_mean(full, names)}")
-    if found["type"] == "missing":
-        whole = f", or choose {full.partition('.')[0]} as a whole" if place else ""
-        return ValueError(f"{_joined(key, found['loc'])} is missing: set it{whole}")
-    alike = [item for where, item in items if where == place]
-    if len(alike) == 1 and found["type"] == "value_error":
-        text = str(found["ctx"]["error"])
-        return ValueError(f"{full}{text}" if text.startswith(("=", ".", "[", " ")) else text)
-    return _wrong(full, value, _annotation(hint, place), alike)
-
-
-def _wrong(key: str, value: Any, hint: Any, items: list[Any]) -> TypeError | ValueError:
-    """Return the error of one value that fits none of its alternatives."""
-    wanted = " or ".join(dict.fromkeys(_wanted(item) for item in items))
-    if isinstance(value, Built):
-        given = getattr(value.product, "__name__", value.product)
-        return TypeError(
-            f"{key}._target_={value.name} is not allowed there: it gives {given}, expected {wanted}"
-        )
-    shown = " ".join(repr(value).split())
-    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-    if all(item["type"] in _VALUE_ERRORS for item in items):
-        names = re.findall(r"'([^']*)'", wanted) if isinstance(value, str) else []
-        return ValueError(f"{key}={shown} must be {wanted}{did_you_mean(str(value), names)}")
-    wanted += " or None" if type(None) in get_args(without_markers(hint)) else ""
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
-    fix = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if is_number else ""
-    return TypeError(f"{key}={shown} is {type(value).__name__}, expected {wanted}{fix}")
-
-
-def _joined(key: str, place: Iterable[int | str]) -> str:
-    """Return the name of a place: of a configuration with dots, of a Python value with brackets."""
-    of_configuration = not key or "." in key
-    for part in place:
-        dotted = of_configuration and isinstance(part, str)
-        key = f"{key}.{part}".lstrip("." if not key else "") if dotted else f"{key}[{part}]"
-    return key
-
-
-def _wanted(item: Any) -> str:
-    """Return what one alternative wants."""
-    kind, context = item["type"], item.get("ctx", {})
-    if kind in _SIGNS:
-        bound = context[_SIGNS[kind][1]]
-        return f"{_SIGNS[kind][0]} {bound if isinstance(bound, int) else format(bound, 'g')}"
-    if kind == "literal_error":
-        return str(context["expected"])
-    text = str(context.get("error", item["msg"]))
-    return _WORDS.get(kind, text.rpartition(" must be ")[2].removeprefix("Input should be "))
-
-
-def _inside(value: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the place of an error in a value, without pydantic's names of alternatives."""
-    place: list[int | str] = []
-    for part in loc:
-        is_key = isinstance(value, Mapping) and part in value
-        if is_key or (isinstance(value, list | tuple) and part in range(len(value))):
-            value = value[part]  # type: ignore[index]
-            place.append(part)
-    return tuple(place)
-
-
-def _annotation(hint: Any, place: Iterable[int | str]) -> Any:
-    """Return the annotation of the value at a place; Any where it does not say."""
-    for part in place:
-        options = [without_markers(one) for one in (get_args(hint) if is_union(hint) else (hint,))]
-        known = [*(one.model_fields[part].annotation for one in options if part in _fields(one))]
-        known += [get_args(one)[-1] for one in options if get_args(one)]
-        hint = without_markers(known[0]) if known else Any
-    return hint
-
-
-def _fields(hint: Any, place: Iterable[int | str] = ()) -> Mapping[Any, Any]:
-    """Return the fields of the group of settings at a place."""
-    found = _annotation(hint, place)
-    options = get_args(found) if is_union(found) else (found,)
-    models = (one for one in options if inspect.isclass(one) and issubclass(one, BaseModel))
-    return next((one.model_fields for one in models), {})
-
-
-_WORDS = {
-    "sequence_str": "a list",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "is_instance_of": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a group of settings",
-    "int_type": "int",
-    "int_from_float": "int",
-    "float_type": "float",
-    "bool_type": "bool",
-    "string_type": "str",
-    "path_type": "a path",
-    "none_required": "None",
-    "finite_number": "finite",
-    "too_long": "fewer items",
-    "too_short": "not empty",
-}
-_SIGNS = {
-    "greater_than": (">", "gt"),
-    "greater_than_equal": (">=", "ge"),
-    "less_than": ("<", "lt"),
-    "less_than_equal": ("<=", "le"),
-}
-_VALUE_ERRORS = (*_SIGNS, "finite_number", "literal_error", "too_short", "value_error")

@@ -48,3 +48,14 @@ class Checked:
         """Return the usual range of a field; None: whatever is possible."""
         markers = getattr(hint, "__metadata__", ())
         return next((one for one in markers if isinstance(one, Usual)), None)
+
+
+def check_order(settings: object, lower: str, upper: str, why: str) -> None:
+    """Check that one field of some settings is not below another one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    low, high = getattr(settings, lower), getattr(settings, upper)
+    if high < low:
+        raise ValueError(f"{lower}={low:g} is above {upper}={high:g}: {why}")

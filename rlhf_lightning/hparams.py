@@ -41,11 +41,7 @@ _WITHOUT_DUAL_CLIP = {
     "masked_probability": "leaves out tokens beyond its bounds",
 }
 
-_OFF_POLICY_BOUNDS = {
-    "off_policy_cap": "truncated",
-    "off_policy_low": "masked",
-    "off_policy_high": "masked",
-}
+_OF_MODE = {"off_policy_cap": "truncated", "off_policy_low": "masked", "off_policy_high": "masked"}
 
 
 @dataclass(frozen=True)
@@ -290,6 +286,10 @@ class OnPolicyHparams(Checked):
                 f"kl_target={self.kl_target:g} with kl_coef=0 does nothing: the controller "
                 "multiplies kl_coef; start from kl_coef=0.05, or leave kl_target out"
             )
+        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
+            raise ValueError(
+                f"kl_horizon={self.kl_horizon} is of kl_target: leave it out, or set kl_target"
+            )
         if self.dual_clip is not None and (reason := _WITHOUT_DUAL_CLIP.get(self.surrogate)):
             raise ValueError(
                 f"dual_clip={self.dual_clip:g} is of no use with surrogate={self.surrogate}, which "
@@ -301,7 +301,7 @@ class OnPolicyHparams(Checked):
                 "weight and by the ratio: use off_policy=none, or ratio_base=old"
             )
         for item in fields(self):
-            mode = _OFF_POLICY_BOUNDS.get(item.name, self.off_policy)
+            mode = _OF_MODE.get(item.name, self.off_policy)
             if mode != self.off_policy and getattr(self, item.name) != item.default:
                 raise ValueError(
                     f"{item.name}={getattr(self, item.name):g} is of off_policy={mode}, and "

@@ -18,18 +18,34 @@ import torch
 
 import rlhf_lightning
 from rlhf_lightning import (
+    ActionSettings,
+    DoctorThresholds,
     DPOModule,
+    EndingRule,
     FileSource,
     FunctionScorer,
+    HttpScorer,
+    JoinedSource,
+    JudgeAnnotator,
+    LmEvalBenchmark,
     LoraHparams,
+    NoReward,
+    PeriodicEvaluation,
+    PhraseRefusals,
     PolicyGradientModule,
+    PPOHparams,
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
+    SafetyCheck,
     SFTHparams,
     SFTModule,
+    TextRewardModelScorer,
     WeightedScorer,
     compare,
+    gold_scores,
+    load_scalar_model,
+    sentiment_gold,
     trainer_arguments,
 )
 from rlhf_lightning.arguments import annotations_of, fitting
@@ -56,7 +72,7 @@ VALUES: list[Any] = [
     None, "", "drpo", 5, -1, 0, True, 1.5, math.nan, math.inf, 1e39, 1e-300, 2**32, 10**18,
     [], [""], [5], {}, {"a": 1}, object(), Plain, LoraHparams, no_arguments, b"x",
     Path("not/there"), np.float32(0.5), np.int64(7), torch.tensor(2.0), torch.zeros(2),
-    torch.int64,
+    torch.int64, "~nosuch/x", "x" * 5000, "a\0b",
 ]  # fmt: skip
 # Written by hand, not read from the annotations: what each call may take besides types.
 RANGES: dict[str, tuple[float, float]] = {
@@ -80,20 +96,22 @@ RANGES |= dict.fromkeys(COUNTS, (1, 10**19))
 ANY = (-1e30, 1e30)
 # Any text may be one of these: a name on the hub, a folder that is made.
 NAMED = ("source", "path", "validation_path", "folder", "value", "policy", "revision", "name")
-MAY_BE_EMPTY = ("name", "revision", "fingerprint")
-NAMED += ("target_modules", "fingerprint", "name")
+ANY_TEXT = ("name", "revision", "fingerprint", "target_modules", "response", "system", "config")
+ANY_TEXT += ("split", "validation_split")
+NO_PATH = ("", "~nosuch/x", "x" * 5000, "a\0b")
+NAMED += ("target_modules", "fingerprint", "response", "system", "config", "template", "label")
+NAMED += ("include_path", "tokenizer", "python", "known", "split", "validation_split")
 
 
 # They check themselves, or have no annotations that say what is wrong: their messages do not all
 # begin with the argument yet.
-OPEN = {"compare", "trainer_arguments", "normalize_reward_model", "gold_scores", "sentiment_gold"}
-OPEN |= {"load_scalar_model", "HttpScorer", "JudgeAnnotator", "TextRewardModelScorer", "NumberGold"}
-OPEN |= {"CallableRule", "RuleAnnotator"}  # any function, and rules in rules
+OPEN = {"compare", "trainer_arguments", "normalize_reward_model", "sentiment_gold"}
+OPEN |= {"CallableRule"}  # any function
 # Their types and ranges are checked; they take any text, or look for files.
-OPEN |= {"ArgumentPairSource", "BudgetHparams", "CommandGold", "ExactMatchGold", "HubSource"}
-OPEN |= {"LabelledTextSource", "LmEvalBenchmark", "NumberReward", "RewardEnsembleScorer"}
+OPEN |= {"ArgumentPairSource", "BudgetHparams", "CommandGold", "ExactMatchGold"}
+OPEN |= {"LabelledTextSource", "NumberReward", "RewardEnsembleScorer"}
 OPEN |= {"SafetyCheck", "SimulatedPerson", "TemplateSource", "TranscriptSource"}
-OPEN |= {"PairsBenchmark", "RewardModelAnnotator", "VllmServerGenerator"}
+OPEN |= {"PairsBenchmark", "RewardModelAnnotator"}
 
 
 def calls() -> list[str]:
@@ -136,17 +154,23 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
         parts |= {"schedule": Schedule()} | {key: cls() for key, cls in call.kinds.items()}
         parts |= dict.fromkeys(("models", "model", "policy"), no_arguments)
         return call, {key: parts[key] for key in arguments_of(call) if key in parts}
+    return call, needed(made).get(name, {})
+
+
+def needed(made: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the arguments that a call cannot do without, by its name."""
     data = {"tokenizer": made["module"].tokenizer, "batch_size": 4}
     sides = {"policy": made["module"], "baseline": made["policy"], "prompts": made["prompts"]}
-    return call, {
+    ids = {"stop_ids": [0], "pad_token_id": 0}
+    return {
         "DemonstrationDataModule": {"source": made["demonstrations"]} | data,
         "PreferenceDataModule": {"source": made["pairs"]} | data,
         "PromptDataModule": {"source": made["prompts"]} | data,
         "FileSource": {"path": made["prompts"]},
         "FunctionScorer": {"function": length},
         "RewardModelScorer": {"load": no_arguments},
-        "CachedGenerator": {"stop_ids": [0], "pad_token_id": 0},
-        "TransformersGenerator": {"stop_ids": [0], "pad_token_id": 0},
+        "CachedGenerator": ids,
+        "TransformersGenerator": ids,
         "WeightedScorer": {"scorers": {"a": FunctionScorer(length)}},
         "FirstRecords": {"source": FileSource(made["prompts"]), "num_records": 2, "num_copies": 1},
         "MixedSource": {"sources": [FileSource(made["prompts"])], "weights": [1.0]},
@@ -155,6 +179,13 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
         "RewardAdapterScorer": {"source": made["policy"]},
         "RewardModelAnnotator": {"source": made["policy"]},
         "LmEvalBenchmark": {"tasks": ["arc_easy"]},
+        "HttpScorer": {"url": "http://127.0.0.1:9/"},
+        "HubSource": {"name": "a/b"},
+        "JudgeAnnotator": {"model": "m", "api_key_env": None},
+        "NumberGold": {"reward": named("NumberReward")()},
+        "RuleAnnotator": {"rules": [named("LengthRule")(3)]},
+        "TextRewardModelScorer": {"source": made["policy"]},
+        "gold_scores": {"prompts": ["a"], "completions": ["b"], "finished": [True]},
         "Panel": {"members": [named("RuleAnnotator")([named("LengthRule")(3)])], "seed": 1},
         "PeriodicEvaluation": {"every_n_iterations": 2},
         "QuestionSource": {"path": made["prompts"]},
@@ -162,12 +193,13 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
         "SafetyCheck": {"is_refusal": named("PhraseRefusals")()},
         "SimulatedAnnotator": {"name": "a", "temperature": 1.0, "length_bias": 0.0},
         "TemplateSource": {"path": made["prompts"], "prompt": "{prompt}"},
-        "VllmServerGenerator": {"stop_ids": [0], "pad_token_id": 0, "python": sys.executable},
-        "VllmGenerator": {"stop_ids": [0], "pad_token_id": 0},
+        "VllmServerGenerator": ids | {"python": sys.executable},
+        "VllmGenerator": ids,
         "compare": sides | {"reward": length, "num_prompts": 1, "max_new_tokens": 1},
+        "load_scalar_model": {"source": made["policy"], "head": "zero"},
         "export_model": {"module": made["module"], "folder": made["folder"] / "export"},
         "trainer_arguments": {"folder": made["folder"] / "run"},
-    }.get(name, {})
+    }
 
 
 def options(hint: Any) -> list[Any]:
@@ -197,7 +229,8 @@ def _is(value: Any, option: Any, argument: str, low: float, high: float) -> bool
     if kind is tuple and get_args(option) == (str, ...):
         return type(value) in (list, tuple) and bool(value) and all(type(v) is str for v in value)
     if kind in (str, Path) and argument in NAMED:
-        return isinstance(value, kind) and (bool(str(value)) or argument in MAY_BE_EMPTY)
+        fits = argument in ANY_TEXT or str(value) not in NO_PATH
+        return isinstance(value, kind) and fits and (argument, value) != ("revision", "a\0b")
     if kind is type(None):
         return value is None
     if "Callable" in str(kind):
@@ -236,8 +269,10 @@ def test_every_value_of_every_argument_is_refused_by_name_or_may_be_meant(name, 
                 assert meant, f"{argument}={value!r} was taken"
                 continue
             assert not (meant and limits and type(value) is int), f"{argument}: {error}"
-            names_it = rf"\b{argument}\b" + (rf"|{value!r}" if value == "drpo" else "")
-            assert re.search(names_it, str(error)[:60]), f"{value!r}: {error}"
+            names_it = rf"\b{argument}\b" + (
+                f"|{value}" if isinstance(value, Path) or value == "drpo" else ""
+            )
+            assert re.search(names_it, str(error)[:80]), f"{value!r}: {error}"
             assert "\n" not in str(error)
 
 
@@ -261,6 +296,26 @@ def test_what_cannot_score_is_refused_as_the_reward(policy, cls, wrong):
     wrong = policy["module"] if wrong == "module" else wrong
     with pytest.raises((TypeError, ValueError), match=r"^reward"):
         cls.from_pretrained(policy["policy"], wrong)
+
+
+def of_scalar(made: dict[str, Any], **wrong: Any) -> Any:
+    return load_scalar_model(made["policy"], head="zero", **wrong)
+
+
+def of_sft(made: dict[str, Any], **wrong: Any) -> Any:
+    return SFTModule.from_pretrained(made["policy"], **wrong)
+
+
+def of_parts(made: dict[str, Any], **wrong: Any) -> Any:
+    return SFTModule(**call_of("SFTModule.__init__", made)[1] | wrong)
+
+
+def arguments(**wrong: Any) -> Any:
+    return trainer_arguments("run", **wrong)
+
+
+def sides(made: dict[str, Any]) -> tuple[Any, ...]:
+    return made["module"], made["policy"], made["prompts"]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +346,61 @@ def test_what_cannot_score_is_refused_as_the_reward(policy, cls, wrong):
         (r"checkpoint_path=5", lambda p: SFTModule.load_from_checkpoint(5)),
         (r"checkpoint_path=", lambda p: DPOModule.load_from_checkpoint(p["prompts"])),
         (r"policy=", lambda p: PPOModule.from_pretrained(Path("not/there"), length)),
+        (r"trust_remote_code='no'", lambda p: of_scalar(p, trust_remote_code="no")),
+        (r"trust_remote_code=\[0\]", lambda p: of_scalar(p, trust_remote_code=[0])),
+        (r"dropout=nan", lambda p: of_scalar(p, dropout=math.nan)),
+        (r"scorers\[a\]=.*Scorer", lambda p: WeightedScorer({"a": NoReward})),
+        (r"scorers\[\]=''", lambda p: WeightedScorer({"": NoReward()})),
+        (r"sources=\[\]", lambda p: JoinedSource([])),
+        (r"endings\[0\]=''", lambda p: EndingRule(endings=[""])),
+        (r"columns\[prompt\]=''", lambda p: FileSource("x", columns={"prompt": ""})),
+        (r"stop_ids\[0\]=-1", lambda p: CachedGenerator([-1], 0)),
+        (r"prefill_tokens=-1", lambda p: CachedGenerator([0], 0, prefill_tokens=-1)),
+        (r"chat_template='~nosuch/x'", lambda p: of_sft(p, chat_template="~nosuch/x")),
+        (r"generator=SFTModule", lambda p: of_sft(p, generator=p["module"])),
+        (r"generator\(stop_ids", lambda p: of_sft(p, generator=lambda stop_ids, pad: 5)),
+        (r"reward function '\.\./x'", lambda p: FunctionScorer("../x")),
+        (r"reward function '\.\.f'", lambda p: FunctionScorer("..f")),
+        (
+            r"kl_coef_first=3 .*kl_coef_second=2",
+            lambda p: ActionSettings(kl_coef_first=3.0, kl_coef_second=2.0),
+        ),
+        (
+            r"kl_high_warn=5 .*kl_high_alarm=1",
+            lambda p: DoctorThresholds(kl_high_warn=5.0, kl_high_alarm=1.0),
+        ),
+        (
+            r"eos_alarm_floor=0.95 .*eos_warn_floor=0.9",
+            lambda p: DoctorThresholds(eos_alarm_floor=0.95),
+        ),
+        (r"kl_horizon=5", lambda p: PPOHparams(kl_horizon=5)),
+        (r"compute_dtype=torch.int64", lambda p: of_parts(p, compute_dtype=torch.int64)),
+        (
+            r"1 prompts, 2 completions",
+            lambda p: gold_scores(["a"], ["b", "c"], [True]),
+        ),
+        (r"extra=", lambda p: HttpScorer(url="http://a/", extra={"a": math.nan})),
+        (r"extra=", lambda p: HttpScorer(url="http://a/", extra={"a": object()})),
+        (r"timeout=1e\+20", lambda p: HttpScorer(url="http://a/", timeout=1e20)),
+        (r"api_key_env=''", lambda p: JudgeAnnotator(model="m", api_key_env="")),
+        (r"tasks\[0\]=''", lambda p: LmEvalBenchmark([""])),
+        (r"harmful\[0\]=''", lambda p: SafetyCheck(PhraseRefusals(), harmful=[""])),
+        (r"source=5", lambda p: sentiment_gold(5)),
+        (r"label=-1", lambda p: TextRewardModelScorer("x", label=-1)),
+        (r"chat_template=''", lambda p: TextRewardModelScorer("x", chat_template="")),
+        (r"early_stopping: patience='3'", lambda p: arguments(early_stopping={"patience": "3"})),
+        (r"early_stopping: patience=-1", lambda p: arguments(early_stopping={"patience": -1})),
+        (r"early_stopping: mode='x'", lambda p: arguments(early_stopping={"mode": "x"})),
+        (r"early_stopping: .*'a'", lambda p: arguments(early_stopping={"a": 1})),
+        (r"checkpoint: .*'a'", lambda p: arguments(checkpoint={"a": 1})),
+        (r"doctor: .*'a'", lambda p: arguments(doctor={"a": 1})),
+        (r"name='\\x1b", lambda p: arguments(name="\x1b[2J")),
+        (r"gold=.*3 arguments", lambda p: compare(*sides(p), gold=no_arguments)),
+        (r"gates\[a\] must be", lambda p: compare(*sides(p), gates={"a": 1})),
+        (
+            r"gold=.*3 arguments",
+            lambda p: PeriodicEvaluation(every_n_iterations=1, gold=no_arguments),
+        ),
         (r"max_new_tokens=3000", lambda p: p["module"].generate(["w2"], max_new_tokens=3000)),
     ],
 )

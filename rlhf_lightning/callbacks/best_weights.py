@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
+from rlhf_lightning.arguments import CountOrZero, Name, checked
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.modules.checkpoint_state import log_changed
@@ -21,7 +22,24 @@ class PatientStopping(EarlyStopping):
     """Lightning's early stopping, whose patience at a resume is the one that is asked for.
 
     It says why it stopped: Lightning's is silent unless it also tells every improvement.
+
+    Args:
+        monitor: the metric that has to improve.
+        patience: validations without an improvement after which it stops.
+        mode: whether the metric should be small or large.
+        further: other arguments of Lightning's.
     """
+
+    @checked
+    def __init__(
+        self,
+        monitor: Name,
+        *,
+        patience: CountOrZero = 3,
+        mode: Literal["min", "max"] = "min",
+        **further: Any,
+    ) -> None:
+        super().__init__(monitor, patience=patience, mode=mode, **further)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the metric, and name what stops the run when it first does."""

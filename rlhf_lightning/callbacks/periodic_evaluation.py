@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,7 +12,7 @@ from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.evaluation.compare import comparison_in_training
-from rlhf_lightning.evaluation.generate import side_by_side
+from rlhf_lightning.evaluation.generate import GoldReward, side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideResponses
 from rlhf_lightning.evaluation.safety import SafetyCheck
 from rlhf_lightning.modules.on_policy import OnPolicyModule
@@ -44,7 +43,7 @@ class PeriodicEvaluation(Callback):
         *,
         every_n_iterations: Count,
         num_prompts: Count = 128,
-        gold: Callable[..., list[float]] | None = None,
+        gold: GoldReward | None = None,
         safety: SafetyCheck | None = None,
     ) -> None:
         self.comparison = comparison

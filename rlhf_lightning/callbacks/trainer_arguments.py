@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
-from rlhf_lightning.arguments import Count, CountOrZero, PathOrName, checked
+from rlhf_lightning.arguments import Count, CountOrZero, Line, PathOrName, checked
 from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
@@ -45,7 +45,7 @@ def trainer_arguments(
     logger: str | bool | Logger | Sequence[Logger] | None = False,
     callbacks: Callback | Sequence[Callback] | None = None,
     record: bool = True,
-    name: str = "train",
+    name: Line = "train",
     **trainer: Any,
 ) -> dict[str, Any]:
     """Return keyword arguments for `L.Trainer` with which a stage is one run in `folder`.
@@ -118,7 +118,7 @@ def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> li
             "ActionSettings.on_alarm='rollback' starts a new fit from an earlier checkpoint, which "
             "one Trainer cannot: use 'stop', or rlhf-train doctor=act"
         )
-    return [] if given is False else [Doctor(run, **arguments)]
+    return [] if given is False else [_made("doctor", Doctor, run, **arguments)]
 
 
 def _saving(
@@ -126,15 +126,24 @@ def _saving(
 ) -> list[Callback]:
     """Return what saves checkpoints, and what ends the run early with the best of them."""
     if stops_after is None:
-        return [IterationCheckpoint(run.checkpoints, **saving)]
+        return [_made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)]
     stopping = {"patience": stops_after} if isinstance(stops_after, int) else stops_after
     watched = stopping.get("monitor", STOPS_BY)
     if saving.get("monitor") is None:
         saving |= {"monitor": watched, "mode": stopping.get("mode", "min")}
     # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
     usual = {"monitor": watched, "check_on_train_epoch_end": False}
-    stops = PatientStopping(**{**usual, **stopping})
-    return [IterationCheckpoint(run.checkpoints, **saving), stops, BestWeights()]
+    stops = _made("early_stopping", PatientStopping, **{**usual, **stopping})
+    keeps = _made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)
+    return [keeps, stops, BestWeights()]
+
+
+def _made(argument: str, cls: Callable[..., Callback], *args: Any, **given: Any) -> Callback:
+    """Return a callback; what it refuses is said of the argument that was given for it."""
+    try:
+        return cls(*args, **given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from None
 
 
 def _logger(run: RunFolder, kind: str) -> Logger:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from rlhf_lightning.arguments import Above0, AtLeast0, AtLeast1, Count, CountOrZero, ShareAbove0
-from rlhf_lightning.hparams import Checked
+from rlhf_lightning.checked import Checked, check_order
 
 UNNAMED = "without a name"  # the subject where rows have no domain
 
@@ -51,6 +52,12 @@ class ActionSettings(Checked):
     on_alarm: Literal["none", "stop", "rollback"] = "none"
     alarm_patience: Count = 6
     max_rollbacks: CountOrZero = 2
+
+    def __post_init__(self) -> None:
+        """Check the values, and that each rung is as high as the one before."""
+        super().__post_init__()
+        for lower, upper in pairwise(("kl_coef_first", "kl_coef_second", "kl_coef_third")):
+            check_order(self, lower, upper, "a later rung holds the policy at least as much")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import make_dataclass
 from typing import TYPE_CHECKING
 
+from rlhf_lightning.checked import check_order
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
         def __init__(self, **values: float) -> None: ...
 
 else:
+
+    def _check(self: SharedThresholds) -> None:
+        """Check the values, and that every alarm lies beyond its warning."""
+        SharedThresholds.__post_init__(self)
+        for spec in DETECTORS.values():
+            warn, alarm = spec.bound_keys
+            if alarm is not None:
+                lower, upper = (warn, alarm) if spec.beyond == "above" else (alarm, warn)
+                check_order(self, lower, upper, "an alarm lies beyond its warning")
+
     DoctorThresholds = make_dataclass(
         "DoctorThresholds",
         [
@@ -29,5 +40,5 @@ else:
         ],
         bases=(SharedThresholds,),
         frozen=True,
-        namespace={"__module__": __name__},
+        namespace={"__module__": __name__, "__post_init__": _check},
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Self
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
 
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
@@ -133,6 +134,7 @@ class SentimentGold:
         return [float(x > 0) for x in self.classifier.log_odds(completions)]
 
 
+@checked
 def sentiment_gold(source: LabelledTextSource) -> SentimentGold:
     """Return the judge fitted on the classifier part of `source`, and log its accuracy.
 

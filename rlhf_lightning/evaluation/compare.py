@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,8 +27,8 @@ from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plai
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.evaluation.gates import CheckedGate, check_gates
+from rlhf_lightning.evaluation.generate import GoldReward, Sampling
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
     held_out_comparison,
@@ -82,9 +82,9 @@ def compare(
     prompts: str | Path | Rows | RecordSource | RecordDataModule,
     *,
     reward: Any = None,
-    gold: Callable[..., list[float]] | None = None,
+    gold: GoldReward | None = None,
     safety: SafetyCheck | None = None,
-    gates: Mapping[str, Any] | None = None,
+    gates: Mapping[str, CheckedGate] | None = None,
     num_prompts: Count = 400,
     num_samples: CountOrZero | None = None,
     answers_per_prompt: Size = 1,

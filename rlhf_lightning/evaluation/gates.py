@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from rlhf_lightning.runs.summary import GateResult
 
@@ -203,6 +205,15 @@ def gate_problem(gate: Any) -> str | None:
     ):
         return f"or_near goes with at_least and has the keys {', '.join(NEAR_KEYS)}"
     return None
+
+
+def _checked_gate(gate: Any) -> Any:
+    if problem := gate_problem(gate):
+        raise ValueError(f" {problem}")
+    return gate
+
+
+CheckedGate = Annotated[Any, AfterValidator(_checked_gate)]
 
 
 def _asked(gate: Gate, required: Collection[str]) -> bool:

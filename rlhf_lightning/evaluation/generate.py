@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_response
 from rlhf_lightning.rollout.teachers import Teacher
 
 # (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
-GoldReward = Callable[..., list[float]]
+GoldReward = Callable[Concatenate[Any, Any, Any, ...], list[float]]
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class ExactMatchGold:
 class NumberGold:
     """1.0 where the response gives the right number, else 0.0, whatever the reward pays for it."""
 
+    @checked
     def __init__(self, reward: NumberReward) -> None:
         self.reward = reward
         self.columns = (reward.column,)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_lightning.arguments import Count, CountOrZero, PathOrName, Size, checked
+from rlhf_lightning.arguments import Count, CountOrZero, Names, PathOrName, Size, checked
 from rlhf_lightning.evaluation.benchmarks import RewardBenchmark
 from rlhf_lightning.evaluation.comparisons import Interval, share_over_prompts
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
@@ -41,7 +41,7 @@ class LmEvalBenchmark:
         apply_chat_template: questions as messages of a user.
     """
 
-    tasks: Sequence[str]
+    tasks: Names
     include_path: PathOrName | None = None
     num_fewshot: CountOrZero | None = None
     limit: Count | None = None

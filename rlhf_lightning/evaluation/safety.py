@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.arguments import Name, PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.records import PromptRecord
@@ -121,8 +121,8 @@ class SafetyCheck:
         self,
         is_refusal: RefusalDetector,
         *,
-        harmful: Sequence[str] = (HARMFUL,),
-        harmless: Sequence[str] = (HARMLESS,),
+        harmful: Sequence[Name] = (HARMFUL,),
+        harmless: Sequence[Name] = (HARMLESS,),
         prompts: PathOrName | None = None,
         attacks: Sequence[str] = (),
     ) -> None:

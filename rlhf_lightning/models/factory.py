@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_lightning.arguments import RunsCode
-from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.arguments import Fraction, Line, PathOrName, RunsCode, Seed, checked
+from rlhf_lightning.hparams import LoraHparams, Precision
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.building import reads_weights, seeded_init
 from rlhf_lightning.models.generation_settings import check_read, mended_settings
@@ -31,6 +31,7 @@ from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
 from rlhf_lightning.runs.source import reads_one_model
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+Head = Literal["stored", "zero", "reward"]
 
 
 def set_dropout(config: PretrainedConfig, probability: float) -> PretrainedConfig:
@@ -41,16 +42,17 @@ def set_dropout(config: PretrainedConfig, probability: float) -> PretrainedConfi
     return config
 
 
+@checked
 @reads_one_model
 def load_policy(
-    source: str | Path | None = None,
+    source: PathOrName | None = None,
     *,
     from_scratch: Mapping[str, Any] | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
+    dropout: Fraction = 0.0,
+    seed: Seed = 0,
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
-    revision: str | None = None,
+    revision: Line | None = None,
     trust_remote_code: RunsCode = False,
 ) -> PolicyModel:
     """Return a trainable causal language model with fp32 weights and its dropout set.
@@ -101,14 +103,15 @@ def load_policy(
     return PolicyModel(model.train())
 
 
+@checked
 @reads_one_model
 def load_base(
-    source: str | Path,
+    source: PathOrName,
     lora: LoraHparams,
     *,
-    dropout: float = 0.0,
+    dropout: Fraction = 0.0,
     activation_checkpointing: bool = False,
-    revision: str | None = None,
+    revision: Line | None = None,
     trust_remote_code: RunsCode = False,
 ) -> AdaptedBase:
     """Return a frozen causal language model that adapters can be put on.
@@ -148,17 +151,18 @@ def _four_bit() -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
 
 
+@checked
 @reads_one_model
 def load_scalar_model(
-    source: str | Path,
+    source: PathOrName,
     *,
-    head: str = "stored",
-    dropout: float = 0.0,
-    seed: int = 0,
+    head: Head = "stored",
+    dropout: Fraction = 0.0,
+    seed: Seed = 0,
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
-    precision: str | None = None,
-    revision: str | None = None,
+    precision: Precision | None = None,
+    revision: Line | None = None,
     trust_remote_code: RunsCode = False,
 ) -> ScalarHeadModel:
     """Return a decoder with a scalar head, fp32.
@@ -181,8 +185,6 @@ def load_scalar_model(
         ValueError: if `head` is unknown, if the checkpoint cannot be loaded or stores no scalar
             head, or if an adapter is to start from a stored one.
     """
-    if head not in ("stored", "zero", "reward"):
-        raise ValueError(f"head={head!r} must be 'stored', 'zero' or 'reward'")
     if lora is not None:
         if head == "stored":
             raise ValueError("lora adapts a causal language model: use head='zero' or 'reward'")

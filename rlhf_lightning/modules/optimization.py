@@ -166,7 +166,7 @@ def with_schedule(
     Raises:
         ValueError: for an optimizer that divides by 0.
     """
-    check_divisor(optimizer)
+    check_optimizer(optimizer)
     _warn_of_unused_rate(optimizer)
     total = int(module.trainer.estimated_stepping_batches)
     scheduler = IterationSchedule(
@@ -175,12 +175,14 @@ def with_schedule(
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def check_divisor(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose first step on a gradient of 0 would be 0 / 0.
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that climbs, or whose first step on a gradient of 0 would be 0 / 0.
 
     Raises:
-        ValueError: if `eps` is 0.
+        ValueError: if `maximize` is true or `eps` is 0.
     """
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise ValueError("maximize=True would raise the loss: leave it out")
     if any(group.get("eps") == 0 for group in optimizer.param_groups):
         raise ValueError("eps=0 divides by 0 where a gradient is 0: use more, such as 1e-8")
 

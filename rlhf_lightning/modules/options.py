@@ -8,7 +8,15 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Default, PathOrName, RunsCode, Seed
+from rlhf_lightning.arguments import (
+    FLOATING,
+    ChatTemplate,
+    Default,
+    Line,
+    PathOrName,
+    RunsCode,
+    Seed,
+)
 from rlhf_lightning.functional.surrogates import Surrogate
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
 from rlhf_lightning.modules.optimization import Optimizer
@@ -32,7 +40,7 @@ class ModuleParts(TypedDict):
     optimizer: Optimizer
     schedule: Schedule
     fingerprint: NotRequired[Annotated[str, Default("")]]
-    compute_dtype: NotRequired[torch.dtype | None]
+    compute_dtype: NotRequired[Annotated[torch.dtype, FLOATING] | None]
 
 
 class ModuleOptions(TypedDict, total=False):
@@ -60,9 +68,9 @@ class ModuleOptions(TypedDict, total=False):
     generator: Callable[[Sequence[int], int], Generator] | None
     seed: Annotated[Seed, Default(1)]
     activation_checkpointing: Annotated[bool, Default(False)]
-    chat_template: str | None
+    chat_template: ChatTemplate | None
     chat_template_arguments: Mapping[str, Any] | None
-    revision: str | None
+    revision: Line | None
     trust_remote_code: Annotated[RunsCode, Default(False)]
 
 

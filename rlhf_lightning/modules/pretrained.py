@@ -17,8 +17,10 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import fitting
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
+from rlhf_lightning.misfit import shown
 from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.ppo_models import ADAPTER
@@ -327,7 +329,11 @@ class Start:
         name = None if self.source is None else self.source.name
         stops = stop_ids(self.tokenizer, name, revision=self.options["revision"])
         make = self.options["generator"] or CachedGenerator
-        return make(stops, int(self.tokenizer.pad_token_id))  # type: ignore[no-any-return]
+        try:
+            made = make(stops, int(self.tokenizer.pad_token_id))
+        except NotImplementedError as error:
+            raise TypeError(f"generator={shown(make)} makes no generator: {error}") from error
+        return fitting("generator(stop_ids, pad_token_id)", made, Generator)  # type: ignore[no-any-return]
 
     def check_adapter(
         self, argument: str, folder: str | Path, *, scale: LoraHparams | None = None

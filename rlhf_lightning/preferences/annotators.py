@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from random import Random
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field
 
 from rlhf_lightning.arguments import AtLeast0, Seed, checked
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
+from rlhf_lightning.data.sources.base import LISTED
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
 from rlhf_lightning.preferences.rules import Rule
@@ -61,10 +64,10 @@ class RuleAnnotator:
     kind: AnnotatorKind = "rule"
     batch_size = 1000
 
-    @checked(but=("rules",))
+    @checked
     def __init__(
         self,
-        rules: Sequence[Rule | Sequence[Rule]],
+        rules: Annotated[Sequence[Rule | Sequence[Rule]], Field(min_length=1), LISTED],
         *,
         name: str = "rules",
         tie_below: AtLeast0 = 0.0,
@@ -72,8 +75,8 @@ class RuleAnnotator:
         flat: list[Rule] = []
         for rule in rules:
             flat += [rule] if callable(rule) else rule
-        if not flat or not all(callable(rule) for rule in flat):
-            raise ValueError("rules must hold at least one rule, and only rules")
+        if not flat:
+            raise ValueError("rules must hold at least one rule")
         self.rules = flat
         self.name = name
         self.tie_below = tie_below

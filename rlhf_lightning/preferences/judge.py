@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import AtLeast0, JsonObject, PathStr, Seed, Size, checked
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.journal import Journal
@@ -206,11 +206,11 @@ class JudgeAnnotator:
         read: Literal["text", "logprobs"] = "text",
         system: str | None = SYSTEM,
         template: str = TEMPLATE,
-        extra: Mapping[str, Any] | None = None,
-        tie_below: float = 0.0,
-        batch_size: int = 32,
-        seed: int = 1,
-        known: str | None = None,
+        extra: JsonObject | None = None,
+        tie_below: AtLeast0 = 0.0,
+        batch_size: Size = 32,
+        seed: Seed = 1,
+        known: PathStr | None = None,
         **hparams: Any,
     ) -> None:
         self.hparams = JudgeHparams(**hparams)

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rlhf_lightning.arguments import Above0, Address, AtLeast0, Count, CountOrZero, SecretName
+from rlhf_lightning.arguments import (
+    Above0,
+    Address,
+    AtLeast0,
+    Count,
+    CountOrZero,
+    Name,
+    Seconds,
+    SecretName,
+)
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
@@ -53,10 +62,10 @@ class JudgeHparams(Checked):
             Tokens that the service does not count are estimated from the text.
     """
 
-    model: str
+    model: Name
     base_url: Address | None = None
     api_key_env: SecretName | None = "OPENAI_API_KEY"
-    timeout: Above0 = 60.0
+    timeout: Seconds = 60.0
     max_retries: CountOrZero = 5
     concurrency: Count = 4
     requests_per_minute: Above0 | None = None
@@ -70,8 +79,6 @@ class JudgeHparams(Checked):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        if not self.model:
-            raise ValueError("model is empty: name the judge as its service does")
         if self.base_url is not None:
             check_url(self.base_url, "base_url", "api_key_env")
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, SupportsFloat
 
-from rlhf_lightning.arguments import CodeName, Count, checked
+from rlhf_lightning.arguments import CodeName, Count, Names, checked
 from rlhf_lightning.data.demo import grammar
 from rlhf_lightning.hparams import Checked
 
@@ -63,7 +63,7 @@ class EndingRule:
     """
 
     weight: float = 1.0
-    endings: Sequence[str] = (".", "!", "?", '"', ")", "`")
+    endings: Names = (".", "!", "?", '"', ")", "`")
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return the weight, or 0."""

@@ -71,7 +71,7 @@ def test_the_demo_rules_know_manners_and_no_fact() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RuleAnnotator([]), "at least one rule"),
+        (lambda: RuleAnnotator([]), r"rules=\[\] must be not empty"),
         (lambda: RuleAnnotator([LengthRule(3)], tie_below=-1), "tie_below=-1"),
         (lambda: LengthRule(0), "words=0"),
         (lambda: PhraseRule([], 1.0), "at least one phrase"),

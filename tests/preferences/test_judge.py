@@ -308,7 +308,7 @@ def test_hostile_answers_and_conversations_are_shown_as_they_are() -> None:
     [
         ({"read": "minds"}, "read='minds'"),
         ({"template": "{a} or {b}"}, r"lacks \{prompt\}"),
-        ({"model": ""}, "model is empty"),
+        ({"model": ""}, "model="),
         ({"concurrency": 0}, "concurrency"),
         ({"max_cost": 0.0}, "max_cost"),
     ],

@@ -17,7 +17,7 @@ from rlhf_lightning.app.config.compose import (
     describe_interpolation,
 )
 from rlhf_lightning.app.config.targets import listed
-from rlhf_lightning.arguments import did_you_mean
+from rlhf_lightning.misfit import did_you_mean
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 OF_TRAINING = ("logger=", "logger.", "debug=")  # how words begin that training alone takes

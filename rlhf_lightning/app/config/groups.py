@@ -190,6 +190,13 @@ class ArtifactsSettings(Settings):
     teacher: str | None = None
     publish: str | None = None
 
+    @field_validator("publish")
+    @classmethod
+    def _can_be_made(cls, folder: str | None) -> str | None:
+        if folder is not None and Path(folder.strip()).name in ("", ".."):
+            raise ValueError(f"={folder!r} must be a folder to make, such as artifacts/mine")
+        return folder
+
     def of(self, kind: str) -> str | None:
         """Return the model of a kind."""
         return cast("str | None", getattr(self, kind))

@@ -41,8 +41,9 @@ from rlhf_lightning.app.config.groups import (
 )
 from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.stages.spec import Stage, find_stage
-from rlhf_lightning.arguments import Seed, misfit
+from rlhf_lightning.arguments import Seed
 from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams, Precision
+from rlhf_lightning.misfit import misfit
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.secrets import is_secret
 

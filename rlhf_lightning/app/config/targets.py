@@ -21,7 +21,8 @@ from types import ModuleType
 from typing import Any, NamedTuple, Self, get_args
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.arguments import Built, NamedAgain, annotations_of, did_you_mean, fitting
+from rlhf_lightning.arguments import NamedAgain, annotations_of, fitting
+from rlhf_lightning.misfit import Built, did_you_mean
 
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.compose import ConfigError, written_keys
 from rlhf_lightning.app.config.settings import CommandSettings
-from rlhf_lightning.arguments import did_you_mean
+from rlhf_lightning.misfit import did_you_mean
 
 _OTHER = "another value than any"
 

@@ -34,7 +34,8 @@ from rlhf_lightning.app.config.targets import (
 )
 from rlhf_lightning.app.config.unread import check_keys_are_known, is_read, places
 from rlhf_lightning.app.stages.spec import find_stage
-from rlhf_lightning.arguments import did_you_mean, fitting
+from rlhf_lightning.arguments import fitting
+from rlhf_lightning.misfit import did_you_mean
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 EARLY_STOPPING = "callbacks.early_stopping"
@@ -364,12 +365,18 @@ def check_run(settings: TrainSettings) -> None:
         ConfigError: with the place, what it got and what it wants.
     """
     # brings torch: a mistake on the command line is reported before
-    from rlhf_lightning.modules.optimization import check_divisor
+    from rlhf_lightning.modules.optimization import check_optimizer
 
     if (stops := settings.select(EARLY_STOPPING)) is not None:
         name = "lightning.pytorch.callbacks.EarlyStopping"
         call = resolve(name, EARLY_STOPPING)
         check_arguments(Node(name, call, call=call, arguments=stops), EARLY_STOPPING)
+    checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
+    if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
+        raise ConfigError(
+            "callbacks.checkpoint.mode=max is of a monitor: set callbacks.checkpoint.monitor, or "
+            "leave it out"
+        )
     for key, wanted in (("data.path", "file or folder of records"), ("ckpt_path", "checkpoint")):
         _check_exists(key, settings.select(key), wanted)
     for path in settings.data.get("also") or ():
@@ -381,9 +388,12 @@ def check_run(settings: TrainSettings) -> None:
             for number in value if isinstance(value, list) else [value]:
                 if type(number) in (int, float):
                     fitting(key, number, float)
-        check_divisor(settings.optimizer.build()([_parameter()], lr=1e-3))
+        check_optimizer(settings.optimizer.build()([_parameter()], lr=1e-3))
     with built("scheduler", settings.scheduler):
         settings.scheduler.build()
+    if settings.safety is not None:
+        with built("safety", settings.safety):
+            settings.safety.build()
     settings.spec.check_buildable(settings)
 
 

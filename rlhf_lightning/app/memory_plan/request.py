@@ -24,7 +24,7 @@ from rlhf_lightning.app.memory_plan.run import (
     read_shape,
 )
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
-from rlhf_lightning.arguments import did_you_mean
+from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.hparams import is_address
 

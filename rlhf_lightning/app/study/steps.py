@@ -28,8 +28,8 @@ from rlhf_lightning.app.config.validate import (
 )
 from rlhf_lightning.app.study.engine import ATTEMPTS, Run
 from rlhf_lightning.app.study.words import STAGES, given, key_of
-from rlhf_lightning.arguments import did_you_mean
 from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, is_claimed
 from rlhf_lightning.runs.resume import newest_complete_checkpoint

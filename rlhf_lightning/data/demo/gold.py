@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.data.demo.grammar import (
     FILLERS,
     POLITE_CLOSERS,
@@ -64,6 +65,7 @@ class GoldParts:
     total: float
 
 
+@checked
 def gold_scores(
     prompts: Sequence[str], completions: Sequence[str], finished: Sequence[bool]
 ) -> list[float]:
@@ -80,6 +82,11 @@ def gold_scores(
     Raises:
         ValueError: if the three differ in length.
     """
+    if not len(prompts) == len(completions) == len(finished):
+        raise ValueError(
+            f"{len(prompts)} prompts, {len(completions)} completions and {len(finished)} finished: "
+            "give one of each a row"
+        )
     rows = zip(prompts, completions, finished, strict=True)
     return [gold_parts(prompt, completion, done).total for prompt, completion, done in rows]
 

@@ -10,9 +10,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
+from rlhf_lightning.arguments import Count, Fraction, Line, Name, PathOrName, PathStr, Seed, checked
 from rlhf_lightning.data import labels
 from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.errors import (
@@ -71,7 +71,7 @@ class RowSource:
         system_into_user: put system messages in front of the user's next one.
     """
 
-    columns: Mapping[str, str | None] | None = None
+    columns: Mapping[str, Name | None] | None = None
     validation_fraction: Fraction = 0.05
     seed: Seed = 1
     on_bad_record: OnBadRecord = "raise"
@@ -253,12 +253,12 @@ class HubSource(RowSource):
     """
 
     on_hub: ClassVar = True  # `name` is one of the hub's, for model cards
-    name: str
+    name: PathStr
     _: KW_ONLY
     config: str | None = None
-    split: str = "train"
-    validation_split: str | None = None
-    revision: str | None = None
+    split: Name = "train"
+    validation_split: Name | None = None
+    revision: Line | None = None
 
     @property
     def label(self) -> str:
@@ -310,7 +310,7 @@ class _SeveralSources:
 
 # A set or an iterator is kept as a list: it could be read only once.
 LISTED = BeforeValidator(lambda given: [*given] if isinstance(given, Iterator | Set) else given)
-Sources = Annotated[Sequence[RecordSource], LISTED]
+Sources = Annotated[Sequence[RecordSource], Field(min_length=1), LISTED]
 
 
 class MixedSource(_SeveralSources):
@@ -411,9 +411,6 @@ class FirstRecords:
         source: where the records come from.
         num_records: how many of them.
         num_copies: how often each occurs in training.
-
-    Raises:
-        ValueError: if a number is below 1.
     """
 
     @checked

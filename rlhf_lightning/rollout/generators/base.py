@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import Size, StopIds, TokenId, checked
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.sequences import response_mask
@@ -83,7 +83,7 @@ class CachedGenerator:
 
     @checked
     def __init__(
-        self, stop_ids: Sequence[int], pad_token_id: int, *, prefill_tokens: int = 16_384
+        self, stop_ids: StopIds, pad_token_id: TokenId, *, prefill_tokens: Size = 16_384
     ) -> None:
         self.stop_ids = tuple(stop_ids)
         self.pad_token_id = pad_token_id
@@ -159,7 +159,7 @@ class TransformersGenerator:
     """
 
     @checked
-    def __init__(self, stop_ids: Sequence[int], pad_token_id: int) -> None:
+    def __init__(self, stop_ids: StopIds, pad_token_id: TokenId) -> None:
         self.stop_ids = tuple(stop_ids)
         self.pad_token_id = pad_token_id
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import AtLeast0, StopIds, TokenId, checked
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.functional.logprobs import token_logprobs
@@ -117,10 +117,10 @@ class VllmGenerator:
     @checked
     def __init__(
         self,
-        stop_ids: Sequence[int],
-        pad_token_id: int,
+        stop_ids: StopIds,
+        pad_token_id: TokenId,
         *,
-        logprob_tolerance: float = 0.05,
+        logprob_tolerance: AtLeast0 = 0.05,
         engine: dict[str, Any] | None = None,
     ) -> None:
         self.stop_ids = tuple(stop_ids)

@@ -21,12 +21,13 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from transformers import PreTrainedModel
 
-from rlhf_lightning.arguments import Program, checked
+from rlhf_lightning.arguments import AtLeast0, Program, Seconds, StopIds, TokenId, checked
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.rollout.generators import vllm_engine
@@ -371,19 +372,17 @@ class VllmServerGenerator(VllmGenerator):
     @checked
     def __init__(
         self,
-        stop_ids: Sequence[int],
-        pad_token_id: int,
+        stop_ids: StopIds,
+        pad_token_id: TokenId,
         *,
         python: Program,
-        replicas: Sequence[Mapping[str, Any]] = ({},),
-        timeout: float = 600.0,
-        start_timeout: float = 600.0,
-        logprob_tolerance: float = 0.05,
+        replicas: Annotated[Sequence[Mapping[str, Any]], Field(min_length=1)] = ({},),
+        timeout: Seconds = 600.0,
+        start_timeout: Seconds = 600.0,
+        logprob_tolerance: AtLeast0 = 0.05,
         engine: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(stop_ids, pad_token_id, logprob_tolerance=logprob_tolerance, engine=engine)
-        if not replicas:
-            raise ValueError("rollout.replicas=[] has no server: [{}] is one")
         self.pool = ServerPool(Path(python), replicas, timeout=timeout, start_timeout=start_timeout)
         self.under_way: Future[list[Completion]] | None = None  # on rank 0
         weakref.finalize(self, self.pool.end)  # at the end of this process too

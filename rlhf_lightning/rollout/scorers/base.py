@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import CodeName, Count, PathOrName, Seconds, checked
+from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, Seconds, checked
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import place_on_ranks
@@ -356,7 +356,7 @@ class WeightedScorer:
     @checked
     def __init__(
         self,
-        scorers: Annotated[Mapping[str, Scorer], Field(min_length=1)],
+        scorers: Annotated[Mapping[Name, Scorer], Field(min_length=1)],
         *,
         weights: Mapping[str, float] | None = None,
         domain_weights: Mapping[str, Mapping[str, float]] | None = None,

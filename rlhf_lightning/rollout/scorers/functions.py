@@ -242,7 +242,7 @@ def load_function(path: CodeName, *, seconds: float = 300.0) -> RewardFunction:
         else:
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
-    except (ImportError, FileNotFoundError, ValueError) as error:
+    except (ImportError, FileNotFoundError, TypeError, ValueError) as error:
         raise ValueError(
             f"reward function {path!r}: {error}; give 'path.py:name' or 'package.module.name'"
         ) from error

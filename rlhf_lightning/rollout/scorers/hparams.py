@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -15,6 +14,9 @@ from rlhf_lightning.arguments import (
     AtLeast0,
     Count,
     CountOrZero,
+    Name,
+    PathOrName,
+    Seconds,
     SecretName,
 )
 from rlhf_lightning.hparams import Checked, Usual
@@ -44,10 +46,10 @@ class TextRewardModelHparams(Checked):
     """
 
     input_format: Literal["text", "pair", "completion"] = "text"
-    chat_template: str | Path | None = None
+    chat_template: PathOrName | None = None
     ending: Literal["eos", "template", "none"] | None = None
     max_length: Annotated[int, Field(ge=2)] | None = None
-    label: str | int | None = None
+    label: Name | CountOrZero | None = None
     output: Literal["log_odds", "logit", "probability"] = "log_odds"
     mean: float = 0.0
     std: Above0 = 1.0
@@ -106,8 +108,8 @@ class HttpScorerHparams(Checked):
     url: Address
     batch_size: Count = 64
     concurrency: Annotated[int, Field(ge=1, le=256)] = 4
-    timeout: Above0 = 60.0
-    deadline: Above0 = 600.0
+    timeout: Seconds = 60.0
+    deadline: Seconds = 600.0
     max_retries: CountOrZero = 5
     backoff: AtLeast0 = 0.5
     max_backoff: AtLeast0 = 30.0

@@ -15,7 +15,7 @@ import httpx
 import torch
 from torch import nn
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import JsonObject, Name, checked
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
@@ -257,8 +257,8 @@ class HttpScorer:
     def __init__(
         self,
         *,
-        request: Mapping[str, str] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        request: Mapping[Name, Name] | None = None,
+        extra: JsonObject | None = None,
         response: str = "scores",
         name: str = "http",
         **hparams: Any,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.arguments import Line, Name, PathOrName, checked
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.models.building import from_rank_zero, place_on_ranks
 from rlhf_lightning.models.classifiers import (
@@ -75,8 +75,8 @@ class TextRewardModelScorer:
         source: PathOrName,
         *,
         tokenizer: PathOrName | None = None,
-        revision: str | None = None,
-        name: str = "text_reward_model",
+        revision: Line | None = None,
+        name: Name = "text_reward_model",
         **hparams: Any,
     ) -> None:
         self.source = str(source)
