@@ -1,4 +1,4 @@
-"""What a refused value is told: key, what it got, what is wanted, the nearest name."""
+"""Messages about refused values: the key, what it got, what is wanted, the nearest name."""
 
 from __future__ import annotations
 

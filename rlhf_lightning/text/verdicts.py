@@ -261,7 +261,7 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     Without one: a letter that the reply begins with, then ratings of both ("A: 8/10, B: 6": the
     higher one; of one response alone they are no vote), then praise that is all for one side. What
     is negated, asked, conditional or quoted from a response is no verdict; A as an article is none.
-    What is said of one criterion ("in style, A is better") counts only where nothing else does.
+    A sentence on one criterion ("in style, A is better") counts only where nothing else does.
 
     Args:
         reply: what the judge wrote.

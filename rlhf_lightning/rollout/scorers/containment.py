@@ -214,8 +214,7 @@ def contained(
         try:
             returned = call()
             if inspect.isawaitable(returned):
-                coroutine = awaited(returned)
-                returned = run_async(lambda: coroutine)
+                returned = run_async(partial(awaited, returned))
             return read(returned)
         finally:
             _end_child(process, what)
