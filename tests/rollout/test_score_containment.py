@@ -180,66 +180,34 @@ def test_an_impossible_limit_is_refused(value):
 
 
 def state():
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_float32_matmul_precision(),
-        signal.getsignal(signal.SIGINT),
-        signal.getsignal(signal.SIGTERM),
-        os.getcwd(),
-        dict(os.environ),
-        sys.stdout,
-        sys.stderr,
-        sys.getrecursionlimit(),
-        torch.get_deterministic_debug_mode(),
-        torch.is_anomaly_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.mkldnn.enabled,
-        float(torch.tensor([1e-40]) * 1),
-        gc.isenabled(),
-        np.geterr(),
-        (os.umask(mask := os.umask(0o22)), mask)[1],
-        signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        [resource.getrlimit(getattr(resource, f"RLIMIT_{n}")) for n in ("AS", "NOFILE", "FSIZE")],
-        sorted(set(sys.path)),
-        list(warnings.filters),
-        logging.root.manager.disable,
-        [(each.level, each.disabled, list(each.handlers)) for each in OUR_LOGGERS],
-        [
-            os.unlink,
-            os.getcwd,
-            os.fchdir,
-            shutil.rmtree,
-            subprocess.Popen,
-            builtins.open,
-            torch.ones,
-            torch.nn.functional.silu,
-            torch.nn.Module.__call__,
-            csv.field_size_limit(),
-            json.dumps,
-            copy.deepcopy,
-            pathlib.Path.write_text,
-            logging.getLogRecordFactory(),
-            list(sys.meta_path),
-            list(sys.path_hooks),
-            sys.modules.get("omegaconf"),
-            gc.get_debug(),
-            gc.get_threshold(),
-            signal.getitimer(signal.ITIMER_PROF),
-        ],
-        HOOKED(torch.ones(1)).item(),
-    )
-
-
-HOOKED = torch.nn.Identity()
+    return [read() for read in READS]
 
 
 OUR_LOGGERS = logging.root, logging.getLogger("rlhf_lightning"), logging.getLogger("lightning")
+LIMITS = "AS", "NOFILE", "FSIZE"
+READS = [
+    torch.get_default_dtype, torch.get_default_device, torch.is_grad_enabled,
+    torch.is_inference_mode_enabled, torch.get_num_threads,
+    torch.are_deterministic_algorithms_enabled, torch.get_deterministic_debug_mode,
+    torch.is_anomaly_enabled, torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled, lambda: torch.is_autocast_enabled("cpu"),
+    lambda: torch.backends.mkldnn.enabled, lambda: float(torch.tensor([1e-40]) * 1),
+    lambda: torch.nn.Identity()(torch.ones(1)).item(),
+    *(partial(signal.getsignal, number) for number in (signal.SIGINT, signal.SIGTERM)),
+    lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+    lambda: signal.getitimer(signal.ITIMER_PROF),
+    *(partial(resource.getrlimit, getattr(resource, f"RLIMIT_{n}")) for n in LIMITS),
+    lambda: [os.getcwd(), dict(os.environ), (os.umask(mask := os.umask(0o22)), mask)[1]],
+    lambda: [sys.stdout, sys.stderr, sys.getrecursionlimit(), sorted(set(sys.path))],
+    lambda: [list(sys.meta_path), list(sys.path_hooks), sys.modules.get("omegaconf")],
+    lambda: [gc.isenabled(), gc.get_debug(), gc.get_threshold()],
+    np.geterr, csv.field_size_limit, logging.getLogRecordFactory,
+    lambda: [list(warnings.filters), logging.root.manager.disable],
+    lambda: [(each.level, each.disabled, list(each.handlers)) for each in OUR_LOGGERS],
+    lambda: [os.unlink, os.getcwd, os.fchdir, shutil.rmtree, subprocess.Popen, builtins.open],
+    lambda: [torch.ones, torch.nn.functional.silu, torch.nn.Module.__call__],
+    lambda: [json.dumps, copy.deepcopy, pathlib.Path.write_text],
+]  # fmt: skip
 KEPT = []
 
 
