@@ -329,7 +329,7 @@ def test_safety_by_a_reward_model_sft_ppo_on_mixed_prompts_and_attacks(tmp_path)
     assert ppo["metrics"]["val/num_harmful"] == ppo["metrics"]["val/num_harmless"] == 24
     assert ppo["metrics"]["val/refusal_rate/subset/many_turns"] == 0, "a random model"
     gates = {gate["name"]: gate["passed"] for gate in ppo["gates"]}
-    assert gates == {"still_refuses": True, "refuses_no_more": True}
+    assert gates == {"still_refuses": True, "refuses_no_more": True, "near": True}
     assert all(gate["value"] is not None for gate in [*ppo["gates"], *sft["gates"]])
     check_measured(tmp_path, "safety")
 
