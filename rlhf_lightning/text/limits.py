@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS = 20.0
 GIBIBYTES = 2.0
-_POLL, _IDLE = 0.05, 5.0  # seconds
+_POLL, _AGAIN, _IDLE = 0.05, 0.5, 5.0  # seconds
 _STATM = Path("/proc/self/statm")
 
 
@@ -24,17 +26,25 @@ class _Stop(BaseException):
     """Raised in the thread that renders, from outside."""
 
 
+@dataclass
+class _Rendering:
+    begun: float
+    memory: float = 0.0  # of the process, when the watch first looked
+    # Stopped again until it ends: Python drops what is raised in a finalizer.
+    stopped: float = -math.inf
+
+
 class _Watch:
     """One thread that looks after all renderings of this process, and ends when there are none."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.begun: dict[int, tuple[float, float]] = {}  # thread -> when, and memory then
+        self.begun: dict[int, _Rendering] = {}  # by thread
         self.thread: threading.Thread | None = None
 
     def begin(self) -> None:
         with self.lock:
-            self.begun[threading.get_ident()] = (time.monotonic(), 0.0)
+            self.begun[threading.get_ident()] = _Rendering(time.monotonic())
             if self.thread is None or not self.thread.is_alive():  # of the process before a fork
                 self.thread = threading.Thread(target=self._look, daemon=True)
                 self.thread.start()
@@ -42,6 +52,7 @@ class _Watch:
     def end(self) -> None:
         with self.lock:
             self.begun.pop(threading.get_ident(), None)
+            _raise_in(threading.get_ident(), None)  # what is on its way to a rendering that ended
 
     def _look(self) -> None:
         last = time.monotonic()
@@ -53,14 +64,18 @@ class _Watch:
                 if now - last > _IDLE:
                     self.thread = None
                     return
-                for thread, (since, before) in list(self.begun.items()):
-                    if not before:
-                        self.begun[thread] = (since, memory)
-                    elif now - since > SECONDS or memory - before > GIBIBYTES:
-                        del self.begun[thread]
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                            ctypes.c_ulong(thread), ctypes.py_object(_Stop)
-                        )
+                for thread, one in self.begun.items():
+                    one.memory = one.memory or memory
+                    over = now - one.begun > SECONDS or memory - one.memory > GIBIBYTES
+                    if over and now - one.stopped > _AGAIN:
+                        one.stopped = now
+                        _raise_in(thread, _Stop)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise `error` in the thread `thread` soon, or take back what has not been raised yet."""
+    value = ctypes.py_object() if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)
 
 
 def _resident() -> float:

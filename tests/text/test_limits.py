@@ -26,6 +26,22 @@ ENDLESS = {
 }
 
 
+class Endless:
+    """Loops in its finalizer, where Python prints an exception and drops it."""
+
+    def __del__(self):
+        while True:
+            pass
+
+
+def looped_behind_a_finalizer(seconds):
+    end = time.monotonic() + seconds
+    with limits.limited():
+        Endless()
+        while time.monotonic() < end:
+            pass
+
+
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_template_without_an_end_is_stopped_by_name(template, monkeypatch):
     monkeypatch.setattr(limits, "SECONDS", 0.5)
@@ -37,3 +53,12 @@ def test_a_template_without_an_end_is_stopped_by_name(template, monkeypatch):
             render()
     assert time.monotonic() - begun < 20
     assert "a" in render_chat(MESSAGES, build_tokenizer(template=CHATML))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_template_is_stopped_again_where_python_dropped_the_first_exception(monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(TemplateLimitError, match="chat template did not end"):
+        looped_behind_a_finalizer(15)
+    assert time.monotonic() - begun < 10
