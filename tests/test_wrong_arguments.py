@@ -253,6 +253,7 @@ def refusal(call: Callable[..., Any], arguments: dict[str, Any]) -> Exception | 
     return None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", calls())
 def test_every_value_of_every_argument_is_refused_by_name_or_may_be_meant(name, policy):
     call, good = call_of(name, policy)

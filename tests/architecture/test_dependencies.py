@@ -8,6 +8,8 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 
+import pytest
+
 from tests.architecture.test_layers import ROOT, imported_names, package_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -39,12 +41,14 @@ def imported() -> set[str]:
     return {canonical(name) for module in modules for name in known.get(module, [module])}
 
 
+@pytest.mark.thorough
 def test_every_library_that_the_package_imports_is_declared() -> None:
     found = imported()
     assert {"torch", "hydra-core", "filelock", "httpx", "jinja2"} <= found
     assert not found - BASE - OPTIONAL
 
 
+@pytest.mark.thorough
 def test_every_dependency_is_imported() -> None:
     assert not BASE - imported()
 

@@ -48,6 +48,7 @@ def same(first: str, second: str) -> bool:
     return fnmatch(first, second) or fnmatch(second, first)
 
 
+@pytest.mark.thorough
 def test_every_metric_of_the_code_is_documented() -> None:
     # A prefix that is passed on ends in an underscore or a slash and names no metric itself.
     code = {name for name in code_strings(METRIC) if not name.endswith("_")}
@@ -57,6 +58,7 @@ def test_every_metric_of_the_code_is_documented() -> None:
     assert not missing, f"docs/metrics.md lacks {sorted(missing)}"
 
 
+@pytest.mark.thorough
 def test_every_documented_metric_is_in_the_code() -> None:
     docs = documented_metrics()
     assert len(docs) > 30

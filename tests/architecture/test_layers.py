@@ -194,6 +194,7 @@ def test_configurations_leave_app_config_as_typed_settings_alone() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.thorough
 def test_what_is_named_in_a_configuration_is_built_in_one_place() -> None:
     calls = [
         str(file.relative_to(PACKAGE))

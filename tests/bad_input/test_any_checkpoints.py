@@ -99,6 +99,7 @@ def check_content(path: Path, content: Any) -> None:
         assert isinstance(found["state_dict"], dict)
 
 
+@pytest.mark.thorough
 @examples(30)
 @given(PLAIN | st.fixed_dictionaries({"state_dict": PLAIN}))
 def test_any_plain_content_is_a_checkpoint_or_is_said_to_be_none(tmp_path, content):

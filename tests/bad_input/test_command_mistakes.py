@@ -74,6 +74,7 @@ def test_a_mistake_is_one_line_that_names_the_key(
     assert said.out == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_begins_with_a_sentence_and_names_the_command_and_loads_no_torch(command):
     code = (

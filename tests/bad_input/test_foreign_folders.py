@@ -118,6 +118,7 @@ def folder_of(path: Path, text: str) -> RunFolder:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("key", "value"), CASES, ids=lambda value: str(value)[-60:])
 def test_a_saved_node_that_could_do_anything_is_refused_and_does_nothing(
     saved: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
@@ -172,6 +173,7 @@ FILES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", FILES)
 def test_a_file_that_is_no_plain_configuration_is_refused_at_once(tmp_path: Path, what: str):

@@ -88,6 +88,7 @@ HARMLESS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "content"), REFUSED, ids=lambda value: str(value)[:30])
 def test_a_report_refuses_a_file_that_it_cannot_trust(
     folder: RunFolder, tmp_path: Path, name: str, content: str | bytes | None
@@ -101,6 +102,7 @@ def test_a_report_refuses_a_file_that_it_cannot_trust(
     assert not folder.report.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "content"), HARMLESS, ids=lambda value: str(value)[:30])
 def test_a_report_is_written_from_odd_files(
     folder: RunFolder, tmp_path: Path, name: str, content: str | None
@@ -121,6 +123,7 @@ def test_a_folder_that_is_told_in_an_odd_way_is_this_one(folder, tmp_path, conte
     assert working_folder(folder) == Path()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("content", [None, "LINK", DEEP, b"\xff"])
 def test_settings_that_are_no_plain_text_are_refused_by_name(folder, tmp_path, content) -> None:
     put(folder.config, content, tmp_path / "private")

@@ -109,6 +109,7 @@ def test_what_does_not_compose_is_named_with_what_can_be_written(mistake, whole_
     check(whole_command(mistake.given.split()), mistake)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mistake", VALUES, ids=lambda mistake: mistake.given)
 def test_a_value_that_cannot_be_is_named_with_what_is_wanted(mistake, checks_alone):
     check(checks_alone(mistake.given.split()), mistake)

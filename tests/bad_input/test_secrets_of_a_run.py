@@ -38,6 +38,7 @@ def leaks(folder: Path) -> Iterator[str]:
                 yield f"{path.relative_to(folder)}: {secret}"
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_with_a_secret_in_its_error_writes_it_nowhere(start, tmp_path):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(RuntimeError, match=KEY):  # as the callback said it
@@ -49,6 +50,7 @@ def test_a_run_that_fails_with_a_secret_in_its_error_writes_it_nowhere(start, tm
     assert list(folder.wandb.glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_well_exports_none_either(start, tmp_path):
     folder = completed(tmp_path / "run", "sft", start, *LEAKY, "+callbacks.extra.leaky.fails=false")
     assert (folder.export / "training_config.yaml").is_file()

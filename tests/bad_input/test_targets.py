@@ -256,6 +256,7 @@ def test_what_an_interpolation_makes_is_checked_as_well(composed, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_every_experiment_builds_by_names_and_arguments_that_exist(composed, experiment):
     read_settings(TrainSettings, composed(f"+experiment={experiment}")).check_targets()
@@ -272,6 +273,7 @@ def test_every_scorer_is_allowed(composed, scorer):
     read_settings(TrainSettings, cfg).check_targets()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -64,6 +64,7 @@ def test_the_evil_is_real(tmp_path, marker):
     assert marker.exists()
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_from_no_checkpoint_that_runs_code(start, tmp_path, marker, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = completed(tmp_path / "outputs" / "sft" / "2026-01-01_00-00-00", "sft", start)

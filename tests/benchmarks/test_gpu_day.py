@@ -51,6 +51,7 @@ def day(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.thorough
 def test_a_part_that_fails_or_hangs_is_named_and_the_rest_runs_and_is_not_run_again(day, tmp_path):
     bad = script(tmp_path, "bad_part", "raise SystemExit(3)")
     # Its child too is ended: it would write three seconds later.

@@ -52,6 +52,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", BUDGETS)
 @pytest.mark.parametrize("phase", ["token", "score", "update", "advantages"])
 def test_a_phase_takes_no_more_kernels_bytes_and_time_than_its_budget(counted, model, phase):

@@ -64,6 +64,7 @@ def test_no_detector_fires_on_a_healthy_run(seed: int, artifacts: Path) -> None:
     assert fired(run_one("healthy", seed, artifacts)) == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DISEASES)
 def test_every_disease_is_built_from_its_settings(name: str) -> None:
     models = ("artifacts.sft=sft", "artifacts.reward=reward")

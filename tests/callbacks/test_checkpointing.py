@@ -53,6 +53,7 @@ def deaths(num_iterations: int, validate_every: int) -> list[tuple[str, int]]:
     return every + [("validation", i) for i in validations]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_iterations", "validate_every", "save_every"), [(6, 2, 2), (6, 3, 1), (5, 2, 3)]
 )

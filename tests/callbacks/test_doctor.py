@@ -44,6 +44,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, fit(folder, doctor)
 
 
+@pytest.mark.thorough
 def test_the_measures_stand_in_the_row_of_their_iteration(watched):
     rows = read_metrics(RunFolder(watched[0]).metrics)
     assert len(rows) == ITERATIONS
@@ -94,6 +95,7 @@ def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path)
     assert "missing_eos" not in idle
 
 
+@pytest.mark.thorough
 def test_updates_that_a_target_stops_are_still_too_large(tmp_path):
     large = ppo_hparams(learning_rate=0.05, num_minibatches=2, target_approx_kl=0.1)
     fit(tmp_path, doctor_of(tmp_path), ppo=large)
@@ -240,6 +242,7 @@ def test_a_run_resumed_in_the_middle_is_bitwise_the_run_never_stopped(tmp_path):
                 assert a[name] == b[name], (name, a["iteration"])
 
 
+@pytest.mark.thorough
 def test_an_alarm_that_stays_ends_the_fit_and_a_resumed_one_has_its_patience_again(tmp_path):
     actions = ActionSettings(on_alarm="stop", alarm_patience=1)
     limits = {"kl_high_warn": 1e-9, "kl_high_alarm": 1e-8, "clear_after": 9}
@@ -260,6 +263,7 @@ def test_an_alarm_that_stays_ends_the_fit_and_a_resumed_one_has_its_patience_aga
     assert len(read_metrics(RunFolder(tmp_path).metrics)) == ITERATIONS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("save_every", "kind", "back_to"), [(2, "rollback", 2), (3, "stop", None)])
 def test_training_goes_back_only_to_before_the_alarm(tmp_path, save_every, kind, back_to):
     # KL is 0 at iteration 1 and never again: the alarm is raised at 3, and has stayed at 5.

@@ -23,6 +23,7 @@ from tests.builders.stages import STOPS, TokenScorer, tiny_models
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
 
 
+@pytest.mark.thorough
 def test_a_sane_run_passes_the_preflight_and_trains_as_without_it(tmp_path):
     alone = fit(tmp_path / "alone", doctor_of(tmp_path / "alone"))
     doctor = doctor_of(tmp_path, preflight=True)
@@ -90,6 +91,7 @@ def test_a_pad_token_that_answers_hold_is_refused(tmp_path):
     assert "padding" in refused(tmp_path, pad=PAD, generator=MorePads(STOPS, PAD))
 
 
+@pytest.mark.thorough
 def test_an_untrained_policy_is_not_blamed_for_what_it_does_by_chance(tmp_path, caplog):
     fit(
         tmp_path,
@@ -163,6 +165,7 @@ def test_a_wrong_stop_token_is_refused(tmp_path):
     assert "responses end" in refused(tmp_path, generator=CachedGenerator((39,), EOS))
 
 
+@pytest.mark.thorough
 def test_a_reference_from_other_weights_is_refused(tmp_path):
     def models() -> Any:
         return replace(tiny_models(), reference=tiny_policy("gpt2", seed=7))

@@ -12,6 +12,7 @@ from tests.builders.runs import completed, make_start
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_during_training_is_logged_and_changes_no_rollout(tmp_path: Path) -> None:
     start = make_start(tmp_path / "models" / "start")
     alone = "artifacts.reward=null"  # the score is a function

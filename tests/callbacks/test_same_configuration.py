@@ -66,6 +66,7 @@ def test_a_function_that_was_edited_is_refused_at_a_resume():
     edited.on_load_checkpoint(NONE, NONE, {})  # of an older version
 
 
+@pytest.mark.thorough
 def test_the_older_run_that_has_checkpoints_is_continued(start, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = settings_for("sft", start, "resume=auto", "paths.outputs=outputs")
@@ -147,6 +148,7 @@ class Swap(Callback):
         save_file(weights, self.file, metadata={"format": "pt"})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [[], ["lora=lora"]], ids=["whole", "lora"])
 def test_a_start_that_was_replaced_meanwhile_is_refused_by_name(lora, start, tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "tests.")

@@ -38,6 +38,7 @@ def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nobody_logged_in")
 def test_a_run_without_a_key_is_offline_asks_nothing_and_can_be_read_back(
     tmp_path, monkeypatch, capfd

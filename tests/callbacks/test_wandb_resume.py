@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_ITERATIONS, KILLED_AT, CHECKPOINT = 9, 7, 6
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_run_that_fails_and_is_resumed_joins_without_a_gap(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
@@ -122,6 +123,7 @@ def test_tensorboard_has_a_point_an_iteration_also_of_a_run_that_was_resumed(tmp
     assert sorted(points["ppo/loss"]) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_tensorboard_has_every_point_of_a_run_that_was_killed_with_sigkill_and_resumed(tmp_path):
     done = subprocess.run(
@@ -143,6 +145,7 @@ def test_tensorboard_shows_nothing_of_what_a_rollback_has_discarded(tmp_path):
     assert points(tmp_path, "ppo/loss") == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("death", [("validation", 6), ("train", 7), ("after", 7)])
 def test_tensorboard_keeps_what_stands_before_the_checkpoint_wherever_the_run_ended(
     tmp_path, death

@@ -22,6 +22,7 @@ BEGINS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BEGINS)
 def test_a_row_without_an_end_is_named_and_not_held(name, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LONGEST_ROW", 2 * MIB)

@@ -67,6 +67,7 @@ def test_the_longer_argument_wins_as_often_in_the_held_out_debates_as_in_all():
     assert longer_wins(("validation",)) == pytest.approx(0.78, abs=0.005)
 
 
+@pytest.mark.thorough
 def test_the_shell_commands_are_all_there_and_no_page_and_no_command_is_on_both_sides():
     source = source_of("shell_commands")
     records = [source.records("demonstrations", s) for s in ("train", "validation")]

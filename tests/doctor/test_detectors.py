@@ -186,6 +186,7 @@ def wavering(
     return raised
 
 
+@pytest.mark.thorough
 def test_a_domain_of_few_answers_may_waver() -> None:
     # Noise alone raises an alert in at most one run of fifty, also of 200 iterations, in which the
     # best recent mean is one of many.

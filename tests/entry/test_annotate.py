@@ -162,6 +162,7 @@ def test_preferences_that_disagree_are_no_known_answer_which_is_said(annotate, t
     assert "2 preferences in in.jsonl are left out: a known answer is one on which" in said.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_server_ends_when_it_is_told_to_and_says_what_is_kept(tmp_path: Path, number):
     with serving(tmp_path, make_pairs(2)) as server:

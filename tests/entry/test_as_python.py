@@ -58,6 +58,7 @@ def check_same_bits(mine: RunFolder, command: RunFolder) -> None:
 SLOWER = ("model.cpu_kernels=false", "model.micro_batches=tokens")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("stage", "more"),

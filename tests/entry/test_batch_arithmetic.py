@@ -57,6 +57,7 @@ def composed(stage: str, start: Path, *overrides: str) -> TrainSettings:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "overrides", "wanted"),
     [

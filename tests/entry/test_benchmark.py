@@ -84,6 +84,7 @@ def test_rewardbench_2_is_read_from_a_file_of_its_form(tmp_path, start):
     assert "RewardBench 2" in verdict(found).caption
 
 
+@pytest.mark.thorough
 def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     rows = [{"good": f"w1 w{n} w3", "bad": f"w{n} w3 w1 w5"} for n in range(1, 13)]
     file = write(tmp_path / "questions.jsonl", rows)

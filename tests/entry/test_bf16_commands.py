@@ -92,6 +92,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [("qwen2", True), ("llama", False)], indirect=True)
 def test_an_evaluation_runs_at_bf16(tmp_path: Path, kind: str) -> None:
     start = made(tmp_path / "start", kind)

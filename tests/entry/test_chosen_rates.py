@@ -29,6 +29,7 @@ def chosen(stage: str, start: str, *words: str) -> tuple[TrainSettings, tuple[st
     return settings.updated(changes), told
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", ["", "_lora"])
 def test_the_rates_are_those_of_the_checkpoint_and_not_of_the_experiment(variant, tmp_path):
     start = folder_of("smollm2_135m", tmp_path)

@@ -82,6 +82,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_goes_on_to_the_same_records(
     tmp_path: Path, start: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_records(
         assert (published / name).read_bytes() == (resumed / "data" / name).read_bytes()
 
 
+@pytest.mark.thorough
 def test_the_reward_stage_trains_on_the_records_and_reports_their_ceiling(
     tmp_path: Path, start: Path, whole: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_prompts_may_be_conversations(
     assert {(pair.domain, pair.prompt[0]["role"]) for pair in pairs} == {("talk", "user")}
 
 
+@pytest.mark.thorough
 def test_the_right_answers_of_the_prompts_reach_whoever_judges_by_them(
     tmp_path: Path, start: Path, commands: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +171,7 @@ def test_the_right_answers_of_the_prompts_reach_whoever_judges_by_them(
     assert figures["gold"]["train"]["num"] == 0  # of random answers none is better than another
 
 
+@pytest.mark.thorough
 def test_people_label_at_the_page_and_the_run_goes_on(
     tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +204,7 @@ def test_people_label_at_the_page_and_the_run_goes_on(
     assert figures["cost"]["after"]["hours"] == pytest.approx(wanted * 10 / 3600)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -32,6 +32,7 @@ def test_presets_set_the_articles_values_and_warn_of_what_is_unusual(preset):
     assert ppo.kl_coef == (0.05 if preset == "article_step_by_step" else 0.1)
 
 
+@pytest.mark.thorough
 def test_what_is_read_from_the_environment_counts_in_the_hash_but_for_secrets(monkeypatch):
     def digest(path, *more):
         own = ("dataset=files", "dataset.name=mine", f"dataset.path='{path}'")
@@ -94,6 +95,7 @@ def test_a_target_that_the_user_lists_is_allowed(tmp_path, monkeypatch):
     assert composed(*given).callbacks.extra["mine"].path == "my_package.Callback"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

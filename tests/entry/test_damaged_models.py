@@ -84,6 +84,7 @@ def begin(stage: str, start: Path, folder: Path, *overrides: str) -> None:
     parts.trainer.fit(parts.module, datamodule=parts.data)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "damaged"),
     [("sft", "bit"), ("reward", "manifest"), ("ppo", "tensor"), ("ppo", "bit")],
@@ -109,6 +110,7 @@ def test_ppo_takes_no_damaged_reward_model(tmp_path, start, reward, damaged, rol
         take[role]()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["ppo", "grpo"])
 def test_a_policys_adapter_of_another_base_is_refused_with_both(tmp_path, start, stage):
     policy = add_policy(load_base(start, LoraHparams(r=4)), "policy", seed=0)

@@ -42,6 +42,7 @@ def named(value) -> set[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_the_panels_of_ppo_name_what_a_run_logs(tracked):
     logged = logged_by(tracked)

@@ -47,6 +47,7 @@ def test_the_first_records_come_again_and_again_in_both_splits():
         FirstRecords(world, num_records=3, num_copies=0)
 
 
+@pytest.mark.thorough
 def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path, capsys):
     published = tmp_path / "published"
     folder = finished_run(
@@ -67,6 +68,7 @@ def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path
     assert "60 iterations of 4 rows" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["grpo", "kto"])
 def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, capsys, stage):
     few = ["+dataset.source.num_demonstrations=64", "+dataset.source.num_preferences=64"]
@@ -116,6 +118,7 @@ def test_a_run_without_a_watching_doctor_chooses_no_checkpoint_by_what_it_would_
         assert checkpoint_arguments(settings).get("monitor") == monitor
 
 
+@pytest.mark.thorough
 def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys):
     folder = finished_run(tmp_path / "run", start, "ppo", "debug=profile", "artifacts.reward=null")
     table = (folder.profile / "table.txt").read_text()
@@ -131,6 +134,7 @@ def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys)
     assert "= 1 optimizer steps" in said
 
 
+@pytest.mark.thorough
 def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys):
     folder = finished_run(tmp_path / "run", start, "reward", "debug=one_batch")
     assert len(read_metrics(folder.metrics)) == 1
@@ -138,6 +142,7 @@ def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys)
     assert "chosen" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_the_time_of_an_earlier_run_is_told_for_as_many_devices_and_the_same_strategy(tmp_path):
     def asked(*overrides: str) -> TrainSettings:
         return settings_of("+experiment=sft", f"paths.outputs={tmp_path}", *overrides)
@@ -163,6 +168,7 @@ def test_the_time_of_an_earlier_run_is_told_for_as_many_devices_and_the_same_str
         assert earlier_seconds(other) is None, elsewhere
 
 
+@pytest.mark.thorough
 def test_models_of_debug_fast_are_kept_apart_wherever_models_are_kept():
     def folders(*words: str) -> tuple[str | None, str | None]:
         artifacts = settings_of(*words).artifacts

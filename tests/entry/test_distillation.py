@@ -68,6 +68,7 @@ def command(start: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory
     return trained(start, teacher, folder, "gates=distillation")
 
 
+@pytest.mark.thorough
 def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
     start, teacher, command, tmp_path, monkeypatch
 ):
@@ -108,6 +109,7 @@ def test_what_a_sweep_looks_at_is_the_distance(command):
     assert train.objective(read_summary(command), stage) == -value
 
 
+@pytest.mark.thorough
 def test_adapters_the_sampled_form_a_reward_and_the_doctor_work_with_it(start, teacher, tmp_path):
     more = ("lora=lora", "doctor=act", "module.distillation.divergence=sampled", "gates=none")
     made = trained(start, teacher, tmp_path / "lora", *more)
@@ -122,6 +124,7 @@ def test_adapters_the_sampled_form_a_reward_and_the_doctor_work_with_it(start, t
     assert read_metrics(rewarded.metrics)[0]["rollout/score_std"] > 0
 
 
+@pytest.mark.thorough
 def test_a_server_teaches_by_a_prompt_of_its_own_and_the_program_of_the_command_does_the_same(
     start, teacher, tmp_path, monkeypatch
 ):
@@ -149,6 +152,7 @@ def test_a_server_teaches_by_a_prompt_of_its_own_and_the_program_of_the_command_
     assert "val/teacher_kl_share" in read_summary(there).metrics
 
 
+@pytest.mark.thorough
 def test_a_server_has_log_probabilities_at_temperature_1_alone(start):
     server = r"the server at artifacts\.teacher=http://h:1 gives log-probabilities of given tokens"
     sampled = "module.distillation.divergence=sampled"
@@ -183,6 +187,7 @@ def test_the_teacher_of_the_built_in_world_is_its_ppo_policy(tmp_path, monkeypat
     assert made == ["sft", "ppo"]
 
 
+@pytest.mark.thorough
 def test_a_teacher_is_needed_and_planned(start):
     with pytest.raises(ConfigError, match=r"artifacts\.teacher=null: distillation needs a model"):
         settings(start, "null").spec.check(settings(start, "null"))

@@ -58,6 +58,7 @@ def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
     assert own.callbacks.checkpoint.every_n_iterations == 9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -87,6 +88,7 @@ def test_a_wrong_setting_is_named_with_its_key(tmp_path, overrides, message):
         doctors(tmp_path, *overrides)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
 @pytest.mark.parametrize(
     ("overrides", "given"),

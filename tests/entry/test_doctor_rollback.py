@@ -62,6 +62,7 @@ def state_of(folder: RunFolder) -> Any:
     return torch.load(folder.last_checkpoint, weights_only=True)
 
 
+@pytest.mark.thorough
 def test_a_run_is_rolled_back_to_its_best_checkpoint_and_then_stopped(whole):
     folder, _ = whole
     summary = json.loads(folder.summary.read_text())
@@ -98,6 +99,7 @@ def test_the_second_rollback_to_a_checkpoint_goes_a_step_further_than_the_first(
     assert state_of(folder)["controls"]["learning_rate_factor"] == 0.25
 
 
+@pytest.mark.thorough
 def test_every_fit_of_a_run_that_was_rolled_back_is_in_w_and_b_under_one_id(whole):
     folder, _ = whole
     fits = offline_wandb.segments(folder.path)
@@ -136,6 +138,7 @@ def killed_before() -> Any:
     return (fitting, "write_handover", write)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kill", "newest", "left"),
     [

@@ -174,6 +174,7 @@ def compose_stage(overrides: tuple[str, ...]) -> TrainSettings:
         return load_settings(TrainSettings, "train", list(overrides))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", TRAINING, ids=str)
 def test_a_documented_training_command_composes_and_its_hyper_parameters_are_built(command):
     settings = settings_of(command)
@@ -208,6 +209,7 @@ def test_every_model_that_a_documented_command_starts_from_is_made_by_one():
     assert looked_at > 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command", [c for c in COMMANDS if c.module not in ("train", "plan")], ids=str
 )

@@ -52,6 +52,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_policy(folder).state_dict())
 
 
+@pytest.mark.thorough
 def test_what_is_measured_exported_and_published_is_the_best(stopped):
     rows = read_metrics(stopped.metrics)
     best = best_row(stopped)

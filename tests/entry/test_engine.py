@@ -213,6 +213,7 @@ def test_the_folder_is_taken_while_a_run_of_a_killed_parent_lives(root, parent) 
     assert len(list(root.glob("one/*/*/summary.json"))) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_runs_too(root, parent, number) -> None:
     parent.send_signal(number)

@@ -20,6 +20,7 @@ def test_another_seed_holds_out_the_same_prompts_as_the_stages_before(dataset):
     assert seeds[0] == seeds[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_gates_and_refusals_are_those_of_the_data_set(stage):
     built_in = settings_of(f"+experiment={stage}")

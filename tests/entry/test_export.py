@@ -132,6 +132,7 @@ def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_pat
     assert offsets[0]["reward_offset"] != 0
 
 
+@pytest.mark.thorough
 def test_a_policy_of_ppo_is_exported_without_its_value_model(start, tmp_path):
     folder = killed(tmp_path / "run", "ppo", start)
     made = export(folder.path, tmp_path)
@@ -172,6 +173,7 @@ def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(start,
     assert str(tmp_path) not in (tmp_path / "alone" / "rlhf_lightning.json").read_text()
 
 
+@pytest.mark.thorough
 def test_an_adapter_loads_from_another_working_folder_and_says_what_it_needs(
     start, tmp_path, monkeypatch
 ):

@@ -37,6 +37,7 @@ def bf16(start, tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_an_export_has_the_dtype_of_its_base_and_what_later_stages_load_is_whole(bf16):
     exported, published = bf16 / "run/export", bf16 / "published"
     half, full = (load_file(f / "model.safetensors") for f in (exported, published))
@@ -60,6 +61,7 @@ def test_an_export_has_the_dtype_of_its_base_and_what_later_stages_load_is_whole
     assert origin.fingerprint == read_manifest(published).fingerprint, "what the next stage loads"
 
 
+@pytest.mark.thorough
 def test_the_next_stage_knows_the_dtype_of_the_root_and_keeps_its_head_in_fp32(bf16, tmp_path):
     folder = completed(
         tmp_path / "run",
@@ -85,6 +87,7 @@ def test_the_dtype_can_be_asked_for(bf16, tmp_path, asked, dtype):
     assert all(torch.equal(weights[name], value.to(dtype)) for name, value in full.items())
 
 
+@pytest.mark.thorough
 def test_the_same_weights_are_written_once_and_a_later_run_leaves_the_artefact_alone(
     start, tmp_path
 ):
@@ -100,6 +103,7 @@ def test_the_same_weights_are_written_once_and_a_later_run_leaves_the_artefact_a
     assert read_manifest(tmp_path / "published").fingerprint == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_steps_that_bf16_would_undo_are_kept_in_fp32_unless_bf16_is_insisted_on(
     bf16, tmp_path, caplog, dtype

@@ -93,6 +93,7 @@ def test_ones_own_run_is_evaluated_and_collected_from_without_a_word_more(
     assert (tmp_path / "c" / "summary.json").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("file", "key"),
     [
@@ -158,6 +159,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", FOREIGN)
 def test_no_other_file_of_the_machine_is_read_for_a_run_folder(
     own: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -184,6 +186,7 @@ def test_a_file_that_the_run_has_no_digest_of_is_not_opened(tmp_path: Path) -> N
     assert not is_unchanged([read, tmp_path / "private"], [content_digest(read)])
 
 
+@pytest.mark.thorough
 def test_a_run_without_a_record_of_what_it_read_says_how_to_name_it(own: RunFolder) -> None:
     summary = json.loads(own.summary.read_text())
     assert set(summary["read"]) >= {"dataset.source.path", "artifacts.base"}
@@ -202,6 +205,7 @@ def test_a_run_without_a_record_of_what_it_read_says_how_to_name_it(own: RunFold
     assert 2 < len(words) < 9
 
 
+@pytest.mark.thorough
 def test_a_collection_of_a_pipeline_names_what_its_training_step_will_read(tmp_path: Path) -> None:
     words = [f"experiments.{stage}=null" for stage in ("base", "reward")]
     words += [f"experiments.{stage}={stage}_smollm2_gsm8k" for stage in ("sft", "ppo")]

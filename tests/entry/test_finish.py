@@ -33,6 +33,7 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_a_run_that_goes_on_counts_the_seconds_of_the_processes_before(
     start, tmp_path, monkeypatch
@@ -53,6 +54,7 @@ def test_a_run_that_goes_on_counts_the_seconds_of_the_processes_before(
     assert ended.seconds["setup"] < 200
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_a_run_that_fails_after_its_last_iteration_is_closed_with_an_alert(
     start, tmp_path, monkeypatch

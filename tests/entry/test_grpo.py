@@ -29,6 +29,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("experiment", PUBLISHED)
 def test_an_experiment_composes_without_a_warning_into_what_it_is_called(experiment):
     with warnings.catch_warnings():
@@ -51,6 +52,7 @@ TITLES = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_pages_and_cards_call_an_objective_as_its_paper_does():
     found = {name: settings_of(f"+experiment={name}").title for name in TITLES}
     assert found == TITLES
@@ -58,6 +60,7 @@ def test_pages_and_cards_call_an_objective_as_its_paper_does():
     assert own.title_of(settings_of("+experiment=rloo").hparams) == "my objective"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

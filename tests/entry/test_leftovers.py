@@ -17,6 +17,7 @@ with leftovers.ending_without_them():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("code", "exit_code", "name"),
     [

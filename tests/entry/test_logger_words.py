@@ -14,6 +14,7 @@ from tests.builders.command_lines import settings_of
 NEEDED = {"report": ["run=a"], "export": ["run=a"], "study": ["study=objectives"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", choices("logger"))
 def test_training_and_its_plan_take_every_logger(kind):
     for entry in ("train", "plan"):
@@ -30,6 +31,7 @@ def test_a_pipeline_and_a_study_give_it_to_training(entry, kind):
     assert list(found["train"]) == [f"logger={kind}", "seed=3"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", ["evaluate", "collect"])
 def test_a_command_that_trains_missing_models_takes_it_for_those_and_refuses_to_show_itself(entry):
     for kind in ("none", "csv"):

@@ -140,6 +140,7 @@ def check_rates(settings: TrainSettings, name: str, *, lora: bool) -> None:
         assert getattr(settings.hparams, key.partition(".")[2]) == settings.select(f"module.{key}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "variant"), RECIPES)
 def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, variant):
     cfgs = {stage: recipe_settings(stage, model, variant) for stage in STAGES}
@@ -192,6 +193,7 @@ GPU, EIGHT = (1, "bf16-mixed"), (8, "32-true")
 WHOLE, ADAPTER = "RewardModelScorer", "RewardAdapterScorer"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "rows", "batch", "hardware", "scorer", "sft"),
     [

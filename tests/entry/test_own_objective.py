@@ -103,12 +103,14 @@ def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
     assert rows[0]["online_dpo/loss"] == pytest.approx(math.log(2), rel=0.01)  # at first ratio 1
 
 
+@pytest.mark.thorough
 def test_its_pairs_are_not_cut_by_micro_batches(start, command, tmp_path) -> None:
     parts = trained(start, tmp_path / "parts", "module.online_dpo.micro_batch_size=1")
     for one, other in zip(figures(command), figures(parts), strict=True):
         assert one["online_dpo/margin"] == pytest.approx(other["online_dpo/margin"], abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_run_of_it_goes_on_from_a_checkpoint_to_the_same_bits(start, command, tmp_path) -> None:
     (checkpoint,) = command.checkpoints.glob("*2.ckpt")
     resumed = trained(start, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
@@ -133,6 +135,7 @@ def test_from_python_it_is_trained_read_from_a_checkpoint_and_compared(start, tm
     assert 0 <= found.win_rate <= 1
 
 
+@pytest.mark.thorough
 def test_commands_take_its_folder_of_configurations(start, monkeypatch, capsys) -> None:
     given = ["--config-dir", CONF.partition("=")[2], *WORDS[1:], f"artifacts.sft={start}"]
     monkeypatch.setattr("sys.argv", ["plan", *given, "plan.device=cpu", "plan.format=json"])
@@ -147,6 +150,7 @@ def test_commands_take_its_folder_of_configurations(start, monkeypatch, capsys) 
     assert "did you mean module.online_dpo.beta" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_adapters_gates_and_the_doctor_work_with_it(start, tmp_path) -> None:
     made = trained(start, tmp_path / "run", "lora=lora", "gates=ppo", "doctor=act")
     summary = read_summary(made)

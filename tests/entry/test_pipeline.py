@@ -96,6 +96,7 @@ def test_a_path_of_any_characters_reaches_the_stage_as_it_is(name: str) -> None:
     assert settings.paths.artifacts == str(folder)
 
 
+@pytest.mark.thorough
 def test_every_step_reads_the_experiments_of_the_user(mine: str) -> None:
     settings = composed("experiments.ppo=mine")
     check_pipeline(settings)
@@ -131,6 +132,7 @@ def test_only_an_unfinished_run_of_the_same_settings_is_gone_on_with(tmp_path: P
         first.make_room()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -165,6 +167,7 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         check_pipeline(composed(*overrides))
 
 
+@pytest.mark.thorough
 def test_a_pipeline_of_another_objective_than_ppo_is_evaluated_too() -> None:
     settings = composed("experiments.ppo=kto", "experiments.reward=null")
     check_pipeline(settings)
@@ -196,6 +199,7 @@ def ended_base(cfg: PipelineSettings, place: Path, *gates: GateResult) -> RunFol
     return folder
 
 
+@pytest.mark.thorough
 def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
     working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +226,7 @@ MISSED = GateResult("loss", 4.0, 1.0, False, "val/loss is 4.000, wanted at most 
 IDLE = GateResult("refuses", None, 0.1, True, "not measured, and need not be")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("gates", "outcome"),
     [

@@ -39,6 +39,7 @@ FEW = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Path) -> None:
     steps = {step.name: step for step in plan(composed("rounds=3"), tmp_path)}
     stages = ["collect", "adversarial", "reward", "ppo", "evaluate"]
@@ -148,6 +149,7 @@ def test_a_failed_gate_of_a_later_round_is_accepted_there(working_folder: Path) 
     assert where_to_run(composed(*more, "resume=never"), new) == new
 
 
+@pytest.mark.thorough
 def test_the_newest_pipeline_decides_what_is_gone_on_with(working_folder: Path) -> None:
     root, digest = working_folder / "outputs/pipeline", composed().config_hash
     new = RunFolder(root / "2026-11-09_09-00-00")

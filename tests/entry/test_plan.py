@@ -49,6 +49,7 @@ def as_json(capsys, monkeypatch, *overrides: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 def test_a_plan_is_printed_as_json(capsys, monkeypatch):
     found = as_json(capsys, monkeypatch, "+experiment=sft", "plan.device=cpu")
     assert {"update", "validate", "evaluate"} <= set(found["phases"])
@@ -78,6 +79,7 @@ def test_whole_models_take_more_than_adapters():
     assert full.peak.total - lora.peak.total > 0.8 * 16 * 2 * 106e6
 
 
+@pytest.mark.thorough
 def test_devices_are_planned_in_the_groups_that_share_a_copy():
     four = [
         "+experiment=ppo",
@@ -115,6 +117,7 @@ def weighted(**scorers: str) -> list[str]:
     return ["scorer=none", *(f"+{word}" for word in words)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("scorer", "name", "count"),
     [
@@ -132,6 +135,7 @@ def test_every_reward_model_that_is_held_is_counted_in_every_phase(scorer, name,
         assert after.parts[WEIGHTS] - before.parts[WEIGHTS] == (count - 1) * size, after.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", ["none", "lora"])
 def test_a_teacher_is_counted_in_every_phase_with_its_own_shape(lora, tmp_path):
     words = ["+experiment=ppo", "plan.device=cuda", f"lora={lora}"]
@@ -151,6 +155,7 @@ def test_a_teacher_is_counted_in_every_phase_with_its_own_shape(lora, tmp_path):
         assert after.total > before.total
 
 
+@pytest.mark.thorough
 def test_the_chunks_of_both_models_logits_are_counted_where_distributions_are_learnt():
     words = ["+experiment=distillation", "plan.device=cuda", "artifacts.teacher=somebody/teacher"]
     words += ["model=qwen2_5_0_5b", "dataset=ultrachat", "trainer.precision=32-true"]
@@ -168,6 +173,7 @@ def test_the_chunks_of_both_models_logits_are_counted_where_distributions_are_le
     assert held["jensen_shannon"] > held["reverse"]
 
 
+@pytest.mark.thorough
 def test_what_holds_models_that_are_not_counted_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "rewards.")
     monkeypatch.syspath_prepend(tmp_path)
@@ -190,6 +196,7 @@ def test_what_holds_models_that_are_not_counted_is_named(tmp_path, monkeypatch):
     assert told not in read("+experiment=reward", "plan.device=cuda").notes
 
 
+@pytest.mark.thorough
 def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it_does():
     small = ["+experiment=ppo", "plan.device=cpu"]  # the built-in world's models
     after, during = (
@@ -202,6 +209,7 @@ def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it
     assert held[0][WEIGHTS] == held[1][WEIGHTS]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["ppo", "grpo"])
 def test_more_devices_are_planned_for_the_batch_that_is_suggested_with_them(stage):
     words = [f"+experiment={stage}", ULTRA, "model=qwen2_5_7b", "plan.device=cuda"]
@@ -214,6 +222,7 @@ def test_more_devices_are_planned_for_the_batch_that_is_suggested_with_them(stag
         assert (again.batch_size, again.update_rows) == (run.batch_size, option.run.update_rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["base", "sft", "reward", "dpo"])
 def test_a_smaller_validation_batch_is_suggested_by_a_key_that_the_command_takes(stage):
     run = replace(read(f"+experiment={stage}", "plan.device=cpu").run, validation_rows=64)
@@ -225,6 +234,7 @@ def test_a_smaller_validation_batch_is_suggested_by_a_key_that_the_command_takes
         assert again.validation_rows == option.run.validation_rows
 
 
+@pytest.mark.thorough
 def test_rows_of_kto_go_through_an_update_one_by_one_and_pairs_of_dpo_two_by_two():
     small = ("model.dpo.micro_batch_size=8", "data.batch_size=64")
     kto, dpo = (read(f"+experiment={name}", *small).run for name in ("kto", "dpo"))

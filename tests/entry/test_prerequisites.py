@@ -76,6 +76,7 @@ def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypa
     assert commands[0][-4:] == ["+experiment=sft", "seed=1", "logger=none", "paths.outputs=o"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", ["none", "lora"])
 def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weights(
     tmp_path, monkeypatch, lora
@@ -168,6 +169,7 @@ def made_in_order(words, entry="train"):
     return done
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "experiments"),
     [
@@ -227,6 +229,7 @@ def test_a_reward_model_that_only_the_value_model_would_start_from_is_said_to_be
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("entry", "words", "experiments"),
     [

@@ -53,6 +53,7 @@ def push(folder, address, *arguments, token=TOKEN):
     )
 
 
+@pytest.mark.thorough
 def test_a_folder_becomes_a_private_repository_with_one_commit(exported):
     with running_hub() as hub:
         done = push(exported, hub.address, "push_to_hub=me/policy")
@@ -75,6 +76,7 @@ def test_a_folder_becomes_a_private_repository_with_one_commit(exported):
         assert len(repository["commits"]) == 2
 
 
+@pytest.mark.thorough
 def test_a_public_repository_needs_its_own_word(exported):
     with running_hub() as hub:
         done = push(exported, hub.address, "push_to_hub=me/policy", "public=true")
@@ -82,6 +84,7 @@ def test_a_public_repository_needs_its_own_word(exported):
         assert hub.repositories["me/policy"]["wanted"]["visibility"] == "public"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("token", "said"),
     [
@@ -99,6 +102,7 @@ def test_without_the_right_token_nothing_is_uploaded(exported, token, said):
     assert "hf_wrong" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_an_exported_folder_is_uploaded_only_if_asked(exported):
     with running_hub() as hub:
         done = push(exported, hub.address)

@@ -12,6 +12,7 @@ from tests.builders.runs import completed
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.thorough
 def test_training_pairs_and_another_model_are_held_against_the_held_out_accuracy(
     tmp_path: Path, start: Path
 ) -> None:

@@ -40,6 +40,7 @@ TLDR = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     [
@@ -98,6 +99,7 @@ def run_of(folder: Path, *overrides: str) -> RunFolder:
     return made
 
 
+@pytest.mark.thorough
 def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     for kind in ("sft", "reward"):
@@ -121,6 +123,7 @@ def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch
     settings_of("run=../here/outputs/ppo/1", entry="collect")  # needs no reward model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("experiment", ["grpo", "rloo", "reinforce_pp", "dpo"])
 def test_every_policy_that_starts_from_sft_is_compared_with_it(working_folder, experiment) -> None:
     made = run_of(working_folder / f"outputs/{experiment}/1", f"+experiment={experiment}")
@@ -153,6 +156,7 @@ def test_a_reward_model_is_no_policy_to_evaluate_and_its_data_can_be_labelled(wo
     assert settings_of(f"run={made.path}", entry="collect").dataset.name == "demo_seed1"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "key", "again"),
     [
@@ -193,6 +197,7 @@ def test_a_folder_without_settings_that_can_be_trusted_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("given", "precision"),
     [

@@ -25,6 +25,7 @@ def commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overrides", commands(), ids=" ".join)
 def test_a_command_of_the_page_composes(overrides):
     kept = [override for override in overrides if not override.startswith("plan.")]

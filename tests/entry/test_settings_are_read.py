@@ -52,6 +52,7 @@ def written(experiment: str) -> dict[str, Any]:
 QUICK = ("sft", "reward", "dpo", "ppo", "grpo", "sft_smollm2_gsm8k")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "experiment",
     [
@@ -95,6 +96,7 @@ def leaves(node: Any, where: str) -> Iterator[str]:
         yield from leaves(value, place) if isinstance(value, dict) and value else [place]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     [
@@ -119,6 +121,7 @@ def test_a_key_counts_as_read_where_another_value_changes_what_the_command_is_gi
     assert all(len(keys) > 10 for keys in found.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "entry", "wanted"),
     [
@@ -159,6 +162,7 @@ def test_a_stage_that_is_trained_first_gets_the_words_that_it_reads():
 OF_SFT = "model.sft.batch_size=64"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "entry", "kinds"),
     [
@@ -190,6 +194,7 @@ def test_a_word_is_for_what_is_trained_first_if_that_or_its_start_reads_it(words
             command_settings(entry, cfg, given_words, trains_first=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("value", "fits"), [(64, True), (32, False), pytest.param(None, False, marks=pytest.mark.slow)]
 )
@@ -230,6 +235,7 @@ def test_what_the_module_repeats_is_set_where_all_of_the_run_reads_it(word: str,
         settings_of("+experiment=ppo", word)
 
 
+@pytest.mark.thorough
 def test_words_for_every_training_go_to_those_that_read_them():
     register()
     given = ["train:dataset.num_iterations=12", "train:model.ppo.batch_size=64", "collect=false"]
@@ -247,6 +253,7 @@ def test_words_for_every_training_go_to_those_that_read_them():
         check_pipeline(read_settings(COMMANDS["pipeline"], composed("pipeline", nobody)))
 
 
+@pytest.mark.thorough
 def test_an_evaluation_of_a_run_takes_no_word_that_only_the_training_reads():
     word, trained = "model.ppo.learning_rate=0.5", settings_of("+experiment=ppo")
     evaluated = settings_of("policy=here", entry="evaluate")

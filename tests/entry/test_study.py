@@ -110,6 +110,7 @@ ROWS = (
 )
 
 
+@pytest.mark.thorough
 def test_the_matrix_has_every_setting_of_a_seed_before_the_next_seed(tmp_path):
     runs = plan(composed(*ROWS, "seeds=[3,4]"), tmp_path)
     assert [run.name for run in runs] == [
@@ -132,6 +133,7 @@ def test_every_run_reads_the_experiments_of_the_user(tmp_path, mine):
     assert run.settings.name == "mine"
 
 
+@pytest.mark.thorough
 def test_later_words_win_and_a_trial_keeps_its_models_apart(tmp_path):
     words = ["shared.train=['logger=none']", "overrides.train=['logger=csv','debug=fast']"]
     run, *_ = plan(composed(*ROWS, *words), tmp_path)
@@ -147,6 +149,7 @@ CHAIN = (
 )
 
 
+@pytest.mark.thorough
 def test_a_row_starts_from_the_model_that_another_row_of_its_seed_publishes(tmp_path):
     runs = {run.name: run for run in plan(composed(*CHAIN, "seeds=[2]"), tmp_path)}
     sft, reward, before = (runs[f"{row} seed 2"] for row in ("sft", "reward", "before"))
@@ -168,6 +171,7 @@ def test_a_row_starts_from_the_model_that_another_row_of_its_seed_publishes(tmp_
     assert read.artifacts.publish == reward.settings.artifacts.sft
 
 
+@pytest.mark.thorough
 def test_a_row_may_collect_what_others_train_on_and_any_key_may_name_a_row(tmp_path):
     rows = [
         "+runs.pairs={command:collect,starts_from:{sft:sft}}",
@@ -188,6 +192,7 @@ def test_a_row_may_collect_what_others_train_on_and_any_key_may_name_a_row(tmp_p
     assert read.artifacts.publish == reward.settings.select("data.path")
 
 
+@pytest.mark.thorough
 def test_a_run_may_start_as_soon_as_its_own_models_are_there(tmp_path):
     alone = "+runs.alone={experiment:ppo}"
     waiting = plan(composed(*CHAIN, alone, "seeds=[1,2]"), tmp_path)
@@ -214,6 +219,7 @@ def test_a_run_may_start_as_soon_as_its_own_models_are_there(tmp_path):
     assert begin(9) == ["alone 2"], "SFT of seed 2 is under way"
 
 
+@pytest.mark.thorough
 def test_other_settings_of_a_row_make_another_model_and_another_place_changes_no_hash(tmp_path):
     def models(folder: Path, *words: str) -> list[str]:
         return [run.model for run in plan(composed(*CHAIN[:2], *words), folder)]
@@ -224,6 +230,7 @@ def test_other_settings_of_a_row_make_another_model_and_another_place_changes_no
     assert not set(before) & set(models(tmp_path / "a", changed)), "all rows start from it"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -251,6 +258,7 @@ def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp
         assert {run.model for run in runs}.isdisjoint(run.model for run in others)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "told"),
     [

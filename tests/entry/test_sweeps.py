@@ -180,6 +180,7 @@ class RaisingSweeper(BasicSweeper):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_sweep_whose_sweeper_fails_at_the_end_names_its_jobs_and_has_its_page(tmp_path):
     plugins = tmp_path / "plugins" / "hydra_plugins"
@@ -216,6 +217,7 @@ def values_of(override):
     return [override.get_value_element_as_str()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("file", sorted(SWEEPS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_a_sweep_is_found_and_its_first_and_last_job_build_their_hyper_parameters(file):
     if file.stem == "ppo_search":

@@ -53,6 +53,7 @@ def command(module: str, folder: Path, *arguments: str) -> subprocess.CompletedP
     return run_python(*words, folder=folder, environment=environment())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "more", ["seed=2", "--config-dir=.", pytest.param("resume=auto", marks=pytest.mark.slow)]
 )
@@ -206,6 +207,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ELSEWHERE)
 def test_a_command_line_that_leads_into_a_folder_of_somebody_else_is_one_line(
     tmp_path, start, case, monkeypatch, capsys

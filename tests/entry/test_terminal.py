@@ -154,6 +154,7 @@ def test_a_key_with_control_characters_reaches_no_terminal(tmp_path):
     assert rb"key\x1b]0;t\x07" in done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_commands_silence_the_warnings_of_transformers_after_it_was_imported() -> None:
     script = (
         "from rlhf_lightning.app.train import main\n"
@@ -173,6 +174,7 @@ def test_commands_silence_the_warnings_of_transformers_after_it_was_imported() -
     assert int(done.stdout) == logging.ERROR
 
 
+@pytest.mark.thorough
 def test_a_run_with_adapters_does_not_tell_that_their_frozen_base_is_in_eval_mode(start, tmp_path):
     done = train(tmp_path, *small_sft(start, "lora=lora"))
     assert done.returncode == 0, done.stderr

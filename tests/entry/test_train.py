@@ -53,6 +53,7 @@ def summary(folder, name):
     return json.loads(only(folder, f"outputs/{name}/*/summary.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_fresh_folder_trains_what_is_missing_first_and_says_so(chain):
     folder, done = chain
@@ -128,6 +129,7 @@ def test_report_and_samples_show_both_answers(chain):
     assert "<html" in (run / "report.html").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "stage",
@@ -202,6 +204,7 @@ def test_mistakes_on_the_command_line_answer_at_once_in_one_line(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_dpo_starts_at_log_2_and_leaves_a_policy_that_an_evaluation_takes(chain):
     folder, _ = chain

@@ -40,6 +40,7 @@ def test_prompts_that_agree_have_wilsons_interval(policy, baseline, rate):
     assert result.high - result.low > 0.08
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [10, 16, 20, 40, 100])
 @pytest.mark.parametrize("mean", [0.5, 0.8, 0.9])
 @pytest.mark.parametrize("spread", [1, 5])  # a + b of the beta distribution of a prompt's rate

@@ -61,6 +61,7 @@ def side():
     return LoadedPolicy(tiny_policy("llama"), tiny_tokenizer(), [EOS])
 
 
+@pytest.mark.thorough
 def test_numbers_and_lists_of_them_are_compared_and_what_is_no_mean_is_named(
     tmp_path, side, caplog
 ):

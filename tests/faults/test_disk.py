@@ -66,6 +66,7 @@ def with_filler(monkeypatch: pytest.MonkeyPatch, callback: Callback) -> None:
     monkeypatch.setattr(assembly, "make_trainer", added)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     start, small_disk, monkeypatch, tmp_path
 ):
@@ -104,6 +105,7 @@ def test_metrics_that_do_not_fit_are_named(start, small_disk, monkeypatch):
     assert read_summary(folder).status == "running"
 
 
+@pytest.mark.thorough
 def test_an_export_that_does_not_fit_is_named_and_the_checkpoint_stays(
     start, small_disk, monkeypatch
 ):

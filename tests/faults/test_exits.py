@@ -51,6 +51,7 @@ def test_leaving_the_process_is_a_failure_that_names_the_place(code):
     assert is_expected(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_without_a_word_leaves_a_run_that_the_next_command_names(
     start, tmp_path, caplog
 ):
@@ -99,6 +100,7 @@ def test_a_control_c_in_the_middle_of_a_checkpoint_is_no_failure_of_torch(tmp_pa
     assert capsys.readouterr().err.splitlines()[0] == f"stopped: {INTERRUPTED}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT"])
 def test_a_signal_ends_an_evaluation_with_a_word(start, tmp_path, name, capsys):
     reward = "import os, signal\ndef score(*_, **__):\n    os.kill(os.getpid(), signal.{})\n"

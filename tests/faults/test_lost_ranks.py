@@ -105,6 +105,7 @@ def trouble(rank: int, what: str) -> list[str]:
     return [f"{node}._target_={target}", f"{node}.rank={rank}", f"{node}.what={what}"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_by_the_one_that_is_left(tmp_path, strategy):
     with two_ranks(tmp_path, *LONG, strategy=strategy) as ranks:

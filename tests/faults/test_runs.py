@@ -38,6 +38,7 @@ def reward_file(folder: Path, body: str) -> str:
     return f"scorer.function={file}:score"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
@@ -81,6 +82,7 @@ def test_scores_that_are_all_equal_train_on_the_kl_alone(start, tmp_path):
         assert "ppo/policy_loss" in row
 
 
+@pytest.mark.thorough
 def test_answers_that_are_empty_are_scored_as_empty_texts(start, tmp_path):
     """The stop token comes first in every row of every batch."""
     tokenizer = load_tokenizer(start)
@@ -152,6 +154,7 @@ def test_a_run_that_stops_at_its_limit_says_so_in_its_summary(start, tmp_path):
     assert (row["ppo/skipped_steps"], row["ppo/num_updates"]) == (1, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "overrides", "message"),
     [

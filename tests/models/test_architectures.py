@@ -178,6 +178,7 @@ def test_logprobs_are_those_of_the_plain_checkpoint(tmp_path, name, pad):
     assert got[batch.response_mask].std() > 0.3, "all alike would prove nothing"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "pad"), RUNS)
 def test_sft_reward_model_and_ppo_run_one_from_the_other(tmp_path, name, pad):
     sft_folder, reward_folder = tmp_path / "sft", tmp_path / "reward"
@@ -222,6 +223,7 @@ def test_sft_reward_model_and_ppo_run_one_from_the_other(tmp_path, name, pad):
     assert not torch.equal(flat_parameters(ppo.value), flat_parameters(stored))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_adapters_start_as_the_model_and_train_on_every_architecture(tmp_path, name):
     folder = hub_model(tmp_path, name)

@@ -57,6 +57,7 @@ def without_the_folder(folder: Path, switch: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.thorough
 def test_a_run_with_the_switch_off_does_not_need_the_folder(tmp_path):
     result = without_the_folder(tmp_path, "false")
     assert result.returncode == 0, result.stderr[-3000:]

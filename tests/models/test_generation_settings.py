@@ -44,6 +44,7 @@ def with_settings(folder, settings):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", MENDED)
 def test_settings_that_contradict_each_other_are_mended_and_saved(case, tmp_path):
     given, expected = MENDED[case]

@@ -46,6 +46,7 @@ def test_a_generation_whose_rows_end_one_by_one_leaves_few_kernels():
     assert grown < 12 * MIB  # 37 MiB with a kernel for each number of rows
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies no bf16 by oneDNN"
 )

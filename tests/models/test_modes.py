@@ -63,6 +63,7 @@ def shaken(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [None, PLAIN, DROPPING], ids=["whole", "lora", "lora.dropout"])
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neox"])
 def test_dropout_is_on_in_train_mode_and_off_in_eval_mode(folders, kind, lora):

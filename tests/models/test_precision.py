@@ -61,6 +61,7 @@ CASES["reward-scores"] = (
 CASES["reward-adapter-scores"] = (partial(load_scalar_model, head="reward", lora=LORA), scalars)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("kind", "fused"), [*((kind, True) for kind in KINDS), ("llama", False)])
 @torch.no_grad()

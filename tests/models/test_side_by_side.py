@@ -35,6 +35,7 @@ def trained(count, *, precision, beside):
     return module
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_models_beside_each_other_have_the_bits_of_one_after_the_other(precision):
     together = trained(2, precision=precision, beside=True)

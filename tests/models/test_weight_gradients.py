@@ -40,6 +40,7 @@ def test_a_head_that_hands_over_has_the_gradients_of_one_that_does_not():
     torch.testing.assert_close(handing.grad, plain.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("instruction", [True, False])  # of the processor, for products of bf16
 def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype, instruction, monkeypatch):

@@ -64,6 +64,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
     [(name, "policy") for name in ARCHITECTURES]

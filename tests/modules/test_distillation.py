@@ -126,6 +126,7 @@ def test_log_probabilities_of_the_loss_are_those_of_the_rollout_to_the_bit():
     assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
 
 
+@pytest.mark.thorough
 def test_the_sampled_form_has_in_expectation_the_gradient_of_the_reverse_kl():
     # At the first update, with many responses to each prompt: of a token alone, as both are.
     sampled, reverse = (tiny(divergence=kind) for kind in ("sampled", "reverse"))
@@ -242,6 +243,7 @@ def trained(material, tmp_path_factory, request):
     return (*train(material, folder, **VARIANTS[request.param]), folder, VARIANTS[request.param])
 
 
+@pytest.mark.thorough
 def test_a_run_comes_closer_and_says_nothing_of_scores(trained):
     module, _, folder, _ = trained
     table = rows(folder)
@@ -263,6 +265,7 @@ def test_a_run_comes_closer_and_says_nothing_of_scores(trained):
     assert [(row["kind"], row["message"]) for row in told] == [("idle", "no reward")]
 
 
+@pytest.mark.thorough
 def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trained, tmp_path):
     whole, _, folder, variant = trained
     with pytest.raises(RuntimeError, match="the power went"):

@@ -248,6 +248,7 @@ def test_a_run_starts_at_the_reference_to_the_bit_and_learns_the_pairs(trained):
     assert held_by_adapter == (lora is not None)
 
 
+@pytest.mark.thorough
 def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trained, tmp_path):
     whole, _, folder, lora = trained
     with pytest.raises(RuntimeError, match="the power went"):

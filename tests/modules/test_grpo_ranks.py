@@ -84,6 +84,7 @@ def one_rank() -> Any:
     return of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HPARAMS)
 def test_ranks_take_the_same_steps_and_log_the_same_as_one(monkeypatch, one_rank, name, size):

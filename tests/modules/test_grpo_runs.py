@@ -88,6 +88,7 @@ def trained(material, tmp_path_factory, request):
     return (*train(material, folder, lora=request.param), folder, request.param)
 
 
+@pytest.mark.thorough
 def test_a_run_starts_at_the_reference_to_the_bit_and_moves(trained):
     module, trainer, folder, _ = trained
     first, *_, last = rows(folder)
@@ -113,6 +114,7 @@ def test_there_is_no_value_model_anywhere(trained, tmp_path):
     assert not [file for file in export.rglob("*") if "value" in file.name]
 
 
+@pytest.mark.thorough
 def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trained, tmp_path):
     whole, trainer, folder, lora = trained
     with pytest.raises(RuntimeError, match="the power went"):

@@ -121,6 +121,7 @@ def test_micro_batches_do_not_change_the_gradients(artifacts):
         assert (ours - theirs).norm() / theirs.norm() < 1e-5
 
 
+@pytest.mark.thorough
 def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(artifacts, tmp_path):
     _, whole, _ = run(tmp_path / "whole", **parts(artifacts))
     with pytest.raises(KilledError):

@@ -115,6 +115,7 @@ def killed(killed_once, tmp_path) -> Path:
     return shutil.copytree(killed_once, tmp_path / "killed", symlinks=True)
 
 
+@pytest.mark.thorough
 def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(whole, killed):
     whole_trainer, whole_module, whole_seen = whole
     the_trainer, module, seen = run(killed, resume=True)

@@ -269,6 +269,7 @@ EDGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EDGES)
 def test_edge_cases_train_with_finite_measures_and_weights(name):
     edge = dict(EDGES[name])

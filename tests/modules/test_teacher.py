@@ -135,6 +135,7 @@ def trained(material, tmp_path_factory, request):
     return (*train(material, folder, lora=request.param), folder, request.param)
 
 
+@pytest.mark.thorough
 def test_the_policy_comes_closer_and_the_teacher_stays_out_of_what_is_trained_and_saved(trained):
     module, trainer, folder, _ = trained
     assert {name.split(".")[0] for name in module.state_dict()} == {"policy"}
@@ -156,6 +157,7 @@ def test_the_policy_comes_closer_and_the_teacher_stays_out_of_what_is_trained_an
     assert saved["hyper_parameters"]["teacher"] == module.more_sources[0].name
 
 
+@pytest.mark.thorough
 def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trained, tmp_path):
     whole, _, folder, lora = trained
     with pytest.raises(RuntimeError, match="the power went"):
@@ -253,6 +255,7 @@ def distilled(
     return module, trainer
 
 
+@pytest.mark.thorough
 def test_a_policy_learns_from_itself_what_it_would_write_if_it_were_told_more(material, tmp_path):
     module, _ = distilled(material, tmp_path / "whole")
     found = rows(tmp_path / "whole")

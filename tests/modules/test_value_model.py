@@ -143,6 +143,7 @@ def test_freeze_but_leaves_a_model_that_has_no_patterns_as_it_is() -> None:
     assert all(p.requires_grad for p in again.parameters())
 
 
+@pytest.mark.thorough
 def test_a_killed_run_of_sao_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     _, whole, seen = run(tmp_path / "whole", **SAO)
     assert whole.algorithm.num_value_epochs == 2

@@ -80,6 +80,7 @@ def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
             assert value == pytest.approx(theirs[name], abs=tolerance), name
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_shards_hold_what_the_whole_file_holds(saved):
     folder = saved("fsdp")

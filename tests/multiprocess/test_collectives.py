@@ -28,6 +28,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return counted(tmp_path_factory.mktemp("collectives"))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_rollout_gathers_each_layer_once_however_long_the_answers_are(ranks):
     short, long = ([max(lengths) for lengths in rank["lengths"]] for rank in ranks)
@@ -56,6 +57,7 @@ def test_gradients_of_every_micro_batch_are_scattered_and_none_stays_whole(ranks
             assert sent["_reduce_scatter_base_"] == 4 * sum(rank["units"])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_gradients_that_are_sent_once_a_step_train_the_same_weights(ranks, tmp_path):
     for rank, other in zip(counted(tmp_path, "step"), ranks, strict=True):

@@ -59,6 +59,7 @@ def stray_folders(outputs: Path) -> list[Path]:
     return sorted(made - set(runs) - {outputs})
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_all_ranks_share_one_run_folder(tmp_path):
     folder = tmp_path / "work"

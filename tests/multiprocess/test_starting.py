@@ -35,6 +35,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return started("equal", tmp_path_factory.mktemp("equal"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", [*FAMILIES, *(f"{name}_lora" for name in FAMILIES), *ALONE])
 def test_every_tensor_of_a_rank_is_that_of_one_process(kind, rank, reports):
@@ -51,6 +52,7 @@ def test_buffers_that_no_state_dict_holds_and_ties_were_among_them(reports):
         assert reports[1][family]["tied"] == 2, "policy and reference"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are read from /proc")
 def test_ranks_that_do_not_read_never_hold_a_whole_model(tmp_path):
     first, second = started("memory", tmp_path)

@@ -45,6 +45,7 @@ def iterations(folder: Path) -> list[int]:
         return [int(row["iteration"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_sigterm_ends_a_run_with_status_75_behind_a_checkpoint(start, tmp_path):
     arguments, variables = prepared(tmp_path, start)

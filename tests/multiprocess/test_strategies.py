@@ -73,6 +73,7 @@ def responses(rank: dict[str, Any], iteration: int) -> torch.Tensor:
     return rank["sequences"][iteration][:, -width:]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "strategy", "world_size"),
     [

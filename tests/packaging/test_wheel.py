@@ -66,6 +66,7 @@ def shipped(source: str) -> set[str]:
     return {f"rlhf_lightning/{file.relative_to(ROOT).as_posix()}" for file in files}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_checkout_editable_and_wheel_compose_the_same_experiment_anywhere(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path)

@@ -113,6 +113,7 @@ def test_a_reply_of_another_shape_is_kept_with_its_cost_before_it_ends_the_run(
     assert all(j.cost > 0 and j.verdict is None for j in judgements)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("usage", "ends"),
     [
@@ -162,6 +163,7 @@ def cut_off(text, why="length") -> Odd:
     return Odd(text, choice={"finish_reason": why}, message={"reasoning_content": "Hm, both"})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("reply", "why", "shown", "fix"),
     [

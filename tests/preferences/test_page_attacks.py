@@ -58,6 +58,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "begun",
     [b"", HALF_A_HEADER, HALF_A_BODY, WHOLE, WHOLE + HALF_A_HEADER, NONSENSE],
@@ -103,6 +104,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     listening.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("begun", "then"),
     [
@@ -135,6 +137,7 @@ def test_a_request_or_reply_that_does_not_end_is_ended(hasty: int, begun: bytes,
         assert 0.3 < time.monotonic() - started < 3
 
 
+@pytest.mark.thorough
 def test_wrong_tokens_are_slowed_on_all_connections_together(tmp_path: Path):
     token = "a token of the tests, nobody's"
     with serving(tmp_path, make_pairs(1), token=token) as server:

@@ -102,6 +102,7 @@ def test_held_keys_modifiers_and_strangers_label_nothing(browser: Chrome, tmp_pa
         assert len(server.labels()) == 1
 
 
+@pytest.mark.thorough
 def test_undo_brings_the_pair_back_with_what_was_said(browser: Chrome, tmp_path: Path):
     with serving(tmp_path, make_pairs(3)) as server:
         sign_in(browser, server, "Ann")
@@ -123,6 +124,7 @@ def test_undo_brings_the_pair_back_with_what_was_said(browser: Chrome, tmp_path:
         assert [(x.choice, x.reason) for x in server.labels()] == [("both_bad", "too long")]
 
 
+@pytest.mark.thorough
 def test_two_raters_at_once_never_get_the_same_pair_where_one_rating_is_wanted(
     browser: Chrome, another_browser: Chrome, tmp_path: Path
 ):
@@ -145,6 +147,7 @@ def test_two_raters_at_once_never_get_the_same_pair_where_one_rating_is_wanted(
     check_store(server.store)
 
 
+@pytest.mark.thorough
 def test_a_restart_in_the_middle_loses_nothing_and_the_rater_goes_on(
     browser: Chrome, tmp_path: Path
 ):
@@ -166,6 +169,7 @@ def test_a_restart_in_the_middle_loses_nothing_and_the_rater_goes_on(
     check_store(server.store)
 
 
+@pytest.mark.thorough
 def test_hostile_text_is_shown_as_it_is_and_runs_nothing(browser: Chrome, tmp_path: Path):
     script = "<script>window.hit = 1</script>"
     image = "<img src=x onerror='window.hit = 2'>"
@@ -242,6 +246,7 @@ def assert_fits(browser: Chrome) -> None:
     assert browser.execute_script(script) == [360, 360]
 
 
+@pytest.mark.thorough
 def test_the_page_works_without_its_script(browser: Chrome, tmp_path: Path):
     with serving(tmp_path, make_pairs(2)) as server:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
@@ -256,6 +261,7 @@ def test_the_page_works_without_its_script(browser: Chrome, tmp_path: Path):
         assert server.labels() == []
 
 
+@pytest.mark.thorough
 def test_a_foreign_name_shows_nothing_and_the_token_is_asked_for(browser: Chrome, tmp_path: Path):
     token = "a token of the tests"
     with serving(tmp_path, make_pairs(1), token=token) as server:
@@ -274,6 +280,7 @@ def test_a_foreign_name_shows_nothing_and_the_token_is_asked_for(browser: Chrome
         assert browser.find_element(By.CSS_SELECTOR, ".rater").text == "Ann"
 
 
+@pytest.mark.thorough
 def test_time_counts_while_the_page_can_be_seen_and_survives_a_reload(
     browser: Chrome, tmp_path: Path
 ):

@@ -15,6 +15,7 @@ from tests.preferences.test_page_browser import sign_in
 pytestmark = pytest.mark.timeout(90)
 
 
+@pytest.mark.thorough
 def test_keys_and_words_stay_inside_their_buttons_where_there_is_a_mouse(
     browser: Chrome, tmp_path: Path
 ):

@@ -9,6 +9,7 @@ import pytest
 from tests.preferences.page_load import run_load
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_400_labels_by_4_raters_at_once_are_all_kept(tmp_path: Path):
     load = run_load(tmp_path, num_pairs=200, ratings_per_pair=2, num_raters=4)

@@ -60,6 +60,7 @@ def test_of_two_who_share_a_name_the_second_reads_that_the_answer_was_not_kept(t
         assert [label.choice for label in server.labels()] == ["tie"]
 
 
+@pytest.mark.thorough
 def test_a_server_that_nobody_asks_sleeps(server: Server):
     Client(server.url).get()
     before = wake_ups(server.process.pid)
@@ -208,6 +209,7 @@ def test_what_is_not_there_is_told_without_telling_the_path(server: Server):
     assert client.get("/label").status == 405
 
 
+@pytest.mark.thorough
 def test_the_token_is_asked_for_and_without_it_nobody_gets_in(guarded: Server):
     client = Client(guarded.url)
     assert 'name="token"' in client.get().text
@@ -220,6 +222,7 @@ def test_the_token_is_asked_for_and_without_it_nobody_gets_in(guarded: Server):
     assert 'class="rater">Ann<' in client.sign_in("Ann", TOKEN).text
 
 
+@pytest.mark.thorough
 def test_another_token_signs_everybody_out(tmp_path: Path):
     with serving(tmp_path, make_pairs(1), token=TOKEN) as first:
         client = Client(first.url)

@@ -108,6 +108,7 @@ def fit_one_iteration(module: PPOModule, prompts: PromptBatch, precision: str, r
     trainer.fit(module, DataLoader(Prompts(prompts), batch_size=None))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"]
 )

@@ -82,6 +82,7 @@ def tiny() -> Simulation:
     return simulate(sft(TINY, 8))
 
 
+@pytest.mark.thorough
 def test_a_rank_receives_each_layer_twice_a_micro_batch_and_its_gradients(tiny):
     vocabulary, layer = 2 * 1024 * 128 + 128, 3 * 128**2 + 3 * 128 * 256 + 2 * 128
     elements = vocabulary + 6 * layer
@@ -95,6 +96,7 @@ def test_a_rank_receives_each_layer_twice_a_micro_batch_and_its_gradients(tiny):
     assert tiny.peaks["update"] > tiny.shards * 4, "weights, gradients and Adam's two"
 
 
+@pytest.mark.thorough
 def test_few_layers_say_what_all_of_them_hold_and_receive(tiny):
     whole = simulate(sft(TINY, 8), num_layers=6)
     assert tiny.received == whole.received

@@ -176,6 +176,7 @@ def assert_alike(there: dict[str, Any], here: dict[str, Any]) -> None:
         assert there["metrics"][name] == pytest.approx(value, rel=1e-2, abs=1e-3, nan_ok=True), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=MORE.get(s, ())) for s in STAGES])
 def test_a_stage_ends_with_the_weights_and_metrics_of_the_cpu(stage, material, tmp_path):
     here = trained(stage, "cpu", material, tmp_path)
@@ -227,6 +228,7 @@ def validated(
     return {"metrics": metrics, "weights": weights}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", RESTORED)
 def test_an_adapter_that_was_read_is_validated_before_it_is_trained(stage, material, tmp_path):
     checkpoint = save_adapter_checkpoint(stage, material, tmp_path)

@@ -134,6 +134,7 @@ TOKENS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", TOKENS)
 def test_a_token_waits_once_and_once_more_where_prompts_are_padded(rows):
     lengths, stops, reads = TOKENS[rows]
@@ -141,6 +142,7 @@ def test_a_token_waits_once_and_once_more_where_prompts_are_padded(rows):
     assert (found.reads, found.writes) == (reads, 0), found.lines
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_waits_twice_and_so_does_the_rest_of_an_optimizer_step():
     found = on_mirror(updating)
     forward, step, more = (found[name] for name in ("forward", "step", "two micro-batches more"))
@@ -154,6 +156,7 @@ def test_a_micro_batch_waits_twice_and_so_does_the_rest_of_an_optimizer_step():
 BUDGETS = {"ppo": (51, 6), "sft": (7, 0)}  # reads and writes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", BUDGETS)
 def test_an_iteration_stays_in_its_budget(stage):
     found = on_mirror(iterating, stage)

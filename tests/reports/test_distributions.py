@@ -142,6 +142,7 @@ def test_a_reward_model_shows_its_margins_its_reliability_and_its_surest_mistake
     assert bars == [("55", "3", " class='bad'", "55.0"), ("73", "1", " class='undecided'", "73.0")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", [None, 7, "x", {}, [None], [[1]], [True, "x"], [1e400, -1e300]])
 def test_a_damaged_file_of_distributions_leaves_a_part_out_and_stops_no_page(
     tmp_path: Path, value: object

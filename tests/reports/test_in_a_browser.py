@@ -29,6 +29,7 @@ def pages(tmp_path_factory) -> list[Path]:
     return [*run([folder])[-2:], *(page for one in others for page in run([one.path]))]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_pages_fit_a_phone_and_are_light_or_dark_as_the_reader_wants(browser, pages):
     papers = {}

@@ -54,6 +54,7 @@ def plain_model(name: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_the_cached_engine_gives_the_tokens_of_plain_decoding_on_every_architecture(name):
     model = plain_model(name)

@@ -27,6 +27,7 @@ from tests.rollout.plain_generation import (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", OTHER_MODELS)
 def test_other_architectures_and_sliding_windows_give_the_tokens_of_the_plain_model(model_type):
     model = other_model(model_type)

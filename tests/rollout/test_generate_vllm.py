@@ -178,6 +178,7 @@ def test_a_killed_server_is_started_again_once_with_the_same_tokens(engine):
         generated(generator, model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_that_hangs_is_ended_and_started_again_once(engine):
     model = policy()
@@ -430,6 +431,7 @@ def test_a_server_ends_when_the_other_side_is_gone():
         assert one.process.wait(10) == 0
 
 
+@pytest.mark.thorough
 def test_no_server_outlives_a_run_that_was_killed_while_it_waits_and_no_weights(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(

@@ -82,6 +82,7 @@ def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_datac
     assert not model.training
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -189,6 +190,7 @@ def test_a_reward_model_without_a_tokenizer_cannot_be_compared(tmp_path):
         RewardModelScorer(tiny_scalar_model, policy=policy, source=tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("experiment", ["ppo", "grpo"])
 def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experiment, tmp_path):
     file = tmp_path / "mine.py"
@@ -216,6 +218,7 @@ def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experimen
         check("scorer=none", total, f"+scorer.scorers={both}", *value_head)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", ["0", "-1", "null", "true", "soon", ".inf"])
 def test_a_time_limit_that_cannot_be_is_refused(value, tmp_path):
     (tmp_path / "mine.py").write_text("def f(prompts, completions): return [0]\n")

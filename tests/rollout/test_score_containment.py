@@ -95,6 +95,7 @@ def endless_generator(prompts, completions):
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "function",
     [
@@ -120,6 +121,7 @@ def finishes_late(prompts, completions):
     return [1.0, 2.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("function", "in_a_thread"),  # re lets no other thread run
     [(backtracks, False)]
@@ -221,6 +223,7 @@ def enter(manager):
     KEPT.append(manager)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "leave",
     [
@@ -447,6 +450,7 @@ def test_threads_run_on():
     assert done.wait(5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("waits_for_it", [True, False])
 def test_a_timer_that_a_function_leaves_running_is_no_limit(waits_for_it):
     """It may ring within the function, or while what it returned is taken."""

@@ -125,6 +125,7 @@ def test_the_waits_between_attempts_double():
         assert wait >= longest / 2, "the jitter takes at most half of it away"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("pause", "seconds"), [("1", 1.0), ("0.4", 0.4), (" 0.4 ", 0.4), ("date", 0.9), ("soon", 0.0)]
 )

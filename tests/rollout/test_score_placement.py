@@ -83,6 +83,7 @@ class RewardOfText(TextRewardModelScorer):
         return self.scores
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["gpt2", "deberta-v2"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_ppo_trains_on_it_and_keeps_it_out_of_checkpoints(model_type, precision, tmp_path):

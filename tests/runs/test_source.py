@@ -126,6 +126,7 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[str], set[float]]]] =
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", READERS)
 def test_a_model_that_is_replaced_at_any_moment_of_a_read_is_read_whole(kind, tmp_path):
     save, read = READERS[kind]

@@ -161,6 +161,7 @@ def test_the_prompt_is_the_policys_where_no_token_is_of_both(tokenizers, kind):
     assert ("2+2=", " 4") not in merged
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_sides_of_a_pair_share_the_tokens_of_the_prompt(tokenizers, kind):
     tokenizer = tokenizers[kind]

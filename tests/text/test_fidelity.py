@@ -142,6 +142,7 @@ def independent_row(tokenizer):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_a_published_template_does_not_write_is_known(name):
     spec = find_spec("trl")

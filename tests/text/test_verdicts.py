@@ -58,6 +58,7 @@ def test_of_a_long_reply_the_last_20000_characters_are_read() -> None:
     assert parse_verdict("[[A]]" + "." * 30_000 + "[[B]]") == "B"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "unit",
     ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is ", "B: 7,5 ", "A", "A\n"],

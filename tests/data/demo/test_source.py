@@ -40,6 +40,7 @@ def wins(scores: list[float], baseline: list[float]) -> float:
     return mean(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_gives_the_same_records_and_another_seed_gives_others(kind: str) -> None:
     for split in ("train", "validation"):
@@ -50,6 +51,7 @@ def test_a_seed_gives_the_same_records_and_another_seed_gives_others(kind: str) 
         assert {record.domain for record in records} == set(DOMAINS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", SEEDS)
 def test_held_out_prompts_are_many_unique_and_in_no_training_record(seed: int) -> None:
     held_out = [record.prompt for record in world(seed).records("prompts", "validation")]
@@ -79,6 +81,7 @@ def test_held_out_combinations_are_new_but_their_facts_and_templates_are_not(see
     assert {question.kind for question in held_out} == set(TEMPLATES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", SEEDS)
 def test_label_ceiling_and_length_baseline_leave_something_to_learn(seed: int) -> None:
     pairs = world(seed).records("preferences", "validation")

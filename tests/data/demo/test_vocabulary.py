@@ -21,6 +21,7 @@ def texts_of(source: DemoSource) -> list[str]:
     return texts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_text_of_the_world_comes_back_from_its_ids(seed: int) -> None:
     tokenizer = demo_tokenizer()
