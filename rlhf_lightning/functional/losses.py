@@ -130,7 +130,8 @@ def ppo_policy_loss(
     With `ratio = exp(logprobs - old_logprobs)` and advantage A, the sum over valid tokens of
     `max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange_high))`, over `num_tokens`. With
     `dual_clip` c a token with A < 0 loses at most `-c A`. The log-ratio is clamped to +-20 before
-    the exponential. `clipfrac` counts tokens whose clipped branch was strictly larger; it and
+    the exponential; its gradient is kept, so that a token that has become far too likely is pulled
+    back. `clipfrac` counts tokens whose clipped branch was strictly larger; it and
     `approx_kl` are divided by the same number, so that those of micro-batches add up too.
 
     Args:
@@ -177,12 +178,12 @@ def gspo_policy_loss(
     """Return the surrogate of PPO with one ratio a sequence, to be minimised.
 
     The ratio of a row is `exp(mean over its valid tokens of logprobs - old_logprobs)`, the
-    geometric mean of the ratios of its tokens, and the loss that of `ppo_policy_loss` with it at
-    every token: a whole response is clipped or is not, and every token of a response gets the
-    same gradient, `-A ratio / divisor`. The ratio moves far less than that of a token: ranges of
-    3e-4 and 4e-4 are those of the paper, whose loss is the mean over sequences (give the
-    "sequence" divisor; a token count weighs sequences by their length). `approx_kl` is that of
-    the tokens.
+    geometric mean of the ratios of its tokens, its logarithm clamped to +-20, and the loss that of
+    `ppo_policy_loss` with it at every token: a whole response is clipped or is not, and every token
+    of a response gets the same gradient, `-A ratio / divisor`. The ratio moves far less than that
+    of a token: ranges of 3e-4 and 4e-4 are those of the paper, whose loss is the mean over
+    sequences (give the "sequence" divisor; a token count weighs sequences by their length).
+    `approx_kl` is that of the tokens.
 
     Args:
         logprobs: `[B, R]` of the policy in training, nats.
@@ -199,11 +200,18 @@ def gspo_policy_loss(
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    log_ratio = _free_log_ratio(logprobs, old_logprobs, mask)
     lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
-    ratio = (log_ratio.sum(dim=-1, keepdim=True) / lengths).exp()  # [B, 1]
+    ratio = _bounded(log_ratio.sum(dim=-1, keepdim=True) / lengths).exp()  # [B, 1]
     return _clipped_surrogate(
-        ratio, log_ratio, advantages, mask, cliprange, cliprange_high, dual_clip, num_tokens
+        ratio,
+        _bounded(log_ratio),
+        advantages,
+        mask,
+        cliprange,
+        cliprange_high,
+        dual_clip,
+        num_tokens,
     )
 
 
@@ -425,8 +433,19 @@ def clipped_value_loss(
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    return _bounded(_free_log_ratio(logprobs, old_logprobs, mask))
+
+
+def _free_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     log_ratio = at_least_float32(logprobs) - at_least_float32(old_logprobs)
-    return zero_off_mask(log_ratio, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return zero_off_mask(log_ratio, mask)
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    """Return log-ratios clamped to +-20, with the gradient that they have without the clamp."""
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kept = bounded.detach() + (log_ratio - log_ratio.detach())
+    return torch.where(log_ratio.isfinite() & (log_ratio != bounded), kept, bounded)
 
 
 def _clipped_surrogate(

@@ -7,6 +7,7 @@ import torch
 from rlhf_lightning.functional.losses import (
     causal_lm_loss,
     clipped_value_loss,
+    gspo_policy_loss,
     loss_divisor,
     ppo_policy_loss,
 )
@@ -214,3 +215,25 @@ def test_a_ratio_that_overflows_keeps_loss_and_gradient_finite():
         assert result.loss.isfinite()
         assert result.approx_kl.isfinite()
         assert gradient.isfinite().all()
+
+
+def test_a_token_that_became_far_too_likely_is_pulled_back():
+    # exp(25) times as likely, and worse than average: the clamp of the ratio keeps its gradient.
+    logprobs = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    old, mask = torch.tensor([[-26.0, -1.0]], dtype=torch.float64), torch.ones(1, 2).bool()
+    result = ppo_policy_loss(logprobs, old, -mask.double(), mask, **PLAIN_PPO, num_tokens=None)
+    result.loss.backward()
+    expected = torch.tensor([[math.exp(20) / 2, 0.5]], dtype=torch.float64)
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=0)
+
+
+def test_every_token_of_a_response_has_one_gradient_under_gspo_however_far_one_has_moved():
+    logprobs = torch.tensor([[-45.0] + [-1.0] * 99], dtype=torch.float64, requires_grad=True)
+    old, mask = torch.full((1, 100), -1.0, dtype=torch.float64), torch.ones(1, 100).bool()
+    wide = {"cliprange": 0.5, "cliprange_high": None, "dual_clip": None}
+    result = gspo_policy_loss(logprobs, old, mask.double(), mask, **wide, num_tokens=None)
+    assert result.loss.item() == pytest.approx(-math.exp(-0.44), rel=1e-12)  # the mean of all
+    result.loss.backward()
+    torch.testing.assert_close(
+        logprobs.grad, torch.full_like(old, -math.exp(-0.44) / 100), rtol=1e-12, atol=0
+    )
