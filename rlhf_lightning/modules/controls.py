@@ -27,7 +27,8 @@ class Controls:
         learning_rate_factor: multiplies every learning rate of the schedule.
         diversity_bonus: reward units; times the share of a response's bigrams that no other
             response of the iteration has, it is added to the score.
-        domain_weights: multiplies the score of a domain's rows before it is shaped; 1 where absent.
+        domain_weights: multiplies the score of a domain's rows before it is shaped, and its clip
+            where it is above 1; 1 where absent.
     """
 
     kl_coef: float

@@ -203,8 +203,8 @@ def assemble_rollout(
     found = evaluate_responses(parts, responses, temperature=temperature)
     by_domain = [shaping.domain_weights.get(name, 1.0) for name in prompts.domains]
     weights, estimator = scores.total.new_tensor(by_domain), shaping.estimator
-    weighed = scores.total if estimator.scale_free else scores.total * weights
-    adjusted = _adjusted(weighed, responses, shaping, max_new_tokens)
+    factors = torch.ones_like(weights) if estimator.scale_free else weights
+    adjusted = _adjusted(scores.total, factors, responses, shaping, max_new_tokens)
     kl = kl_k1(found.logprobs, found.ref_logprobs)  # [B, R]
     rows = torch.arange(len(mask), device=mask.device)
     scored = torch.ones_like(mask[:, 0]) if scores.applies is None else scores.applies
@@ -241,15 +241,26 @@ def assemble_rollout(
 
 
 def _adjusted(
-    worth: Tensor, responses: Responses, shaping: RewardShaping, max_new_tokens: int
+    scores: Tensor,
+    weights: Tensor,
+    responses: Responses,
+    shaping: RewardShaping,
+    max_new_tokens: int,
 ) -> Tensor:
-    """Return `[B]` what each response is worth, before the KL penalty."""
+    """Return `[B]` what each response is worth, before the KL penalty.
+
+    A weight above 1 widens the clip: scores that the clip tells apart stay apart.
+    """
+    worth = scores * weights
     if shaping.diversity_bonus:
         worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(responses))
+    if shaping.score_clip is not None:
+        limits = shaping.score_clip * weights.abs().clamp(min=1)
+        worth = worth.clamp(-limits, limits)
     adjusted = adjust_scores(
         worth,
         responses.finished,
-        clip=shaping.score_clip,
+        clip=None,
         missing_eos_penalty=shaping.missing_eos_penalty,
     )
     if shaping.overlong_buffer is None:

@@ -377,6 +377,9 @@ def test_scores_of_a_function_are_not_clipped_unless_it_is_asked_for():
         (SaysSoOnceBuilt(some_score), "auto", 5),
         (WeightedScorer({"model": model, "function": function}), "auto", None),
         (WeightedScorer({"model": model, "two": SaysSoOnceBuilt(some_score)}), "auto", 5),
+        (WeightedScorer({"model": model}, weights={"model": 10.0}), "auto", None),
+        (WeightedScorer({"model": model}, domain_weights={"a": {"model": 2.0}}), "auto", None),
+        (WeightedScorer({"model": model}, weights={"model": -0.5}), "auto", 5),
     ):
         module = built(tiny_module(scorer=scorer, ppo=ppo_hparams(score_clip=asked)))
         assert module.score_clip == clip

@@ -162,6 +162,15 @@ def test_domain_weights_multiply_the_scores_before_they_are_shaped():
     assert_rewards_add_up(rollout, weighted, SHAPING.kl_coef)
 
 
+def test_a_weight_of_a_domain_does_not_make_scores_equal_that_the_clip_tells_apart():
+    shaping = replace(SHAPING, domain_weights={"maths": 1.5})
+    prompts = prompt_batch(PROMPTS, domains=["maths"] * 6)
+    rollout = assembled(prompts, scores=[4.0, -4.0, 4.5, 9.0, -5.0, -8.0], shaping=shaping)
+    # At 5 of the scorer's own units, less the penalty of those that did not end.
+    worth = [6.0, -6.0 - 1.5, 6.75, 7.5, -7.5 - 1.5, -7.5]
+    assert_rewards_add_up(rollout, worth, SHAPING.kl_coef)
+
+
 def test_the_diversity_bonus_pays_for_bigrams_that_no_other_answer_has():
     # All bigrams here stand in one answer only; the third answer has none.
     rollout = assembled(shaping=replace(SHAPING, diversity_bonus=0.2))

@@ -374,8 +374,11 @@ class WeightedScorer:
 
     @property
     def normalized(self) -> bool:
-        """True if all of them are; of some it is known once they are built."""
-        return all(getattr(scorer, "normalized", False) for scorer in self.scorers.values())
+        """True if all of them are and none has a weight above 1; known once they are built."""
+        weights = [self.weights, *self.domain_weights.values()]
+        return all(
+            getattr(scorer, "normalized", False) for scorer in self.scorers.values()
+        ) and all(abs(weight) <= 1 for given in weights for weight in given.values())
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Build every scorer; return all their models."""
