@@ -251,8 +251,11 @@ def _stored_scalar_model(
         head.weight.copy_(model.score.weight)
         head.bias.fill_(float(getattr(model.config, "reward_offset", 0.0)))
     found = ScalarHeadModel(model.base_model, head)
-    if own := reward_normalization(model.config, source):
+    own = reward_normalization(model.config, source)
+    if own is not None:
         found.normalize(*own)
+    # An export of this framework has the offset.
+    found.normalized = own is not None or hasattr(model.config, "reward_offset")
     return found
 
 

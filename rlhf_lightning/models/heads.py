@@ -258,7 +258,12 @@ class ScalarHeadModel(nn.Module):
 
     Raises:
         TypeError: for another head, which would be rounded there.
+
+    Attributes:
+        normalized: False for a reward model of another framework that names no mean and std.
     """
+
+    normalized: bool = True
 
     def __init__(self, trunk: PreTrainedModel, head: ScalarHead) -> None:
         super().__init__()

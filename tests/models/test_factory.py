@@ -17,6 +17,9 @@ from rlhf_lightning.models.factory import (
     set_dropout,
 )
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.modules.rewards import score_clip_of
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer, WeightedScorer
+from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer
 from tests.builders.models import (
     HIDDEN,
     MODEL_TYPES,
@@ -143,6 +146,30 @@ def test_a_normalized_reward_model_survives_a_second_export(tmp_path):
     first = load_scalar_model(tmp_path / "a")
     assert first.head.bias.item() == pytest.approx(0.3)
     assert torch.equal(first(IDS, POSITIONS), model(IDS, POSITIONS))
+
+
+@pytest.mark.parametrize(
+    ("keys", "clip"),
+    [
+        ({"reward_offset": 0.3}, 5.0),
+        ({}, None),
+        ({"mean": 0.0, "std": 1.0}, 5.0),
+        ({"mean": 2.0, "std": 3.0, "normalize_reward": False}, None),
+    ],
+)
+def test_scores_of_another_frameworks_reward_model_are_clipped_only_if_it_normalizes_them(
+    tmp_path, keys, clip
+):
+    model = tiny_scalar_model("llama", bias=0.3)
+    export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["reward_offset"]
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    alone = RewardModelScorer(lambda: load_scalar_model(tmp_path))
+    several = RewardEnsembleScorer(lambda source: load_scalar_model(tmp_path), ["first", "second"])
+    for scorer in (alone, several, WeightedScorer({"model": alone})):
+        scorer.build()
+        assert score_clip_of("auto", scorer) == clip
 
 
 def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alone(tmp_path):

@@ -191,7 +191,6 @@ class RewardModelScorer:
         ValueError: if the tokenizers differ.
     """
 
-    normalized = True  # by the reward stage
     holds = "model"
     words = "a reward model"
 
@@ -218,6 +217,11 @@ class RewardModelScorer:
         self.micro_batch_size = micro_batch_size
         self.name = name
         self.model: ScalarHeadModel | None = None
+
+    @property
+    def normalized(self) -> bool:
+        """True by the reward stage; of a model of another framework known once it is built."""
+        return self.model is None or self.model.normalized
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Load the reward model, frozen."""

@@ -52,7 +52,6 @@ class RewardEnsembleScorer:
     """
 
     Hparams = RewardEnsembleHparams
-    normalized = True
     holds = "model"
     words = "{number} reward models"
 
@@ -78,6 +77,11 @@ class RewardEnsembleScorer:
             )
             for number, source in enumerate(map(str, sources), 1)
         ]
+
+    @property
+    def normalized(self) -> bool:
+        """True if all members are; known once they are built."""
+        return all(member.normalized for member in self.members)
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Load every member, frozen."""
