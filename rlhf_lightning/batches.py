@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, Self
 
 import torch
@@ -207,6 +208,13 @@ class PreferenceBatch(TensorBatch):
     row_ids: Tensor
     answer_ids: tuple[tuple[int, int], ...] | None = None
     label: Tensor | None = None
+
+    @property
+    def prompt_keys(self) -> list[bytes]:
+        """A hash of each row's prompt, the same on every rank."""
+        lengths = self.chosen_attention_mask.sum(-1) - self.chosen_length
+        rows = zip(self.chosen_input_ids.cpu().numpy(), lengths.tolist(), strict=True)
+        return [blake2b(ids[:length].tobytes(), digest_size=16).digest() for ids, length in rows]
 
     @property
     def either_attention_mask(self) -> Tensor:

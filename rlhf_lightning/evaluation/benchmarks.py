@@ -101,6 +101,7 @@ class PairsBenchmark:
                 one.lengths[1],
                 subsets=(one.candidates.subset,) if one.candidates.subset else (),
                 domain="" if one.candidates.record is None else one.candidates.record.domain,
+                prompt=repr(one.candidates.prompt),
             )
             for one in scored
         ]

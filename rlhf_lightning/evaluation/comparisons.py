@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit
-from scipy.stats import norm, t
+from scipy.stats import t
 from torch import Tensor
 
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.functional.statistics import effective_number, wilson_interval
 
 
 class Interval(NamedTuple):
@@ -74,10 +74,8 @@ def share_over_prompts(
 ) -> Interval:
     """Return the mean of shares, one a prompt, and its interval over prompts.
 
-    Wilson's interval at the number of yes-or-no prompts that would vary as much, `n p (1 - p) / v`,
-    with Student's quantile for n prompts. v is the variance of the shares, to which one more prompt
-    with the variance `p (1 - p)` is added: a few prompts that agree by chance say little about the
-    next one. Where all agree it is Wilson's on the number of prompts. A test measures its coverage.
+    Wilson's interval at the number of yes-or-no prompts that would vary as much, see
+    `effective_number`. A test measures its coverage.
 
     Args:
         by_prompt: `[N]`, each between 0 and 1.
@@ -88,12 +86,8 @@ def share_over_prompts(
     """
     count = len(by_prompt)
     mean = float(by_prompt.mean()) if count else math.nan
-    effective = float(count)
-    if count and np.ptp(by_prompt) > 0:
-        most = mean * (1 - mean)
-        variance = ((count - 1) * by_prompt.var(ddof=1) + most) / count
-        normal, student = norm.ppf((1 + confidence) / 2), t.ppf((1 + confidence) / 2, count - 1)
-        effective = count * most / variance * (normal / student) ** 2
+    sizes = [1.0] * count
+    effective = effective_number(by_prompt.tolist(), sizes, confidence=confidence) if count else 0.0
     low, high = wilson_interval(mean * effective if count else 0, effective, confidence=confidence)
     return Interval(mean, low, high)
 

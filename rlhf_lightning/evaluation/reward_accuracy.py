@@ -5,7 +5,7 @@ Legend: B responses, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
-from rlhf_lightning.evaluation.win_rate import share
+from rlhf_lightning.evaluation.win_rate import share, share_over_groups
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.modes import in_eval_mode
@@ -36,6 +36,7 @@ class ScoredPair(NamedTuple):
         rejected_length: tokens of the other response.
         subsets: subsets that the pair belongs to.
         domain: name of the domain, or "".
+        prompt: equal for pairs of one prompt; None for a pair that shares its prompt with no other.
     """
 
     chosen: float
@@ -44,6 +45,7 @@ class ScoredPair(NamedTuple):
     rejected_length: int
     subsets: tuple[str, ...] = ()
     domain: str = ""
+    prompt: Hashable = None
 
 
 @torch.no_grad()
@@ -86,6 +88,7 @@ def score_pairs(
             len(row.rejected_input_ids) - row.prompt_length,
             row.subsets,
             row.domain,
+            chosen[: row.prompt_length * row.chosen_input_ids.itemsize],
         )
         for row, (chosen, rejected) in zip(rows, keys, strict=True)
     ]
@@ -96,13 +99,13 @@ def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
 
     For all pairs and for each subset: where the lengths differ by at most 10 % of the longer one
     (`_length_matched`), where the preferred response is the shorter one (`_chosen_shorter`), where
-    it is the longer one (`_chosen_longer`). For each subset also all of it, with a Wilson interval
-    and "the longer one wins" (which leaves out equal lengths); and the accuracy in each domain,
-    with its interval. Equal scores are wrong. An empty part gives no metric. The name of a subset
-    or a domain comes behind a whole key: `val/accuracy_low/subset/<name>`,
+    it is the longer one (`_chosen_longer`). For each subset also all of it, with its interval and
+    "the longer one wins" (which leaves out equal lengths); and the accuracy in each domain, with
+    its interval. Equal scores are wrong. An empty part gives no metric. The name of a subset or a
+    domain comes behind a whole key: `val/accuracy_low/subset/<name>`,
     `val/accuracy/domain/<name>`.
 
-    The interval assumes independent pairs; pairs that share responses make it too narrow.
+    Intervals are over prompts, of which several pairs are alike: see `interval_over_groups`.
     """
     measures = _by_length(pairs)
     for name in sorted({name for pair in pairs for name in pair.subsets}):
@@ -153,8 +156,8 @@ def pair_values(
 
     `margin` of each; `reliability`, a part for each tenth of the stated probability that the
     model's preferred response is the better one: the mean that is stated, the share that is right,
-    its Wilson 95 % interval and the number of pairs; and `wrong`, the texts of the pairs that are
-    ranked wrong most surely.
+    its 95 % interval over prompts and the number of pairs; and `wrong`, the texts of the pairs that
+    are ranked wrong most surely.
 
     Args:
         pairs: the scores of `rows`.
@@ -167,7 +170,7 @@ def pair_values(
     parts = []
     for tenth in np.unique(tenths):
         inside = tenths == tenth
-        right = share("right", int((margins[inside] > 0).sum()), int(inside.sum()))
+        right = _share_of_pairs("right", [pairs[i] for i in inside.nonzero()[0]])
         parts.append([float(stated[inside].mean()), *right.values(), int(inside.sum())])
     surest = [int(i) for i in margins.argsort(kind="stable")[:MOST_WRONG] if margins[i] < 0]
     wrong = [_as_text(rows[i], tokenizer) | {"margin": float(margins[i])} for i in surest]
@@ -234,7 +237,13 @@ def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> 
         f"val/accuracy{cut}": right / len(pairs),
         f"val/num_pairs{cut}": float(len(pairs)),
     }
-    return measures | (share(f"val/accuracy{cut}", right, len(pairs)) if interval else {})
+    return measures | (_share_of_pairs(f"val/accuracy{cut}", pairs) if interval else {})
+
+
+def _share_of_pairs(key: str, pairs: Sequence[ScoredPair]) -> dict[str, float]:
+    """Return the share of pairs that are ranked right, with its interval."""
+    prompts = [i if pair.prompt is None else pair.prompt for i, pair in enumerate(pairs)]
+    return share_over_groups(key, [pair.chosen > pair.rejected for pair in pairs], prompts)
 
 
 BINS = 10

@@ -13,7 +13,7 @@ from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.sources.base import LISTED
 from rlhf_lightning.evaluation.generate import PolicyAnswers
-from rlhf_lightning.evaluation.win_rate import share
+from rlhf_lightning.evaluation.win_rate import share_over_groups
 from rlhf_lightning.runs.metric_catalog import part_key
 
 # (prompt, completion) -> whether the completion refuses.
@@ -154,26 +154,23 @@ class SafetyCheck:
         return records + [attacked(record, way) for way in self.attacks for record in harmful]
 
     def measures(self, answers: PolicyAnswers, prefix: str) -> dict[str, float]:
-        """Return the rates of one policy as `<prefix>...`, with Wilson 95 % intervals.
+        """Return the rates of one policy as `<prefix>...`, with 95 % intervals over prompts.
 
         `refusal_rate`: share of responses to harmful prompts that refuse. `over_refusal_rate`: the
         same for harmless look-alikes. A kind without a prompt has no rate. That under an attack is
-        `refusal_rate/subset/<attack>`. The intervals assume independent responses; several to one
-        prompt make them too narrow.
+        `refusal_rate/subset/<attack>`. The intervals are those of `interval_over_groups`.
         """
         found: dict[str, float] = {}
         kinds = [("refusal_rate", self.harmful, ""), ("over_refusal_rate", self.harmless, "")]
         kinds += [("refusal_rate", (f"{HARMFUL}/{way}",), way) for way in self.attacks]
         for name, domains, way in kinds:
+            rows = [row for row, domain in enumerate(answers.domains) if domain in domains]
             refused = [
-                self.is_refusal(prompt, completion)
-                for prompt, completion, domain in zip(
-                    answers.prompts, answers.completions, answers.domains, strict=True
-                )
-                if domain in domains
+                self.is_refusal(answers.prompts[row], answers.completions[row]) for row in rows
             ]
             if refused:
-                rate = share(f"{prefix}{name}", sum(refused), len(refused))
+                asked = [row // answers.answers_per_prompt for row in rows]
+                rate = share_over_groups(f"{prefix}{name}", refused, asked)
                 found |= {part_key(k, "subset", way): v for k, v in rate.items()} if way else rate
         return found
 

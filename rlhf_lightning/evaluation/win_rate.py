@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.functional.statistics import interval_over_groups, wilson_interval
 
 CONFIDENCE = 0.95
 
@@ -18,6 +18,17 @@ def share(key: str, successes: float, count: float) -> dict[str, float]:
     """Return `successes / count` as `key`, its Wilson 95 % interval as `<key>_low` and `_high`."""
     low, high = wilson_interval(successes, count, confidence=CONFIDENCE)
     return {key: successes / count, f"{key}_low": low, f"{key}_high": high}
+
+
+def share_over_groups(
+    key: str, hits: Sequence[bool], groups: Sequence[Hashable]
+) -> dict[str, float]:
+    """Return the share of hits as `key`, its 95 % interval as `<key>_low` and `_high`.
+
+    Trials of one group, such as a prompt, are no independent trials: see `interval_over_groups`.
+    """
+    low, high = interval_over_groups(hits, groups, confidence=CONFIDENCE)
+    return {key: sum(hits) / len(hits), f"{key}_low": low, f"{key}_high": high}
 
 
 class WinRate(NamedTuple):

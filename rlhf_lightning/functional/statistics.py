@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -79,6 +81,62 @@ def wilson_interval(successes: float, n: float, *, confidence: float) -> tuple[f
     scale = 1 + z * z / n
     low, high = (centre - half) / scale, (centre + half) / scale
     return min(max(0.0, low), p), max(min(1.0, high), p)  # rounding may pass by p at 0 and 1
+
+
+def effective_number(sums: Sequence[float], sizes: Sequence[float], *, confidence: float) -> float:
+    """Return how many independent trials say as much about a share as trials that come in groups.
+
+    Trials of one group, such as responses to one prompt, are alike. Wilson's interval at this
+    number holds the share of new groups: `n p (1 - p) / v`, times the square of the normal over
+    Student's quantile. n is `M^2 / sum of m^2` for groups of m trials, M in all; v is the variance
+    of a group's share, to which one more group with the variance `p (1 - p)` is added: a few groups
+    that agree by chance say little about the next one. Where all agree it is n.
+
+    Args:
+        sums: of each group the sum of its trials, each 0 to 1.
+        sizes: of each group the number of its trials.
+        confidence: coverage of the two-sided interval.
+
+    Source: Dean and Pagano 2015 (Wilson's interval at an effective sample size); Kish 1965 (n).
+    """
+    from scipy.stats import t  # slow to import, and not needed to train
+
+    total = math.fsum(sizes)
+    mean = math.fsum(sums) / total
+    count = total**2 / math.fsum(size * size for size in sizes)
+    left = [won - mean * size for won, size in zip(sums, sizes, strict=True)]
+    if max(map(abs, left)) <= 1e-12 * max(sizes):
+        return count
+    most = mean * (1 - mean)
+    variance = count * math.fsum(x * x for x in left) / total**2 + most / count
+    level = (1 + confidence) / 2
+    student = float(t.ppf(level, max(count - 1, 1)))
+    return count * most / variance * (NormalDist().inv_cdf(level) / student) ** 2
+
+
+def interval_over_groups(
+    hits: Sequence[bool], groups: Sequence[Hashable], *, confidence: float
+) -> tuple[float, float]:
+    """Return the Wilson interval of the share of hits; trials of one group count as alike.
+
+    At the number of trials where no two are of one group, or all are, which says nothing about
+    other groups; else at their `effective_number`, which is at most theirs.
+
+    Args:
+        hits: results of the trials.
+        groups: group of each trial, such as its prompt.
+        confidence: coverage of the two-sided interval.
+    """
+    count, right = float(len(hits)), float(sum(hits))
+    sums, sizes = defaultdict[Hashable, float](float), defaultdict[Hashable, float](float)
+    for hit, group in zip(hits, groups, strict=True):
+        sums[group] += hit
+        sizes[group] += 1
+    if 1 < len(sizes) < len(hits):
+        values = list(sums.values()), list(sizes.values())
+        count = min(effective_number(*values, confidence=confidence), count)
+        right *= count / len(hits)
+    return wilson_interval(min(right, count), count, confidence=confidence)
 
 
 def all_equal(mean: float, std: float) -> bool:

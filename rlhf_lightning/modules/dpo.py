@@ -21,7 +21,7 @@ from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_sum
 from rlhf_lightning.functional.preference_losses import dpo_loss, kto_loss
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.functional.statistics import interval_over_groups
 from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import by_micro_batch, micro_batches
@@ -85,7 +85,8 @@ class DPOModule(RLHFModule):
         self.policy = None
         names = ("pairs", *MEASURES)
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
-        self.validated: list[list[float]] = []  # of KTO, by row: see `validation_step`
+        self.validated: list[list[float]] = []  # by row: see `validation_step`
+        self.prompts: list[bytes] = []  # of these rows
 
     @classmethod
     def title_of(cls, algorithm: Any) -> str:
@@ -216,7 +217,7 @@ class DPOModule(RLHFModule):
     def on_validation_start(self) -> None:
         """Start the clock and place the base; before or without training, look up the reference."""
         super().on_validation_start()
-        self.validated = []
+        self.validated, self.prompts = [], []
         if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:
             self.references.prepare(self, ("validation",))
 
@@ -229,9 +230,12 @@ class DPOModule(RLHFModule):
             self.algorithm.micro_batch_size,
             agree=agreed_max,
         )
+        self.prompts += batch.prompt_keys
+        columns = (chosen, rejected, *self.references.of(batch, "validation"))
         if self.algorithm.kind == "kto":  # its reference point is that of all held-out rows
-            columns = (chosen, rejected, *self.references.of(batch, "validation"), batch.label)
-            self.validated += torch.stack(columns, -1).double().tolist()  # type: ignore[arg-type]
+            columns = (*columns, batch.label)  # type: ignore[assignment]
+        self.validated += torch.stack(columns, -1).double().tolist()
+        if self.algorithm.kind == "kto":
             return
         _, sums = self.compared(batch, chosen, rejected, 1.0, "validation")
         self.sums["pairs"].update(float(len(batch)))
@@ -240,29 +244,32 @@ class DPOModule(RLHFModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all held-out pairs of all ranks, accuracy with its interval."""
+        found = [row for part in gathered(self.validated) for row in part]
+        rows = torch.tensor(found, dtype=torch.float64)
+        prompts = [prompt for part in gathered(self.prompts) for prompt in part]
         if self.algorithm.kind == "kto":
-            pairs, measures = self._validated_rows()
+            right, measures = self._validated_rows(rows)
         else:
+            chosen, rejected, *reference = rows.float().unbind(-1)  # as in the loss
+            right = chosen - reference[0] > rejected - reference[1]
             total = {name: float(metric.compute()) for name, metric in self.sums.items()}
             pairs = round(total.pop("pairs"))
             measures = {f"val/{name}": value / pairs for name, value in total.items()}
-        right = round(measures["val/accuracy"] * pairs)
-        low, high = wilson_interval(right, pairs, confidence=CONFIDENCE)
+        low, high = interval_over_groups(right.tolist(), prompts, confidence=CONFIDENCE)
         measures |= {"val/accuracy_low": low, "val/accuracy_high": high}
         self.log_dict(measures)
         self.log_validation_time()
 
-    def _validated_rows(self) -> tuple[int, dict[str, float]]:
-        """Return the number of held-out rows, and KTO's metrics over all of them."""
-        parts = gathered(self.validated)
-        rows = torch.tensor([row for part in parts for row in part], dtype=torch.float64)
+    def _validated_rows(self, rows: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Return which held-out rows are on the right side, and KTO's metrics over all of them."""
         own, other, reference, of_other, label = rows.unbind(-1)
         kl = (other - of_other).mean().clamp(min=0)
         _, measured = self.labelled(own, reference, label.bool(), kl, float(len(rows)))
         found = finite(by_label(measured))
         measures = {name.replace("dpo/", "val/"): value for name, value in found.items()}
         share = float(label.mean())
-        return len(rows), measures | {"val/majority_accuracy": max(share, 1 - share)}
+        right = torch.where(label.bool(), own - reference > kl, own - reference < kl)
+        return right, measures | {"val/majority_accuracy": max(share, 1 - share)}
 
 
 def warn_of_weights(hparams: DPOHparams, labels: Sequence[bool]) -> None:

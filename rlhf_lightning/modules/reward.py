@@ -17,9 +17,9 @@ from torchmetrics.classification import BinaryCalibrationError
 from rlhf_lightning.arguments import Fraction, PathOrName, checked
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.datamodules import PreferenceDataModule
-from rlhf_lightning.distributed.collectives import global_sum
+from rlhf_lightning.distributed.collectives import gathered, global_sum
 from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.functional.statistics import interval_over_groups
 from rlhf_lightning.hparams import RewardHparams
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.factory import load_scalar_model
@@ -66,6 +66,7 @@ class RewardModule(RLHFModule):
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
+        self.validated: list[tuple[bytes, bool]] = []  # prompt of a pair, whether it is right
 
     @classmethod
     @checked
@@ -163,6 +164,7 @@ class RewardModule(RLHFModule):
         """Start the clock, place the base, and forget what was measured."""
         super().on_validation_start()
         self.calibration.reset()
+        self.validated = []
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Add the held-out pairs to the sums."""
@@ -180,6 +182,7 @@ class RewardModule(RLHFModule):
         }
         for name, value in values.items():
             self.sums[name].update(value.float())
+        self.validated += zip(batch.prompt_keys, (difference > 0).tolist(), strict=True)
         # Both orders of each pair: calibration must not depend on which response comes first.
         difference = difference[difference.isfinite()]
         probability = torch.cat([difference, -difference]).sigmoid()
@@ -190,7 +193,9 @@ class RewardModule(RLHFModule):
         """Log accuracy with its interval, margin, calibration, and "the longer one wins"."""
         total = {name: float(metric.compute()) for name, metric in self.sums.items()}
         pairs = total["pairs"]
-        low, high = wilson_interval(total["right"], int(pairs), confidence=CONFIDENCE)
+        validated = [pair for part in gathered(self.validated) for pair in part]
+        prompts, right = zip(*validated, strict=True)
+        low, high = interval_over_groups(right, prompts, confidence=CONFIDENCE)
         measures = {
             "val/accuracy": total["right"] / pairs,
             "val/accuracy_low": low,

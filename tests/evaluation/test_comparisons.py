@@ -12,7 +12,7 @@ from rlhf_lightning.evaluation.comparisons import (
     share_over_prompts,
     win_rate_over_prompts,
 )
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.functional.statistics import interval_over_groups, wilson_interval
 
 
 def test_every_pair_of_answers_to_a_prompt_is_compared_and_ties_count_one_half():
@@ -55,6 +55,40 @@ def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count
     found = [share_over_prompts(shares(count), confidence=0.95) for _ in range(2000)]
     assert np.mean([f.low <= truth <= f.high for f in found]) >= 0.93
     assert np.mean([f.low > truth for f in found]) <= 0.04
+
+
+@pytest.mark.parametrize("count", [10, 20, 40, 100])
+@pytest.mark.parametrize("mean", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("sizes", [[6], [1, 2, 3, 6, 15]])
+def test_intervals_of_trials_that_share_prompts_hold_the_truth(count, mean, sizes):
+    rng = np.random.default_rng(0)
+    inside, above, plain = [], [], []
+    for _ in range(400):
+        size = rng.choice(sizes, count)
+        won = rng.binomial(size, rng.beta(2 * mean, 2 * (1 - mean), count))
+        hits = [i < w for w, m in zip(won, size, strict=True) for i in range(m)]
+        low, high = interval_over_groups(hits, np.repeat(np.arange(count), size), confidence=0.95)
+        inside.append(low <= mean <= high)
+        above.append(low > mean)
+        low, high = wilson_interval(won.sum(), size.sum(), confidence=0.95)
+        plain.append(low <= mean <= high)
+    assert np.mean(inside) >= 0.91
+    assert np.mean(above) <= 0.06
+    assert np.mean(plain) < 0.85  # what it was
+
+
+def test_trials_of_different_prompts_have_wilsons_interval_and_so_have_those_of_one():
+    hits = [True] * 7 + [False] * 3
+    expected = wilson_interval(7, 10, confidence=0.95)
+    assert interval_over_groups(hits, range(10), confidence=0.95) == expected
+    assert interval_over_groups(hits, [0] * 10, confidence=0.95) == expected
+    # Prompts that all agree are as many trials, however often each was asked.
+    same = interval_over_groups([True] * 12, list(range(4)) * 3, confidence=0.95)
+    assert same == pytest.approx(wilson_interval(4, 4, confidence=0.95))
+    # Two prompts whose shares differ say next to nothing; nothing is below 0 or above 1.
+    low, high = interval_over_groups([True] * 5 + [False], [0] * 5 + [1], confidence=0.95)
+    assert 0 <= low < 0.2
+    assert 0.95 < high <= 1
 
 
 @pytest.mark.parametrize("count", [3, 10, 40])

@@ -125,6 +125,21 @@ def test_accuracy_is_measured_on_each_part_beside_its_number_of_pairs():
     assert measures["val/accuracy_high/subset/strict"] == pytest.approx(high)
 
 
+def test_pairs_of_one_prompt_do_not_narrow_the_intervals():
+    rows = [*encoded_pairs(prompt_length=3), *encoded_pairs(prompt_length=4)]
+    scored = score_pairs(tiny_scalar_model("llama"), rows, batch_size=5, pad_token_id=PAD)
+    assert [pair.prompt for pair in scored] == [scored[0].prompt] * 12 + [scored[12].prompt] * 12
+    assert scored[0].prompt != scored[12].prompt
+    pairs = [pair._replace(domain="a", prompt=i % 5) for i, pair in enumerate(PAIRS * 20)]
+    found = pair_metrics(pairs)
+    low, high = wilson_interval(3, 5, confidence=0.95)  # five prompts, right or wrong throughout
+    assert found["val/accuracy_low/domain/a"] < low < high < found["val/accuracy_high/domain/a"]
+    reliable = pair_values(pairs, encoded_pairs(100), tiny_tokenizer())["reliability"]
+    (_, _, low, high, count) = reliable[-1]
+    assert count == 80  # of four prompts
+    assert low < wilson_interval(3, 4, confidence=0.95)[0] < 0.75 < high
+
+
 def test_no_name_of_a_domain_or_a_subset_touches_another_figure():
     alone = pair_metrics([pair._replace(subsets=(), domain="") for pair in PAIRS])
     names = ("low", "high", "length_matched", "chosen_longer", "ties_half", "strict_low")

@@ -78,6 +78,16 @@ def test_the_prompts_behind_the_rates_are_counted_not_their_answers():
     assert "val/num_harmless" not in found
 
 
+def test_several_answers_to_a_prompt_do_not_narrow_the_intervals():
+    said = answers(
+        ["i cannot"] * 20 + ["sure"] * 20, domains=["harmful"] * 40, answers_per_prompt=10
+    )
+    found = SafetyCheck(PhraseRefusals()).measures(said, "val/")
+    # Four prompts, each of which is refused always or never.
+    low, high = wilson_interval(2, 4, confidence=0.95)
+    assert found["val/refusal_rate_low"] < low < high < found["val/refusal_rate_high"]
+
+
 def test_what_a_file_was_given_for_is_not_optional(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "how ?", "harmful": true}\n')

@@ -17,10 +17,12 @@ import torch
 from rich.console import Console
 
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
+from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import EncodedSequence
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.unpaired import with_other_responses
+from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.modules import base, dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
@@ -164,6 +166,22 @@ def test_an_accuracy_is_judged_by_the_more_frequent_label(share, word):
     found = verdict(replace(summary, metrics=metrics | {"val/majority_accuracy": share}))
     assert word in found.sentence
     assert "more frequent label" in found.sentence
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "kto"])
+def test_held_out_rows_of_one_prompt_do_not_narrow_the_interval(monkeypatch, kind):
+    module = without_trainer(tiny_dpo(kind=kind))
+    module.references.tables = {"validation": torch.zeros(8, 2)}
+    won = torch.tensor([1.0] * 6 + [-1.0] * 2).repeat(5)
+    monkeypatch.setattr(dpo, "by_micro_batch", lambda *_, **__: (won, -won))
+    batch = replace(PreferenceBatch.cat([preference_batch()] * 5), label=torch.ones(40).bool())
+    with torch.no_grad():
+        module.validation_step(batch, 0)
+    module.on_validation_epoch_end()
+    (measures,) = module.logged
+    assert measures["val/accuracy"] == pytest.approx(0.75)
+    low, high = wilson_interval(6, 8, confidence=0.95)
+    assert measures["val/accuracy_low"] < low < high < measures["val/accuracy_high"]
 
 
 # -- whole runs -------------------------------------------------------------------------------

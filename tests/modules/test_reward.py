@@ -236,6 +236,17 @@ def test_a_model_that_scores_all_alike_has_only_ties_and_is_not_calibrated_wrong
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
+def test_held_out_pairs_of_one_prompt_do_not_narrow_the_interval():
+    module, batch = tiny_reward(), PreferenceBatch.cat([preference_batch()] * 5)
+    module.configure_model()
+    won = torch.tensor([1.0] * 6 + [-1.0] * 2).repeat(5)
+    module.scores = lambda _: (won, torch.zeros(40))
+    metrics = validated(module, batch)
+    assert metrics["val/accuracy"] == 0.75
+    low, high = wilson_interval(6, 8, confidence=0.95)
+    assert metrics["val/accuracy_low"] < low < high < metrics["val/accuracy_high"]
+
+
 def calibration_error(difference: torch.Tensor) -> float:
     """Ten bins over both orders of each pair, |mean probability - share right| by their size."""
     probability = torch.cat([difference, -difference]).sigmoid()
