@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 from scipy.special import betaln, comb
-from scipy.stats import beta, binom
+from scipy.stats import beta, binom, chi2
 
 from rlhf_lightning.preferences.aggregate import Verdict, by_pair
 from rlhf_lightning.preferences.agreement import (
@@ -37,7 +37,8 @@ from rlhf_lightning.preferences.records import SIDES, Label, Pair
 Tally = Mapping[tuple[int, int], int]
 LOG_SHAPES = (-6.0, 7.0)  # p is nearly 0 or 1, or nearly one half
 GRID = 1000
-BOOTSTRAPS = 200
+# Of twice a difference of log-likelihoods: the 95 % quantile of chi-squared.
+LIKELY = float(chi2.ppf(0.95, 1))
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Ceiling:
 
     Args:
         single: ceiling for labels of one vote each, by the model; `single_low` to `single_high` is
-            a 95 % interval over draws of the items.
+            a 95 % interval: of the shapes that are not unlikely.
         agreement: how often two votes on one item agree.
         lowest: bound on `single` that needs no model, from below: the agreement.
         highest: the same from above, `(1 + sqrt(2 * agreement - 1)) / 2`.
@@ -79,45 +80,60 @@ def estimate_ceiling(
     Args:
         tally: votes for the first and for the second response of each item -> number of items.
         majorities: numbers of votes whose majority is the label.
-        seed: seeds the bootstrap of the interval.
+        seed: not read; the bootstrap that this interval replaced had one.
     """
     several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
     if not several:
         return None
     shape = fit_shape(several)
     agreement = _agreement(several)
-    keys = list(several)
-    weights = np.array([several[key] for key in keys], dtype=np.float64)
-    total = int(weights.sum())
-    draws = np.random.default_rng(seed).multinomial(total, weights / total, size=BOOTSTRAPS)
-    shapes = [fit_shape(dict(zip(keys, map(int, draw), strict=True))) for draw in draws]
-    low, high = np.quantile(shapes, [0.025, 0.975])  # the larger, the nearer p is to one half
+    low, high = _likely_shapes(several, shape)  # the larger, the nearer p is to one half
     return Ceiling(
         single=majority_ceiling(shape, 1),
-        single_low=majority_ceiling(float(high), 1),
-        single_high=majority_ceiling(float(low), 1),
+        single_low=majority_ceiling(high, 1),
+        single_high=majority_ceiling(low, 1),
         agreement=agreement,
         lowest=max(agreement, 0.5),
         highest=(1.0 + math.sqrt(max(2.0 * agreement - 1.0, 0.0))) / 2.0,
         majority={n: majority_ceiling(shape, n) for n in majorities},
         shape=shape,
-        num_items=total,
+        num_items=sum(several.values()),
     )
 
 
 def fit_shape(tally: Tally) -> float:
     """Return the shape a of Beta(a, a) under which the votes are likeliest."""
-    votes = np.array([key for key in tally if sum(key) >= 2 and tally[key]], dtype=np.float64)
-    items = np.array([tally[key] for key in tally if sum(key) >= 2 and tally[key]])
-    if not len(items):
+    several = {votes: n for votes, n in tally.items() if sum(votes) >= 2 and n}
+    if not several:
         return 1.0
-
-    def loss(log_shape: float) -> float:
-        a = math.exp(log_shape)
-        return -float((items * (betaln(votes[:, 0] + a, votes[:, 1] + a) - betaln(a, a))).sum())
-
-    found = minimize_scalar(loss, bounds=LOG_SHAPES, method="bounded", options={"xatol": 1e-6})
+    found = minimize_scalar(
+        lambda log_shape: -_log_likelihood(several, log_shape),
+        bounds=LOG_SHAPES,
+        method="bounded",
+        options={"xatol": 1e-6},
+    )
     return math.exp(float(found.x))
+
+
+def _likely_shapes(tally: Tally, best: float) -> tuple[float, float]:
+    """Return the ends of the shapes whose likelihood is not too far below that of the best one.
+
+    Draws of the votes that were seen, a bootstrap, would never differ where all people agree.
+    """
+    at, top = math.log(best), _log_likelihood(tally, math.log(best))
+
+    def beyond(log_shape: float) -> float:
+        return 2 * (top - _log_likelihood(tally, log_shape)) - LIKELY
+
+    ends = [x if beyond(x) <= 0 else float(brentq(beyond, at, x)) for x in LOG_SHAPES]
+    return math.exp(ends[0]), math.exp(ends[1])
+
+
+def _log_likelihood(tally: Tally, log_shape: float) -> float:
+    """Return the log-likelihood of the votes under Beta(a, a) with this log a."""
+    votes, a = np.array(list(tally), dtype=np.float64), math.exp(log_shape)
+    each = betaln(votes[:, 0] + a, votes[:, 1] + a) - betaln(a, a)
+    return float((np.array(list(tally.values())) * each).sum())
 
 
 def majority_ceiling(shape: float, num_votes: int) -> float:

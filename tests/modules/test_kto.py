@@ -8,6 +8,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -172,6 +173,7 @@ def test_an_accuracy_is_judged_by_the_more_frequent_label(share, word):
 def test_held_out_rows_of_one_prompt_do_not_narrow_the_interval(monkeypatch, kind):
     module = without_trainer(tiny_dpo(kind=kind))
     module.references.tables = {"validation": torch.zeros(8, 2)}
+    module._trainer.state = SimpleNamespace(fn="validate")
     won = torch.tensor([1.0] * 6 + [-1.0] * 2).repeat(5)
     monkeypatch.setattr(dpo, "by_micro_batch", lambda *_, **__: (won, -won))
     batch = replace(PreferenceBatch.cat([preference_batch()] * 5), label=torch.ones(40).bool())

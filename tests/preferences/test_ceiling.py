@@ -72,6 +72,24 @@ def test_unanimous_people_leave_no_noise_and_coin_tossers_nothing_else() -> None
     assert random.single < 0.56
 
 
+def test_a_few_people_who_agree_are_not_sure_that_all_do() -> None:
+    few = estimate_ceiling({(2, 0): 6, (0, 2): 4})
+    assert few is not None
+    # Two votes agree with probability (a + 1) / (2 a + 1), whose log is at least -3.84 / 20.
+    agreement = math.exp(-3.8414588 / 20)
+    shape = (1 - agreement) / (2 * agreement - 1)
+    assert few.single_low == pytest.approx(majority_ceiling(shape, 1), abs=2e-3)
+    assert few.single_low < 0.9 < 0.99 < few.single <= few.single_high
+
+
+@pytest.mark.parametrize(("shape", "count", "num_votes"), [(0.1, 10, 2), (0.5, 20, 3), (10, 10, 5)])
+def test_the_interval_of_the_ceiling_holds_the_truth(shape, count, num_votes) -> None:
+    truth = majority_ceiling(shape, 1)
+    found = [estimate_ceiling(beta_tally(shape, count, num_votes, seed=s)) for s in range(60)]
+    held = [f is not None and f.single_low <= truth <= f.single_high for f in found]
+    assert np.mean(held) >= 0.88  # a bootstrap's held 75 to 85 %
+
+
 def test_what_cannot_be_estimated_is_said() -> None:
     assert estimate_ceiling({(1, 0): 10}) is None
     assert math.isnan(expected_correct({(1, 1): 3}, 1.0))
