@@ -93,9 +93,13 @@ def share_over_prompts(
 
 
 def mean_over_prompts(values: Sequence[float] | np.ndarray, *, confidence: float) -> Interval:
-    """Return the mean of `values`, one a prompt, and Student's interval; NaN where unknown."""
+    """Return the mean of `values`, one a prompt, and Student's interval; NaN where unknown.
+
+    It is unknown of one value, and of values that are all equal: how far others lie from them
+    cannot be said.
+    """
     sample = np.asarray(values, dtype=np.float64)
-    if len(sample) < 2:
+    if len(sample) < 2 or np.ptp(sample) == 0:
         return Interval(float(sample[0]) if len(sample) else math.nan, math.nan, math.nan)
     reach = t.ppf((1 + confidence) / 2, len(sample) - 1) * sample.std(ddof=1) / len(sample) ** 0.5
     mean = float(sample.mean())

@@ -45,8 +45,8 @@ class Estimate(NamedTuple):
 
     @property
     def excludes_zero(self) -> bool:
-        """True if the interval has one sign."""
-        return self.low > 0 or self.high < 0
+        """True if the interval has one sign, and a width: equal seeds alone show no spread."""
+        return self.low < self.high and (self.low > 0 or self.high < 0)
 
 
 def prompt_error(low: float, high: float) -> float:

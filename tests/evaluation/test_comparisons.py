@@ -98,6 +98,13 @@ def test_intervals_of_means_hold_the_truth_as_often_as_they_say(count):
     assert np.mean([f.low <= 1 <= f.high for f in found]) == pytest.approx(0.9, abs=0.02)
 
 
+@pytest.mark.parametrize("values", [[], [1.0], [1.0] * 10])
+def test_the_interval_of_values_that_do_not_differ_is_not_known(values):
+    mean, *ends = mean_over_prompts(values, confidence=0.95)
+    assert np.isnan(ends).all()
+    assert mean == 1 or not values
+
+
 def test_a_policy_that_wins_by_length_alone_wins_half_at_equal_length():
     rng = np.random.default_rng(0)
     lengths = 60 + rng.integers(-30, 60, size=800)

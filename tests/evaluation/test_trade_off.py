@@ -75,6 +75,13 @@ def test_seeds_that_share_prompts_of_unknown_spread_have_no_interval():
     assert math.isfinite(over_seeds(values, same_prompts=False).low)
 
 
+def test_seeds_that_are_equal_for_want_of_any_spread_show_nothing():
+    found = over_seeds([Measured(0.1, 1.0)] * 3, same_prompts=False)
+    assert found.value == 1
+    assert not found.excludes_zero
+    assert over_seeds([Measured(0.1, 1.0, 0.1)] * 3, same_prompts=False).excludes_zero
+
+
 def test_a_difference_adds_the_variances_and_keeps_its_sign():
     found = difference(Measured(0.1, 0.8, 0.03), Measured(0.1, 0.6, 0.04))
     assert found == pytest.approx((0.1, 0.2, 0.05), rel=1e-12)
