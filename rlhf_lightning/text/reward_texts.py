@@ -6,19 +6,23 @@ offsets say where the prompt ends, so that cutting takes from the prompt and not
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.control_tokens import control_tokens
-from rlhf_lightning.text.limits import limited
+from rlhf_lightning.text.fidelity import Fidelity
+from rlhf_lightning.text.forms import REFUSALS, THOUGHT, apply, form_of
 from rlhf_lightning.text.template_date import with_fixed_date
 from rlhf_lightning.text.turn_end import first_stop
+
+logger = logging.getLogger(__name__)
 
 PLAIN = "plain"
 BETWEEN_TURNS = "\n\n"
@@ -60,7 +64,8 @@ class Renderer:
 
     Special tokens that a response, a message or a plain prompt spells stay text: a token would end
     the text early, or open a turn that was never written. Until `encode` they have names that no
-    text contains, see `ControlTokens`.
+    text contains, see `ControlTokens`. Messages have the form that the chat template takes. What it
+    does not write of a conversation is named once.
 
     Args:
         tokenizer: tokenizer of the reward model.
@@ -75,7 +80,11 @@ class Renderer:
     ) -> None:
         self.tokenizer: Any = tokenizer
         self.plain = chat_template == PLAIN
-        self.template = None if self.plain else _read_template(chat_template)
+        self._writer: Any = tokenizer
+        if chat_template is not None and not self.plain:
+            self._writer = copy(tokenizer)
+            self._writer.chat_template = _read_template(chat_template)
+        self._told = False
         self._control = control_tokens(tokenizer)
         self.encode = self._control.encoding
 
@@ -83,8 +92,8 @@ class Renderer:
         """Return prompt, response and closing marks as one text in three parts.
 
         Raises:
-            ValueError: if a conversation meets no chat template, or one that writes other text
-                around this response than around others.
+            ValueError: if a conversation meets no chat template, or one that does not write the
+                response, or other text around this response than around others.
         """
         completion = self.response(row)
         if row.messages is None:
@@ -92,7 +101,12 @@ class Renderer:
         if self.plain:
             return Parts(self.question(row) + BETWEEN_TURNS, completion, "")
         asked = self._render(row, _turn(_PLACEHOLDER))
-        before, _, after = asked.partition(_PLACEHOLDER)
+        before, found, after = asked.partition(_PLACEHOLDER)
+        if not found:
+            raise ValueError(
+                "the reward model's chat template does not write the response, so all would have "
+                "one score; give another one with scorer.chat_template=FILE"
+            )
         full = self._render(row, _turn(row.completion))
         if not full.startswith(before) and full.startswith(self.question(row)):
             # The text before a response may depend on the response.
@@ -123,7 +137,7 @@ class Renderer:
         return self._text(row.completion)
 
     def _render(self, row: ResponseText, *response: Mapping[str, str]) -> str:
-        if self.template is None and not self.tokenizer.chat_template:
+        if not self._writer.chat_template:
             raise ValueError(
                 "the reward model's tokenizer has no chat template, and prompts are conversations: "
                 "set scorer.chat_template=FILE, or =plain for turns with empty lines between"
@@ -132,29 +146,44 @@ class Renderer:
         for message in conversation:
             if message["content"] != _PLACEHOLDER:
                 message["content"] = message["content"].replace(_PLACEHOLDER, "")
+        variables = self._control.hidden(row.variables)
+        text = self._write(conversation, variables)
+        if not self._told and not any(m["content"] == _PLACEHOLDER for m in conversation):
+            self._tell_of_losses(conversation, variables, text)
+        return text
+
+    def _write(
+        self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        form = form_of(self._writer)
         try:
-            with limited():
-                text = self.tokenizer.apply_chat_template(
-                    conversation,
-                    chat_template=self.template,
-                    tokenize=False,
-                    **self._control.hidden(row.variables),
-                )
-        except TemplateError as error:
+            return apply(self._writer, [form.shaped(m) for m in conversation], **variables)
+        except REFUSALS as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise ValueError(
                 f"the reward model's chat template refuses a conversation of {roles}: {error}; "
                 "give another one with scorer.chat_template=FILE"
             ) from error
-        return str(text)
+
+    def _tell_of_losses(
+        self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], text: str
+    ) -> None:
+        # A reward model may be blind to thoughts.
+        said = [{k: v for k, v in message.items() if k != THOUGHT} for message in conversation]
+        form = form_of(self._writer)
+        if lost := Fidelity(said, variables, form, self._write).lost(text):
+            self._told = True
+            logger.warning(
+                "the reward model's chat template does not write %s: such responses are scored "
+                "without it. Another template is given with scorer.chat_template=FILE",
+                self._control.reveal(", nor ".join(lost[:3])),
+            )
 
     def _text(self, text: str) -> str:
         return self._control.hidden(text.replace(_PLACEHOLDER, ""))
 
 
-def _read_template(chat_template: str | Path | None) -> str | None:
-    if chat_template is None:
-        return None
+def _read_template(chat_template: str | Path) -> str:
     file = Path(chat_template)
     if not file.is_file():
         raise ValueError(

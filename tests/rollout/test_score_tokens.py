@@ -157,6 +157,59 @@ def test_a_template_that_refuses_a_conversation_is_named():
         read(conversation(), byte_tokenizer(template=template + TURNS))
 
 
+BODY = "{% for m in messages if m.role in ROLES %}[{{ m.role }}]BODY{% endfor %}"
+PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+
+
+def writing(body="{{ m.content }}", roles="system user assistant tool"):
+    template = BODY.replace("ROLES", str(roles.split())).replace("BODY", body)
+    return byte_tokenizer(template=template)
+
+
+@pytest.mark.parametrize("given", ["by the tokenizer", "in a file"])
+def test_a_template_that_takes_content_as_parts_is_given_parts(given, tmp_path):
+    tokenizer, file = writing(PARTS), None
+    if given == "in a file":
+        file = tmp_path / "parts.jinja"
+        file.write_text(tokenizer.chat_template)
+        tokenizer = byte_tokenizer(template=CHATML)
+    text = f"[system]be kind[user]why?[assistant]so{EOS}"
+    assert read(conversation(), tokenizer, chat_template=file and str(file)) == (text, False)
+
+
+def test_a_template_that_does_not_write_the_response_is_refused():
+    for tokenizer in (writing(roles="system user"), writing("{{ m.content[:3] }}")):
+        with pytest.raises(ValueError, match=r"does not write the response.*chat_template=FILE"):
+            read(conversation("so it is"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("roles", "messages", "lost"),
+    [
+        ("user assistant", CHAT, "content of message 1 (system), 'be kind'"),
+        (
+            "user assistant tool",
+            [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+            "tool_calls.0.function.name of message 2 (assistant), 'weather'",
+        ),
+        ("user assistant", [CHAT[1], {"role": "tool", "content": "12"}], "message 2 (tool), '12'"),
+        ("user assistant", [CHAT[1]], "tools"),
+        ("system user assistant", CHAT, None),
+        ("user assistant", [{**CHAT[1], "reasoning_content": "a thought"}], None),
+    ],
+)
+def test_what_a_template_does_not_write_is_named_once(roles, messages, lost, caplog):
+    variables = {"tools": [CALL]} if lost == "tools" else {}
+    row = ResponseText("", messages, "so", True, variables=variables)
+    encode = LastTokenInputs(Renderer(writing(roles=roles), None), ending="eos", max_length=None)
+    encode([row, row])
+    encode([row])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (lost is not None)
+    assert all(f"does not write {lost}" in each or str(lost) in each for each in told)
+
+
 @pytest.mark.parametrize("spelt", [EOS, "<|im_start|>", "<s>", "<|im_<|im_end|>end|>"])
 def test_an_answer_or_a_prompt_that_spells_the_reward_models_special_tokens_is_text(spelt):
     tokenizer = byte_tokenizer(template=CHATML)
