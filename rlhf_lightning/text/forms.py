@@ -1,14 +1,15 @@
 """The form in which a chat template takes a message: found by rendering, not by reading it.
 
 Templates differ in the shape of what they are given: content as text or as a list of parts, the
-arguments of a call as an object or as JSON text, a thought under one of three keys.
+arguments of a call as an object or as JSON text, a thought under one of three keys. Tools have the
+shape in which servers give them, `{"type": "function", "function": {...}}`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,11 @@ _QUESTION, _ANSWER = "zq0mark0qz", "zq1mark1qz"
 _ARGUMENTS = {"a": 'say "x"'}
 _CALL = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": _ARGUMENTS}}
 _MESSAGE = "zq2mark2qz"
+_TOOL = {
+    "name": _MESSAGE,
+    "description": "a",
+    "parameters": {"type": "object", "properties": {}, "required": []},
+}
 _OTHERS = {  # roles whose content may have a shape that the user's has not, with what they end
     **{role: ({"role": role, "content": _MESSAGE},) for role in SYSTEM},
     "tool": (
@@ -45,6 +51,7 @@ class Form:
         parts: roles whose content it takes as a list of parts only.
         text_arguments: the arguments of a call are JSON text to it.
         thought: the key under which it writes the thought of a response; None if under none.
+        bare_tools: tools are to it what others take under `function`.
         written: roles of a conversation -> indices of the messages that the template writes.
         read: has a role and a further key of its messages where the template reads it; else, with a
             number of messages, how many conversations of that length show that it does not.
@@ -53,6 +60,7 @@ class Form:
     parts: frozenset[str] = frozenset()
     text_arguments: bool = False
     thought: str | None = THOUGHT
+    bare_tools: bool = False
     written: dict[Any, frozenset[Any]] = field(default_factory=dict)
     read: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
@@ -66,6 +74,13 @@ class Form:
         if self.text_arguments and "tool_calls" in shaped:
             shaped["tool_calls"] = [_with_text(call) for call in shaped["tool_calls"]]
         return shaped
+
+    def given(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return variables of the template, tools among them in the shape that it takes."""
+        tools = variables.get("tools")
+        if self.bare_tools or not isinstance(tools, list | tuple):
+            return variables
+        return {**variables, "tools": [_wrapped(tool) for tool in tools]}
 
 
 def form_of(tokenizer: Any) -> Form:
@@ -129,7 +144,29 @@ def _found(tokenizer: Any) -> Form:
         for before in ((), earlier)
         if _ANSWER in tried(Form(parts, thought=key), before, content="a", **{THOUGHT: _ANSWER})
     )
-    return Form(parts, as_text, next(thoughts, None))
+    form = Form(parts, as_text, next(thoughts, None))
+    return replace(form, bare_tools=_takes_bare_tools(tokenizer, form))
+
+
+def _takes_bare_tools(tokenizer: Any, form: Form) -> bool:
+    question = form.shaped({"role": "user", "content": "a"})
+
+    def writes(tool: Mapping[str, Any]) -> bool:
+        try:
+            return _MESSAGE in apply(tokenizer, [question], tools=[tool])
+        except REFUSALS:
+            return False
+
+    return not writes(_wrapped(_TOOL)) and writes(_TOOL)
+
+
+def _wrapped(tool: Any) -> Any:
+    """Return a tool under `function`; one that is there already, or is none, as it is."""
+    is_bare = isinstance(tool, Mapping) and isinstance(tool.get("name"), str)
+    if not is_bare or "function" in tool or tool.get("type", "function") != "function":
+        return tool
+    function = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": function}
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,7 +157,9 @@ class Renderer:
     ) -> str:
         form = form_of(self._writer)
         try:
-            return apply(self._writer, [form.shaped(m) for m in conversation], **variables)
+            return apply(
+                self._writer, [form.shaped(m) for m in conversation], **form.given(variables)
+            )
         except REFUSALS as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise ValueError(

@@ -54,7 +54,7 @@ def write_chat(
             "model.chat_template=FILE or NAME (in Python chat_template=), or use plain text"
         )
     form = form_of(tokenizer)
-    options = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+    options = {**form.given(variables or {}), "add_generation_prompt": add_generation_prompt}
     try:
         return apply(tokenizer, [form.shaped(message) for message in messages], **options)
     except REFUSALS as error:

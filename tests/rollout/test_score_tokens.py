@@ -363,7 +363,8 @@ def test_without_max_length_a_text_may_be_as_long_as_the_model_reads(model_type,
 
 def test_a_template_of_the_reward_model_is_given_tools_and_documents():
     reads = "{{ (tools or []) | tojson }}{{ (documents or []) | tojson }}" + TURNS
-    tools, documents = [{"name": "<|im_end|>weather"}], [{"title": "T", "text": "x"}]
+    tools = [{"type": "function", "function": {"name": "<|im_end|>weather"}}]
+    documents = [{"title": "T", "text": "x"}]
     record = PromptRecord(tuple(CHAT), variables={"tools": tools, "documents": documents})
     prompt = encode_prompt(record, byte_tokenizer(template=reads), max_length=500)
     batch = PromptCollator(0)([(prompt, 0)])

@@ -14,7 +14,7 @@ from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.text.templates import ChatTemplateError, render_chat
 from rlhf_lightning.text.tokenizers import read_template
 from tests.builders.tokenizers import build_tokenizer
-from tests.text.conversations import CONVERSATIONS, TOOLS, said
+from tests.text.conversations import CONVERSATIONS, SCHEMA, TOOLS, said
 from tests.text.written import letter
 
 # A letter a conversation: . all is written, L something is lost, R the template refuses it.
@@ -230,6 +230,35 @@ def test_each_role_is_given_the_shape_of_content_that_the_template_takes(roles):
     text = render_chat(tuple(MIXED), tokenizer, add_generation_prompt=False)
     assert all(f"<|{m['role']}|>{m['content']}" in text for m in MIXED)
     assert "'text'" not in text
+
+
+FUNCTION = TOOLS[0]["function"]
+
+
+@pytest.mark.parametrize("bare", [FUNCTION, {"type": "function", **FUNCTION}])
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("t | tojson", json.dumps(TOOLS[0])),
+        ("t.function.name ~ t.function | tojson", f"weather{json.dumps(FUNCTION)}"),
+        ("(t.function or t) | tojson", json.dumps(FUNCTION)),
+        ("t.name ~ t.description ~ t.parameters", f"weatherWeather of it{SCHEMA}"),
+    ],
+)
+def test_tools_have_the_shape_in_which_servers_give_them(written, expected, bare):
+    tools = "{% for t in tools or [] %}<tool>{{ " + written + " }}{% endfor %}"
+    tokenizer = build_tokenizer(template=tools + TURNS.replace("BODY", "{{ m.content }}"))
+    text = render_chat(tuple(QUESTION), tokenizer, variables={"tools": [bare, bare]})
+    assert text == f"<tool>{expected}" * 2 + "<|user|>2+2?</s><|assistant|>4</s>"
+
+
+def test_tools_of_another_kind_stay_as_they_are():
+    tools = "{{ tools | tojson }}" + TURNS.replace("BODY", "{{ m.content }}")
+    for tool in ({"type": "web_search", "name": "w"}, {"name": None, "title": "x"}):
+        text = render_chat(
+            tuple(QUESTION), build_tokenizer(template=tools), variables={"tools": [tool]}
+        )
+        assert text.startswith(json.dumps([tool]))
 
 
 def test_a_list_of_parts_that_is_spelled_is_a_loss():
