@@ -19,6 +19,7 @@ from rlhf_lightning.text.messages import Text, as_text
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
 
+VARIABLES = ("tools", "documents", "chat_template_kwargs")  # columns, of the chat template
 _SAID = (THOUGHT, "tool_calls")  # of a message, beside its content
 ROLES = (*SYSTEM, "user", "assistant", "tool")
 

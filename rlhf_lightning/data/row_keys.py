@@ -23,13 +23,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.conversations import parse_messages
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
-from rlhf_lightning.data.records import Record, TextRecord
+from rlhf_lightning.data.records import VARIABLES, Record, TextRecord
 from rlhf_lightning.data.turns import from_json, json_list
 from rlhf_lightning.text.forms import SYSTEM
 
-_LISTS = ("tools", "documents")
-_KWARGS = "chat_template_kwargs"
-ROW_KEYS = (*_LISTS, _KWARGS, "system", "history")
+*_LISTS, _KWARGS = VARIABLES
+ROW_KEYS = (*VARIABLES, "system", "history")
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
@@ -71,6 +70,13 @@ def with_row_keys(
     read = {**variables, _KWARGS: kwargs, "history": earlier, "system": isinstance(system, str)}
     changed = replace(record, prompt=prompt, variables={**variables, **kwargs})
     return changed, [key for key in read if read[key]]
+
+
+def as_columns(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that give a record these variables, see `with_row_keys`."""
+    named = {key: variables[key] for key in _LISTS if key in variables}
+    others = {key: each for key, each in variables.items() if key not in named}
+    return named | ({_KWARGS: others} if others else {})
 
 
 def _kwargs(value: Any, where: Location) -> dict[str, Any]:

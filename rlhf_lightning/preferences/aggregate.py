@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_lightning.preferences.agreement import THREE, collect_votes, dawid_skene
-from rlhf_lightning.preferences.records import SIDES, Label, Pair, completion_of
+from rlhf_lightning.preferences.records import SIDES, Label, Pair, completion_of, variables_of
 
 Method = Literal["people_first", "majority", "dawid_skene"]
 NO_VOTE = "no vote"
@@ -98,6 +98,7 @@ def preference_row(verdict: Verdict, *, margin_scale: float = 1.0) -> dict[str, 
         "prompt": pair.prompt if isinstance(pair.prompt, str) else list(pair.prompt),
         "chosen": completion_of(pair.prompt, answers[0]),
         "rejected": completion_of(pair.prompt, answers[1]),
+        **variables_of(pair),
         "domain": pair.domain,
         "margin": round(verdict.margin * margin_scale, 6),
         "pair_id": pair.pair_id,

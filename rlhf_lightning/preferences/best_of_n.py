@@ -17,7 +17,13 @@ from rlhf_lightning.preferences.candidates import (
     what_to_change,
 )
 from rlhf_lightning.preferences.pairing import ResponseScores
-from rlhf_lightning.preferences.records import Candidate, completion_of, readable
+from rlhf_lightning.preferences.records import (
+    Candidate,
+    answered,
+    completion_of,
+    readable,
+    variables_of,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class RejectionSampler:
             prompts, self.sampling, self.folder, keep_unfinished=self.keep_unfinished
         )
         self.say(describe_dropped(num_asked, dropped))
-        scores = self.score([(c.prompt, c.response) for c in kept])
+        scores = self.score([answered(c, c.response) for c in kept])
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
         if not scored:
             raise ValueError(f"no response is left: {what_to_change(dropped, self.sampling)}")
@@ -107,6 +113,7 @@ def _row(candidate: Candidate, score: float) -> dict[str, Any]:
     return {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "completion": completion_of(prompt, candidate.response),
+        **variables_of(candidate),
         "domain": candidate.domain,
         "score": round(score, 6),
         "label": True,  # it is the best one: without this a score would be a rating

@@ -25,6 +25,7 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import PromptRecord, text_key
+from rlhf_lightning.data.row_keys import as_columns
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
@@ -304,7 +305,8 @@ def _candidates(
     }
     for number, text, end in done.answers:
         asked = prompts[number]
-        columns = {name: as_text(value) for name, value in asked.columns.items()}
+        given = {**asked.columns, **as_columns(asked.variables)}
+        columns = {name: as_text(value) for name, value in given.items()}
         yield Candidate.make(
             asked.prompt, text, domain=asked.domain, finished=end, columns=columns, **same
         )

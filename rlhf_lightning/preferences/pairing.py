@@ -17,12 +17,11 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 from rlhf_lightning.arguments import Count
-from rlhf_lightning.data.records import Text
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.near_duplicates import jaccard, word_grams
-from rlhf_lightning.preferences.records import Candidate, Pair, readable
+from rlhf_lightning.preferences.records import Answer, Candidate, Pair, answered, readable
 from rlhf_lightning.runs.reading import loads, read_file
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
@@ -135,7 +134,7 @@ def _best_against_worst(answers: Sequence[Candidate], score: ScoreFunction) -> l
 
 
 # (prompt, response) pairs -> the score of each, None where there is none.
-ResponseScores = Callable[[Sequence[tuple[Text, str]]], list[float | None]]
+ResponseScores = Callable[[Sequence[Answer]], list[float | None]]
 
 
 class Defeat(NamedTuple):
@@ -189,7 +188,7 @@ class WorstSamples(Checked):
         lines = read_file(self.run / "data" / "train.jsonl").split(b"\n")
         rows: list[dict[str, Any]] = [loads(line) for line in lines if line.strip()]
         labelled = [(asked[r["pair_id"]], _said(r["chosen"]), _said(r["rejected"])) for r in rows]
-        answers = {(p.prompt_id, t): (p.prompt, t) for p, *texts in labelled for t in texts}
+        answers = {(p.prompt_id, t): answered(p, t) for p, *texts in labelled for t in texts}
         scores = dict(zip(answers, self.score(list(answers.values())), strict=True))
         found = []
         for pair, winner, loser in labelled:

@@ -7,6 +7,7 @@ say, so that reading the same file twice adds nothing.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
@@ -18,7 +19,7 @@ from pydantic import AfterValidator, Field
 from rlhf_lightning.arguments import AtLeast0, annotations_of, fitting
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.files import checked_rows
-from rlhf_lightning.data.records import ROLES, Text, text_key
+from rlhf_lightning.data.records import ROLES, VARIABLES, Text, text_key
 
 Choice = Literal["first", "second", "tie", "both_bad", "skip"]
 KnownChoice = Literal["first", "second", "tie", "both_bad"]
@@ -179,6 +180,7 @@ class Label(_Record):
 
 
 LabRecord = Candidate | Pair | Label
+Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]
 
 
 def prompt_name(prompt: Text) -> str:
@@ -200,7 +202,26 @@ def readable(text: Text) -> str:
     """Return a prompt as one text: messages are `role: content`, with an empty line between."""
     if isinstance(text, str):
         return text
-    return "\n\n".join(f"{m['role']}: {m['content']}" for m in text)
+    return "\n\n".join(f"{m['role']}: {said_in(m)}" for m in text)
+
+
+def said_in(message: Mapping[str, Any]) -> str:
+    """Return the content of a message, with each call of a tool as a line of JSON below it."""
+    calls = (call.get("function", call) for call in message.get("tool_calls") or ())
+    lines = [json.dumps(call, ensure_ascii=False, default=str) for call in calls]
+    return "\n".join([message["content"]] * bool(message["content"] or not lines) + lines)
+
+
+def answered(record: Candidate | Pair, response: str) -> Answer:
+    """Return a response with its prompt, and the variables of `variables_of` where it has some."""
+    variables = variables_of(record)
+    return (record.prompt, response, variables) if variables else (record.prompt, response)
+
+
+def variables_of(record: Candidate | Pair) -> dict[str, str]:
+    """Return the columns of a record that are variables of the chat template of its prompt."""
+    used = () if isinstance(record.prompt, str) else VARIABLES
+    return {key: record.columns[key] for key in used if key in record.columns}
 
 
 def _hash(kind: str, *parts: str) -> str:

@@ -5,25 +5,38 @@ Legend: B responses, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from rlhf_lightning.arguments import AtLeast0, Count, PathOrName, Size, checked
 from rlhf_lightning.data.collate import SFTCollator
-from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
-from rlhf_lightning.data.records import DemonstrationRecord, Text
+from rlhf_lightning.data.encode import EncodedSequence, EncodingReport, encode_demonstration
+from rlhf_lightning.data.errors import Location
+from rlhf_lightning.data.records import DemonstrationRecord, Origin, Text
+from rlhf_lightning.data.row_keys import with_row_keys
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.preferences.annotators import by_gap, now
-from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair, completion_of
+from rlhf_lightning.preferences.records import (
+    AnnotatorKind,
+    Answer,
+    Label,
+    Pair,
+    answered,
+    completion_of,
+)
 from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.tokenizers import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @reads_one_model
@@ -62,6 +75,7 @@ class RewardModelAnnotator(Checked):
     revision: str | None = None
     precision: str = "32-true"
     kind: AnnotatorKind = field(default="reward_model", init=False)
+    _told: bool = field(default=False, init=False, repr=False)
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
@@ -73,7 +87,7 @@ class RewardModelAnnotator(Checked):
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""
         # By name, because messages cannot be keys; a response in several pairs is scored once.
-        texts = {(p.prompt_id, t): (p.prompt, t) for p in pairs for t in (p.first, p.second)}
+        texts = {(p.prompt_id, t): answered(p, t) for p in pairs for t in (p.first, p.second)}
         scores = dict(zip(texts, self.scores(list(texts.values())), strict=True))
         labels = []
         for pair in pairs:
@@ -87,10 +101,10 @@ class RewardModelAnnotator(Checked):
         return labels
 
     @torch.no_grad()
-    def scores(self, answers: Sequence[tuple[Text, str]]) -> list[float | None]:
-        """Return the score of each (prompt, response), None where it is too long."""
+    def scores(self, answers: Sequence[Answer]) -> list[float | None]:
+        """Return the score of each prompt and response, None where it is too long."""
         tokenizer, model = self._loaded
-        encoded = [self._encode(prompt, answer) for prompt, answer in answers]
+        encoded = [self._encode(*answer) for answer in answers]
         found: list[float | None] = [None] * len(answers)
         # Like lengths pad little.
         order = sorted(
@@ -107,6 +121,19 @@ class RewardModelAnnotator(Checked):
                 found[i] = value
         return found
 
-    def _encode(self, prompt: Text, answer: str) -> EncodedSequence | None:
+    def _encode(
+        self, prompt: Text, answer: str, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> EncodedSequence | None:
         record = DemonstrationRecord(prompt, completion_of(prompt, answer))
-        return encode_demonstration(record, self._loaded[0], max_length=self.max_length)
+        if variables:
+            asked, _ = with_row_keys(record, variables, Location("a response"))
+            record = replace(record, variables=asked.variables, origin=Origin(lossy=True))
+        report = EncodingReport()
+        row = encode_demonstration(
+            record, self._loaded[0], max_length=self.max_length, report=report
+        )
+        if report.lost and not self._told:
+            self._told = True
+            lost = ", nor ".join(next(iter(report.lost.values())))
+            logger.warning("the chat template of %s does not write %s", self.source, lost)
+        return row

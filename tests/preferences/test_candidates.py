@@ -72,6 +72,20 @@ def test_every_answer_keeps_where_it_comes_from(sampling: Sampling, tmp_path: Pa
     assert {c.finished for c in found} <= {True, False}
 
 
+def test_an_answer_keeps_the_variables_of_its_prompts_template(
+    sampling: Sampling, policy: LoadedPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ tools }}{{ a }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(policy.tokenizer, "chat_template", template)
+    variables = {"tools": [{"name": "f"}], "a": "b"}
+    columns = {"function_list": [{"name": "f"}]}
+    asked = PromptRecord(({"role": "user", "content": "q"},), columns=columns, variables=variables)
+    found = sample_candidates([asked], sampling, candidate_journal(tmp_path / "c.jsonl"))
+    tools = '[{"name": "f"}]'
+    own = {"tools": tools, "chat_template_kwargs": '{"a": "b"}', "function_list": tools}
+    assert [candidate.columns for candidate in found] == [own] * sampling.per_prompt
+
+
 def test_stopped_anywhere_it_goes_on_to_the_same_answers(
     sampling: Sampling, policy: LoadedPolicy, tmp_path: Path
 ) -> None:

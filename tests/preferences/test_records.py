@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.preferences.annotation.assignment import Task
+from rlhf_lightning.preferences.annotation.server.app import task_values
 from rlhf_lightning.preferences.journal import write_records
 from rlhf_lightning.preferences.records import (
     Candidate,
@@ -168,6 +170,16 @@ def test_a_candidate_says_who_wrote_it_and_a_prompt_can_be_read() -> None:
     assert made.source == "sft temperature=0.7 top_p=1 seed=1"
     assert readable(CHAT) == "system: Be brief.\n\nuser: 2 + 2?"
     assert readable("plain") == "plain"
+
+
+def test_calls_of_tools_can_be_read() -> None:
+    call = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": "ü"}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    line = '{"name": "f", "arguments": {"a": "ü"}}'
+    assert readable((*CHAT, turn)) == f"{readable(CHAT)}\n\nassistant: {line}\n{line}"
+    assert readable(({**turn, "content": "Look."},)) == f"assistant: Look.\n{line}\n{line}"
+    shown = task_values(Task(1, Pair.make((*CHAT, turn), "a", "b"), "first", 0.0))["turns"]
+    assert shown[-1] == {"role": "assistant", "content": f"{line}\n{line}"}
 
 
 def test_a_prompt_keeps_all_keys_of_its_messages(tmp_path: Path) -> None:
