@@ -28,6 +28,15 @@ _SCORED = re.compile(r"\W*(?i:(?:overall|total|final)?\s*(?:score|rating))\s*[:=
 _RANKED = re.compile(r"(?i:\branks?\b|\b1\s*(?:is|=)\s*(?:the\s+)?best|lower\s+is\s+better)")
 TOTAL = re.compile(r"(?i:overall|total|final|总)")
 
+_SHARE = r"(0?\.\d+|\d+(?:\.\d+)?\s*%)"
+_CHANCE = re.compile(
+    rf"\)?(?:\s*[:=]|\s+is|\s+with\s+(?:an?\s+)?probability(?:\s+of)?)?\s*{_SHARE}"
+)
+_CHANCE_OF = re.compile(
+    rf"{_SHARE}\s+(?:chance|probability|likelihood)\s+(?:that|of|for)\W*(?:\w+\W+)?$"
+)
+_DENIED = re.compile(r"\s*[:=\u2013-]\s*(?i:false|untrue|(?:no|low)(?=\s*(?:$|[.,;)\n])))")
+
 
 def by_ratings(lines: list[str]) -> str | None:
     """Return the response that is rated higher; of several ratings each, the overall one counts."""
@@ -95,3 +104,14 @@ def rating_of(key: str, value: Any) -> Any:
 def is_number(value: Any) -> bool:
     """Say whether a value may be a rating."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1000
+
+
+def is_doubted(before: str, after: str) -> bool:
+    """Return True if the words around "A is better" deny it: "no", "false", or less than 50 %."""
+    if _DENIED.match(after):
+        return True
+    found = _CHANCE.match(after) or _CHANCE_OF.search(before)
+    if found is None:
+        return False
+    share = found.group(1)
+    return float(share.rstrip("% ")) < (50 if "%" in share else 0.5)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_lightning.text.letters import LABEL, NOUN, NUMBERED, any_of, letter_of, letter_of_key
-from rlhf_lightning.text.ratings import SCORE, TOTAL, by_ratings, is_number, rating_of
+from rlhf_lightning.text.ratings import SCORE, TOTAL, by_ratings, is_doubted, is_number, rating_of
 from rlhf_lightning.text.thoughts import without_thoughts
 
 LETTERS = ("A", "B", "C")
@@ -170,7 +170,7 @@ _DECLINES = re.compile(
 )
 # Before what is no verdict: a negation, a condition, or what another text says.
 _UNSAID = re.compile(
-    r"(?:(?i:\bnot|n't|\bnever|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
+    r"(?:(?i:\bnot|n't|\bnever|\bunlikely|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
     r"|\bwhereas|\binitial(?:ly)?|\boriginal(?:ly)?|\bearlier|\bprevious(?:ly)?"
     r"|\bnicht|\bpas|\bnão|\b\u043d\u0435|不)[^,:]{0,40}$|\b"
     + any_of(
@@ -213,6 +213,7 @@ _PART = re.compile(
     rf"|(?:[\w,]+\s+){{0,3}}?{LABEL}(?:{_IS_GOOD}|\s+(?:\w+ly\s+)?{_WINS})\s+{_ON}{_CRITERION}\W*$)"
 )
 _SENTENCE = re.compile(r"[^.;!\n]+(?:[.;!\n]+|$)")
+_ASKED = r"[^.!?\n]{0,60}\?"
 _LOST = re.compile(rf"{any_of('worse worst weaker weakest inferior losing')}\s+$")
 _ALONE = re.compile(rf"({LABEL}|[12]|(?:{NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?")
 _COMPARED = re.compile(rf"({LABEL}){_COMPARISON}({LABEL})")
@@ -467,7 +468,8 @@ def _compared(found: re.Match[str]) -> str | None:
 def _verdicts(grammar: re.Pattern[str], text: str) -> Iterator[str]:
     for found in grammar.finditer(text):
         before = re.split(r"[.!?;\n]", text[max(0, found.start() - 80) : found.start()])[-1]
-        if _UNSAID.search(before) or re.match(r"[^.!?\n]{0,60}\?", text[found.end() :]):
+        after = text[found.end() :]
+        if _UNSAID.search(before) or is_doubted(before, after) or re.match(_ASKED, after):
             continue
         kind = str(found.lastgroup)
         verdict = "C" if kind == "neither" else _value(found.group(kind))
