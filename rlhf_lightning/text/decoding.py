@@ -23,8 +23,13 @@ _UNFINISHED = "\ufffd"  # what a part of a character is decoded as
 def decoded(
     ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False
 ) -> str:
-    """Return the text of token ids."""
-    return str(tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+    """Return the text of token ids, with the spaces that some tokenizers would take out of it."""
+    text = tokenizer.decode(
+        [int(i) for i in ids],
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,  # else " ." is "." and " do not" is " don't"
+    )
+    return str(text)
 
 
 def response_texts(

@@ -15,7 +15,7 @@ from rlhf_lightning.text.decoding import response_texts
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 from tests.builders.models import prompt_batch, tiny_tokenizer
 from tests.builders.stages import tiny_module
-from tests.builders.tokenizers import CHATML, build_tokenizer
+from tests.builders.tokenizers import CHATML, build_tokenizer, family_tokenizer
 from tests.text.test_boundaries import ANSWERS, KINDS, PROMPTS, made
 
 
@@ -33,6 +33,17 @@ def test_what_was_encoded_behind_a_prompt_is_decoded_as_it_was(kind, bos):
         got = response_texts([found.prompt], [found.responses[0][:-1]], tokenizer)
         assert got == [answer] or kind == "unigram", (prompt, answer)
         assert got[0].split() == answer.split()
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_spaces_stay_where_a_tokenizer_would_clean_them_up(kind):
+    tokenizer = family_tokenizer("gemma", kind)
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    prompt, answer = "if a != b ,", " x != y . do not"
+    ids = tokenizer(prompt + answer, add_special_tokens=False).input_ids
+    at = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    assert response_texts([ids[:at]], [ids[at:]], tokenizer) == [answer]
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace first", "byte level"])
