@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -307,9 +308,16 @@ def _is_doubtful(row: ParsedRow) -> bool:
         return False
     scores = ([row.columns[key] for key in both] for both in _scores_of_both(row.unread))
     return any(row.columns.get(key) == "tie" for key in _TIES) or any(
-        isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected
-        for chosen, rejected in scores
+        _number(chosen) <= _number(rejected) for chosen, rejected in scores
     )
+
+
+def _number(value: Any) -> float:
+    """Return a score, which CSV gives as text; NaN for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 @cache

@@ -163,7 +163,7 @@ def _argilla(row: Row, where: Location) -> dict[str, Any]:
 
 
 def _shp(row: Row, where: Location) -> dict[str, Any]:
-    gap = 2 * int(row["labels"]) - 1  # 1: A is preferred
+    gap = {1: 1, 0: -1}[int(row["labels"])]  # 1: A is preferred
     return _pair(row["history"], row["human_ref_A"], row["human_ref_B"], gap, where)
 
 
@@ -226,7 +226,7 @@ def _webgpt(row: Row, where: Location) -> dict[str, Any]:
 
 
 def _safe_rlhf(row: Row, where: Location) -> dict[str, Any]:
-    gap = 1 - 2 * int(row["better_response_id"])
+    gap = {0: 1, 1: -1}[int(row["better_response_id"])]
     return _pair(row["prompt"], row["response_0"], row["response_1"], gap, where)
 
 

@@ -328,6 +328,9 @@ PAIR = {"prompt": Q, "chosen": GOOD, "rejected": BAD}
     [
         ({"score_chosen": 8.0, "score_rejected": 8.0}, True),
         ({"chosen_score": 1, "rejected_score": 2.5}, True),
+        ({"chosen_score": "9", "rejected_score": "10.0"}, True),
+        ({"chosen_score": "10", "rejected_score": "9"}, False),
+        ({"chosen_score": "good", "rejected_score": "bad"}, False),
         ({"chosen-rating": 3, "rejected-rating": 3}, True),
         ({"rating": [9.0, 9.0], "status": "tie"}, True),
         ({"score_chosen": 8.0, "score_rejected": 3.0, "status": "unchanged"}, False),
@@ -351,6 +354,21 @@ def test_pairs_without_a_prompt_name_the_columns_that_may_hold_it(caplog):
     source({"chosen": GOOD, "rejected": BAD, "id": 1}).records("preferences", "train")
     source(*rows, columns={"prompt": "asked"}).records("preferences", "train")
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("PKU-SafeRLHF", "better_response_id"), ("SHP", "labels")]
+)
+@pytest.mark.parametrize("value", [-1, 2, "2"])
+def test_an_index_that_names_no_side_is_refused(name, column, value):
+    with pytest.raises(BadRecordError):
+        source(PAIRS[name][0] | {column: value}).records("preferences", "train")
+    for side in (0, 1):
+        ((one,), (same,)) = (
+            source(PAIRS[name][0] | {column: given}).records("preferences", "train")
+            for given in (side, str(side))
+        )
+        assert one == same
 
 
 @pytest.mark.parametrize("column", ["winner", "preferred"])
