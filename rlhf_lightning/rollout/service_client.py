@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 from rlhf_lightning.runs.secrets import learn_secrets
 
 MOST_BYTES = 32 * 2**20  # of a body: scores of some thousand responses are a hundredth of it
+_PACKED = ("gzip", "x-gzip", "deflate")
 _OF_TRANSFER = (b"content-encoding", b"content-length", b"transfer-encoding")
 
 
@@ -21,7 +23,8 @@ class ServiceClient(httpx.AsyncClient):
     """An HTTP client whose exchanges end, and that contacts only the named host.
 
     A request has one limit of time for all its steps. At most `MOST_BYTES` + 1 bytes of a body are
-    read. Redirects are returned, not followed: they would take the texts elsewhere.
+    read, counted as unpacked. Redirects are returned, not followed: they would take the texts
+    elsewhere.
 
     Args:
         seconds: limit from the connection to the last byte; None for no limit.
@@ -36,6 +39,7 @@ class ServiceClient(httpx.AsyncClient):
         before: Callable[[], Awaitable[None]] | None = None,
         **options: Any,
     ) -> None:
+        options["headers"] = {"Accept-Encoding": "gzip"} | dict(options.get("headers") or {})
         super().__init__(timeout=None, limits=httpx.Limits(), **options)
         self._seconds = seconds
         self._before = before
@@ -52,9 +56,10 @@ class ServiceClient(httpx.AsyncClient):
         with suppress(TimeoutError):
             async with asyncio.timeout(self._seconds):
                 response = await super().send(request, stream=True, follow_redirects=False)
+                unpack = _unpacking(response)
                 async with aclosing(response):
-                    async for chunk in response.aiter_bytes():
-                        body += chunk
+                    async for chunk in response.aiter_raw():
+                        body += unpack(chunk, MOST_BYTES + 1 - len(body))
                         if len(body) > MOST_BYTES:
                             break
                 return httpx.Response(
@@ -64,6 +69,24 @@ class ServiceClient(httpx.AsyncClient):
                     request=request,
                 )
         raise httpx.ReadTimeout(f"no reply within {self._seconds:.3g} s", request=request)
+
+
+def _unpacking(response: httpx.Response) -> Callable[[bytes, int], bytes]:
+    """Return what makes at most so many bytes of a body from a part of it.
+
+    httpx would unpack a whole part at once, and one that was packed twice twice.
+    """
+    if response.headers.get("Content-Encoding", "").strip().lower() not in _PACKED:
+        return lambda part, most: part[:most]
+    stream = zlib.decompressobj(wbits=47)  # with the header of gzip or zlib
+
+    def unpack(part: bytes, most: int) -> bytes:
+        try:
+            return stream.decompress(part, most)
+        except zlib.error as error:
+            raise httpx.DecodingError(str(error), request=response.request) from error
+
+    return unpack
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import tracemalloc
+
 import pytest
 
 from rlhf_lightning.rollout.scorers.http import MOST_BYTES, HttpScorer, ServiceError
@@ -120,6 +124,30 @@ def test_an_answer_without_an_end_is_read_to_the_limit():
 
     with serving(lambda body: endless) as server, pytest.raises(ServiceError, match="than 32 MiB"):
         scorer(server.url, timeout=60)(answers())
+
+
+@pytest.mark.parametrize(("times", "message"), [(1, "more than 32 MiB"), (2, "no JSON")])
+def test_a_small_reply_that_unpacks_to_gigabytes_is_not_unpacked(times, message):
+    body = b"0" * 2**30
+    for _ in range(times):
+        body = gzip.compress(body)
+    headers = {"Content-Encoding": ", ".join(["gzip"] * times)}
+    tracemalloc.start()
+    try:
+        with serving(lambda _: (200, body, headers)) as server:
+            tracemalloc.reset_peak()
+            with pytest.raises(ServiceError, match=message):
+                scorer(server.url, timeout=60)(answers())
+            assert tracemalloc.get_traced_memory()[1] < 2**28
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_reply_that_is_packed_once_is_read():
+    body = gzip.compress(json.dumps({"scores": [1.0, 2.0, 3.0]}).encode())
+    with serving(lambda _: (200, body, {"Content-Encoding": "gzip"})) as server:
+        assert scorer(server.url)(answers()).total.tolist() == [1.0, 2.0, 3.0]
+    assert server.headers[0]["Accept-Encoding"] == "gzip"
 
 
 def test_a_token_that_a_service_sends_back_is_not_told(monkeypatch):
