@@ -397,8 +397,11 @@ class ServerTeacher:
                 raise ValueError
             first = len(ids) - length
             tokens = zip(given[first:], ids[first:], strict=True)
-            values = [float(said[str(token)]["logprob"]) for said, token in tokens]
-        except (TypeError, KeyError, ValueError) as error:
+            found = [said[str(token)]["logprob"] for said, token in tokens]
+            if not all(type(value) in (int, float) for value in found):
+                raise TypeError
+            values = [float(value) for value in found]
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise ServiceError(
                 f"{self.url} did not return the log-probability of each token that was sent "
                 "(choices[0].prompt_logprobs): the teacher must be a server of vLLM"

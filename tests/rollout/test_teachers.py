@@ -189,7 +189,7 @@ def infinite(choice: dict[str, Any]) -> None:
             value["logprob"] = float("inf")
 
 
-def of(value: float) -> Any:
+def of(value: object) -> Any:
     def change(choice: dict[str, Any]) -> None:
         for said in choice["prompt_logprobs"][1:]:
             for entry in said.values():
@@ -205,6 +205,7 @@ def of(value: float) -> Any:
         (broken(lambda choice: choice["prompt_logprobs"].pop()), "of each token that was sent"),
         (broken(other_tokens), "of each token that was sent"),
         (broken(infinite), "not finite|no JSON"),
+        *((broken(of(odd)), "of each token that was sent") for odd in ("-1.5", False, -(10**400))),
         (broken(of(-9999.0)), "not finite"),  # as vLLM writes minus infinity
         (broken(of(12.5)), r"12\.5 as a log-probability, .* without --logprobs-mode"),
         (
