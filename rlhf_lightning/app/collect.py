@@ -166,7 +166,7 @@ def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
     """Return the folder of the run: an unfinished one of this configuration, or the new one."""
     if settings.resume != "auto":
         return folder
-    unfinished = next(runs_to_continue(settings), None)
+    unfinished = next(runs_to_continue(settings, folder), None)
     if unfinished is None:
         return folder
     drop_unused(folder, unfinished, hydra_log(), link=in_sweep())

@@ -222,7 +222,7 @@ def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFold
         return folder, path
     if settings.resume == "never":
         return folder, None
-    for unfinished in runs_to_continue(settings):
+    for unfinished in runs_to_continue(settings, folder):
         if (checkpoint := newest_complete_checkpoint(unfinished, settings.config_hash)) is not None:
             drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
             return unfinished, checkpoint

@@ -89,6 +89,16 @@ def test_a_folder_whose_run_could_be_continued_is_not_begun_anew(sft_with_checkp
     assert contents(folder.path) == before
 
 
+def test_resume_auto_continues_the_unfinished_run_of_the_folder_that_is_named(
+    sft_with_checkpoints, start
+):
+    folder, again = sft_with_checkpoints, settings_for("sft", start, "resume=auto")
+    write_summary(folder, new_summary("sft", seed=1, config_hash=again.config_hash))
+    assert run(again, folder, []).status == "completed"
+    with pytest.raises(FolderTakenError, match="a finished run"):
+        run(again, folder, [])
+
+
 @pytest.fixture
 def sft_with_checkpoints(tmp_path: Path, start: Path) -> RunFolder:
     from tests.builders.runs import killed

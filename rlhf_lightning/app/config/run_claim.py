@@ -142,12 +142,17 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     return summary.status != "completed"
 
 
-def runs_to_continue(settings: TrainSettings | CollectSettings) -> Iterator[RunFolder]:
-    """Yield the unfinished runs of these settings, for `resume=auto`: the newest first.
+def runs_to_continue(
+    settings: TrainSettings | CollectSettings, folder: RunFolder
+) -> Iterator[RunFolder]:
+    """Yield the unfinished runs of these settings, for `resume=auto`.
 
-    A job of a sweep continues one of an earlier sweep, a single run a single one or, if there is
-    none, a job of a sweep.
+    That in the command's own folder comes first (`hydra.run.dir=`), then the newest. A job of a
+    sweep continues one of an earlier sweep, a single run a single one or, if there is none, a job
+    of a sweep.
     """
+    if continues(settings, folder):
+        yield folder
     outputs, digest = Path(settings.paths.outputs), settings.config_hash
     if not in_sweep():
         yield from unfinished_runs(outputs / settings.name, digest)
