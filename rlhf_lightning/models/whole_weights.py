@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from rlhf_lightning.runs.manifest import has_manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
-# Where transformers looks for an adapter to apply beside the weights.
-_NO_ADAPTER = "no-adapter"
+# Where transformers looks for an adapter to apply, or for another base to load. Nobody can put one
+# there who does not know the name.
+_NO_ADAPTER = f"no-adapter-{secrets.token_hex(16)}"
 NAMED = 4  # of the tensors that are not as they should be
 Exempt = Callable[[PreTrainedModel], Collection[str]]
 NOTHING: Exempt = lambda model: ()  # noqa: E731
