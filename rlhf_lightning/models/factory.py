@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -247,9 +248,12 @@ def _stored_scalar_model(
         raise ValueError(no_head)
     with model.score.weight.device:
         head = scalar_head(model.score.in_features, init_std=0.0)
+    offset = getattr(model.config, "reward_offset", 0.0)
+    if type(offset) not in (int, float) or not math.isfinite(offset):
+        raise ValueError(f"{source}: reward_offset={offset!r} in its config.json is no number")
     with torch.no_grad():
         head.weight.copy_(model.score.weight)
-        head.bias.fill_(float(getattr(model.config, "reward_offset", 0.0)))
+        head.bias.fill_(float(offset))
     found = ScalarHeadModel(model.base_model, head)
     own = reward_normalization(model.config, source)
     if own is not None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 
@@ -29,7 +30,7 @@ LONGEST_REASON = 300
 # AssertionError and TypeError: of a config whose numbers or types do not fit
 _OF_A_CHECKPOINT = (
     *(OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError),
-    *(AssertionError, TypeError, AttributeError),
+    *(AssertionError, TypeError, AttributeError, StrictDataclassError),
 )
 NORMALIZATION = ("mean", "std", "normalize_reward")  # keys of config.json
 
@@ -124,7 +125,9 @@ def naming_source(source: str | Path) -> Iterator[None]:
         yield
     except _OF_A_CHECKPOINT as error:
         no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
-        known = isinstance(error, RecursionError) or "mismatch" in str(error)
+        known = isinstance(error, RecursionError) or any(
+            words in str(error) for words in ("mismatch", "negative dimension")
+        )
         unknown = isinstance(error, RuntimeError) and not known
         if no_memory or unknown:
             raise

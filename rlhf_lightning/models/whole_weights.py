@@ -61,6 +61,12 @@ def load_whole(
     if not reads_weights() and "quantization_config" not in extra:
         return _without_weights(cls, source, dtype=dtype, options=options, **extra)
     ours = check_artifact(source)
+    weights = getattr(extra.get("config"), "transformers_weights", None)
+    if weights is not None and ".safetensors" not in str(weights):
+        raise ValueError(
+            f"cannot load {source}: its config.json names {weights} as transformers_weights, which "
+            "is no safetensors file: convert it"
+        )
     with naming_source(source):
         model, info = cls.from_pretrained(
             str(source),
