@@ -164,12 +164,21 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """Return the commit of the working folder, with `-dirty` if tracked files differ, or None."""
+    """Return the commit of the working folder, with `-dirty` if tracked files differ, or None.
+
+    The working folder may come from someone else: no program that its settings name is run.
+    """
     where = folder or Path.cwd()
     commit = _git(where, "rev-parse", "HEAD")
     if not commit:
         return None
-    changed = _git(where, "status", "--porcelain", "--untracked-files=no")
+    named = _git(where, "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
+    filters = {name.rpartition(".")[0] for name in (named or "").splitlines()}
+    without = [f"{each}.{key}=" for each in filters for key in ("clean", "process")]
+    without += ["core.fsmonitor=false", *(f"{each}.required=false" for each in filters)]
+    settings = [word for setting in without for word in ("-c", setting)]
+    status = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
+    changed = _git(where, *settings, *status)
     return f"{commit}-dirty" if changed else commit
 
 
