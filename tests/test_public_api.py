@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 import rlhf_lightning
 from rlhf_lightning import (
@@ -442,3 +443,23 @@ def test_a_logger_is_named_or_given(material, tmp_path):
     assert type(arguments(tmp_path, logger="wandb")["logger"]).__name__ == "IterationWandbLogger"
     with pytest.raises(ValueError, match="logger='mlflow'"):
         arguments(tmp_path, logger="mlflow")
+
+
+@pytest.mark.parametrize(
+    "logger",
+    [
+        lambda run: "wandb",
+        lambda run: "tensorboard",
+        lambda run: True,
+        CSVLogger,
+        lambda run: [CSVLogger(run / "logs")],
+    ],
+)
+def test_a_logger_may_write_into_the_run_folder(material, tmp_path, logger, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run, taken = tmp_path / "run", tmp_path / "taken"
+    train(material, run, max_iterations=1, logger=logger(run))
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+    (taken / "notes").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="holds notes"):
+        train(material, taken, max_iterations=1, logger=logger(taken))

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 
 from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
@@ -69,7 +70,7 @@ class RunRecord(Callback):
         module = cast(RLHFModule, pl_module)
         stage, title = module.stage, module.title_of(module.algorithm)
         resumes, self._resumes, self._summary = self._resumes, False, None
-        taken = self._take(stage, resumes) if trainer.is_global_zero else None
+        taken = self._take(trainer, stage, resumes) if trainer.is_global_zero else None
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
         self._started = time.perf_counter()
@@ -82,9 +83,10 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             write_summary(self.folder, self._summary)
 
-    def _take(self, stage: str, resumes: bool) -> str | None:
+    def _take(self, trainer: Trainer, stage: str, resumes: bool) -> str | None:
         """Claim the folder until the fit has ended; return why that cannot be."""
-        check = partial(check_free, self.folder, stage)
+        written = _written_by_loggers(trainer, self.folder.path)
+        check = partial(check_free, self.folder, stage, loggers=written)
         try:
             claim = claim_run(self.folder.path, lambda: None if resumes else check())
             self._claim.enter_context(claim)
@@ -207,6 +209,15 @@ class RunRecord(Callback):
         findings.write(self.folder, current_iteration(trainer))
         if current_iteration(trainer):
             write_report(self.folder)
+
+
+def _written_by_loggers(trainer: Trainer, folder: Path) -> set[str]:
+    """Return the names of what the Trainer's loggers write in a folder: they begin before a fit."""
+    places = [place for one in trainer.loggers for place in (one.save_dir, one.log_dir) if place]
+    inside = [Path(place).resolve() for place in places]
+    inside = [place for place in inside if place.is_relative_to(folder.resolve())]
+    parts = {part for place in inside for part in place.relative_to(folder.resolve()).parts[:1]}
+    return parts | {"wandb" for one in trainer.loggers if isinstance(one, WandbLogger)}
 
 
 def _start(module: LightningModule) -> str | None:

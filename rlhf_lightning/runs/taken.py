@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,14 @@ _SAVED = ("config.yaml", "hydra.yaml", "overrides.yaml")
 ELSEWHERE = "choose another folder (hydra.run.dir=, in Python that of trainer_arguments)"
 
 
-def check_free(folder: RunFolder, stage: str, *, log: str = "", begun: bool = False) -> None:
+def check_free(
+    folder: RunFolder,
+    stage: str,
+    *,
+    log: str = "",
+    begun: bool = False,
+    loggers: Collection[str] = (),
+) -> None:
     """Check that a new run may write into a folder; nothing is written here.
 
     It may if the folder is missing or empty, or belongs to a run of the same kind that ended before
@@ -31,6 +38,7 @@ def check_free(folder: RunFolder, stage: str, *, log: str = "", begun: bool = Fa
         stage: stage of the run.
         log: name of Hydra's log, which a run has written before its summary.
         begun: whether Hydra may have written there by now, as in the folder of a sweep's job.
+        loggers: names of what loggers of the run write there, which a Trainer starts first.
 
     Raises:
         FolderTakenError: if it may not.
@@ -54,7 +62,7 @@ def check_free(folder: RunFolder, stage: str, *, log: str = "", begun: bool = Fa
         )
     if folder.summary.exists():
         return
-    ours = {LOCK, HYDRA, log} if begun or is_signed(folder.path) else {LOCK}
+    ours = {LOCK, *loggers} | ({HYDRA, log} if begun or is_signed(folder.path) else set())
     if others := sorted(entry.name for entry in _entries(folder.path) if entry.name not in ours):
         raise FolderTakenError(
             f"the folder {folder.path} holds {others[0]}"
