@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from rlhf_lightning import (
+    DemonstrationDataModule,
     DPOModule,
+    FileSource,
     PolicyGradientModule,
     PPOHparams,
     PPOModule,
@@ -21,6 +24,7 @@ from rlhf_lightning import (
     SamplingHparams,
     SFTHparams,
     SFTModule,
+    trainer_arguments,
 )
 from rlhf_lightning.functional.surrogates import ClippedRatio
 from rlhf_lightning.rollout.estimators import GAE
@@ -226,3 +230,45 @@ def test_no_checkpoint_names_a_file_as_its_chat_template(material, tmp_path):
     torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
     with pytest.raises(ValueError, match="chat template"):
         SFTModule.load_from_checkpoint(tmp_path / "theirs.ckpt")
+
+
+def sft_run(material: dict[str, Path], folder: Path, **given: Any) -> None:
+    module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=1e-3))
+    source = FileSource(material["demonstrations"], validation_fraction=0)
+    data = DemonstrationDataModule(source, module.tokenizer, batch_size=4)
+    given = {"max_iterations": 8, "accelerator": "cpu", "enable_progress_bar": False} | given
+    L.Trainer(**trainer_arguments(folder, **given)).fit(module, data)
+
+
+def test_without_held_out_rows_a_run_has_every_row_and_its_last_checkpoint(material, tmp_path):
+    sft_run(material, tmp_path / "run")
+    rows = (tmp_path / "run/metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == [str(i) for i in range(1, 9)]
+    assert (tmp_path / "run/checkpoints/last.ckpt").resolve().name == "iteration=000008.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "this run does not validate"),
+        ({"check_val_every_n_epoch": 2}, "this run does not validate"),
+        ({"enable_checkpointing": False}, "enable_checkpointing=False keeps none"),
+    ],
+)
+def test_early_stopping_that_could_not_stop_or_keep_the_best_is_refused(
+    material, tmp_path, given, said
+):
+    with pytest.raises(ValueError, match=said):
+        sft_run(material, tmp_path / "run", early_stopping=1, **given)
+
+
+def test_a_run_that_max_steps_ends_has_its_last_checkpoint_and_samples(material, tmp_path):
+    module = ppo(material, ppo=replace(PPO, num_minibatches=1))
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    given = {"max_iterations": 5, "max_steps": 3, "accelerator": "cpu"}
+    run = trainer_arguments(tmp_path / "run", enable_progress_bar=False, **given)
+    L.Trainer(**run).fit(module, data)
+    last = (tmp_path / "run/checkpoints/last.ckpt").resolve()
+    lines = (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    assert last.name == "iteration=000003.ckpt"
+    assert {json.loads(line)["iteration"] for line in lines} == {1, 3}

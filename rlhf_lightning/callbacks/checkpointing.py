@@ -28,9 +28,11 @@ from rlhf_lightning.callbacks.iterations import (
     VALIDATION,
     current_iteration,
     fresh_metrics,
+    is_last_iteration,
     last_iteration,
     out_of_time,
     reopen_epoch,
+    validates,
     validation_follows,
 )
 from rlhf_lightning.distributed.checkpoint import read_full
@@ -193,11 +195,8 @@ class IterationCheckpoint(Checkpoint):
         """
         self._dry = bool(getattr(trainer, "fast_dev_run", False))
         silence_resume_warnings()
-        if stage == "fit" and self._waits_for_validation and trainer.limit_val_batches == 0:
-            raise ValueError(
-                f"IterationCheckpoint.monitor={self.monitor!r}, but this run does not validate: "
-                "monitor what training logs, e.g. rollout/score, or null"
-            )
+        if stage == "fit":
+            self._check_validation(trainer.limit_val_batches != 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up where the checkpoint left off, and drop what was written after it.
@@ -206,7 +205,9 @@ class IterationCheckpoint(Checkpoint):
             FileNotFoundError: on every rank, if early stopping needs a best checkpoint that is
                 neither here nor beside the one that is continued.
             FolderTakenError: on every rank, if a new run would remove checkpoints of another.
+            ValueError: if the monitored metric is of a validation, and no row is held out.
         """
+        self._check_validation(validates(trainer))
         self._saved_at = start = current_iteration(trainer)
         trainer.should_stop = trainer.should_stop or self._stays_stopped(trainer)
         self.clock.start()
@@ -386,6 +387,14 @@ class IterationCheckpoint(Checkpoint):
     def _waits_for_validation(self) -> bool:
         return self.monitor is not None and self.monitor.startswith(VALIDATION)
 
+    def _check_validation(self, validates: bool) -> None:
+        if self._waits_for_validation and not validates:
+            raise ValueError(
+                f"IterationCheckpoint.monitor={self.monitor!r}, but this run does not validate: "
+                "monitor what training logs, e.g. rollout/score, or null; or hold rows out "
+                "(validation_fraction) and validate them"
+            )
+
     def _end_iteration(self, trainer: Trainer, *, best: bool) -> None:
         self.clock.end_iteration()  # with its validation: another one must fit before the deadline
         self._asked = self._agreed(trainer)
@@ -412,7 +421,7 @@ class IterationCheckpoint(Checkpoint):
 
     def _due(self, trainer: Trainer) -> bool:
         iteration, every = current_iteration(trainer), self.every_n_iterations
-        final = iteration == last_iteration(trainer) or trainer.should_stop
+        final = is_last_iteration(trainer) or trainer.should_stop
         regular = every is not None and iteration % every == 0
         return not self._dry and (regular or final or self._asked.save)
 

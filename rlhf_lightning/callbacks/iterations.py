@@ -53,6 +53,12 @@ def last_iteration(trainer: Trainer) -> int:
     return batches * epochs if epochs is not None and epochs > 0 else batches
 
 
+def is_last_iteration(trainer: Trainer) -> bool:
+    """Return whether the run ends with the iteration that is just done, also by `max_steps`."""
+    by_steps = 0 < trainer.max_steps <= trainer.global_step
+    return by_steps or current_iteration(trainer) == last_iteration(trainer)
+
+
 def out_of_time(trainer: Trainer) -> bool:
     """Return whether `max_time` of the Trainer ends the run before its last iteration."""
     timer = next((c for c in trainer.callbacks if isinstance(c, Timer)), None)  # type: ignore[attr-defined]
@@ -82,11 +88,20 @@ def reopen_epoch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         progress["is_last_batch"] = False
 
 
+def validates(trainer: Trainer) -> bool:
+    """Return whether Lightning validates at all, now that training begins.
+
+    It calls no hook of a validation that has no batch, as where no row is held out.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    is_empty = loop.val_loop._combined_loader is not None and loop.val_loop.skip
+    return bool(loop._should_check_val_epoch()) and not is_empty
+
+
 def validation_follows(trainer: Trainer) -> bool:
     """Return whether Lightning validates after this iteration; for `on_train_batch_end`."""
-    loop = trainer.fit_loop.epoch_loop
     fetcher: Any = trainer.fit_loop._data_fetcher
-    return bool(loop._should_check_val_fx(fetcher))
+    return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)) and validates(trainer)
 
 
 def fresh_metrics(trainer: Trainer) -> dict[str, float]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.callbacks.iterations import current_iteration, last_iteration
+from rlhf_lightning.callbacks.iterations import current_iteration, is_last_iteration
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.text.decoding import decoded, response_texts
@@ -61,7 +61,7 @@ class SampleLog(Callback):
             self._appender.truncate(self._cut_at)
             self._values.truncate(self._cut_at)
             self._cut_at = None
-        ends = iteration in (1, last_iteration(trainer))
+        ends = iteration == 1 or is_last_iteration(trainer)
         if ends or iteration % self.every_n_iterations == 0:
             module = cast(OnPolicyModule, pl_module)
             rows = describe_rollout(

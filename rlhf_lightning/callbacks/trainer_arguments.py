@@ -74,9 +74,11 @@ def trainer_arguments(
         trainer: any other argument of `L.Trainer`; these win.
 
     Raises:
-        ValueError: for an unknown logger, or a doctor that goes back to an earlier checkpoint,
-            which needs a new Trainer: `rlhf-train doctor=act` makes one.
+        ValueError: for an unknown logger, early stopping without checkpoints, whose best weights
+            would be lost, or a doctor that goes back to an earlier checkpoint, which needs a new
+            Trainer: `rlhf-train doctor=act` makes one.
     """
+    keeps = trainer.get("enable_checkpointing", True) is not False
     run = RunFolder(Path(folder))
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
     saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
@@ -88,14 +90,13 @@ def trainer_arguments(
         *([RunRecord(run), LastCheckpoint(run)] if record else []),
         RandomState(),
         *([] if "val_check_interval" in trainer else [Validations(validations)]),
-        *_saving(run, saving, early_stopping),
+        *_saving(run, saving, early_stopping, keeps=keeps),
         WandbContent(**samples),
         SampleLog(run, **samples),
         *([ProgressBar(name)] if trainer.get("enable_progress_bar", True) else []),
         *(callback for callback in given if not isinstance(callback, PeriodicEvaluation)),
         MetricsLog(run),  # behind all that log; Lightning puts the checkpoints behind it
     ]
-    keeps = trainer.get("enable_checkpointing", True) is not False
     return {
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
@@ -122,11 +123,20 @@ def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> li
 
 
 def _saving(
-    run: RunFolder, saving: dict[str, Any], stops_after: int | Mapping[str, Any] | None
+    run: RunFolder,
+    saving: dict[str, Any],
+    stops_after: int | Mapping[str, Any] | None,
+    *,
+    keeps: bool,
 ) -> list[Callback]:
     """Return what saves checkpoints, and what ends the run early with the best of them."""
     if stops_after is None:
         return [_made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)]
+    if not keeps:
+        raise ValueError(
+            "early_stopping ends a run with the weights of its best checkpoint, and "
+            "enable_checkpointing=False keeps none: leave one of them out"
+        )
     stopping = {"patience": stops_after} if isinstance(stops_after, int) else stops_after
     watched = stopping.get("monitor", STOPS_BY)
     if saving.get("monitor") is None:
