@@ -144,8 +144,8 @@ def _saving(
     # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
     usual = {"monitor": watched, "check_on_train_epoch_end": False}
     stops = _made("early_stopping", PatientStopping, **{**usual, **stopping})
-    keeps = _made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)
-    return [keeps, stops, BestWeights()]
+    checkpoints = _made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)
+    return [checkpoints, stops, BestWeights()]
 
 
 def _made(argument: str, cls: Callable[..., Callback], *args: Any, **given: Any) -> Callback:
