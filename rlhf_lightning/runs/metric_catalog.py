@@ -367,7 +367,11 @@ def ends(metrics: Mapping[str, float | None], name: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as `1:02:03` or `2:03`, in minutes and seconds below an hour."""
-    whole = round(max(seconds, 0.0))
+    """Return a duration with its units, e.g. `0.4 s`, `42 s`, `6 min 43 s` or `1 h 2 min`."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -33,10 +33,10 @@ def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
         ["ppo 4/4", "100 %"],
         ["ppo 4/4", "100 %"],
     ]
-    assert re.search(r"0:0\d left · training loss [-\d.e]+$", lines[0])
+    assert re.search(r"\d s left · training loss [-\d.e]+$", lines[0])
     assert "held-out loss" not in lines[1], "the validation of iteration 2 comes after its line"
     assert re.search(r"held-out loss [\d.]+$", lines[2])
-    assert "took 0:0" in lines[-1]
+    assert re.search(r"took \d+\.\d s", lines[-1])
 
 
 def test_a_slow_clock_prints_few_lines_and_a_last_one(tmp_path):

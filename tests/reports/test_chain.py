@@ -52,7 +52,7 @@ def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_p
     assert "84.5 to 87.6 %" in reward
     assert "0.6, wanted at least 0.8" in reward
     assert "gates failed" in reward
-    assert "1:37" in reward
+    assert "1 min 37 s" in reward
     chain = page[page.index("<ol") : page.index("</ol>")]
     assert chain.count("<svg") == 2
     links = re.findall(r'href="(.*?)"', page)
@@ -103,4 +103,4 @@ def test_stages_that_a_foreign_summary_names_lead_nowhere_else(tmp_path: Path) -
 
 def test_the_time_of_a_pipeline_is_that_of_its_stages(tmp_path: Path) -> None:
     text = Outline(write_report(pipeline(tmp_path)).read_text()).text
-    assert "round_1/reward 1:00 · 66.7 %" in text
+    assert "round_1/reward 1 min 0 s · 66.7 %" in text

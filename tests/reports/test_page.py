@@ -171,7 +171,7 @@ def test_the_time_of_a_run_is_named_and_adds_up(tmp_path):
     seconds = {"setup": 5.0, "fit": 45.0, "finish": 50.0, "measure": 40.0, "export": 10.0}
     write_summary(folder, replace(read_summary(folder), seconds=seconds | {"total": 100.0}))
     page = render_report(folder)
-    named = re.findall(r"</i>([\w ,]+) <span>\d+:\d\d · ([\d.]+) %", page)
+    named = re.findall(r"</i>([\w ,]+) <span>[\d.]+ (?:s|min \d+ s) · ([\d.]+) %", page)
     assert dict(named) == {
         "final evaluation": "40.0",
         "validating": "30.0",

@@ -245,7 +245,7 @@ def test_published_figures_stand_beside_our_mean_over_what_was_held_out():
         ["left_out", quantity("val/gold_win_rate").label, "78.0 %", "80.0 %",
          "55.2 to 100.0 %", "6 of 6"],
     ]  # fmt: skip
-    assert "Their paper, table 2. Expected of a run: 2 GiB. Found: at most 0:10, 0:20" in table.lead
+    assert "Their paper, table 2. Expected of a run: 2 GiB. Found: at most 10 s, 20 s" in table.lead
 
 
 def test_intervals_and_ticks_of_shares_are_drawn_within_0_and_100_percent(tmp_path):

@@ -165,7 +165,11 @@ def test_numbers_are_short():
     ]
     assert number(math.nan) == "not a number"
     assert number(-0.02, like=1.4) == "-0.02"
-    assert [duration(s) for s in (0.4, 59.6, 3600, 3725)] == ["0:00", "1:00", "1:00:00", "1:02:05"]
+
+
+def test_a_duration_has_its_units():
+    shown = ["0.0 s", "0.4 s", "42 s", "1 min 0 s", "6 min 43 s", "1 h 0 min", "1 h 2 min"]
+    assert [duration(s) for s in (-1, 0.4, 42.1, 59.6, 403, 3600, 3725)] == shown
 
 
 def test_a_pipeline_ends_in_the_verdict_on_its_last_stage_not_in_the_figures_of_all():
