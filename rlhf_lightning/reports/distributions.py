@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_lightning.reports.charts import Figure, histogram
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.metric_catalog import number, percent
+from rlhf_lightning.runs.metric_catalog import counted, number, percent
 from rlhf_lightning.runs.outcome import interval
 from rlhf_lightning.runs.verdict import JUDGES
 
@@ -57,8 +57,9 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
     before = next(iter((sides if pools else ends).values()), {}).get("score")
     figures += _solved({k: _groups(line) for k, line in grouped.items()}, _numbers(before))
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
-    what = "held-out responses a side" if held_out else "responses of a rollout"
-    return figures, f"{count} {what}." * (count > 0)
+    where = "a side" if held_out else "of a rollout"
+    what = "held-out response" if held_out else "response"
+    return figures, f"{counted(count, what)} {where}." * (count > 0)
 
 
 def _compared(

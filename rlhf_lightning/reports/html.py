@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from rlhf_lightning.runs.metric_catalog import duration, number, percent
+from rlhf_lightning.runs.metric_catalog import counted, duration, number, percent
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
@@ -41,4 +41,9 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"duration": duration, "number": number, "percent": percent}
+_TEMPLATES.filters |= {
+    "counted": counted,
+    "duration": duration,
+    "number": number,
+    "percent": percent,
+}

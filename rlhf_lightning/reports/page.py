@@ -41,7 +41,7 @@ from rlhf_lightning.runs.doctor_log import (
     read_events,
 )
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import duration, percent, quantity
+from rlhf_lightning.runs.metric_catalog import counted, duration, percent, quantity
 from rlhf_lightning.runs.reading import read_file
 from rlhf_lightning.runs.secrets import redacted_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
@@ -200,10 +200,10 @@ def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Ma
         return Markup()
     facts = dict(summary.about)
     if rows:
-        facts["trained for"] = f"{rows[-1][ITERATION]:.0f} iterations"
+        facts["trained for"] = counted(rows[-1][ITERATION], "iteration")
     prompts = summary.metrics.get("val/num_prompts")
     if prompts is not None and "prompts" not in facts:
-        facts["measured on"] = f"{prompts:.0f} held-out prompts"
+        facts["measured on"] = counted(prompts, "held-out prompt")
     return render("trained.html", facts=facts)
 
 

@@ -79,7 +79,8 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
         count = min(_MAX_ENDS, len(scored) // 2)
         ends = zip(scored[:count], scored[: -count - 1 : -1], strict=True)
         cards = [_card(*one) for pair in ends for one in zip(pair, ("best", "worst"), strict=True)]
-        lead = f"From iteration {last}: the {count} with the highest score, the {count} with the "
+        many = "one" if count == 1 else count
+        lead = f"From iteration {last}: the {many} with the highest score, the {many} with the "
         lead, css = f"{lead}lowest.", "ends"
     return render("samples.html", lead=lead, cards=cards, css=css)
 

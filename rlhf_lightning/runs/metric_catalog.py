@@ -16,7 +16,7 @@ class Quantity:
     Args:
         label: the name in plain words, a few.
         unit: "" for a plain number; "share" is shown in percent, and a difference of two shares,
-            "points", in percentage points with its sign.
+            "points", in percentage points with its sign; a "count" is a whole number.
         healthy: the usual range of a run that goes well; None where there is none.
     """
 
@@ -28,6 +28,8 @@ class Quantity:
         """Return a value as text, without its unit unless that is percent."""
         if self.unit == "points":
             return f"{100 * value:+.1f}"
+        if self.unit == "count":
+            return f"{value:,.0f}"
         return percent(value) if self.unit == "share" else number(value)
 
     @property
@@ -299,8 +301,10 @@ def quantity(name: str) -> Quantity:
         return Quantity(f"{about.label}: {name.split('/', 3)[3]}", about.unit, about.healthy)
     if name.startswith("benchmark/"):
         plain = name.removeprefix("benchmark/")
+        if plain.startswith("num_"):
+            return Quantity(plain.removeprefix("num_").replace("_", " "), "count")
         unit = "points" if plain.endswith("_change") else "share"
-        return Quantity(plain.replace("_", " "), "" if plain.startswith("num_") else unit)
+        return Quantity(plain.replace("_", " "), unit)
     if (plain := name.replace("val/baseline_", "val/")) != name and plain in QUANTITIES:
         about = QUANTITIES[plain]
         return Quantity(f"{about.label}, baseline", about.unit)
@@ -331,7 +335,7 @@ _OF_STEPS = {
 def show(name: str, value: float) -> str:
     """Return the value as text with its unit."""
     about = quantity(name)
-    unit = "" if about.unit == "share" else about.unit
+    unit = "" if about.unit in ("share", "count") else about.unit
     return f"{about.show(value)} {unit}".strip()
 
 
@@ -351,6 +355,11 @@ def number(value: float, *, like: float | None = None) -> str:
 def capitalized(label: str) -> str:
     """Return a label as the beginning of a sentence; the rest of it as it is."""
     return label[:1].upper() + label[1:]
+
+
+def counted(count: float, noun: str) -> str:
+    """Return a number of things, e.g. `1 pair` or `2,000 pairs`."""
+    return f"{count:,.0f} {noun}{'s' * (count != 1)}"
 
 
 def percent(value: float) -> str:

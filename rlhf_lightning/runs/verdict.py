@@ -9,6 +9,7 @@ from dataclasses import replace
 from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,
     bound_keys,
+    counted,
     duration,
     ends,
     number,
@@ -62,7 +63,7 @@ def verdict(summary: Summary) -> Verdict:
     sentence = result.sentence
     if failed:
         names = ", ".join(gate.name for gate in failed)
-        sentence = f"{sentence} Failed gates: {names}.".strip()
+        sentence = f"{sentence} Failed gate{'s' * (len(failed) > 1)}: {names}.".strip()
     if summary.status != "completed":
         tone = "bad" if summary.status == "failed" else "neutral"
         sentence = f"{_status(summary)} {sentence}".strip()
@@ -164,7 +165,7 @@ def _without_a_judge(metrics: Metrics, facts: list[Fact]) -> Verdict:
     skipped = figure(metrics, "val/judge_skipped")
     sentence = "No held-out figure was recorded."
     if skipped:
-        sentence = f"The judge gave no verdict: it skipped all {skipped:.0f} pairs."
+        sentence = f"The judge gave no verdict: it skipped {_all_pairs(skipped)}."
     elif facts:
         sentence = "Nothing scored or judged the responses: the figures tell how they look."
     return Verdict(sentence=sentence, facts=tuple(facts))
@@ -278,7 +279,8 @@ def _benchmark(metrics: Metrics) -> Verdict:
         sentence = f"{sum(changes)} of {len(changes)} changes from the baseline are shown."
         return Verdict(sentence=sentence, facts=tuple(facts))
     if (score := figure(metrics, "benchmark/score")) is not None:
-        caption = f"mean of {metrics['benchmark/num_subsets']:.0f} subsets of RewardBench 2"
+        subsets = counted(metrics["benchmark/num_subsets"] or 0, "subset")
+        caption = f"mean of {subsets} of RewardBench 2"
         return Verdict("neutral", percent(score), caption, facts=tuple(facts))
     return _ranked(metrics, "benchmark", "pairs ranked as labelled", facts)
 
@@ -315,14 +317,20 @@ def _collect(metrics: Metrics) -> Verdict:
     if best is not None:
         told = f" and {number(gold)} by gold" if gold is not None else ""
         sentence = f"The chosen responses score {number(best)} on average{told}."
-        return Verdict("neutral", _plain(records), "demonstrations", sentence, tuple(facts))
+        return Verdict(
+            "neutral",
+            _plain(records),
+            f"demonstration{'s' * (records != 1)}",
+            sentence,
+            tuple(facts),
+        )
     right = figure(metrics, "collect/gold_train")
     sentence = "Nothing here says whether the labels are right: read some of them."
     if right is not None:
         sentence = f"The gold reward agrees with {percent(right)} of these labels."
     caption = (
-        f"pairs to train on, of {known['num_pairs']} that were labelled; the others are held out "
-        "or show no preference"
+        f"pair{'s' * (records != 1)} to train on, of {known['num_pairs']} labelled; any other is "
+        "held out or shows no preference"
     )
     return Verdict("neutral", _plain(records), caption, sentence, tuple(facts))
 
@@ -399,23 +407,29 @@ def _win_rate_fact(metrics: Metrics, judge: str) -> list[Fact]:
     name = f"val/{judge}_win_rate"
     rate, skipped = figure(metrics, name), figure(metrics, f"val/{judge}_skipped")
     pairs = figure(metrics, f"val/{judge}_num_pairs")
-    of = "" if pairs is None else f"of the {pairs:.0f} pairs with a verdict"
+    of = "" if pairs is None else f"of the {counted(pairs, 'pair')} with a verdict"
     note = ", ".join(filter(None, (interval(metrics, name).strip(" ()"), of)))
     note += _skipped(metrics, judge)
     if rate is None:
-        return [Fact(f"skipped by {label}", f"{skipped:.0f}", "all pairs")] if skipped else []
+        return [Fact(f"skipped by {label}", _all_pairs(skipped))] if skipped else []
     return [Fact(f"win rate by {label}", percent(rate), note)]
 
 
 def _skipped(metrics: Metrics, judge: str) -> str:
     """Return how many pairs have no verdict, to follow the rate of the others."""
     skipped, pairs = (figure(metrics, f"val/{judge}_{name}") for name in ("skipped", "num_pairs"))
-    return f"; {skipped:.0f} of {pairs + skipped:.0f} were skipped" if skipped and pairs else ""
+    if not skipped or not pairs:
+        return ""
+    return f"; {skipped:,.0f} of {pairs + skipped:,.0f} {'was' if skipped == 1 else 'were'} skipped"
+
+
+def _all_pairs(count: float) -> str:
+    return "the only pair" if count == 1 else f"all {counted(count, 'pair')}"
 
 
 def _of_pairs(metrics: Metrics, accuracy: str) -> str:
     pairs = figure(metrics, accuracy.replace("accuracy", "num_pairs"))
-    return "" if pairs is None else f"of {pairs:.0f} pairs"
+    return "" if pairs is None else f"of {counted(pairs, 'pair')}"
 
 
 def prefers_longer(metrics: Metrics, phase: str = "val") -> str:

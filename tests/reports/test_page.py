@@ -9,7 +9,9 @@ import pytest
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.reports.page import render_report, write_report
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
+from rlhf_lightning.runs.outcome import Fact
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
+from rlhf_lightning.runs.verdict import verdict
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run, fake_sft_run
 
 HOSTILE = "</p><script>alert('x')</script><img src=x onerror=\"go()\">&amp; \x00\x1b[31m \u202e abc"
@@ -263,3 +265,32 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
     told = top(reward)
     assert "export_model(module" in told
     assert "compare(module" not in told  # which compares policies
+
+
+@pytest.mark.parametrize(("count", "shown"), [(1, "1 "), (2, "2 "), (10_000, "10,000 ")])
+def test_one_of_a_thing_is_no_plural_and_thousands_are_read_easily(tmp_path, count, shown):
+    folder = RunFolder(tmp_path / "run").create()
+    gates = tuple(GateResult(f"g{i}", 1.0, 2.0, False, "no") for i in range(min(count, 2)))
+    metrics = {"val/num_prompts": float(count), "val/human_win_rate": 0.7, "val/gold_win_rate": 0.6}
+    metrics |= {"val/human_num_pairs": float(count), "val/human_skipped": float(count)}
+    summary = Summary("ppo", "completed", 1, metrics=metrics, gates=gates, about={"data": "mine"})
+    write_summary(folder, summary)
+    MetricsAppender(folder.metrics).append(count, {"rollout/score": 1.0})
+    pairs = {"held_out": "pairs", "margin": [1.0] * count, "reliability": [[0.6, 1, 0.5, 1, count]]}
+    SamplesAppender(folder.distributions).append(count, [pairs])
+    page = re.sub(r"<[^>]+>", " ", write_report(folder).read_text())
+    many = "s" * (count > 1)
+    for thing in ("iteration", "held-out prompt", "pair"):
+        assert re.search(rf"{shown}{thing}{many}\b", page), thing
+        assert not re.search(rf"\b{shown}{thing}{'' if many else 's'}\b", page), thing
+    assert f"{len(gates)} gate{'s' * (len(gates) > 1)} failed" in page
+    assert f"Failed gate{'s' * (len(gates) > 1)}: g0" in page
+    assert f"{shown}of {2 * count:,} {'were' if many else 'was'} skipped" in page
+
+
+def test_the_pairs_of_a_benchmark_are_counted_in_whole_numbers(tmp_path):
+    folder = RunFolder(tmp_path / "run").create()
+    metrics = {"benchmark/accuracy": 0.7, "benchmark/num_pairs": 50.0}
+    write_summary(folder, Summary("evaluate", "completed", 1, metrics=metrics))
+    facts = verdict(read_summary(folder)).facts
+    assert Fact("pairs", "50") in facts
