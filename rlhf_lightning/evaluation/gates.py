@@ -114,7 +114,7 @@ def _explain(
 
 
 def _not_moved() -> str:
-    return f"It has hardly moved. Try more iterations, a larger learning rate or a smaller {LEVER}"
+    return f"It has moved little. Try more iterations, a larger learning rate or a smaller {LEVER}"
 
 
 def _explain_win_rate(metric: str, threshold: float, metrics: Mapping[str, float | None]) -> str:
@@ -140,7 +140,8 @@ def _explain_win_rate(metric: str, threshold: float, metrics: Mapping[str, float
             f"The rate itself is {rate:.3f}, and its interval is wide. Try a larger "
             "evaluation.num_prompts, then more iterations"
         )
-    if rate is not None and rate < 0.5:
+    high = measured_value(metrics, f"{metric.removesuffix('_low')}_high")
+    if rate is not None and (rate if high is None else high) < 0.5:
         return f"It loses. Read the samples, then try a larger {LEVER}, or other data"
     return "It was not trained far enough. Try more iterations or a larger learning rate"
 

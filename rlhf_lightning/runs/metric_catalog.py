@@ -346,6 +346,8 @@ def number(value: float, *, like: float | None = None) -> str:
         return "not a number"
     if value == 0:
         return "0"
+    if like is not None and size >= 100_000 > abs(value):
+        return number(value)
     if size >= 100_000 or size < 0.001:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 4
@@ -368,10 +370,12 @@ def percent(value: float) -> str:
 
 
 def ends(metrics: Mapping[str, float | None], name: str) -> str:
-    """Return the interval of a share, e.g. `79.7 to 86.2 %`; "" where none was measured."""
+    """Return the interval, e.g. `79.7 to 86.2 %` of a share; "" where none was measured."""
     low, high = (metrics.get(key) for key in bound_keys(name))
     if low is None or high is None or not math.isfinite(low) or not math.isfinite(high):
         return ""
+    if quantity(name).unit == "points":
+        return f"{100 * low:+.1f} to {100 * high:+.1f} points"
     return f"{100 * low:.1f} to {percent(high)}"
 
 

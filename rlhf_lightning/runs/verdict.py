@@ -35,7 +35,7 @@ _CHANGES = (
     *("response_length", "eos_fraction", "distinct_2", "refusal_rate", "over_refusal_rate"),
 )
 # Whose win rate is the headline, the one that counts most first.
-JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "score"}
+JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "the score"}
 SPREAD = "rollout/score_std_max"
 TRAINED_ON = "the reward it was trained on"
 TEACHER = "val/teacher_kl_per_token"
@@ -125,7 +125,7 @@ def _distilled(metrics: Metrics, facts: list[Fact]) -> Verdict:
     before = figure(metrics, "val/baseline_teacher_kl_per_token")
     if before is None:
         return Verdict("neutral", number(kl), caption, facts=tuple(facts))
-    closer = kl < before
+    closer = kl < before and number(kl) != number(before)
     sentence = (
         f"The policy has come {'closer to' if closer else 'no closer to'} its teacher: the KL was "
         f"{number(before)} before. It says how alike they are, not how good."
@@ -151,7 +151,8 @@ def _without_a_judge(metrics: Metrics, facts: list[Fact]) -> Verdict:
         before = figure(metrics, "val/baseline_score")
         if before is None:
             caption = "mean score on held-out prompts"
-            return Verdict("neutral", number(score), caption, facts=tuple(facts))
+            sentence = "No baseline was scored, so nothing says whether it got better."
+            return Verdict("neutral", number(score), caption, sentence, tuple(facts))
         rose = score > before
         sentence = (
             f"The score {'rose' if rose else 'did not rise'}; no gold reward says if rightly."
@@ -178,13 +179,17 @@ def _ranked_rows(metrics: Metrics) -> str:
 def _win_rate(metrics: Metrics, judge: str, facts: list[Fact]) -> Verdict:
     """Return the verdict by a judge that training did not see."""
     by = f"than the baseline, by {JUDGES[judge]}."
+    undecided = "Undecided: the interval includes 50 %, so no difference from the baseline is shown"
+    if figure(metrics, f"val/{judge}_tie_rate") == 1:
+        undecided = "Every comparison is a tie, so no difference from the baseline is shown"
     sentences = (
         f"The policy answers better {by}",
         f"The policy answers worse {by}",
-        "Undecided: the interval includes 50 %, so no difference from the baseline is shown.",
+        f"{undecided} by {JUDGES[judge]}.",
     )
-    caption = f"of comparisons with the baseline won{_skipped(metrics, judge)}"
-    return by_interval(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
+    caption = "of comparisons with the baseline won"
+    result = by_interval(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
+    return replace(result, caption=result.caption + _skipped(metrics, judge))
 
 
 def _score_win_rate(metrics: Metrics, facts: list[Fact], by: str) -> Verdict:
@@ -276,7 +281,8 @@ def _benchmark(metrics: Metrics) -> Verdict:
         if whole_key(name).endswith("_change"):
             changes.append((low or 0.0) > 0 or (high or 0.0) < 0)
     if changes:
-        sentence = f"{sum(changes)} of {len(changes)} changes from the baseline are shown."
+        shown = f"{sum(changes)} of {len(changes)}"
+        sentence = f"Scores that are shown to differ from the baseline's: {shown}."
         return Verdict(sentence=sentence, facts=tuple(facts))
     if (score := figure(metrics, "benchmark/score")) is not None:
         subsets = counted(metrics["benchmark/num_subsets"] or 0, "subset")
@@ -311,7 +317,7 @@ def _collect(metrics: Metrics) -> Verdict:
         if (value := figure(metrics, name)) is not None
     ]
     records = figure(metrics, "collect/train_records")
-    if records is None:
+    if not records:
         return Verdict(sentence="No record was made.", facts=tuple(facts))
     best, gold = figure(metrics, "collect/score_best"), figure(metrics, "collect/gold_best")
     if best is not None:

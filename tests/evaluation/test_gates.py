@@ -120,10 +120,13 @@ BEATS_LENGTH = {"metric": "val/accuracy", "above": "val/longer_wins_accuracy"}
     [
         (NEAR, {"kl_per_token": 1.2}, "a larger weight of the KL penalty"),
         (MOVED, {"kl_per_token": 0.001}, "a smaller weight of the KL penalty"),
-        (WINS, {"gold_win_rate": 0.5, "kl_per_token": 0.001}, "has hardly moved"),
+        (WINS, {"gold_win_rate": 0.5, "kl_per_token": 0.001}, "has moved little"),
         (WINS, {"gold_win_rate": 0.4, "score_win_rate": 0.9}, "pairs of this policy's responses"),
         (WINS, {"gold_win_rate": 0.74, "score_win_rate": 0.84}, "more iterations"),
         (WINS, {"gold_win_rate": 0.41, "kl_per_token": 0.03}, "Read the samples"),
+        # the page says "undecided" of the same figures
+        (WINS, {"gold_win_rate": 0.48, "gold_win_rate_high": 0.65}, "more iterations"),
+        (WINS, {"gold_win_rate": 0.4, "gold_win_rate_high": 0.45}, "It loses"),
         (WINS, {"gold_win_rate": 0.5, "eos_fraction": 0.4}, "end with EOS"),
         # the lower end of the interval is no win rate
         (WINS_LOW, {"gold_win_rate": 0.74, "gold_win_rate_low": 0.64, "score_win_rate": 0.8},

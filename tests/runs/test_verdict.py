@@ -250,3 +250,42 @@ def test_a_reward_model_that_ranks_wrong_where_the_shorter_is_preferred_is_warne
         result = verdict(Summary(stage, "completed", 1, metrics=metrics | {key: right}))
         assert "balance_length" not in result.sentence
         assert percent(right) in {fact.value for fact in result.facts}
+
+
+def test_an_undecided_headline_says_by_whom_and_the_interval_follows_the_rate():
+    rate = "val/judge_win_rate"
+    metrics = {rate: 0.5, f"{rate}_low": 0.4, f"{rate}_high": 0.6}
+    metrics |= {"val/judge_num_pairs": 25.0, "val/judge_skipped": 7.0}
+    result = verdict(Summary("evaluate", "completed", 1, metrics=metrics))
+    assert "by the judge" in result.sentence
+    assert "won (95 % interval 40.0 to 60.0 %); 7 of 32 were skipped" in result.caption
+    tied = verdict(
+        Summary("ppo", "completed", 1, metrics={"val/gold_win_rate": 0.5, "val/gold_tie_rate": 1.0})
+    )
+    assert "Every comparison is a tie" in tied.sentence
+
+
+def test_a_score_without_a_baseline_says_that_nothing_was_compared():
+    result = verdict(Summary("ppo", "completed", 1, metrics={"val/score": 0.0}))
+    assert (result.number, result.tone) == ("0", "neutral")
+    assert "No baseline was scored" in result.sentence
+
+
+def test_a_change_that_is_not_seen_in_the_figures_is_not_told():
+    kl = {"val/teacher_kl_per_token": 0.2, "val/baseline_teacher_kl_per_token": 0.2000001}
+    alike = verdict(Summary("ppo", "completed", 1, metrics=kl))
+    assert "no closer" in alike.sentence
+
+
+def test_the_change_of_a_task_has_its_interval_in_points():
+    ends = {"": 0.05, "_low": -0.1, "_high": 0.2}
+    metrics = {f"benchmark/acc_change{end}/task/x": value for end, value in ends.items()}
+    result = verdict(Summary("evaluate", "completed", 1, metrics=metrics))
+    assert [(f.value, f.note) for f in result.facts] == [("+5.0 points", "-10.0 to +20.0 points")]
+    assert "differ from the baseline's: 0 of 1." in result.sentence
+
+
+def test_a_small_number_beside_a_large_one_is_written_plainly():
+    assert number(-5, like=1e6) == "-5.00"
+    assert number(2.72, like=1e21) == "2.72"
+    assert number(3e6, like=1e21) == "3.0e+6"
