@@ -21,11 +21,13 @@ from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.records import RecordKind
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
+from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import (
@@ -263,11 +265,26 @@ def about_run(module: LightningModule, data: object, *, name: str | None = None)
     return {name: without_folders(str(value)) for name, value in about.items()}
 
 
+_ROWS: dict[RecordKind, str] = {
+    "texts": "text",
+    "prompts": "prompt",
+    "demonstrations": "demonstration",
+    "preferences": "pair",
+    "unpaired": "labelled response",
+}
+
+
 def _data(data: Any, name: str | None) -> str:
     source = getattr(data, "source", None)
     own = getattr(source, "path", None) or getattr(source, "name", None) or type(source).__name__
     rows = getattr(data, "batch_size", None)
-    return f"{name or own}" if rows is None else f"{name or own}, {rows} rows an iteration"
+    if not isinstance(data, RecordDataModule):
+        return f"{name or own}" if rows is None else f"{name or own}, {rows} rows an iteration"
+    train, held_out = (len(data.rows(split)) for split in ("train", "validation"))
+    told = f"{name or own}: {counted(train, _ROWS[data.kind])}, {held_out:,} held out"
+    told += f"; {data.batch_size:,} an iteration"
+    answers = getattr(data, "num_generations", 1)
+    return told if answers == 1 else f"{told}, {answers} responses to each"
 
 
 def _reward(scorer: Any) -> str:

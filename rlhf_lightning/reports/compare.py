@@ -17,7 +17,14 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import ABSENT, flatten
 from rlhf_lightning.runs.changes import show as show_setting
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
+from rlhf_lightning.runs.metric_catalog import (
+    bound_keys,
+    capitalized,
+    counted,
+    ends,
+    quantity,
+    show,
+)
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.saved_yaml import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
@@ -132,6 +139,8 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         columns={name: quantity(name).label for name in columns},
         show=show,
         ends=ends,
+        facts=about_all(runs),
+        intervals=any(ends(run.metrics, name) for run in runs for name in columns),
         frontier=_frontier_chart(runs),
         curves=curves,
         more_curves=more,
@@ -139,6 +148,16 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     )
     title = f"{len(runs)} runs of {stages}"
     return str(render("page.html", title=title, body=body, footer="rlhf_lightning"))
+
+
+def about_all(runs: Sequence[Run]) -> dict[str, str]:
+    """Return from what, on what and against what, as far as all runs say the same."""
+    about: dict[str, str] = dict(runs[0].summary.about)
+    prompts = runs[0].metrics.get("val/num_prompts")
+    if prompts is not None and all(r.metrics.get("val/num_prompts") == prompts for r in runs):
+        about["measured on"] = counted(prompts, "held-out prompt")
+    others = [run.summary.about for run in runs[1:]]
+    return {k: v for k, v in about.items() if all(o.get(k, v) == v for o in others)}
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:

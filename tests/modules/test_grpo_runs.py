@@ -168,7 +168,7 @@ def test_the_summary_and_the_report_are_those_of_the_run(trained):
     about = summary["about"]
     assert about["reward"] == "length"
     assert about["trained from"].endswith("policy")
-    assert "4 rows an iteration" in about["data"]
+    assert "; 4 an iteration, 3 responses to each" in about["data"]
     assert "sampling.max_new_tokens=5" in about["not the default"]
     assert "temperature" not in about["not the default"]
     assert str(folder.parent) not in json.dumps(about)

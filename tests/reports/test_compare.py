@@ -106,3 +106,18 @@ def test_a_page_of_somebody_else_is_no_place_for_a_comparison(tmp_path):
     assert "my thesis" in mine.read_text()
     for _ in range(2):
         write_comparison(runs, tmp_path / "both.html")
+
+
+def test_the_page_says_what_all_runs_have_in_common_and_what_the_small_figures_are(tmp_path):
+    folders = sweep(tmp_path)
+    for number, folder in enumerate(folders):
+        found = read_summary(folder)
+        about = {"data": "alert <b>", "not the default": f"ppo.kl_coef={number}"}
+        metrics = {**found.metrics, "val/num_prompts": 2000.0}
+        write_summary(folder, replace(found, about=about, metrics=metrics))
+    page = render_comparison(folders)
+    told = page[page.index("What was run") : page.index("Runs</h2>")]
+    assert "alert &lt;b&gt;" in told
+    assert "2,000 held-out prompts" in told
+    assert "kl_coef" not in told
+    assert "95 % intervals" in page
