@@ -199,6 +199,12 @@ class _Frame:
         share = (value - self.low) / (self.high - self.low)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
+    def anchor(self, value: float) -> str:
+        """Return where a name of a point begins, so that it stays inside of the axes."""
+        if self.x(value) > self.right - 16:
+            return "end"
+        return "start" if self.x(value) < self.left + 16 else "middle"
+
     @property
     def columns(self) -> list[float]:
         return nice_ticks(self.first, self.last, 4)

@@ -96,11 +96,13 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
     if not chart:
         return None
     finite = [value for _, value in series[-1].points if math.isfinite(value)]
+    ends = (finite[0], finite[-1]) if finite else ()
+    like = max(map(abs, ends), default=None)
     return Figure(
         capitalized(about.label.removeprefix("training ") if together else about.label),
         chart,
-        now=show(name, finite[-1]) if finite else "",
-        start=show(name, finite[0]) if len(finite) > 1 else "",
+        now=show(name, finite[-1], like=like) if finite else "",
+        start=show(name, finite[0], like=like) if len(finite) > 1 else "",
         code="" if together else name,
         legends=list(lines) if together else (),
         note=f"usual {about.usual}" if about.usual else "",

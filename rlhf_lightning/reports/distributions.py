@@ -30,7 +30,8 @@ def wins_figures(metrics: Mapping[str, float | None]) -> list[Figure]:
         won = rate - ties / 2
         shares = {"won": won, "tied": ties, "lost": max(1 - won - ties, 0.0)}
         parts = [(word, word, share, percent(share)) for word, share in shares.items()]
-        note = f"A tie counts one half{interval(metrics, name)}."
+        note = f"A tie counts one half; {interval(metrics, name).strip(' ()')}"
+        note = note.removesuffix("; ") + "."
         chart = render("wins.html", parts=parts, note=note)
         figures.append(Figure(f"Comparisons, by {label}", chart, now=percent(rate)))
     return figures
@@ -54,8 +55,9 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
         figures += _compared(title, {k: _numbers(side.get(name)) for k, side in sides.items()})
     pools = [line for line in lines if line.get("held_out") == "pool"]
     grouped = {"policy": pools[-1]} if pools else ends
-    before = next(iter((sides if pools else ends).values()), {}).get("score")
-    figures += _solved({k: _groups(line) for k, line in grouped.items()}, _numbers(before))
+    whose, before = next(iter((sides if pools else ends).items()), ("", {}))
+    groups = {label: _groups(line) for label, line in grouped.items()}
+    figures += _solved(groups, _numbers(before.get("score")), whose)
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
     where = "a side" if held_out else "of a rollout"
     what = "held-out response" if held_out else "response"
@@ -76,11 +78,13 @@ def _compared(
     return [Figure(title, histogram(title, parts, bins=bins), legends=legends, note=note)]
 
 
-def _solved(groups: Mapping[str, list[list[float]]], before: Sequence[float]) -> list[Figure]:
+def _solved(
+    groups: Mapping[str, list[list[float]]], before: Sequence[float], whose: str
+) -> list[Figure]:
     """Return how much of each prompt's group of scores is solved.
 
     A response is solved that has the higher of two scores; where there are more scores, one above
-    the mean before.
+    the mean of `before`, which is called `whose`.
     """
     scores = {score for part in groups.values() for group in part for score in group}
     if len(scores) < 2 or not before:
@@ -88,7 +92,7 @@ def _solved(groups: Mapping[str, list[list[float]]], before: Sequence[float]) ->
     least, said = max(scores), f"a score of {number(max(scores))}"
     if len(scores) > 2:
         least = math.nextafter(fmean(before), math.inf)
-        said = f"a score above {number(least)}, the mean before"
+        said = f"a score above {number(least)}, the mean of {whose}"
     shares = {
         label: [fmean(score >= least for score in group) for group in part if group]
         for label, part in groups.items()

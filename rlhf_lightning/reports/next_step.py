@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_lightning.runs.folder import RunFolder
@@ -37,7 +38,9 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     tone = verdict(summary).number_tone
     if tone == "bad":
         return _BAD.format(doctor=" and the doctor's findings" * folder.doctor.is_file())
-    undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
+    trained = folder.metrics.is_file() or "stages" in summary.about
+    more = "held-out rows or a longer run" if trained else "held-out prompts or pairs"
+    undecided = f"More {more} may decide it. " * (tone == "undecided")
     template = _what_takes_it(summary, folder)
     if not folder.config.is_file():
         told = _IN_PYTHON if template == _COMPARE else ""
@@ -58,7 +61,9 @@ def _what_takes_it(summary: Summary, folder: RunFolder) -> str:
     if "stages" in summary.about:
         return "Read the samples on the page of the last stage. rounds=2 trains once more."
     if not folder.metrics.is_file():  # nothing was trained
-        return "Read the samples. human=export asks people, judge= a language model."
+        if any(name.startswith("benchmark/") for name in metrics):
+            return ""
+        return "Read the samples." + _who_else(metrics)
     if "val/accuracy" in metrics and "val/chosen_reward" not in metrics:
         return "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it."
     if "val/loss" not in metrics or "val/accuracy" in metrics:
@@ -66,6 +71,16 @@ def _what_takes_it(summary: Summary, folder: RunFolder) -> str:
     if "baseline" not in summary.about and "val/baseline_loss" not in metrics:
         return "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations."
     return "rlhf-train +experiment=reward artifacts.sft={} trains a reward model from it."
+
+
+def _who_else(metrics: Mapping[str, float | None]) -> str:
+    """Return how those who were not asked are asked to compare the responses."""
+    ways = {
+        "human": "human=export asks people",
+        "judge": "judge=local judge.model=NAME asks a language model",
+    }
+    left = [way for judge, way in ways.items() if f"val/{judge}_win_rate" not in metrics]
+    return f" The same command with {', with '.join(left)}." if left else ""
 
 
 def place_of(path: Path) -> str:

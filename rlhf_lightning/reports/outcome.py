@@ -20,9 +20,9 @@ Metrics = Mapping[str, float | None]
 Rows = Sequence[Mapping[str, float]]
 
 _DOMAIN_JUDGES = (
-    ("val/gold_win_rate", "gold reward"),
-    ("val/score_win_rate", "learnt score"),
-    ("val/accuracy", "held-out pairs"),
+    ("val/gold_win_rate", "Win rate against the baseline, by the gold reward"),
+    ("val/score_win_rate", "Win rate against the baseline, by the learnt score"),
+    ("val/accuracy", "Accuracy on held-out pairs"),
 )
 _BEST_OF = {
     "gold_win_rate": "gold win rate",
@@ -31,7 +31,7 @@ _BEST_OF = {
     "response_length": "tokens a response",
 }
 # Judges of a win rate, the one that counts most first.
-_ROUND_JUDGES = {"gold": "gold reward", "human": "people", "judge": "a judge"}
+_ROUND_JUDGES = {"gold": "the gold reward", "human": "people", "judge": "a judge"}
 _ROUND_COLUMNS = (
     *("score_win_rate", "gold", "kl_per_token", "response_length"),
     *("accuracy", "label_ceiling"),
@@ -40,13 +40,11 @@ _ROUND_COLUMNS = (
 
 def domains_section(metrics: Metrics) -> str:
     """Return a bar a domain, with its 95 % interval where one was measured; "" without domains."""
-    for prefix, judge in _DOMAIN_JUDGES:
+    for prefix, measure in _DOMAIN_JUDGES:
         rates = domain_rates(metrics, prefix)
         if len(rates) > 1:
             best_first = sorted(rates.items(), key=lambda item: -item[1][0])
-            accuracy = prefix == "val/accuracy"
-            measure = "Accuracy" if accuracy else "Win rate against the baseline"
-            return render("domains.html", rates=best_first, judge=judge, measure=measure)
+            return render("domains.html", rates=best_first, measure=measure)
     return ""
 
 
@@ -92,7 +90,7 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     }
     columns = [n for n in _ROUND_COLUMNS if any(f.get(n) is not None for f in rounds.values())]
     abouts = {name: quantity(f"val/{name}") for name in columns}
-    judge = _ROUND_JUDGES.get(name, "learnt score")
+    judge = _ROUND_JUDGES.get(name, "the learnt score")
     return render("rounds.html", judge=judge, rates=rates, columns=abouts, rounds=rounds)
 
 

@@ -96,10 +96,10 @@ def render_report(folder: RunFolder) -> str:
         own = (
             render("gates.html", gates=summary.gates if summary else ()),
             doctor_section(read_events(folder.doctor)),
-            render("figures.html", shown=shown),
+            render("figures.html", shown=shown, trained=bool(rows)),
             pairs_section(lines),
             render("curves.html", shown=shown, rows=rows),
-            overoptimization_section(rows, metrics),
+            overoptimization_section(rows, metrics) if summary is None or summary.judged else "",
             render("best_of.html", charts=shown.best_of),
             domains_section(metrics),
             samples_section(read_samples(folder.samples)),
@@ -158,12 +158,18 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
     """Return the stages that the summary of a pipeline names; "" of any other run."""
     cards: list[dict[str, Any]] = []
     begun = ""
-    for name in stages_of(summary):
+    stages = stages_of(summary)
+    several = any(not name.startswith("round_1/") for name in stages)
+    for name in stages:
         own = RunFolder(folder.path / name)
-        card: dict[str, Any] = {"name": name, "title": name.partition("/")[2]}
+        title = name.partition("/")[2]
+        if several:
+            title = f"{name.partition('/')[0].replace('_', ' ')}, {title}"
+        card: dict[str, Any] = {"name": name, "title": title}
         card |= {"waits": begun, "picture": None, "linked": own.report.is_file()}
         if own.summary.is_file():
-            begun, found = name, read_summary(own)
+            found = read_summary(own)
+            begun = "" if found.status == "completed" and found.passed else name
             lines = read_samples(own.distributions)
             metrics = found.metrics if found.judged else {}
             shown = pictures(read_metrics(own.metrics), metrics, lines)

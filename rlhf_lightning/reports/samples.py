@@ -104,7 +104,11 @@ def _card(
 def figures(sample: Mapping[str, Any], prefix: str) -> str:
     """Return score, KL and length of an answer as text; `prefix` names whose they are."""
     parts = []
-    for key, pattern in (("score", "score {}"), ("kl", "KL {} a token"), ("length", "{} tokens")):
+    for key, pattern in (
+        ("score", "score {}"),
+        ("kl", "KL estimate {} a token"),
+        ("length", "{} tokens"),
+    ):
         value: Any = sample.get(f"{prefix}{key}")
         if _is_number(value):
             shown = pattern.format(value if key == "length" else number(value))

@@ -24,13 +24,13 @@ class Quantity:
     unit: str = ""
     healthy: tuple[float, float] | None = None
 
-    def show(self, value: float) -> str:
-        """Return a value as text, without its unit unless that is percent."""
+    def show(self, value: float, *, like: float | None = None) -> str:
+        """Return a value as text, without its unit unless that is percent; `like` as `number`."""
         if self.unit == "points":
             return f"{100 * value:+.1f}"
         if self.unit == "count":
             return f"{value:,.0f}"
-        return percent(value) if self.unit == "share" else number(value)
+        return percent(value) if self.unit == "share" else number(value, like=like)
 
     @property
     def usual(self) -> str:
@@ -332,11 +332,11 @@ _OF_STEPS = {
 }
 
 
-def show(name: str, value: float) -> str:
-    """Return the value as text with its unit."""
+def show(name: str, value: float, *, like: float | None = None) -> str:
+    """Return the value as text with its unit, and as many digits as `like` would have."""
     about = quantity(name)
     unit = "" if about.unit in ("share", "count") else about.unit
-    return f"{about.show(value)} {unit}".strip()
+    return f"{about.show(value, like=like)} {unit}".strip()
 
 
 def number(value: float, *, like: float | None = None) -> str:

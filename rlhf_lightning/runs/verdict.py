@@ -34,6 +34,8 @@ _CHANGES = (
     *("score", "gold", "exact_match", "first_word_match", "solved", "answered"),
     *("response_length", "eos_fraction", "distinct_2", "refusal_rate", "over_refusal_rate"),
 )
+# Of how many prompts a share of refusals is.
+_ASKED = {"refusal_rate": "val/num_harmful", "over_refusal_rate": "val/num_harmless"}
 # Whose win rate is the headline, the one that counts most first.
 JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "the score"}
 SPREAD = "rollout/score_std_max"
@@ -348,7 +350,12 @@ def _changes(metrics: Metrics) -> list[Fact]:
         value, before = (figure(metrics, f"val/{part}{name}") for part in ("", "baseline_"))
         if value is not None:
             about = quantity(f"val/{name}")
-            facts.append(_change(about.label.removeprefix("held-out "), value, before, about.unit))
+            fact = _change(about.label.removeprefix("held-out "), value, before, about.unit)
+            asked, known = figure(metrics, _ASKED.get(name, "")), ends(metrics, f"val/{name}")
+            if asked is not None:
+                of = f"of {counted(asked, 'prompt')}" + f"; 95 % interval now {known}" * bool(known)
+                fact = replace(fact, note=", ".join(filter(None, (fact.note, of))))
+            facts.append(fact)
     if (kl := figure(metrics, "val/kl_per_token")) is not None:
         facts.insert(1, Fact("KL from the baseline", number(kl), "nats a token"))
     return facts

@@ -104,3 +104,18 @@ def test_stages_that_a_foreign_summary_names_lead_nowhere_else(tmp_path: Path) -
 def test_the_time_of_a_pipeline_is_that_of_its_stages(tmp_path: Path) -> None:
     text = Outline(write_report(pipeline(tmp_path)).read_text()).text
     assert "round_1/reward 1 min 0 s · 66.7 %" in text
+
+
+def test_the_stages_of_several_rounds_have_their_round_and_wait_for_none_that_ended_well(
+    tmp_path: Path,
+) -> None:
+    names = ["round_1/sft", "round_1/ppo", "round_2/ppo"]
+    run = RunFolder(tmp_path)
+    fake_sft_run(tmp_path / names[0], 20)
+    about = {"stages": ", ".join(names)}
+    write_summary(run, Summary("pipeline", "running", 1, about=about))
+    sft, first, second = cards(write_report(run).read_text())
+    assert "round 1, sft" in sft
+    assert "round 1, ppo" in first
+    assert "round 2, ppo" in second
+    assert "waits" not in first + second

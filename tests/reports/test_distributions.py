@@ -161,3 +161,11 @@ def test_texts_of_pairs_are_escaped(tmp_path: Path) -> None:
     outline = Outline(render_report(folder))
     assert outline.text.count("<script>alert('x')</script>") == 3
     assert not outline.tags & {"script", "img"}
+
+
+def test_a_share_solved_names_the_responses_whose_mean_it_is_held_against() -> None:
+    groups = {"groups": [2, 2], "length": [1] * 4}
+    first = {"iteration": 1, "score": [0.1, 0.2, 0.3, 0.4], **groups}
+    last = {"iteration": 9, "score": [0.5, 0.6, 0.7, 0.8], **groups}
+    figures, _ = answers_figures([first, last])
+    assert figures[-1].note == "solved: a score above 0.25, the mean of iteration 1"

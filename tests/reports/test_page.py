@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.reports.charts import Series, line_chart
 from rlhf_lightning.reports.page import render_report, write_report
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
 from rlhf_lightning.runs.outcome import Fact
@@ -294,3 +295,53 @@ def test_the_pairs_of_a_benchmark_are_counted_in_whole_numbers(tmp_path):
     write_summary(folder, Summary("evaluate", "completed", 1, metrics=metrics))
     facts = verdict(read_summary(folder)).facts
     assert Fact("pairs", "50") in facts
+
+
+def test_the_page_of_an_evaluation_does_not_speak_of_training_and_names_who_was_not_asked(tmp_path):
+    folder = RunFolder(tmp_path / "run").create()
+    folder.config.parent.mkdir(exist_ok=True)
+    folder.config.write_text("seed: 1\n")
+    rate = "val/judge_win_rate"
+    metrics = {rate: 0.5, f"{rate}_low": 0.4, f"{rate}_high": 0.6, "val/judge_tie_rate": 0.0}
+    write_summary(folder, Summary("evaluate", "completed", 1, metrics=metrics))
+    lines = {"held_out": "answers", "length": [1, 2], "baseline_length": [3, 4]}
+    SamplesAppender(folder.distributions).append(0, [lines])
+    page = Outline(write_report(folder).read_text()).text
+    assert "Both sides" in page
+    assert "Before and after" not in page
+    assert "longer run" not in page
+    assert "human=export asks people" in page
+    assert "judge=local" not in page
+    assert "A tie counts one half; 95 % interval 40.0 to 60.0 %." in page
+    benchmark = Summary("evaluate", "completed", 1, metrics={"benchmark/accuracy": 0.9})
+    write_summary(folder, benchmark)
+    assert "human=export" not in write_report(folder).read_text()
+
+
+def test_a_run_that_judges_nothing_does_not_say_that_there_is_no_gold_reward(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 9)
+    assert "Over-optimisation" in render_report(folder)
+    write_summary(folder, replace(read_summary(folder), judged=False))
+    assert "Over-optimisation" not in render_report(folder)
+
+
+def test_the_ends_of_a_curve_have_the_same_digits(tmp_path):
+    folder = RunFolder(tmp_path / "run").create()
+    for iteration, score in enumerate((-0.063, 0.56), start=1):
+        MetricsAppender(folder.metrics).append(iteration, {"rollout/score": score})
+    write_summary(folder, Summary("ppo", "completed", 1))
+    assert "-0.06 → 0.56" in render_report(folder)
+
+
+def test_refusals_say_of_how_many_prompts_they_are(tmp_path):
+    metrics = {"val/refusal_rate": 1.0, "val/baseline_refusal_rate": 0.625, "val/num_harmful": 8.0}
+    metrics |= {"val/refusal_rate_low": 0.676, "val/refusal_rate_high": 1.0}
+    (fact,) = verdict(Summary("ppo", "completed", 1, metrics=metrics)).facts
+    assert fact.note == "baseline → now, of 8 prompts; 95 % interval now 67.6 to 100.0 %"
+
+
+def test_the_name_of_a_point_stays_inside_of_the_axes():
+    points, bounds = [(0.0, 1.0), (0.5, 1.0), (1.0, 1.0)], [(1.0, 1.0)] * 3
+    chart = line_chart("x", [Series("a", points, "marks", bounds, ["n=1", "n=4", "n=16"])])
+    names = re.findall(r'dot-name" style="text-anchor:(\w+)"', chart)
+    assert names == ["start", "middle", "end"]

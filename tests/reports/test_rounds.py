@@ -38,7 +38,7 @@ def test_a_round_is_told_by_the_last_stage_that_measured_a_figure() -> None:
 
 def test_every_round_has_its_win_rate_with_the_interval_and_a_row() -> None:
     section = rounds_section(METRICS, STAGES)
-    assert "by gold reward" in section
+    assert "by the gold reward" in section
     assert section.index("round 1") < section.index("round 2")
     assert '<i style="width:80.0%"></i><u style="left:75.0%;width:10.0%"></u>' in section
     rows = re.findall(r"<tr><td>(\d+)</td>(.*?)</tr>", section)
