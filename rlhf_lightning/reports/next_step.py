@@ -32,13 +32,18 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         return f"Mend the cause; {way} goes on from the last checkpoint."
     if not summary.judged:
         return "The same command without debug=fast trains."
-    failed = [gate.reason for gate in summary.gates if not gate.passed]
+    stages = "stages" in summary.about
+    failed = [
+        f"{gate.name}: {gate.reason}" if stages else gate.reason
+        for gate in summary.gates
+        if not gate.passed
+    ]
     if failed:
         return f"{failed[0]}. Read the samples, change one setting and run it again."
     tone = verdict(summary).number_tone
     if tone == "bad":
         return _BAD.format(doctor=" and the doctor's findings" * folder.doctor.is_file())
-    trained = folder.metrics.is_file() or "stages" in summary.about
+    trained = folder.metrics.is_file() or stages
     more = "held-out rows or a longer run" if trained else "held-out prompts or pairs"
     undecided = f"More {more} may decide it. " * (tone == "undecided")
     template = _what_takes_it(summary, folder)

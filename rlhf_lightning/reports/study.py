@@ -156,7 +156,7 @@ def settings_table(study: Study) -> Table:
             ]
         about = [group[0].row, group[0].setting, f"{len(ended)} of {len(group)}"]
         rows.append([*about, *cells, *cost])
-    labels = [quantity(name).label for name in columns]
+    labels = [quantity(name).heading for name in columns]
     header = ["row", "setting", "seeds that ended", *labels]
     header += ["responses sampled", "time", "processor time", "peak memory, MiB"]
     lead = f"Means over seeds that ended, with 95 % intervals. {interval_note(study)}"
@@ -307,7 +307,8 @@ def budget_table(study: Study) -> Table:
         lead += (
             " Prompts that were asked in place of others (`max_resampling_rounds`) are not counted."
         )
-    header = ["row", "setting", "seeds that ended", quantity(GAIN).label, quantity(KL).label]
+    header = ["row", "setting", "seeds that ended"]
+    header += [quantity(name).heading for name in (GAIN, KL)]
     return Table("Equal responses sampled", lead, [*header, "measured at"], rows)
 
 

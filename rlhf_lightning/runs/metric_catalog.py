@@ -33,6 +33,12 @@ class Quantity:
         return percent(value) if self.unit == "share" else number(value, like=like)
 
     @property
+    def heading(self) -> str:
+        """The label with its unit, for a column of values that `show` returns."""
+        named = self.unit and self.unit not in ("share", "count", "points")
+        return f"{self.label}, {self.unit}" if named else self.label
+
+    @property
     def usual(self) -> str:
         """The healthy range as text, e.g. `90 to 100 %`; "" where there is none."""
         if self.healthy is None:

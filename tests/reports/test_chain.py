@@ -119,3 +119,11 @@ def test_the_stages_of_several_rounds_have_their_round_and_wait_for_none_that_en
     assert "round 1, ppo" in first
     assert "round 2, ppo" in second
     assert "waits" not in first + second
+
+
+def test_the_next_step_of_a_pipeline_names_the_stage_whose_gate_failed(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    gates = (GateResult("round_1/reward accuracy", 0.6, 0.8, False, "0.6, wanted at least 0.8"),)
+    write_summary(run, replace(read_summary(run), status="completed", cause=None, gates=gates))
+    text = Outline(write_report(run).read_text()).text
+    assert "Next: round_1/reward accuracy: 0.6, wanted at least 0.8" in text

@@ -41,6 +41,7 @@ def test_every_round_has_its_win_rate_with_the_interval_and_a_row() -> None:
     assert "by the gold reward" in section
     assert section.index("round 1") < section.index("round 2")
     assert '<i style="width:80.0%"></i><u style="left:75.0%;width:10.0%"></u>' in section
+    assert "<th>held-out KL, per token, nats</th>" in section
     rows = re.findall(r"<tr><td>(\d+)</td>(.*?)</tr>", section)
     assert [row[0] for row in rows] == ["1", "2"]
     assert "0.2" in rows[0][1]
