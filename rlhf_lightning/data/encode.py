@@ -126,7 +126,8 @@ class EncodingReport:
     """Counts of the encoding.
 
     `num_spelled` records spell special tokens, kept as text; in `num_merged` the end
-    of the prompt has other tokens where it stands alone. `skipped` names the bad records that were
+    of the prompt has other tokens where it stands alone; `num_unknown` hold the token for text that
+    the tokenizer does not know. `skipped` names the bad records that were
     left out, `lost` what the chat template did not write of a record, by its place. `unread` counts
     the keys of messages and of `chat_template_kwargs` that the template does not read,
     `unread_columns` the columns that nothing reads.
@@ -135,6 +136,7 @@ class EncodingReport:
     num_truncated: int = 0
     num_spelled: int = 0
     num_merged: int = 0
+    num_unknown: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
     lost: dict[str, list[str]] = field(default_factory=dict)
@@ -195,7 +197,15 @@ def encode_all(
             report.unread_columns.update(unread)
             spelled = not record.rendered and encoder.control.spelled_in(*texts)
             report.num_spelled += spelled
+            report.num_unknown += not record.rendered and _holds(row, encoder.unknown)
     return encoded, report
+
+
+def _holds(row: Encoded | list[Encoded], token: int | None) -> bool:
+    """Return True if a row, or one of several, holds a token."""
+    fields = (vars(each) for each in (row if isinstance(row, list) else [row]))
+    ids = (x for each in fields for x in each.values() if isinstance(x, np.ndarray))
+    return token is not None and any(bool((x == token).any()) for x in ids if x.dtype != bool)
 
 
 def give_same_columns(*splits: list[Any]) -> None:

@@ -66,6 +66,7 @@ class DataSummary:
         lost: what the chat template did not write of a record, by the place of the record.
         unread: records with a key of a message that the chat template does not read, by its name.
         num_merged: rows in which the end of the prompt has other tokens where it stands alone.
+        num_unknown: rows that hold the token for text that the tokenizer does not know.
         missing_columns: rows of prompts that lack a column which others have, by its name.
         dropped: records that were left out when encoding, a reason each.
         skipped: messages about bad records that were left out.
@@ -84,6 +85,7 @@ class DataSummary:
     unread: Mapping[str, int]
     unread_columns: Mapping[str, int]
     num_merged: int
+    num_unknown: int
     missing_columns: Mapping[str, int]
     dropped: Mapping[str, int]
     skipped: tuple[str, ...]
@@ -116,6 +118,7 @@ class DataSummary:
                 len(self.lost),
             ),
             ("rows whose prompt ends in other tokens where it stands alone", self.num_merged),
+            ("rows with text that the tokenizer does not know (<unk>)", self.num_unknown),
         ):
             if count:
                 table.add_row(name, str(count))
@@ -169,6 +172,7 @@ def summarize(
         unread=dict(report.unread.most_common()),
         unread_columns=dict(report.unread_columns.most_common()),
         num_merged=report.num_merged,
+        num_unknown=report.num_unknown,
         missing_columns=_missing_columns(encoded),
         dropped=dict(report.dropped),
         skipped=(*skipped, *report.skipped),

@@ -66,6 +66,14 @@ class TextEncoder:
         self.tokenizer: Any = tokenizer
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.turn_end = turn_end(tokenizer)
+        ends = (
+            self.bos,
+            self.eos,
+            tokenizer.pad_token_id,
+            self.turn_end and self.turn_end.token_id,
+        )
+        unknown = tokenizer.unk_token_id  # of tokenizers that know every text one of the others
+        self.unknown = None if unknown in ends else unknown
         self.control = control_tokens(tokenizer)
         probe = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         special: list[int] = list(probe["special_tokens_mask"])  # type: ignore[arg-type]

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import pytest
+
 from rlhf_lightning.data.encode import encode_all
-from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    PreferenceRecord,
+    PromptRecord,
+    TextRecord,
+)
 from rlhf_lightning.data.summary import LengthSummary, render_examples, summarize
+from tests.builders.tokenizers import word_tokenizer
 
 
 def test_lengths_give_minimum_median_95th_percentile_and_maximum():
@@ -30,6 +38,31 @@ def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(t
     text = summary.render()
     for part in ("sums 2, lists 1, (none) 1", "2 / 3 / 18 / 18", "cut from the left", "skipped"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("record", "known"),
+    [
+        (DemonstrationRecord("w1", "w2"), True),
+        (DemonstrationRecord("w1", "w2 Größe"), False),
+        (DemonstrationRecord("Größe", "w2"), False),
+        (PreferenceRecord("w1", "w2", "w3"), True),
+        (PreferenceRecord("w1", "w2", "tea"), False),
+        (PromptRecord("w1 tea"), False),
+        (TextRecord("w1 tea"), False),
+        (DemonstrationRecord("w1", "w2 [UNK]", rendered=True), True),
+    ],
+)
+def test_text_that_the_tokenizer_does_not_know_is_counted(record, known):
+    words = word_tokenizer()
+    words.eos_token = "[SEP]"
+    rows, report = encode_all([record, record], words, max_length=20)
+    summary = summarize(rows, name="train", report=report)
+    assert summary.num_unknown == (0 if known else 2)
+    assert ("does not know" in summary.render()) == (not known)
+    words.eos_token = "[UNK]"  # GPT-2 and SmolLM: no text is unknown, and one token is for all
+    _, report = encode_all([record], words, max_length=20)
+    assert report.num_unknown == 0
 
 
 def test_pairs_are_summarized_by_side_and_the_same_answers_to_other_prompts_are_no_duplicates(
