@@ -31,6 +31,8 @@ READ = {
     "#### 72\n#### 3": "72",
     "#### 72\n- 3 more": "72",
     "#### 72\n* 5 others": "72",
+    "<think>#### 5, no</think>#### 72": "72",
+    "Is it #### 5? No.\n</think>\n\n#### 72": "72",
 }
 NOT_READ = (
     "72",
@@ -46,6 +48,9 @@ NOT_READ = (
     "#### 7e3",
     "#### is 72",
     "### 72",
+    "<think>It is #### 72",
+    "<think>It is #### 72</think>",
+    "It is #### 72</think>So seven.",
 )
 
 

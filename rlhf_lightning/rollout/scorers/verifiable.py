@@ -31,7 +31,7 @@ class NumberReward:
     have a sign, a currency sign, commas between thousands and decimals, and words or a full stop
     after it; numbers are compared by value, so 72 is 72.00. A reward function: it is given the
     column named `column`, whose text holds the right number behind the same marker, or nothing but
-    the number.
+    the number. Of a response that thinks only what is behind `</think>` is read.
 
     `strict` is verl's rule for GSM8K instead: a number is a run of digits, commas and points,
     perhaps with a minus, one space behind the marker, and it is right if it is the same text but
@@ -103,7 +103,7 @@ class NumberReward:
         if self.strict is not None:
             found = re.findall(f"{re.escape(self.marker)} (-?[0-9.,]+)", text)
             return found[0 if self.strict == "first" else -1].replace(",", "") if found else None
-        before, marker, after = text.partition(self.marker)
+        before, marker, after = _behind_thoughts(text).partition(self.marker)
         if marker:
             match = NUMBER.match(after.lstrip())
             return None if match is None else _value(match)
@@ -159,6 +159,11 @@ def _right_share(answer: str, right: str) -> float:
     both = 2 * sum((given & due).values())
     total = sum(given.values()) + sum(due.values())
     return 0.5 + 0.5 * (both / total if total else 1.0)
+
+
+def _behind_thoughts(text: str) -> str:
+    _, ended, answer = text.rpartition("</think>")
+    return answer if ended or "<think>" not in answer else ""
 
 
 def _value(match: re.Match[str]) -> Decimal:
