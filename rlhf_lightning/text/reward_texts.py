@@ -129,6 +129,8 @@ class Renderer:
         if row.messages is None:
             return row.prompt if row.rendered else self._text(row.prompt)
         if self.plain:
+            lost = [key for key in ("tools", "documents") if row.variables.get(key)]
+            self._tell(lost + ["tool_calls"] * any(m.get("tool_calls") for m in row.messages))
             return BETWEEN_TURNS.join(self._text(message["content"]) for message in row.messages)
         return self._render(row)
 
@@ -173,7 +175,10 @@ class Renderer:
         # A reward model may be blind to thoughts.
         said = [{k: v for k, v in message.items() if k != THOUGHT} for message in conversation]
         form = form_of(self._writer)
-        if lost := Fidelity(said, variables, form, self._write).lost(text):
+        self._tell(Fidelity(said, variables, form, self._write).lost(text))
+
+    def _tell(self, lost: Sequence[str]) -> None:
+        if lost and not self._told:
             self._told = True
             logger.warning(
                 "the reward model's chat template does not write %s: such responses are scored "

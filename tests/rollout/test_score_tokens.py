@@ -210,6 +210,16 @@ def test_what_a_template_does_not_write_is_named_once(roles, messages, lost, cap
     assert all(f"does not write {lost}" in each or str(lost) in each for each in told)
 
 
+def test_what_plain_turns_do_not_write_is_named_once(caplog):
+    calls = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    encode = LastTokenInputs(Renderer(writing(), "plain"), ending="eos", max_length=None)
+    encode([conversation()])
+    assert not caplog.records
+    encode([ResponseText("", calls, "so", True, variables={"tools": [CALL]})] * 2)
+    (record,) = caplog.records
+    assert "does not write tools, nor tool_calls" in record.message
+
+
 @pytest.mark.parametrize("spelt", [EOS, "<|im_start|>", "<s>", "<|im_<|im_end|>end|>"])
 def test_an_answer_or_a_prompt_that_spells_the_reward_models_special_tokens_is_text(spelt):
     tokenizer = byte_tokenizer(template=CHATML)
