@@ -71,6 +71,19 @@ def check_free(
         )
 
 
+def check_no_links(folder: RunFolder, log: str) -> None:
+    """Check that what Hydra writes into a run folder before the run begins stays in it.
+
+    Raises:
+        FolderTakenError: if its log or its folder is a link, a pipe or something else.
+    """
+    for path, is_it in ((folder.path / HYDRA, Path.is_dir), (folder.path / log, Path.is_file)):
+        if path != folder.path and (path.is_symlink() or (path.exists() and not is_it(path))):
+            raise FolderTakenError(
+                f"{path} is a link, or not what a run writes there: remove it, or {ELSEWHERE}"
+            )
+
+
 def check_free_sweep(folder: Path) -> None:
     """Check that a new sweep may write into a folder: it is not there, or empty.
 

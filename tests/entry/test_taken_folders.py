@@ -24,7 +24,7 @@ from rlhf_lightning.app.config.inherit import command_settings as command_settin
 from rlhf_lightning.app.config.run_claim import _or_fail, check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed
+from rlhf_lightning.runs.lock import LOCK, FolderTakenError, claim_run, is_claimed
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import check_free, drop_unused
 from tests.builders.command_lines import environment, overrides_of
@@ -243,6 +243,23 @@ def test_a_command_line_that_leads_into_a_folder_of_somebody_else_is_one_line(
     assert line.startswith("error: ")
     assert "hydra." in line or "artifacts.publish=" in line
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [".hydra", "train.log"])
+@pytest.mark.parametrize("what", ["link", "link to nothing", "pipe"])
+def test_what_hydra_writes_first_does_not_leave_the_folder_of_a_run(
+    tmp_path, start, monkeypatch, name, what
+):
+    run_folder, mine = RunFolder(tmp_path / "run").create(), tmp_path / "mine"
+    (run_folder.path / LOCK).write_text("process 1 on there")
+    if what == "pipe":
+        os.mkfifo(run_folder.path / name)
+    else:
+        (run_folder.path / name).symlink_to(mine if what == "link" else tmp_path / "nothing")
+    mine.mkdir() if name == ".hydra" else mine.write_text("my thesis")
+    monkeypatch.setattr(run_claim, "hydra_log", lambda: "train.log")
+    with pytest.raises(FolderTakenError, match=rf"{name} is a link, or not what a run writes"):
+        check_folder(settings_for("sft", start), run_folder)
 
 
 @pytest.mark.parametrize("command_settings", ["study", "pipeline", "collect", "evaluate"])

@@ -24,7 +24,13 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
 from rlhf_lightning.runs.replaced import check_replaceable
 from rlhf_lightning.runs.resume import unfinished_runs
-from rlhf_lightning.runs.taken import HYDRA, check_free, check_free_sweep, summary_or_none
+from rlhf_lightning.runs.taken import (
+    HYDRA,
+    check_free,
+    check_free_sweep,
+    check_no_links,
+    summary_or_none,
+)
 
 _FOLDER = "${hydra.runtime.output_dir}"  # of a run, as Hydra's settings write it
 _NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
@@ -71,6 +77,7 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
         FolderTakenError: if another run is complete there or could be continued, or if the folder
             has foreign files.
     """
+    check_no_links(folder, hydra_log())
     if not continues(settings, folder):
         begun = in_sweep() or not HydraConfig.initialized()
         check_free(folder, settings.kind, log=hydra_log(), begun=begun)
