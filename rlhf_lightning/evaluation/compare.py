@@ -34,6 +34,7 @@ from rlhf_lightning.evaluation.held_out import (
     held_out_comparison,
     prompt_room,
     start_in_memory,
+    trainer_of,
 )
 from rlhf_lightning.evaluation.safety import SafetyCheck, required_measures
 from rlhf_lightning.hparams import SamplingHparams
@@ -285,7 +286,7 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
     if isinstance(prompts, RecordDataModule):
         return prompts.source, prompts
     source = as_source(prompts, "prompts")
-    data = getattr(getattr(policy, "_trainer", None), "datamodule", None)
+    data = getattr(trainer_of(policy), "datamodule", None)
     if source is prompts or not isinstance(data, RecordDataModule):
         return source, None
     both = (source, data.source)
@@ -325,7 +326,7 @@ def _side(policy: Any, name: str) -> _Side:
             f"{name} is a {type(policy).__name__} that has no trained policy: give a PPOModule or "
             "SFTModule after fit or load_from_checkpoint, or the folder or hub name of a policy"
         )
-    trainer = policy._trainer
+    trainer = trainer_of(policy)
     context = nullcontext()
     if trainer is not None:
         model = model.to(trainer.strategy.root_device)

@@ -201,6 +201,11 @@ def start_in_memory(module: object) -> PolicyModel | None:
     return None
 
 
+def trainer_of(module: object) -> Any:
+    """Return the Trainer of a module's last fit, else the one that has it, else None."""
+    return getattr(module, "fitted_by", None) or getattr(module, "_trainer", None)
+
+
 def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
     """Return the longest prompt, at most `wanted`, that leaves room for a response."""
     limit = max_positions(policy.model)

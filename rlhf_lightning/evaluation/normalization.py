@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from rlhf_lightning.data.records import Record
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches, shared_among_ranks
-from rlhf_lightning.evaluation.held_out import prompt_room, start_in_memory
+from rlhf_lightning.evaluation.held_out import prompt_room, start_in_memory, trainer_of
 from rlhf_lightning.functional.statistics import EQUAL_SCORES
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
@@ -109,8 +110,12 @@ def normalize_reward_model(
     policy = start_in_memory(module)
     if policy is None:
         policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
-    device = module.trainer.strategy.root_device
-    with module.trainer.strategy.precision_plugin.forward_context():
+    trainer, device = trainer_of(module), module.device
+    precision: AbstractContextManager[Any] = nullcontext()
+    if trainer is not None:
+        device = trainer.strategy.root_device
+        precision = trainer.strategy.precision_plugin.forward_context()
+    with precision:
         found = fold_normalization(
             trained.to(device),
             policy.to(device),
@@ -133,9 +138,9 @@ def normalize_reward_model(
             ),
             seed=seed,
         )
-    for callback in getattr(module.trainer, "callbacks", ()):
+    for callback in getattr(trainer, "callbacks", ()):
         if hasattr(callback, "on_normalize_end"):
-            callback.on_normalize_end(module.trainer, found)
+            callback.on_normalize_end(trainer, found)
     return found
 
 

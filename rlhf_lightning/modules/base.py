@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,7 @@ from rlhf_lightning.batches import PromptBatch, TensorBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.data.sources.given import GivenRows, as_prompt_rows, of_collated_rows
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, unsharded
 from rlhf_lightning.hparams import (
     DPOHparams,
@@ -89,6 +89,7 @@ class RLHFModule(L.LightningModule):
         unit: unit of its throughput.
         source: the model that it starts from, as it was when the module was made.
         more_sources: further models that it must find again when a run is resumed, likewise.
+        fitted_by: the Trainer of the last fit, whatever Trainer has the module since.
     """
 
     stage: ClassVar[str]
@@ -107,6 +108,8 @@ class RLHFModule(L.LightningModule):
     generator: Generator | None = None
     sums: Any  # torchmetrics of a validation, by name; not of on-policy modules
     validation_started = batch_started = 0.0
+    fitted_by: L.Trainer | None = None
+    num_asked = 0  # prompts of a prediction so far, on this rank
 
     def __init__(
         self,
@@ -251,6 +254,11 @@ class RLHFModule(L.LightningModule):
             max_new_tokens=self.sampling.max_new_tokens,
         )
         move_models(self, self.roots)
+        self.fitted_by = self.trainer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the Trainer, as Lightning does."""
+        return super().__getstate__() | {"fitted_by": None}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start the clock of the iteration.
@@ -374,17 +382,61 @@ class RLHFModule(L.LightningModule):
             TypeError: if the module has no policy, or `prompts` is no list.
             ValueError: if a prompt is not readable, or leaves no room for a response.
         """
+        return self._answers(
+            prompts, max_new_tokens, temperature, batch_size, RowNoise(seed, "generate")
+        )
+
+    def on_predict_start(self) -> None:
+        """Number the prompts of a prediction from 0.
+
+        Raises:
+            TypeError: for a list of rows: Lightning takes each for a loader, of its keys.
+        """
+        self.num_asked = 0
+        loaders = self.trainer.predict_dataloaders
+        if isinstance(loaders, list | tuple) and any(isinstance(one, Mapping) for one in loaders):
+            raise TypeError(
+                f"predict was given a {type(loaders).__name__} of rows, and a Trainer takes each "
+                "for a loader: give DataLoader(rows, batch_size=..., collate_fn=list), or call "
+                "module.generate(rows)"
+            )
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[str]:
+        """Return the responses to a `PromptBatch`, or to prompts as `generate` takes them.
+
+        Prompts that are no `PromptBatch` are numbered over all batches and ranks, as they stand in
+        the data: two of the same text get different noise.
+        """
+        del dataloader_idx
+        noise = RowNoise(1, "generate")
+        self._check_policy()
+        if isinstance(batch, PromptBatch):
+            return self._written(batch, self.sampling.max_new_tokens, None, noise)
+        rows = as_prompt_rows(of_collated_rows(batch))
+        ranks = self.trainer.world_size
+        first = self.global_rank + ranks * self.num_asked
+        self.num_asked += len(rows)
+        numbers = range(first, first + ranks * len(rows), ranks)
+        return self._answers(rows, None, None, len(rows), noise, numbers)
+
+    def _check_policy(self) -> None:
         if not hasattr(self, "policy"):
             raise TypeError(f"{type(self).__name__} has no policy: it scores responses")
-        is_one = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable)
-        if is_one or getattr(prompts, "shape", None) == ():
-            got = f"{repr(prompts)[:100]} is {type(prompts).__name__}"
-            raise TypeError(f"prompts={got}, expected a list: give [prompt]")
+
+    def _answers(
+        self,
+        prompts: Any,
+        max_new_tokens: int | None,
+        temperature: float | None,
+        batch_size: int,
+        noise: RowNoise,
+        numbers: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Return the response to each prompt, whose noise is that of its number."""
+        self._check_policy()
+        rows = as_prompt_rows(prompts)
         if self.policy is None:
             self.configure_model()
-        rows = [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
-        if not rows:
-            raise ValueError(f"prompts={prompts!r} is empty: give at least one")
         length = max_new_tokens or self.sampling.max_new_tokens
         room = (max_positions(self.policy.model) or 2**31) - length
         if room < 1:
@@ -393,15 +445,9 @@ class RLHFModule(L.LightningModule):
                 "positions of the policy: use less"
             )
         texts: list[str] = []
-        for batch in _batches(rows, self.tokenizer, room, batch_size):
-            texts += self._written(batch, length, temperature, RowNoise(seed, "generate"))
+        for batch in _batches(rows, numbers or range(len(rows)), self.tokenizer, room, batch_size):
+            texts += self._written(batch, length, temperature, noise)
         return texts
-
-    def predict_step(self, batch: Any, batch_idx: int) -> list[str]:
-        """Return the responses to a `PromptBatch`, or to prompts as `generate` takes them."""
-        if not isinstance(batch, PromptBatch):
-            return self.generate([batch] if isinstance(batch, str) else batch)
-        return self._written(batch, self.sampling.max_new_tokens, None, RowNoise(1, "generate"))
 
     def _written(
         self, prompts: PromptBatch, length: int, temperature: float | None, noise: RowNoise
@@ -424,7 +470,11 @@ class RLHFModule(L.LightningModule):
 
 
 def _batches(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, room: int, batch_size: int
+    rows: Sequence[Mapping[str, Any]],
+    numbers: Sequence[int],
+    tokenizer: Any,
+    room: int,
+    batch_size: int,
 ) -> Iterator[PromptBatch]:
     records: Any = GivenRows(rows, "prompts", validation_fraction=0).records("prompts", "train")
     encoded, encoder = [], TextEncoder(tokenizer)
@@ -435,7 +485,7 @@ def _batches(
                 f"prompt {number + 1} of {len(rows)} has no token, or more than the {room} that "
                 "leave room for a response: shorten it, or lower max_new_tokens"
             )
-        encoded.append((row, number))
+        encoded.append((row, numbers[number]))
     collate = PromptCollator(int(tokenizer.pad_token_id))
     for start in range(0, len(encoded), batch_size):
         yield collate(encoded[start : start + batch_size])

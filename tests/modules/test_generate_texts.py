@@ -16,12 +16,14 @@ from rlhf_lightning import (
     LoraHparams,
     PPOHparams,
     PPOModule,
+    PreferenceDataModule,
     PromptDataModule,
     RewardModule,
     SamplingHparams,
     SFTModule,
     compare,
     export_model,
+    normalize_reward_model,
     trainer_arguments,
 )
 from tests.builders.record_files import write_material
@@ -90,6 +92,39 @@ def test_a_trainer_predicts_the_held_out_prompts_and_given_ones(material, traine
     assert texts == trained.generate(["w2 w3", "w4"])
 
 
+def test_a_prediction_samples_each_prompt_anew_in_whatever_batches_it_comes(trained):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    asked = ["w2 w3"] * 6
+    texts = trained.generate(asked)
+    assert len(set(texts)) > 1
+    rows = [{"prompt": one} for one in asked]
+    loaders = (
+        DataLoader(asked, batch_size=1),
+        DataLoader(asked, batch_size=4),
+        DataLoader(rows, batch_size=4),
+        DataLoader(rows, batch_size=4, collate_fn=list),
+    )
+    for loader in loaders:
+        assert [one for batch in trainer.predict(trained, loader) for one in batch] == texts
+    with pytest.raises(TypeError, match="predict was given a list of rows"):
+        trainer.predict(trained, rows)
+    parts = trainer.predict(trained, [DataLoader(asked[:2]), DataLoader(asked[2:])])
+    assert [one for part in parts for batch in part for one in batch] == texts
+
+
+def test_a_reward_model_predicts_no_texts(material):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    with pytest.raises(TypeError, match="RewardModule has no policy"):
+        trainer.predict(RewardModule.from_pretrained(material["policy"]), DataLoader(["w2"]))
+
+
+def test_a_table_is_no_list_of_prompts(trained):
+    table = pytest.importorskip("pandas").DataFrame({"prompt": ["w2 w3", "w4"]})
+    with pytest.raises(TypeError, match=r"prompts is DataFrame of shape \(2, 1\).*columns"):
+        trained.generate(table)
+    assert trained.generate(table["prompt"]) == trained.generate(["w2 w3", "w4"])
+
+
 def test_a_prompt_that_leaves_no_room_is_named(material):
     with pytest.raises(ValueError, match="prompt 2 of 2"):
         module_of(material).generate(["w2", "w3 " * 5000])
@@ -98,9 +133,9 @@ def test_a_prompt_that_leaves_no_room_is_named(material):
 def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperature(
     material, trained
 ):
-    held_out = len(trained._trainer.datamodule.rows("validation"))
+    held_out = len(trained.fitted_by.datamodule.rows("validation"))
     assert held_out > 3
-    for prompts in (material["prompts"], trained._trainer.datamodule):
+    for prompts in (material["prompts"], trained.fitted_by.datamodule):
         found = compare(trained, material["policy"], prompts, reward=length)
         assert found.num_prompts == held_out
         assert max(row["length"] for row in found.samples) <= 5
@@ -120,7 +155,8 @@ def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperatur
 
 def test_samples_of_the_first_and_the_last_iteration_are_written(trained):
     lines = (trained.folder / "samples.jsonl").read_text().splitlines()
-    assert sorted({json.loads(line)["iteration"] for line in lines}) == [1, 3]
+    iterations = {json.loads(line)["iteration"] for line in lines}
+    assert iterations - {0} == {1, 3}  # 0: of a comparison
 
 
 @pytest.mark.parametrize(
@@ -180,3 +216,29 @@ def test_a_comparison_by_a_reward_that_applies_nowhere_says_so(material, trained
             reward=lambda prompts, completions: [None] * len(completions),
             num_prompts=4,
         )
+
+
+def test_another_trainer_leaves_a_run_its_comparison_and_held_out_prompts(material, trained):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.predict(trained, DataLoader(["w2 w3"]))
+    data = trained.fitted_by.datamodule
+    found = compare(trained, material["policy"], material["prompts"], reward=length, seed=3)
+    assert found.num_prompts == len(data.rows("validation")) > 3
+    summary = json.loads((trained.folder / "summary.json").read_text())
+    assert summary["metrics"]["val/score_win_rate"] == found.win_rate
+
+
+def test_a_reward_model_is_normalized_after_another_trainer_and_from_a_checkpoint(
+    material, tmp_path
+):
+    module = RewardModule.from_pretrained(material["policy"])
+    data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
+    given = {"max_iterations": 2, "accelerator": "cpu", "enable_progress_bar": False}
+    L.Trainer(**trainer_arguments(tmp_path / "run", **given)).fit(module, data)
+    loaded = RewardModule.load_from_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
+    plain = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    plain.validate(module, data, verbose=False)
+    found = normalize_reward_model(module, data, num_samples=16)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["metrics"]["reward/sample_mean"] == found["reward/sample_mean"]
+    assert normalize_reward_model(loaded, data, num_samples=16) == found

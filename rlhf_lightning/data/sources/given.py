@@ -105,3 +105,34 @@ def _named(source: str | Path, name: str) -> RecordSource:
             f"give a folder, the hub name of a data set, or a file that ends with one of {ENDINGS}",
         )
     return HubSource(source)
+
+
+def as_prompt_rows(prompts: Any) -> list[Mapping[str, Any]]:
+    """Return prompts, which are texts, conversations or rows, as rows with the key `prompt`.
+
+    Raises:
+        TypeError: if they are one prompt, or a table, which gives the names of its columns.
+        ValueError: if there is none.
+    """
+    shape = getattr(prompts, "shape", None)
+    is_one = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable)
+    if is_one or shape == ():
+        got = f"{repr(prompts)[:100]} is {type(prompts).__name__}"
+        raise TypeError(f"prompts={got}, expected a list: give [prompt]")
+    given = list(prompts)
+    if not given:
+        raise ValueError(f"prompts={prompts!r} is empty: give at least one")
+    if shape is not None and len(shape) > 1 and not isinstance(given[0], Mapping):
+        raise TypeError(
+            f"prompts is {type(prompts).__name__} of shape {tuple(shape)}, expected a list: give "
+            "one of its columns"
+        )
+    return [one if isinstance(one, Mapping) else {"prompt": one} for one in given]
+
+
+def of_collated_rows(batch: Any) -> Any:
+    """Return the prompts of a loader's batch: it may be one, or rows put together by column."""
+    texts = batch.get("prompt") if isinstance(batch, Mapping) else None
+    if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+        return texts
+    return [batch] if isinstance(batch, str | Mapping) else batch
