@@ -239,6 +239,7 @@ def usable(
 def _plan(prompts: Sequence[PromptRecord], sampling: Sampling) -> str:
     """Return a hash of everything that the responses depend on, except the weights."""
     parts = [text_key(prompt.prompt) for prompt in prompts]
+    parts += [as_text(dict(prompt.variables)) for prompt in prompts if prompt.variables]
     parts += [*sampling.policies, *map(repr, sampling.decodings)]
     parts += ["skip_special_tokens"] * sampling.skip_special_tokens
     numbers = (sampling.num_samples, sampling.max_new_tokens, sampling.max_prompt_length)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field
@@ -90,7 +91,7 @@ class Candidate(_Record):
     @classmethod
     def make(cls, prompt: Text, response: str, *, domain: str = "", **others: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt)}
+        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, others.get("columns", {}))}
         names["response_id"] = response_name(prompt, response)
         return cls(prompt=prompt, domain=domain, response=response, **names, **others)
 
@@ -140,7 +141,7 @@ class Pair(_Record):
         cls, prompt: Text, first: str, second: str, *, domain: str = "", **others: Any
     ) -> Pair:
         """Return the pair with its names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt)}
+        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, others.get("columns", {}))}
         names["pair_id"] = pair_name(prompt, first, second)
         return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **others)
 
@@ -183,9 +184,11 @@ LabRecord = Candidate | Pair | Label
 Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]
 
 
-def prompt_name(prompt: Text) -> str:
-    """Return the name of a prompt: a hash of its text, or of its roles and contents."""
-    return _hash("prompt", text_key(prompt))
+def prompt_name(prompt: Text, columns: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the name of a prompt: a hash of its text, or of its roles, contents and variables."""
+    used = () if isinstance(prompt, str) else VARIABLES
+    variables = (part for key in used if key in columns for part in (key, columns[key]))
+    return _hash("prompt", text_key(prompt), *variables)
 
 
 def response_name(prompt: Text, response: str) -> str:

@@ -84,6 +84,11 @@ def test_an_answer_keeps_the_variables_of_its_prompts_template(
     tools = '[{"name": "f"}]'
     own = {"tools": tools, "chat_template_kwargs": '{"a": "b"}', "function_list": tools}
     assert [candidate.columns for candidate in found] == [own] * sampling.per_prompt
+    other = replace(asked, variables={**variables, "tools": [{"name": "g"}]})
+    both = sample_candidates([asked, other], sampling, candidate_journal(tmp_path / "d.jsonl"))
+    assert len({candidate.prompt_id for candidate in both}) == 2
+    with pytest.raises(ValueError, match="of other prompts or settings"):
+        sample_candidates([other], sampling, candidate_journal(tmp_path / "c.jsonl"))
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same_answers(
