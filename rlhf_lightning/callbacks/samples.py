@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration, is_last_iteration
+from rlhf_lightning.distributed.collectives import gathered
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.text.decoding import decoded, response_texts
@@ -19,7 +20,7 @@ from rlhf_lightning.text.decoding import decoded, response_texts
 class SampleLog(Callback):
     """Write the first rows of a rollout, at the first and last iteration and every few between.
 
-    It also writes the scores and lengths of all its rows, of the first process.
+    It also writes the scores and lengths of all its rows, on all ranks.
 
     Args:
         folder: folder of the run.
@@ -55,14 +56,18 @@ class SampleLog(Callback):
         """Write samples if it is time and the step returned `{"rollout": RolloutBatch}`."""
         iteration = current_iteration(trainer)
         rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
-        if rollout is None or not trainer.is_global_zero:
+        ends = iteration == 1 or is_last_iteration(trainer)
+        due = ends or iteration % self.every_n_iterations == 0
+        if rollout is None:
+            return
+        ranks = gathered(rollout_values(rollout)) if due else []
+        if not trainer.is_global_zero:
             return
         if self._cut_at is not None:
             self._appender.truncate(self._cut_at)
             self._values.truncate(self._cut_at)
             self._cut_at = None
-        ends = iteration == 1 or is_last_iteration(trainer)
-        if ends or iteration % self.every_n_iterations == 0:
+        if due:
             module = cast(OnPolicyModule, pl_module)
             rows = describe_rollout(
                 rollout,
@@ -71,7 +76,8 @@ class SampleLog(Callback):
                 skip_special_tokens=module.sampling.skip_special_tokens,
             )
             self._appender.append(iteration, rows)
-            self._values.append(iteration, [rollout_values(rollout)])
+            values = {name: [x for own in ranks for x in own[name]] for name in ranks[0]}
+            self._values.append(iteration, [values])
 
 
 def rollout_values(rollout: RolloutBatch) -> dict[str, list[float]]:
