@@ -57,13 +57,20 @@ def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count
     assert np.mean([f.low > truth for f in found]) <= 0.04
 
 
-@pytest.mark.parametrize("count", [10, 20, 40, 100])
-@pytest.mark.parametrize("mean", [0.5, 0.7, 0.9])
-@pytest.mark.parametrize("sizes", [[6], [1, 2, 3, 6, 15]])
+@pytest.mark.parametrize(
+    ("count", "mean", "sizes"),
+    [(20, 0.7, [6]), (20, 0.7, [1, 2, 3, 6, 15])]
+    + [
+        pytest.param(count, mean, sizes, marks=pytest.mark.thorough)
+        for count in (10, 40, 100)
+        for mean in (0.5, 0.9)
+        for sizes in ([6], [1, 2, 3, 6, 15])
+    ],
+)
 def test_intervals_of_trials_that_share_prompts_hold_the_truth(count, mean, sizes):
     rng = np.random.default_rng(0)
     inside, above, plain = [], [], []
-    for _ in range(400):
+    for _ in range(300):
         size = rng.choice(sizes, count)
         won = rng.binomial(size, rng.beta(2 * mean, 2 * (1 - mean), count))
         hits = [i < w for w, m in zip(won, size, strict=True) for i in range(m)]

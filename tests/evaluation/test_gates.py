@@ -153,3 +153,9 @@ def test_a_policy_without_a_learnt_reward_is_not_said_to_follow_one():
 def test_a_gate_that_passed_or_that_nothing_is_known_of_gives_no_advice():
     assert verdict(NEAR, kl_per_token=0.1).reason == "val/kl_per_token is 0.100, wanted at most 0.5"
     assert verdict({"metric": "val/x", "at_most": 1}, x=4.0).reason.endswith("wanted at most 1")
+
+
+def test_a_ceiling_that_allows_more_than_is_wanted_does_not_raise_the_threshold():
+    found = verdict(ACCURACY | {"at_least": 0.5}, accuracy=0.6, label_ceiling=0.87)
+    assert found.passed
+    assert found.threshold == 0.5

@@ -10,6 +10,7 @@ import torch
 from torchmetrics.classification import BinaryCalibrationError
 
 from rlhf_lightning.evaluation.human import (
+    KeyRow,
     blind_pairs,
     human_measures,
     judge_measures,
@@ -99,6 +100,17 @@ def test_a_judge_and_people_who_say_the_same_have_the_same_rate(tmp_path):
     assert judged["val/judge_win_rate/domain/sums"] == pytest.approx(0.8)
     # 10 wins and 7 of the 40 equal answers, all as long as each other.
     assert judged["val/judge_win_rate_length_controlled"] == pytest.approx(13.5 / 17, abs=1e-3)
+
+
+def test_a_reward_model_is_right_where_people_prefer_the_baseline_too():
+    key = [
+        KeyRow("won", "first", "", 2.0, 1.0, 5, 3),
+        KeyRow("lost", "second", "", 1.0, 2.0, 3, 5),
+    ]
+    found = human_measures(key, [label(row.pair_id, "first") for row in key])
+    assert found["val/human_reward_accuracy"] == 1
+    assert found["val/human_reward_longer_wins_accuracy"] == 1
+    assert found["val/human_reward_prefers_longer"] == 1
 
 
 def test_a_domain_without_a_verdict_has_no_rate(tmp_path):

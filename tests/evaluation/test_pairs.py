@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rlhf_lightning.data.collate import PreferenceCollator
 from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.evaluation.reward_accuracy import (
     ScoredPair,
+    comparable_rows,
     pair_metrics,
     pair_values,
     score_pairs,
@@ -138,6 +140,16 @@ def test_pairs_of_one_prompt_do_not_narrow_the_intervals():
     (_, _, low, high, count) = reliable[-1]
     assert count == 80  # of four prompts
     assert low < wilson_interval(3, 4, confidence=0.95)[0] < 0.75 < high
+
+
+def test_overfitting_is_looked_for_on_training_pairs_like_the_held_out_ones():
+    held_out = [replace(row, subsets=("odd",)) for row in encoded_pairs(2)]
+    train = [replace(row, subsets=()) for row in encoded_pairs(10)]
+    easy = [replace(row, subsets=("easy",)) for row in encoded_pairs(12)[10:]]
+    found = comparable_rows([*train, *easy, *train], held_out, count=100)
+    assert found == train, "each pair once, and none of a subset that is not held out"
+    assert comparable_rows(train, held_out, count=5) == train[::2]
+    assert comparable_rows(easy, held_out, count=5) == []
 
 
 def test_no_name_of_a_domain_or_a_subset_touches_another_figure():

@@ -44,6 +44,14 @@ def test_the_report_learns_of_both_answers_how_long_they_are_and_whether_they_we
     assert "cut off" not in figures(shown[0], "baseline_")
 
 
+def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_over_tokens():
+    mine = replace(answers(["a b", "a", "a b c", "a"]), kl=[1.0, 2.0, 3.0, 6.0])
+    mine.answers_per_prompt = 2
+    found = measure_sides(mine, answers(["a", "b"]), Judges(), seed=1)
+    assert found["val/kl_per_response"] == 3
+    assert found["val/kl_per_token"] == pytest.approx(12 / sum(mine.lengths))
+
+
 def test_each_domain_has_its_own_win_rate_and_interval():
     mine = answers(["a"] * 4, domains=["x", "x", "y", "y"])
     theirs = answers(["b"] * 4, domains=["x", "x", "y", "y"])

@@ -56,6 +56,12 @@ def test_self_bleu_is_that_of_the_formula():
     assert got == pytest.approx((1 / 4 + 1 / 2 * math.exp(-1)) / 2)
 
 
+def test_of_two_references_as_near_in_length_the_shorter_one_counts():
+    # abcd: no penalty beside abc; abc: that of 4 tokens; abcde: 4 of 5 words, none.
+    got = self_bleu(["abcd", "abc", "abcde"], n=1, max_references=5, seed=0)
+    assert got == pytest.approx((1 + math.exp(-1 / 3) + 0.8) / 3)
+
+
 def test_self_bleu_of_many_is_drawn_by_its_seed():
     answers = [f"{i:04d} {i * i:06d}" for i in range(40)]
     first, again, other = (

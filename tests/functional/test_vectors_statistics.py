@@ -73,3 +73,14 @@ def test_explained_variance_is_undefined_for_returns_that_do_not_vary(value: flo
     mask = torch.ones(3, 7, dtype=torch.bool)
     assert explained_variance(torch.randn(3, 7), torch.full((3, 7), value), mask).isnan()
     assert explained_variance(torch.randn(3, 7), torch.randn(3, 7), ~mask).isnan()
+
+
+def test_what_rounding_leaves_of_equal_returns_is_no_variance():
+    returns = torch.tensor([[1.0, 1.0 + 2**-23]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert explained_variance(torch.randn(1, 2), returns, mask).isnan()
+    tiny = torch.tensor(1e-15)  # as moments over ranks have it
+    found = explained_variance(
+        torch.randn(1, 2), torch.ones(1, 2), mask, residual_var=tiny, total_var=tiny
+    )
+    assert found.isnan()

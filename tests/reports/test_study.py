@@ -103,6 +103,14 @@ def test_rows_whose_difference_may_be_0_are_not_told_apart(ahead):
     assert verdicts == ["The evidence does not separate the objectives."]
 
 
+def test_rows_are_compared_only_where_all_seeds_reach():
+    one = study()
+    far = [replace(r, metrics=metrics(0.8, 0.16 if r.setting == "c=0.1" else 0.2))
+           if (r.row, r.seed) == ("b", 3) else r for r in one.results]  # fmt: skip
+    table, _ = compared_table(replace(one, results=far))
+    assert [row[1] for row in table.rows] == ["on average from KL 0.16 to 0.20"]
+
+
 def test_one_seed_has_intervals_over_prompts_and_the_page_says_that_seeds_are_not_covered():
     table, verdicts = compared_table(study(seeds=(2,)))
     # Half of each interval is 0.02, of their difference sqrt(2) times that.
