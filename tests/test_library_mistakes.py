@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 from rlhf_lightning import (
     DemonstrationDataModule,
@@ -272,3 +273,43 @@ def test_a_run_that_max_steps_ends_has_its_last_checkpoint_and_samples(material,
     lines = (tmp_path / "run/samples.jsonl").read_text().splitlines()
     assert last.name == "iteration=000003.ckpt"
     assert {json.loads(line)["iteration"] for line in lines} == {1, 3}
+
+
+def test_weights_averaged_by_epochs_are_refused(material, tmp_path):
+    averaging = StochasticWeightAveraging(swa_lrs=1e-4)
+    with pytest.raises(ValueError, match=r"a stage is one epoch.*EMAWeightAveraging"):
+        sft_run(material, tmp_path / "run", callbacks=averaging)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_best_checkpoint_is_found_by_its_word(material, tmp_path, ours):
+    module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=1e-3))
+    data = DemonstrationDataModule(material["demonstrations"], module.tokenizer, batch_size=4)
+    own = ModelCheckpoint(tmp_path / "own", monitor="val/loss")
+    given = {"checkpoint": {"monitor": "val/loss"}} if ours else {"callbacks": own}
+    given |= {"max_iterations": 4, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = L.Trainer(**trainer_arguments(tmp_path / "run", **given))
+    trainer.fit(module, data)
+    (found,) = trainer.validate(module, data, ckpt_path="best", weights_only=True, verbose=False)
+    losses = [row.split(",") for row in (tmp_path / "run/metrics.csv").read_text().splitlines()]
+    best = min(float(row[losses[0].index("val/loss")]) for row in losses[1:])
+    assert found["val/loss"] == pytest.approx(best)
+
+
+def test_a_module_from_a_checkpoint_trains_with_its_dropout(material, tmp_path):
+    modes = []
+
+    class Modes(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            modes.extend(part.training for part in module.modules())
+
+    module = RewardModule.from_pretrained(material["policy"], dropout=0.5)
+    given = {"max_iterations": 1, "accelerator": "cpu", "enable_progress_bar": False}
+    for name in ("first", "second"):
+        data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
+        run = trainer_arguments(tmp_path / name, callbacks=Modes(), **given)
+        L.Trainer(**run).fit(module, data)
+        module = RewardModule.load_from_checkpoint(tmp_path / name / "checkpoints/last.ckpt")
+        assert not module.training
+    assert modes
+    assert all(modes)

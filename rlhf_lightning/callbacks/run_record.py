@@ -311,6 +311,7 @@ class LastCheckpoint(ModelCheckpoint):
     """
 
     def __init__(self, folder: RunFolder) -> None:
+        self._keepers: list[Any] = []
         super().__init__(dirpath=folder.checkpoints, save_top_k=0)
         self.folder = folder
 
@@ -324,7 +325,18 @@ class LastCheckpoint(ModelCheckpoint):
         return {str(Path(last).resolve())}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Create no folder."""
+        """Create no folder; take the best of the callback that keeps one, which Lightning asks."""
+        others: list[Any] = [one for one in cast(Any, trainer).callbacks if one is not self]
+        self._keepers = [one for one in others if hasattr(one, "best_model_path")]
+
+    @property
+    def best_model_path(self) -> str:  # type: ignore[override]
+        """The best checkpoint of this run by the callback that keeps one, "" if there is none."""
+        return next((one.best_model_path for one in self._keepers if one.best_model_path), "")
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Take nothing: this callback saves nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: there is nothing to keep."""

@@ -68,6 +68,15 @@ def normalization_prompts(
     return data.train_dataloader()
 
 
+def _trained_by(module: RewardModule) -> tuple[Any, torch.device, AbstractContextManager[Any]]:
+    """Return the Trainer of a module, None for one from a checkpoint, its device and precision."""
+    trainer = trainer_of(module)
+    if trainer is None:
+        return None, module.device, nullcontext()
+    strategy = trainer.strategy
+    return trainer, strategy.root_device, strategy.precision_plugin.forward_context()
+
+
 @checked(but=("prompts",))
 def normalize_reward_model(
     module: RewardModule,
@@ -110,11 +119,7 @@ def normalize_reward_model(
     policy = start_in_memory(module)
     if policy is None:
         policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
-    trainer, device = trainer_of(module), module.device
-    precision: AbstractContextManager[Any] = nullcontext()
-    if trainer is not None:
-        device = trainer.strategy.root_device
-        precision = trainer.strategy.precision_plugin.forward_context()
+    trainer, device, precision = _trained_by(module)
     with precision:
         found = fold_normalization(
             trained.to(device),

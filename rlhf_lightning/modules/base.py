@@ -254,6 +254,8 @@ class RLHFModule(L.LightningModule):
             max_new_tokens=self.sampling.max_new_tokens,
         )
         move_models(self, self.roots)
+        if not self.training:
+            self.train()  # it may be from a checkpoint, with dropout
         self.fitted_by = self.trainer
 
     def __getstate__(self) -> dict[str, Any]:

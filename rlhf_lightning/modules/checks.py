@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from transformers import PreTrainedModel
@@ -100,6 +100,12 @@ def _problem(trainer: Any, num_steps: int) -> str | None:
             "again, which our DataModules shard: use use_distributed_sampler=False"
         )
     module = trainer.lightning_module
+    if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):
+        return (
+            "StochasticWeightAveraging averages the weights of epochs, and a stage is one epoch: "
+            "it would only change the learning rates: use EMAWeightAveraging(decay=...), which "
+            "averages those of the steps"
+        )
     stopping = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]
     if stopping and not is_overridden("validation_step", module, L.LightningModule):
         return (
