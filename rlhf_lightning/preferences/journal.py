@@ -19,9 +19,9 @@ ItemT = TypeVar("ItemT")
 class Journal(Generic[ItemT]):
     """A JSON Lines file that survives a kill during a write.
 
-    A line that a kill cut short is dropped when the file is opened again, so that what follows does
-    not stick to it. A batch is on disk when `append` returns; a batch that was being written may be
-    there in part.
+    A line that a kill cut short is not read, and is dropped before something is appended to the
+    file, so that what follows does not stick to it; reading changes nothing. A batch is on disk
+    when `append` returns; a batch that was being written may be there in part.
 
     Args:
         path: path of the file; need not exist.
@@ -36,11 +36,10 @@ class Journal(Generic[ItemT]):
         write: Callable[[ItemT], Mapping[str, Any]],
         read: Callable[[Mapping[str, Any], Location], ItemT],
     ) -> None:
-        """Drop what a kill left of a last line."""
         self.path = Path(path)
         self._write = write
         self._read = read
-        _drop_torn_line(self.path)
+        self._is_whole = False
 
     def append(self, items: Iterable[ItemT]) -> None:
         """Write the items and wait until they are on disk."""
@@ -50,6 +49,9 @@ class Journal(Generic[ItemT]):
         if not lines:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._is_whole:
+            _drop_torn_line(self.path)
+            self._is_whole = True
         new = not self.path.exists()
         text = "".join(line + "\n" for line in lines)
         with naming_full_disk(self.path), self.path.open("ab") as file:
