@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 
 import hydra
@@ -35,6 +36,11 @@ def start(command: str, module: str | None = None) -> None:
             "error: python -OO (PYTHONOPTIMIZE=2) takes away the docstrings that transformers "
             "reads: start it without, or with -O\n"
         )
+        sys.exit(2)
+    try:
+        os.getcwd()
+    except OSError as error:
+        sys.stderr.write(f"error: the working folder was removed ({error}): cd to another one\n")
         sys.exit(2)
     prepare_process()
     # Imports make half a million objects that stay. The collector looks through those that are

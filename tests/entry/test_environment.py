@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from rlhf_lightning.app.command_line import check_command_line
+from rlhf_lightning.app.start import start
 from rlhf_lightning.app.train import main
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, adopt_rank
 from rlhf_lightning.runs.folder import RunFolder
@@ -81,6 +82,19 @@ def test_a_python_without_docstrings_is_refused_in_one_line(tmp_path):
     assert done.stderr.startswith("error: python -OO")
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "report", "export"])
+def test_a_working_folder_that_was_removed_is_one_line(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", [command])
+    with pytest.raises(SystemExit) as ended:
+        start(command)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the working folder was removed")
 
 
 def test_the_home_folder_is_read_behind_a_key_and_from_python(tmp_path, monkeypatch):
