@@ -182,7 +182,7 @@ def _frontier_chart(runs: Sequence[Run]) -> list[Figure]:
     known = [point for one in series for point in one.points]
     if len(known) < 2:
         return []
-    title, legends = "Win rate by the learnt score over KL", [one.label for one in series]
+    title, legends = "Win rate by the score over KL", [one.label for one in series]
     series.append(Series("frontier", frontier(known), "reference"))
     chart = line_chart(title, series, unit="share", whole=False)
     return [Figure(title, chart, legends=legends)]

@@ -21,13 +21,13 @@ Rows = Sequence[Mapping[str, float]]
 
 _DOMAIN_JUDGES = (
     ("val/gold_win_rate", "Win rate against the baseline, by the gold reward"),
-    ("val/score_win_rate", "Win rate against the baseline, by the learnt score"),
+    ("val/score_win_rate", "Win rate against the baseline, by the score"),
     ("val/accuracy", "Accuracy on held-out pairs"),
 )
 _BEST_OF = {
     "gold_win_rate": "gold win rate",
     "gold": "gold reward",
-    "score": "learnt score",
+    "score": "score",
     "response_length": "tokens a response",
 }
 # Judges of a win rate, the one that counts most first.
@@ -90,7 +90,7 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     }
     columns = [n for n in _ROUND_COLUMNS if any(f.get(n) is not None for f in rounds.values())]
     abouts = {name: quantity(f"val/{name}") for name in columns}
-    judge = _ROUND_JUDGES.get(name, "the learnt score")
+    judge = _ROUND_JUDGES.get(name, "the score")
     return render("rounds.html", judge=judge, rates=rates, columns=abouts, rounds=rounds)
 
 
@@ -114,8 +114,8 @@ def overoptimization_section(rows: Rows, metrics: Metrics) -> str:
     score = _against_kl(rows, "rollout/kl_per_response", "rollout/score")
     if len(score) < 2:
         return ""
-    series = [Series("learnt score, training", score, "dots")]
-    for name, label in (("score", "learnt score, held-out"), ("gold", "gold reward, held-out")):
+    series = [Series("score, training", score, "dots")]
+    for name, label in (("score", "score, held-out"), ("gold", "gold reward, held-out")):
         points = _held_out(rows, metrics, name)
         if len(points) > 1:
             series.append(Series(label, points, "marks"))

@@ -151,7 +151,7 @@ QUANTITIES: dict[str, Quantity] = {
     "data/bad_records_skipped": Quantity("bad records skipped"),
     "val/label_ceiling": Quantity("ceiling set by the labels", "share"),
     "val/score": Quantity("held-out score"),
-    "val/score_win_rate": Quantity("win rate by the learnt score", "share"),
+    "val/score_win_rate": Quantity("win rate by the score", "share"),
     "val/score_unscored": Quantity("prompts without a score on both sides", "share"),
     "val/kl_per_token": Quantity("held-out KL, per token", "nats", (0.05, 0.5)),
     "val/teacher_kl_per_token": Quantity("held-out KL to the teacher, per token", "nats"),

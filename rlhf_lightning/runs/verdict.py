@@ -53,7 +53,7 @@ def verdict(summary: Summary) -> Verdict:
     """
     result = Verdict(sentence="It runs, and nothing was judged.")
     if summary.judged:
-        by = TRAINED_ON if SPREAD in summary.metrics else "the score"
+        by = TRAINED_ON if SPREAD in summary.metrics else ""
         if (given := summary.about.get("compared by")) is not None:  # from Python, by any reward
             by = TRAINED_ON if given == summary.about.get("reward") else f"the reward “{given}”"
         result = _headline(summary.metrics, by)
@@ -81,7 +81,7 @@ def _status(summary: Summary) -> str:
 
 
 def _headline(metrics: Metrics, by: str) -> Verdict:
-    """Return the verdict by the strongest evidence there is; `by` names the learnt score."""
+    """Return the verdict by the strongest evidence there is; `by` names the score, if need be."""
     if any(name.startswith("collect/") for name in metrics):
         return _collect(metrics)
     if any(name.startswith("benchmark/") for name in metrics):
@@ -201,7 +201,7 @@ def _score_win_rate(metrics: Metrics, facts: list[Fact], by: str) -> Verdict:
             "tells nothing apart."
         )
         return Verdict("bad", sentence=sentence, facts=tuple(facts))
-    by = f"than the baseline by {by}"
+    by = f"than the baseline{f' by {by}' if by else ''}"
     sentences = (
         f"The policy scores higher {by}; read the samples to see if rightly.",
         f"The policy scores lower {by}.",

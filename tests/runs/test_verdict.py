@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf_lightning.runs.metric_catalog import duration, number, percent
+from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
 from rlhf_lightning.runs.outcome import Fact
 from rlhf_lightning.runs.summary import GateResult, Summary
 from rlhf_lightning.runs.verdict import verdict
@@ -289,3 +289,10 @@ def test_a_small_number_beside_a_large_one_is_written_plainly():
     assert number(-5, like=1e6) == "-5.00"
     assert number(2.72, like=1e21) == "2.72"
     assert number(3e6, like=1e21) == "3.0e+6"
+
+
+def test_a_score_need_not_be_learnt_and_is_not_named_twice():
+    metrics = {"val/score_win_rate": 0.9, "val/score_win_rate_low": 0.8}
+    result = verdict(Summary("evaluate", "completed", 1, metrics=metrics))
+    assert result.sentence.startswith("The policy scores higher than the baseline; read")
+    assert "learnt" not in quantity("val/score_win_rate").label
