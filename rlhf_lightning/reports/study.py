@@ -228,6 +228,9 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
             why = f"no KL is reached by {first} and another row in all seeds"
             why = why if theirs else f"{first} has no curve"
             verdicts = [f"Nothing is compared with {first}: {why}."]
+    others = {r.row for r in study.results} - {first, *study.starts}
+    if theirs and others and not curves and all(r.completed for r in study.results):
+        verdicts = [f"Nothing is compared with {first}: no other row has a curve of its settings."]
     lead = (
         f"Intervals are 95 %. Better or worse only where the interval of {count} comparisons, at "
         f"1 - 0.05 / {count} (Bonferroni), excludes 0. {interval_note(study)}{_bound_note(study)}"

@@ -184,6 +184,11 @@ def test_nothing_is_compared_with_a_first_row_that_is_incomplete_or_elsewhere():
     assert table.rows == []
     told = "no KL is reached by a and another row in all seeds"
     assert verdicts == [f"Nothing is compared with a: {told}."]
+    setting = next(r.setting for r in one.results if r.row == "b")
+    lone = [r for r in one.results if r.row == "a" or r.setting == setting]
+    table, verdicts = compared_table(replace(one, results=lone))
+    told = "no other row has a curve of its settings"
+    assert (table.rows, verdicts) == ([], [f"Nothing is compared with a: {told}."])
 
 
 def test_at_an_equal_budget_a_longer_run_is_measured_where_it_had_sampled_as_much():
