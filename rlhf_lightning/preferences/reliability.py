@@ -67,9 +67,7 @@ class Ceiling:
     num_items: int
 
 
-def estimate_ceiling(
-    tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5), seed: int = 0
-) -> Ceiling | None:
+def estimate_ceiling(tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5)) -> Ceiling | None:
     """Return the ceiling from a few votes an item, None where no item has two.
 
     p is assumed to follow Beta(a, a): the position of a response carries no information. Its shape
@@ -80,7 +78,6 @@ def estimate_ceiling(
     Args:
         tally: votes for the first and for the second response of each item -> number of items.
         majorities: numbers of votes whose majority is the label.
-        seed: not read; the bootstrap that this interval replaced had one.
     """
     several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
     if not several:
@@ -243,7 +240,7 @@ class AnnotatorFigures:
     kappa: float
 
 
-def people_figures(labels: Iterable[Label], *, seed: int = 0) -> PeopleFigures | None:
+def people_figures(labels: Iterable[Label]) -> PeopleFigures | None:
     """Return what people's labels say about them, None if there is none."""
     given = [label for label in labels if label.choice != "skip"]
     if not given:
@@ -258,7 +255,7 @@ def people_figures(labels: Iterable[Label], *, seed: int = 0) -> PeopleFigures |
         ties=float(counts[:, THREE.index("tie")].sum() / counts.sum()),
         position_bias=position_bias(given),
         accuracy=dawid_skene(votes).accuracy,
-        ceiling=estimate_ceiling(side_tally(given), seed=seed),
+        ceiling=estimate_ceiling(side_tally(given)),
     )
 
 
