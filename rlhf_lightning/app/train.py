@@ -54,10 +54,10 @@ from rlhf_lightning.distributed.launch import (
     as_single_run,
     begin,
     broadcast_from_rank0,
-    forget_agreements,
     forget_ranks,
     global_rank,
     launch_time,
+    own_agreements,
 )
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
@@ -76,6 +76,7 @@ prepare_process()
 
 
 @exits_are_failures()
+@own_agreements()
 @stopping_on_signals()
 def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Summary:
     """Train a stage from its settings to its report.
@@ -137,8 +138,6 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
             if failure is not None:
                 raise failure from error
             raise
-        finally:
-            forget_agreements()
 
 
 def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 
 PREFIX = "RLHF_AGREED_"
@@ -202,6 +203,15 @@ def as_single_run(overrides: Sequence[str]) -> None:
         return
     kept = [a for a in sys.argv[1:] if a.startswith(("--config-dir=", "--config-name="))]
     sys.argv = [sys.argv[0], *kept, *overrides]
+
+
+@contextmanager
+def own_agreements() -> Iterator[None]:
+    """Drop what the processes of a run agreed on, also of one that was refused before it began."""
+    try:
+        yield
+    finally:
+        forget_agreements()
 
 
 def forget_agreements() -> None:

@@ -76,7 +76,7 @@ def test_the_verdict_is_on_the_best_of_the_most_and_the_report_has_the_curve(
     assert "best of 1" in [fact.label for fact in result.facts]
     page = measured.report.read_text()
     assert "<h2>Best of n</h2>" in page
-    assert "Learnt score over √KL" in page
+    assert "Score over √KL" in page
     assert "Share solved of each prompt" in page
     _, pool = read_samples(measured.distributions)
     assert set(pool["groups"]) == {4}

@@ -1,5 +1,6 @@
 """The end of a stage: where models stand, what is written, what is done without prompts."""
 
+import os
 import time
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from rlhf_lightning.app import build, train
+from rlhf_lightning.distributed.launch import PREFIX
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -31,6 +33,14 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
         False,
         True,
     ]
+
+
+def test_a_run_that_is_refused_leaves_nothing_to_the_next_one_of_its_process(start, tmp_path):
+    foreign = tmp_path / "foreign.ckpt"
+    foreign.write_bytes(b"no checkpoint")
+    with pytest.raises(Exception, match=r"foreign\.ckpt"):
+        completed(tmp_path / "first", "sft", start, f"ckpt_path={foreign}")
+    assert not [name for name in os.environ if name.startswith(PREFIX)]
 
 
 @pytest.mark.thorough
