@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -166,7 +167,7 @@ def installed_versions() -> dict[str, str]:
 def git_commit(folder: Path | None = None) -> str | None:
     """Return the commit of the working folder, with `-dirty` if tracked files differ, or None.
 
-    The working folder may come from someone else: no program that its settings name is run.
+    The working folder may come from someone else: no program of its settings or hooks is run.
     """
     where = folder or Path.cwd()
     commit = _git(where, "rev-parse", "HEAD")
@@ -175,10 +176,11 @@ def git_commit(folder: Path | None = None) -> str | None:
     named = _git(where, "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
     filters = {name.rpartition(".")[0] for name in (named or "").splitlines()}
     without = [f"{each}.{key}=" for each in filters for key in ("clean", "process")]
-    without += ["core.fsmonitor=false", *(f"{each}.required=false" for each in filters)]
+    without += [f"{each}.required=false" for each in filters]
+    without += ["core.fsmonitor=false", f"core.hooksPath={os.devnull}"]
     settings = [word for setting in without for word in ("-c", setting)]
     status = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
-    changed = _git(where, *settings, *status)
+    changed = _git(where, "--no-optional-locks", *settings, *status)
     return f"{commit}-dirty" if changed else commit
 
 

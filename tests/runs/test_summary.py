@@ -136,6 +136,10 @@ def test_a_working_folder_of_someone_else_runs_no_program_for_its_commit(tmp_pat
     for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
     (folder / ".git" / "info" / "attributes").write_text("* filter=evil.one\n")
+    hook = folder / ".git" / "hooks" / "post-index-change"
+    hook.parent.mkdir(exist_ok=True)
+    hook.symlink_to(program)
+    os.utime(folder / "file", (1, 1))  # git writes its index anew where a file looks changed
     for key in ("core.fsmonitor", "filter.evil.one.clean"):
         subprocess.run([*git, "config", key, str(program)], check=True)
     subprocess.run([*git, "config", "filter.evil.one.required", "true"], check=True)
