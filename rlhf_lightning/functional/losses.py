@@ -203,15 +203,9 @@ def gspo_policy_loss(
     log_ratio = _free_log_ratio(logprobs, old_logprobs, mask)
     lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     ratio = _bounded(log_ratio.sum(dim=-1, keepdim=True) / lengths).exp()  # [B, 1]
+    bounded = _bounded(log_ratio)
     return _clipped_surrogate(
-        ratio,
-        _bounded(log_ratio),
-        advantages,
-        mask,
-        cliprange,
-        cliprange_high,
-        dual_clip,
-        num_tokens,
+        ratio, bounded, advantages, mask, cliprange, cliprange_high, dual_clip, num_tokens
     )
 
 

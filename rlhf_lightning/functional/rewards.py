@@ -13,7 +13,7 @@ from rlhf_lightning.functional.sequences import last_token_index
 
 
 def adjust_scores(
-    scores: Tensor, has_eos: Tensor, *, clip: float | None, missing_eos_penalty: float
+    scores: Tensor, has_eos: Tensor, *, clip: float | Tensor | None, missing_eos_penalty: float
 ) -> Tensor:
     """Return the scores, clipped to +-clip, less the penalty where the response did not stop.
 
@@ -23,7 +23,7 @@ def adjust_scores(
     Args:
         scores: `[B]` in units of the reward model.
         has_eos: `[B]` bool, True where the response ended with a stop token.
-        clip: largest absolute score, or None for no clipping.
+        clip: largest absolute score, one number or `[B]`, or None for no clipping.
         missing_eos_penalty: what a response without stop token loses, at least 0.
 
     Returns:
@@ -35,7 +35,7 @@ def adjust_scores(
     Source: Ziegler et al. 2019, released code, which replaces the score; subtracting keeps the
     order of cut-off responses.
     """
-    if clip is not None and not clip > 0:
+    if clip is not None and not bool((torch.as_tensor(clip) > 0).all()):
         raise ValueError(f"score_clip={clip} must be positive: use about 5, or None for none")
     if not missing_eos_penalty >= 0:
         raise ValueError(
@@ -44,7 +44,8 @@ def adjust_scores(
         )
     scores = at_least_float32(scores)
     if clip is not None:
-        scores = scores.clamp(-clip, clip)
+        limit = torch.as_tensor(clip, dtype=scores.dtype, device=scores.device)
+        scores = scores.clamp(-limit, limit)
     return torch.where(has_eos, scores, scores - missing_eos_penalty)
 
 

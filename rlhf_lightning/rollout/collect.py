@@ -254,13 +254,11 @@ def _adjusted(
     worth = scores * weights
     if shaping.diversity_bonus:
         worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(responses))
-    if shaping.score_clip is not None:
-        limits = shaping.score_clip * weights.abs().clamp(min=1)
-        worth = worth.clamp(-limits, limits)
+    clip = shaping.score_clip
     adjusted = adjust_scores(
         worth,
         responses.finished,
-        clip=None,
+        clip=None if clip is None else clip * weights.abs().clamp(min=1),
         missing_eos_penalty=shaping.missing_eos_penalty,
     )
     if shaping.overlong_buffer is None:
