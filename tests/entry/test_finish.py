@@ -35,12 +35,17 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
     ]
 
 
+def agreed():
+    return {name for name in os.environ if name.startswith(PREFIX)}
+
+
 def test_a_run_that_is_refused_leaves_nothing_to_the_next_one_of_its_process(start, tmp_path):
     foreign = tmp_path / "foreign.ckpt"
     foreign.write_bytes(b"no checkpoint")
+    before = agreed()
     with pytest.raises(Exception, match=r"foreign\.ckpt"):
         completed(tmp_path / "first", "sft", start, f"ckpt_path={foreign}")
-    assert not [name for name in os.environ if name.startswith(PREFIX)]
+    assert agreed() == before
 
 
 @pytest.mark.thorough
