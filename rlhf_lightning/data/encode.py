@@ -126,8 +126,8 @@ class EncodingReport:
     """Counts of the encoding.
 
     `num_spelled` records spell special tokens, kept as text; in `num_merged` the end
-    of the prompt has other tokens where it stands alone; `num_unknown` hold the token for text that
-    the tokenizer does not know. `skipped` names the bad records that were
+    of the prompt has other tokens where it stands alone; `num_unknown` hold text that the tokenizer
+    does not know and writes as `<unk>` or leaves out. `skipped` names the bad records that were
     left out, `lost` what the chat template did not write of a record, by its place. `unread` counts
     the keys of messages and of `chat_template_kwargs` that the template does not read,
     `unread_columns` the columns that nothing reads.
@@ -197,7 +197,8 @@ def encode_all(
             report.unread_columns.update(unread)
             spelled = not record.rendered and encoder.control.spelled_in(*texts)
             report.num_spelled += spelled
-            report.num_unknown += not record.rendered and _holds(row, encoder.unknown)
+            unknown = _holds(row, encoder.unknown) or encoder.drops(*texts)
+            report.num_unknown += not record.rendered and unknown
     return encoded, report
 
 

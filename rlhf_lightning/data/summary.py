@@ -66,7 +66,7 @@ class DataSummary:
         lost: what the chat template did not write of a record, by the place of the record.
         unread: records with a key of a message that the chat template does not read, by its name.
         num_merged: rows in which the end of the prompt has other tokens where it stands alone.
-        num_unknown: rows that hold the token for text that the tokenizer does not know.
+        num_unknown: rows with text that the tokenizer writes as `<unk>` or leaves out.
         missing_columns: rows of prompts that lack a column which others have, by its name.
         dropped: records that were left out when encoding, a reason each.
         skipped: messages about bad records that were left out.
@@ -118,7 +118,7 @@ class DataSummary:
                 len(self.lost),
             ),
             ("rows whose prompt ends in other tokens where it stands alone", self.num_merged),
-            ("rows with text that the tokenizer does not know (<unk>)", self.num_unknown),
+            ("rows with text unknown to the tokenizer (<unk>, or left out)", self.num_unknown),
         ):
             if count:
                 table.add_row(name, str(count))

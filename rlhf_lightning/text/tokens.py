@@ -86,6 +86,9 @@ class TextEncoder:
         self._known: dict[tuple[str, int], _Cut] = {}
         self._last: tuple[str, Any, list[int]] = ("", None, [])
         self._changes: dict[tuple[str, str], bool] = {}
+        private = tokenizer("\U0010fffd", add_special_tokens=False, verbose=False)["input_ids"]
+        self._drops_unknown = not private
+        self._has_token: dict[str, bool] = {}
 
     def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
         """Tokenize plain prompts, each with a response to it or alone, and forget others."""
@@ -133,6 +136,16 @@ class TextEncoder:
         """Return the same of hidden messages as a template wrote them, cut behind `start`."""
         encoding, at = self.control.encoding(start, rest)
         return self._cut(encoding, list(encoding.ids), at)
+
+    def drops(self, *texts: Text) -> bool:
+        """Return True if a character gets no token: a BPE model without `unk` leaves it out."""
+        if not self._drops_unknown:
+            return False
+        parts = (t if isinstance(t, str) else "".join(m["content"] for m in t) for t in texts)
+        characters = {c for c in "".join(parts) if not c.isspace()}
+        for c in characters - self._has_token.keys():
+            self._has_token[c] = bool(self.tokenizer(c, add_special_tokens=False)["input_ids"])
+        return not all(self._has_token[c] for c in characters)
 
     def _tokenized(self, texts: list[str]) -> Iterator[tuple[Any, list[int]]]:
         encoded = self.tokenizer(

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import (
@@ -59,10 +62,24 @@ def test_text_that_the_tokenizer_does_not_know_is_counted(record, known):
     rows, report = encode_all([record, record], words, max_length=20)
     summary = summarize(rows, name="train", report=report)
     assert summary.num_unknown == (0 if known else 2)
-    assert ("does not know" in summary.render()) == (not known)
+    assert ("unknown to the tokenizer" in summary.render()) == (not known)
     words.eos_token = "[UNK]"  # GPT-2 and SmolLM: no text is unknown, and one token is for all
     _, report = encode_all([record], words, max_length=20)
     assert report.num_unknown == 0
+
+
+@pytest.mark.parametrize(("completion", "count"), [("ba b", 0), ("ba é", 1)])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_text_that_a_tokenizer_without_unk_leaves_out_is_counted(completion, count, is_chat):
+    core = Tokenizer(BPE(vocab={"a": 0, "b": 1, "</s>": 2}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompt, answer = "ab", completion
+    if is_chat:
+        prompt = ({"role": "user", "content": "ab"},)
+        answer = ({"role": "assistant", "content": completion},)
+    _, report = encode_all([DemonstrationRecord(prompt, answer)], tokenizer, max_length=20)
+    assert report.num_unknown == count
 
 
 def test_pairs_are_summarized_by_side_and_the_same_answers_to_other_prompts_are_no_duplicates(
