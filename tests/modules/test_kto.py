@@ -315,7 +315,7 @@ def test_rows_of_one_prompt_that_follow_each_other_cost_no_search_each():
     ids, learnt = np.array([[5, 6, 9], [7, 8, 4]], dtype=np.int32), np.array([False, False, True])
     rows = [EncodedSequence(ids[0], learnt, label=True)] * 20_000
     rows += [EncodedSequence(ids[1], learnt, label=False)]
-    started = time.perf_counter()
+    started = time.process_time()
     paired = with_other_responses(rows, rows, max_length=8)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert {tuple(row.rejected_input_ids) for row in paired} == {(5, 6, 4), (7, 8, 9)}

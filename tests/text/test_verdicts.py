@@ -64,14 +64,14 @@ def test_of_a_long_reply_the_last_20000_characters_are_read() -> None:
     ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is ", "B: 7,5 ", "A", "A\n"],
 )
 def test_a_long_reply_is_read_in_a_moment(unit) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     for cut_off in (False, True):
         parse_verdict(unit * (100_000 // len(unit)), cut_off=cut_off)
-    assert time.perf_counter() - started < 3
+    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize("line", ["-", "=", "->", ": -", "- ", "|-"])
 def test_a_line_of_signs_below_a_heading_is_read_in_a_moment(line) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert parse_verdict(f"Verdict\n{line * 60}\nThey differ.\n[[B]]") == "B"
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
