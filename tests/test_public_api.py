@@ -434,7 +434,12 @@ def test_early_stopping_ends_with_the_best_weights(material, tmp_path):
     given = {"max_iterations": 12, "validations": 6, "early_stopping": 1}
     trainer = L.Trainer(**arguments(tmp_path / "run", **given))
     trainer.fit(module, data)
-    assert len(rows(tmp_path / "run")) < 12
+    lines = rows(tmp_path / "run")
+    losses = [float(line["val/loss"]) for line in lines if line["val/loss"]]
+    assert len(lines) < 12
+    assert min(losses) < losses[-1]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["metrics"]["val/loss"] == min(losses)
     best = torch.load(tmp_path / "run/checkpoints/best.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, best[name]) for name, value in module.state_dict().items())
 

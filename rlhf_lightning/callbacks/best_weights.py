@@ -66,7 +66,16 @@ class BestWeights(Callback):
 
     Later measurement, export and publication use the best weights by the metric of the checkpoints,
     not those after early stopping's patience. `last.ckpt` stays the end of training.
+
+    Attributes:
+        iteration: the iteration whose weights were loaded, None if the last ones stayed.
     """
+
+    iteration: int | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget an earlier fit."""
+        self.iteration = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load them, on every rank, if the last weights are not the best."""
@@ -80,6 +89,7 @@ class BestWeights(Callback):
         strategy: Any = trainer.strategy
         strategy.load_model_state_dict(strategy.load_checkpoint(Path(keeper.best_model_path)))
         strategy.barrier("BestWeights.on_train_end")
+        self.iteration = keeper.best_iteration
         if trainer.is_global_zero:
             logger.warning(
                 "early stopping: the run ends with the weights of iteration %s (%s %.4g, the "

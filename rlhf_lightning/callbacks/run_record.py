@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 
 from rlhf_lightning import hparams
+from rlhf_lightning.callbacks.best_weights import BestWeights
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
@@ -25,7 +26,7 @@ from rlhf_lightning.data.records import RecordKind
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
-from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.runs.public_config import without_folders
@@ -195,11 +196,14 @@ class RunRecord(Callback):
         self, trainer: Trainer, begun: Summary, findings: Findings, ended: Mapping[str, Any]
     ) -> None:
         rows = read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
+        callbacks: list[Any] = cast(Any, trainer).callbacks
+        best = next((c.iteration for c in callbacks if isinstance(c, BestWeights)), None)
         last: dict[str, float] = {}
         for row in rows:
-            last |= {k: v for k, v in row.items() if k.startswith("val/")}
+            if best is None or row[ITERATION] <= best:
+                last |= {k: v for k, v in row.items() if k.startswith("val/")}
         # metrics.csv leaves a cell empty that is not finite: the one before it is not the last.
-        latest = trainer.callback_metrics
+        latest = trainer.callback_metrics if best is None else {}
         broken = {k for k in last if k in latest and not math.isfinite(float(latest[k]))}
         for name in sorted(broken):
             last[name] = float(latest[name])
