@@ -200,6 +200,24 @@ def test_steps_that_are_iterations_and_a_dry_run_are_not_refused(material, tmp_p
     assert trainer.global_step == (2 if dry else 1)
 
 
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_a_dry_run_leaves_nothing_in_the_folder_of_the_run_that_follows(material, tmp_path, kind):
+    run = tmp_path / "run"
+    for dry in (True, False):
+        module: Any
+        if kind == "ppo":
+            module = ppo(material)
+            data: Any = prompts(material, module)
+        else:
+            module = SFTModule.from_pretrained(material["policy"])
+            data = DemonstrationDataModule(
+                material["demonstrations"], module.tokenizer, batch_size=4
+            )
+        L.Trainer(**arguments(run, max_iterations=1, fast_dev_run=dry)).fit(module, data)
+        assert not dry or not list(run.glob("*"))
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+
+
 def test_a_checkpoint_is_loaded_with_its_hyper_parameters(material, whole):
     trained, folder = whole
     checkpoint = folder / "checkpoints/last.ckpt"

@@ -6,7 +6,7 @@ iteration, and is not used. This is the only file of the callbacks that reads Li
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,6 +36,11 @@ class Validations(Callback):
         elif hasattr(data, "num_iterations"):  # of other data Lightning alone knows the length
             planned = [data.num_iterations, *([limit] if type(limit) is int else [])]
             trainer.val_check_interval = max(min(planned) // self.count, 1)
+
+
+def writes(trainer: Trainer) -> bool:
+    """Return True on the rank that writes the run folder; `fast_dev_run` leaves nothing behind."""
+    return trainer.is_global_zero and not cast(Any, trainer).fast_dev_run
 
 
 def current_iteration(trainer: Trainer) -> int:

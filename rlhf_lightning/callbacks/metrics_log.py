@@ -10,6 +10,7 @@ from rlhf_lightning.callbacks.iterations import (
     current_iteration,
     fresh_metrics,
     validation_follows,
+    writes,
 )
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder
 
@@ -48,7 +49,7 @@ class MetricsLog(Callback):
             self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
-        if not trainer.is_global_zero:
+        if not writes(trainer):
             return
         iteration = current_iteration(trainer)
         if self._appender is None:

@@ -73,6 +73,8 @@ class RunRecord(Callback):
         module = cast(RLHFModule, pl_module)
         stage, title = module.stage, module.title_of(module.algorithm)
         resumes, self._resumes, self._summary = self._resumes, False, None
+        if cast(Any, trainer).fast_dev_run:
+            return
         taken = self._take(trainer, stage, resumes) if trainer.is_global_zero else None
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
@@ -99,6 +101,8 @@ class RunRecord(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary of a run that ended, and its report."""
+        if self._summary is None:
+            return
         if not current_iteration(trainer):
             self._end(trainer, status="failed", cause="no iteration was trained: give more than 0")
         elif out_of_time(trainer):

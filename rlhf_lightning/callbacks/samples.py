@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.callbacks.iterations import current_iteration, is_last_iteration
+from rlhf_lightning.callbacks.iterations import current_iteration, is_last_iteration, writes
 from rlhf_lightning.distributed.collectives import gathered
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
@@ -61,7 +61,7 @@ class SampleLog(Callback):
         if rollout is None:
             return
         ranks = gathered(rollout_values(rollout)) if due else []
-        if not trainer.is_global_zero:
+        if not writes(trainer):
             return
         if self._cut_at is not None:
             self._appender.truncate(self._cut_at)

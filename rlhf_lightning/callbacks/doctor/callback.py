@@ -26,7 +26,12 @@ from rlhf_lightning.callbacks.doctor.records import (
     responses_of,
     second_scores,
 )
-from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
+from rlhf_lightning.callbacks.iterations import (
+    current_iteration,
+    fresh_metrics,
+    last_iteration,
+    writes,
+)
 from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
 from rlhf_lightning.doctor.metrics import response_metrics
@@ -206,7 +211,7 @@ class Doctor(Callback):
         watched, idle = (
             (list(self.detectors.levels), self.detectors.idle) if self.watches else ([], {})
         )
-        self.alert_log.open(trainer.is_global_zero, start, watched, idle)
+        self.alert_log.open(writes(trainer), start, watched, idle)
         if handover is not None:
             module = cast(OnPolicyModule, pl_module)
             for change in self.policy.after_rollback(knobs_of(module)):
