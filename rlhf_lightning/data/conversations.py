@@ -116,7 +116,9 @@ def check_response(prompt: Text, answer: Text, key: str, where: Location) -> Non
         fix = "move the earlier messages to 'prompt', or where they repeat it read them alone with"
         raise BadRecordError(where, found, f"{fix} {_whole(key)}")
     if answer[-1].get(WEIGHT) == 0:
-        found = f"the response of {key!r} has weight 0 (or train: false), so nothing is learnt"
+        found = (
+            f"the response of {key!r} has weight 0 (or train or loss: false), so nothing is learnt"
+        )
         fix = (
             "end with a response that is learnt, or skip it with dataset.source.on_bad_record=skip"
         )

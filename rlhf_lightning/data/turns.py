@@ -6,7 +6,7 @@
 | `content`                                    | text; parts of text are joined                   |
 | `reasoning_content`, `reasoning`, `thinking` | `reasoning_content`                              |
 | `tool_calls`                                 | a list of functions with arguments as an object  |
-| `weight: 0`, `train: false`                  | `weight`: the message is not learnt              |
+| `weight: 0`, `train: false`, `loss: false`   | `weight`: the message is not learnt              |
 | `function_call`                              | refused                                          |
 | a turn from `function_call`                  | `tool_calls` of the assistant, read from its text |
 | any other                                    | given to the chat template as it is              |
@@ -36,6 +36,7 @@ _OTHER_ROLES = {
 _TEXT_PARTS = ("text", "input_text", "output_text", None)
 _PART_KEYS = {"type", "text", "cache_control"}
 _NO_ARGUMENTS = {"name", "arguments", "type", "id", "index"}  # of a call that has none
+_LEARNT_KEYS = (WEIGHT, "train", "loss")
 _LEARNT = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 
@@ -70,7 +71,7 @@ def parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
         raise BadRecordError(where, found, 'write [{"name": "...", "arguments": {}}]')
     thought = _thought(given, name, where)
     is_learnt = _is_learnt(given, name, where)
-    used = {"role", "content", CALLS, "function_call", WEIGHT, "train", *THOUGHTS}
+    used = {"role", "content", CALLS, "function_call", *_LEARNT_KEYS, *THOUGHTS}
     content = message.get("content")
     content = "" if content is None and calls else _content(content, name, where)
     if thought and content.lstrip().startswith("<think>"):
@@ -161,9 +162,9 @@ def _call(call: Mapping[str, Any], name: str, where: Location) -> dict[str, Any]
 
 
 def _is_learnt(given: Mapping[str, Any], name: str, where: Location) -> bool:
-    said = {_LEARNT.get(str(given[key]).lower()) for key in (WEIGHT, "train") if key in given}
+    said = {_LEARNT.get(str(given[key]).lower()) for key in _LEARNT_KEYS if key in given}
     if None in said or len(said) > 1:
-        found = f"{WEIGHT} or train of {name} does not say whether it is learnt"
+        found = f"{' or '.join(_LEARNT_KEYS)} of {name} does not say whether it is learnt"
         raise BadRecordError(where, found, f"write {WEIGHT}: 0 or {WEIGHT}: 1")
     return said != {False}
 

@@ -125,7 +125,9 @@ def test_turns_that_should_say_calls_and_do_not_are_refused(said):
         read([row], "demonstrations")
 
 
-@pytest.mark.parametrize("said", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize(
+    "said", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}]
+)
 def test_an_answer_that_is_not_to_be_learnt_is_no_demonstration(said):
     with pytest.raises(BadRecordError, match="weight 0"):
         parse(conversation(**said))
@@ -138,7 +140,9 @@ def test_an_answer_that_is_not_to_be_learnt_is_no_demonstration(said):
     assert (record.prompt, record.completion) == ((ASK,), (assistant("?"),))
 
 
-@pytest.mark.parametrize("said", [{"weight": 0.5}, {"train": "some"}, {"weight": 1, "train": 0}])
+@pytest.mark.parametrize(
+    "said", [{"weight": 0.5}, {"train": "some"}, {"weight": 1, "train": 0}, {"loss": 0.5}]
+)
 def test_a_weight_that_is_neither_is_refused(said):
     with pytest.raises(BadRecordError, match="weight"):
         parse(conversation(**said))
