@@ -92,6 +92,7 @@ def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
             one.prompt,
             domain="" if one.record is None else one.record.domain,
             rendered=one.record is not None and one.record.rendered,
+            variables={} if one.record is None else one.record.variables,
         )
         for one in candidates
         for _ in one.answers

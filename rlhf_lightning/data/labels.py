@@ -250,7 +250,7 @@ def unpaired(row: ParsedRow, label: Label | None) -> list[Record]:
         found = f"the label {label.column!r} holds {describe(row.columns.get(label.column))}"
         raise BadRecordError(row.where, found, "write true or false, or leave the row out")
     parts = (record.prompt, record.completion, record.domain, record.rendered)
-    return [UnpairedRecord(*parts, value)]
+    return [UnpairedRecord(*parts, value, variables=record.variables)]
 
 
 def warn_of_odd_texts(rows: Sequence[ParsedRow], name: str) -> None:

@@ -122,7 +122,9 @@ Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord
 def both_responses(pair: PreferenceRecord) -> list[UnpairedRecord]:
     """Return a pair as two unpaired rows: the chosen response is desirable, the other is not."""
     return [
-        UnpairedRecord(pair.prompt, answer, pair.domain, pair.rendered, label)
+        UnpairedRecord(
+            pair.prompt, answer, pair.domain, pair.rendered, label, variables=pair.variables
+        )
         for answer, label in ((pair.chosen, True), (pair.rejected, False))
     ]
 

@@ -129,7 +129,7 @@ class DataSummary:
             if new := {key: count for key, count in unread.items() if key not in but}:
                 table.add_row(name, ", ".join(f"{key} {count}" for key, count in new.items()))
         for name, count in self.missing_columns.items():
-            table.add_row(f'rows without {name!r}, which is "" to the reward', str(count))
+            table.add_row(f"rows without {name!r}, which is None to the reward", str(count))
         for reason, count in self.dropped.items():
             table.add_row(f"dropped: {reason}", str(count))
         if self.skipped:

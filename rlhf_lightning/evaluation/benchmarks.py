@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rlhf_lightning.arguments import PathOrName, checked
-from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.cells import decoded
+from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
@@ -114,6 +115,14 @@ SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", TIES)
 COLUMNS = {"id", "prompt", "chosen", "rejected", "subset"}
 
 
+def _listed(cell: Any, key: str, where: Location) -> list[Any]:
+    """Return the texts of a cell, which a CSV file holds as their print."""
+    texts = decoded(cell) if isinstance(cell, str) else cell
+    if not isinstance(texts, list | tuple):
+        raise BadRecordError(where, f"{key} is {describe(cell)}", "write lists of texts")
+    return list(texts)
+
+
 @checked
 @dataclass(frozen=True)
 class RewardBench2:
@@ -150,7 +159,7 @@ class RewardBench2:
             raise BadRecordError(
                 where, f"{', '.join(missing)} missing", "give the columns of RewardBench 2"
             )
-        correct, wrong = list(row["chosen"]), list(row["rejected"])
+        correct, wrong = (_listed(row[key], key, where) for key in ("chosen", "rejected"))
         if not correct or not wrong:
             raise BadRecordError(where, "chosen or rejected is empty", "give one of each or more")
         texts = (row["prompt"], *correct, *wrong)

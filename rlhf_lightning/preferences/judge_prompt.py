@@ -7,7 +7,7 @@ import re
 from itertools import count
 from typing import NamedTuple
 
-from rlhf_lightning.preferences.records import Pair, Side, readable
+from rlhf_lightning.preferences.records import Pair, Side, turns_of
 
 SYSTEM = "You compare two answers to a request, fairly and in a few words."
 TEMPLATE = """\
@@ -93,9 +93,10 @@ class JudgePrompt:
         """Return what the judge is sent when the response `order` is shown as A."""
         answers = (pair.first, pair.second) if order == "first" else (pair.second, pair.first)
         spelled = sum(bool(self._spelled.search(x) or _VERDICT.search(x)) for x in answers)
+        asked = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns_of(pair))
         texts = [
             self._spelled.sub(lambda found: f"{found.group()[0]} {found.group()[1:]}", text)
-            for text in (readable(pair.prompt), *answers)
+            for text in (asked, *answers)
         ]
         draws = (f"{self.seed}/{pair.pair_id}/{order}/{n}".encode() for n in count())
         marks = ("=====" + hashlib.sha256(draw).hexdigest()[:8] for draw in draws)

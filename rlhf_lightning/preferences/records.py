@@ -208,6 +208,18 @@ def readable(text: Text) -> str:
     return "\n\n".join(f"{m['role']}: {said_in(m)}" for m in text)
 
 
+def turns_of(pair: Pair) -> list[tuple[str, str]]:
+    """Return role and text of each turn of a pair's prompt, its documents and tools first.
+
+    A plain prompt is one turn without a role.
+    """
+    if isinstance(pair.prompt, str):
+        return [("", pair.prompt)]
+    given = variables_of(pair)
+    shown = [(key, given[key]) for key in ("documents", "tools") if key in given]
+    return [*shown, *((message["role"], said_in(message)) for message in pair.prompt)]
+
+
 def said_in(message: Mapping[str, Any]) -> str:
     """Return the content of a message, with each call of a tool as a line of JSON below it."""
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())

@@ -323,3 +323,21 @@ def test_a_key_that_the_template_reads_of_some_messages_only_is_not_named(where)
     later = [*short, user("hi"), assistant("ho"), user("hi")]
     later[1 if "2" in where else -1] |= {"flag": "b"}
     assert not list(unread_keys(later, {}, tokenizer))
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_unpaired_rows_keep_the_variables_of_the_template(labelled):
+    def row(number):
+        prompt = [{"role": "user", "content": f"q{number}"}]
+        answers = {"completion": [assistant("a")], "label": number % 2 == 0}
+        if not labelled:
+            answers = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
+        return {
+            "prompt": prompt,
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            **answers,
+        }
+
+    source = GivenRows([row(n) for n in range(4)], validation_fraction=0.0)
+    records = source.records("unpaired", "train")
+    assert all(record.variables["tools"][0]["function"]["name"] == "f" for record in records)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.app.benchmark import _records
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.evaluation.benchmarks import (
     SUBSETS,
@@ -140,3 +141,25 @@ def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter
     assert measures["benchmark/accuracy_chosen_shorter"] == pytest.approx(1 / 3)
     assert measures["benchmark/longer_wins_accuracy"] == 5 / 8
     assert measures["benchmark/num_pairs"] == 8
+
+
+def test_answers_that_a_cell_prints_are_read_and_a_text_is_no_list(tmp_path):
+    row = {"id": "1", "prompt": "capital?", "subset": "Math"}
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps(row | {"chosen": "['Paris']", "rejected": '["Bonn", "Ulm"]'}))
+    (found,) = RewardBench2(path).candidates(chat=False)
+    assert (found.num_correct, found.answers) == (1, ("Paris", "Bonn", "Ulm"))
+    path.write_text(json.dumps(row | {"chosen": "Paris", "rejected": ["Bonn"]}))
+    with pytest.raises(BadRecordError, match="chosen is the text 'Paris'"):
+        RewardBench2(path).candidates(chat=False)
+
+
+def test_pairs_are_scored_with_the_variables_that_they_are_learnt_with(tmp_path):
+    prompt = [{"role": "user", "content": "q"}]
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in "ab")
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    kwargs = {"enable_thinking": False}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row | {"chat_template_kwargs": kwargs}))
+    records = _records(PairsBenchmark(path).candidates(chat=True))
+    assert [record.variables for record in records] == [kwargs, kwargs]

@@ -10,7 +10,8 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.preferences.formats.io import Collection, read_collection, write_collection
-from rlhf_lightning.preferences.records import Choice, Label, Pair
+from rlhf_lightning.preferences.judge_prompt import SYSTEM, TEMPLATE, JudgePrompt
+from rlhf_lightning.preferences.records import Choice, Label, Pair, turns_of
 from tests.builders.labels import make_pair, make_pairs
 
 NOW = "2026-11-02T09:30:00+00:00"
@@ -212,3 +213,36 @@ def test_half_a_character_comes_back_from_our_own_format_and_is_refused_elsewher
     assert through(tmp_path / "a.jsonl", found, "pairs", "raw") == found
     with pytest.raises(BadRecordError, match=r"holds half of a character \(U\+D83D\)"):
         through(tmp_path / "c.json", found, "label_studio", "raw")
+
+
+@pytest.mark.parametrize("level", ["raw", "aggregated"])
+def test_pairs_of_trl_keep_the_variables_of_their_template(tmp_path: Path, level):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    row = {
+        "prompt": [{"role": "user", "content": "weather?"}],
+        "chosen": [{"role": "assistant", "content": "Rain."}],
+        "rejected": [{"role": "assistant", "content": "Sun."}],
+    }
+    given, written = tmp_path / "given.jsonl", tmp_path / "written.jsonl"
+    given.write_text(json.dumps(row | {"tools": tools}) + "\n")
+    found = read_collection(given, format="auto", known="labels", now=NOW)
+    assert "weather" in dict(turns_of(found.pairs[0]))["tools"]
+    asked = JudgePrompt(TEMPLATE, SYSTEM, 1).question(found.pairs[0], "first").messages[-1]
+    assert '"name": "weather"' in asked["content"]
+    for format in ("trl", "label_studio"):
+        write_collection(written, found, format=format, level=level)
+        (again,) = read_collection(written, format="auto", known="labels", now=NOW).pairs
+        assert json.loads(again.columns["tools"]) == tools
+
+
+@pytest.mark.parametrize("more", [{"reasoning_content": "hm"}, {"tool_calls": [{"name": "f"}]}])
+def test_a_response_that_a_pair_cannot_hold_is_refused(tmp_path: Path, more):
+    row = {
+        "prompt": [{"role": "user", "content": "weather?"}],
+        "chosen": [{"role": "assistant", "content": "Rain.", **more}],
+        "rejected": [{"role": "assistant", "content": "Sun."}],
+    }
+    path = tmp_path / "given.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(BadRecordError, match=f"'chosen' has {next(iter(more))}"):
+        read_collection(path, format="auto", known="labels", now=NOW)

@@ -25,6 +25,8 @@ from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.public_formats import PROMPTS
 from rlhf_lightning.data.records import PreferenceRecord, Text
+from rlhf_lightning.data.row_keys import as_columns
+from rlhf_lightning.data.turns import CALLS
 from rlhf_lightning.preferences.records import (
     CHOICES,
     SIDES,
@@ -35,7 +37,10 @@ from rlhf_lightning.preferences.records import (
     pair_name,
     readable,
     to_row,
+    variables_of,
 )
+from rlhf_lightning.text.forms import THOUGHT
+from rlhf_lightning.text.messages import as_text
 
 if TYPE_CHECKING:
     from rlhf_lightning.preferences.aggregate import Verdict
@@ -108,6 +113,7 @@ def write_labels(
         chosen, rejected = answers if label.choice == "first" else answers[::-1]
         row = {"prompt": pair.prompt, "chosen": chosen, "rejected": rejected, "domain": pair.domain}
         extra = {key: getattr(label, key) for key in (*TRL_KEYS, "margin")}
+        row |= variables_of(pair)
         rows.append(row | {key: value for key, value in extra.items() if value is not None})
     return rows
 
@@ -197,9 +203,12 @@ def _read_trl(rows: Located, source: str, now: str) -> tuple[list[Pair], list[La
             names = [pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
             side: Choice = "first" if names[0] < names[1] else "second"
             first, second = answers if side == "first" else answers[::-1]
-            pairs.append(Pair.make(record.prompt, first, second, domain=record.domain))
+            given = as_columns(record.variables)
+            columns = {key: as_text(value) for key, value in given.items()}
+            pair = Pair.make(record.prompt, first, second, domain=record.domain, columns=columns)
+            pairs.append(pair)
             values |= own[str(where)] | {"margin": record.margin}
-            labels.append(Label(pairs[-1].pair_id, choice=side, order="first", **values))
+            labels.append(Label(pair.pair_id, choice=side, order="first", **values))
     return pairs, labels
 
 
@@ -209,6 +218,9 @@ def _one_answer(text: Text, key: str, where: Location) -> str:
     if len(text) != 1:
         found = f"{key!r} has {len(text)} messages, expected one answer"
         raise BadRecordError(where, found, "put all turns but the last one into 'prompt'")
+    if unsaid := [name for name in (CALLS, THOUGHT) if text[0].get(name)]:
+        found = f"{key!r} has {' and '.join(unsaid)}, and a response of a pair is a text"
+        raise BadRecordError(where, found, "write them into its content, as the model does")
     return text[0]["content"]
 
 
@@ -262,7 +274,7 @@ def _label_studio(
     return {
         "data": data | ({"domain": pair.domain} if pair.domain else {}),
         # Without the right answer, which raters may be shown.
-        "meta": {PAIR: to_row(replace(pair, columns={}))},
+        "meta": {PAIR: to_row(replace(pair, columns=variables_of(pair)))},
         "annotations": [
             {
                 "result": _result(label.choice, label.reason),

@@ -35,8 +35,7 @@ from rlhf_lightning.preferences.annotation.database import StoreError
 from rlhf_lightning.preferences.annotation.server.security import Guard, Identity, Visitor
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.preferences.annotation.store import LabelStore
-from rlhf_lightning.preferences.records import said_in
-from rlhf_lightning.text.messages import Messages
+from rlhf_lightning.preferences.records import turns_of
 
 logger = logging.getLogger(__name__)
 
@@ -267,13 +266,10 @@ def task_values(task: Task) -> dict[str, Any]:
     """Return the values that `pair.html` shows: never a response's source, nor that it is gold."""
     pair = task.pair
     answers = [pair.first, pair.second]
-    messages: Messages = ({"role": "", "content": pair.prompt},)
-    messages = messages if isinstance(pair.prompt, str) else pair.prompt
-    turns = [{"role": message["role"], "content": said_in(message)} for message in messages]
     return {
         "assignment": task.assignment_id,
         "domain": pair.domain,
-        "turns": turns,
+        "turns": [{"role": role, "content": text} for role, text in turns_of(pair)],
         "answers": answers if task.shown_first == "first" else answers[::-1],
         "buttons": BUTTONS,
         "before": answer_of(task.before.choice, task.shown_first) if task.before else None,
