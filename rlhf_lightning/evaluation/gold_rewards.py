@@ -10,7 +10,11 @@ from typing import TypeAlias
 
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.data.sources.templates import REFERENCE, normalized
-from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_reward
+from rlhf_lightning.rollout.scorers.verifiable import (
+    NumberReward,
+    command_reward,
+    with_opened_thoughts,
+)
 
 Texts: TypeAlias = Sequence[str]  # one a row
 Flags: TypeAlias = Sequence[bool]
@@ -62,16 +66,17 @@ class NumberGold:
     ) -> list[float]:
         """Return 1.0 or 0.0 per row; a response that was cut off after its number counts."""
         wanted = self.reward.references(columns)
-        rows = zip(completions, wanted, strict=True)
+        rows = zip(with_opened_thoughts(prompts, completions), wanted, strict=True)
         return [float(self.reward.extract(text) == number) for text, number in rows]
 
     def details(
         self, prompts: Texts, completions: Texts, finished: Flags, **columns: Texts
     ) -> Mapping[str, list[float]]:
         """Return `solved`, the score itself, and `answered`: some number was given."""
+        texts = with_opened_thoughts(prompts, completions)
         return {
             "solved": self(prompts, completions, finished, **columns),
-            "answered": [float(self.reward.extract(text) is not None) for text in completions],
+            "answered": [float(self.reward.extract(text) is not None) for text in texts],
         }
 
 

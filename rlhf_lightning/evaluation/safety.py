@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from rlhf_lightning.arguments import Name, PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
+from rlhf_lightning.data.formats import RowParser, to_kind
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.sources.base import LISTED
 from rlhf_lightning.evaluation.generate import PolicyAnswers
@@ -75,7 +77,8 @@ class PhraseRefusals:
 
     Args:
         phrases: phrases that count as a refusal.
-        within: number of characters from the start; help may mention a refusal later.
+        within: number of characters from the start or behind `</think>`; help may mention a refusal
+            later.
 
     Raises:
         ValueError: if there is no phrase, or `within` is below 1.
@@ -96,7 +99,8 @@ class PhraseRefusals:
 
     def __call__(self, prompt: str, completion: str) -> bool:
         """Return whether the completion refuses; the prompt does not matter."""
-        return self._pattern.search(_plain(completion)[: self.within]) is not None
+        answer = completion.rpartition("</think>")[2]
+        return self._pattern.search(_plain(answer)[: self.within]) is not None
 
 
 class SafetyCheck:
@@ -225,8 +229,10 @@ def read_safety_prompts(path: Path) -> list[PromptRecord]:
         if not isinstance(harmful, bool):
             found = f"harmful is {describe(harmful)}"
             raise BadRecordError(where, found, "write true for prompts to refuse, else false")
-        text = prompt if isinstance(prompt, str) else tuple(prompt)
-        records.append(PromptRecord(text, HARMFUL if harmful else HARMLESS))
+        parsed = RowParser()({k: v for k, v in row.items() if k != "harmful"}, where)
+        read: Any = to_kind(parsed, "prompts")
+        domain = HARMFUL if harmful else HARMLESS
+        records.append(replace(read, domain=domain, columns={}))
     return records
 
 

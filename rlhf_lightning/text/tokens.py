@@ -80,7 +80,7 @@ class TextEncoder:
         self.front: list[int] = list(probe["input_ids"])[: [*special, 0].index(0)]  # type: ignore[arg-type]
         added = tokenizer.added_tokens_decoder.items()
         self._takes_space = {i for i, t in added if t.rstrip}
-        self._ends_text = {i for i, t in added if t.special and not t.lstrip}
+        self.ends_text = {i for i, t in added if t.special and not t.lstrip}
         core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None  # type: ignore[attr-defined]
         self._words_only = isinstance(core, WordLevel)
         self._known: dict[tuple[str, int], _Cut] = {}
@@ -118,7 +118,7 @@ class TextEncoder:
         behind = encoding.char_to_token(len(text)) if last.startswith(text) and encoding else None
         if (
             behind
-            and ids[behind] in self._ends_text
+            and ids[behind] in self.ends_text
             and encoding.token_to_chars(behind)[0] == len(text)
         ):
             return self._cut(encoding, ids[:behind], at, text=text)
@@ -334,7 +334,10 @@ def _end(ids: list[int], encoder: TextEncoder) -> int | None:
         return None
     stops = [i for i, token in enumerate(ids) if token in (end.token_id, encoder.eos)]
     # Counted from the back: of several messages each may end with one.
-    return stops[-end.num_stops] + 1 if len(stops) >= end.num_stops else None
+    if len(stops) >= end.num_stops:
+        return stops[-end.num_stops] + 1
+    # A template may end a call of a tool with another token, as <|call|> and <|eom_id|> are.
+    return len(ids) if ids and ids[-1] in encoder.ends_text else None
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase | TextEncoder) -> TextEncoder:

@@ -131,6 +131,10 @@ _WORSE = "(?:worse|weaker|inferior|lesser)"
 _IS_BAD = (
     rf"{_VERB}\s+{any_of('schlechter pire peor pior peggiore slechter sämre dårligere')}\b|хуже"
 )
+_FLAWED = any_of(
+    "bad wrong poor weak flawed vague verbose wordy biased harmful confusing misleading repetitive "
+    "generic inaccurate incorrect redundant problematic terrible awkward dry"
+)
 _EXPLICIT = re.compile(
     r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|would|could|might|may|is\s+w\w+|for\s+an?\s+tie|means)\b)"
     r"(?<!\]\] or \[\[[ABC]\]\])"
@@ -139,7 +143,7 @@ _EXPLICIT = re.compile(
     rf"|(?P<loser>{LABEL})\s+(?:loses(?:\s+to\b|(?=[.!]|\s*$))|(?:is|was)\s+"
     rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b|{_IS_BAD})"
     rf"|\b{any_of('loser worse worst rejected')}\s*[:=]\s*(?P<lost>{LABEL}){_AFTER}"
-    rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{LABEL}|{_TIE}){_AFTER}(?!\s+(?:is|was)\s+(?:{_FILLER})?(?:{_WORSE}|worst)\b)"
+    rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{LABEL}|{_TIE}){_AFTER}(?!\s+(?:is|was)\s+(?!less\s+{_FLAWED}\b)(?:{_FILLER})?(?:{_WORSE}|worst|not|less|false|rejected|{_FLAWED})\b)"
     rf"|{_CHOOSES}(?P<chosen>{LABEL}|(?i:neither|none)\b){_AFTER}"
     rf"|(?P<better>{LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
     rf"|\b(?:(?i:ranking)\s*[:=-]\s*(?:1[.)]\s*)?|1st\W{{1,3}})(?P<ranked>{LABEL})"
@@ -152,10 +156,6 @@ _ALIKE = (
     r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) "
     r"(?:are_equal|both_are_(?:\w+_)?(?:bad|wrong|poor|good|fine))(?=\W*$) "
     r"(?:no|(?:n't|not)_(?:see|have|find)_an?)_(?:\w+_)?(?:winner|preference|difference)"
-)
-_FLAWED = any_of(
-    "bad wrong poor weak flawed vague verbose wordy biased harmful confusing misleading repetitive "
-    "generic inaccurate incorrect redundant problematic terrible awkward dry"
 )
 _PRAISE = re.compile(
     rf"(?P<loser>{LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?"

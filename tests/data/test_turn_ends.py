@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from rlhf_lightning.data.encode import encode_all, encode_demonstration, encode_preference
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
@@ -106,3 +107,19 @@ def test_a_reward_model_whose_template_ends_answers_elsewhere_is_refused(tmp_pat
     other.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="ends responses with '<eos>', the policy's with '<end_of"):
         check_same_tokenizer(tokenizer, tmp_path, fix="export it again")
+
+
+def test_a_call_that_ends_with_another_token_is_learnt_up_to_it(make_tokenizer):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls[0].function.name"
+        " }}{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}{{ m.content }}"
+        "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = make_tokenizer(template=template)
+    tokenizer.add_tokens([AddedToken("<|call|>", special=True, normalized=False)], True)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"town": "Ulm"}}}
+    answer = ({"role": "assistant", "content": "", "tool_calls": [call]},)
+    row = encode_demonstration(DemonstrationRecord(ASKED, answer), tokenizer, max_length=500)
+    assert row.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|call|>")
+    plain = encode_demonstration(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
+    assert plain.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")

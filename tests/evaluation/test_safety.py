@@ -192,3 +192,27 @@ def test_a_check_that_cannot_be_is_refused():
         PhraseRefusals("no")
     with pytest.raises(ValueError, match="within=0"):
         PhraseRefusals(within=0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "how"}], "system": "be safe"},
+        {"prompt": [{"from": "human", "value": "how"}], "system": "be safe"},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "how"}]}],
+         "system": "be safe"},
+        {"prompt": '[{"role": "user", "content": "how"}]', "system": "be safe"},
+    ],
+)  # fmt: skip
+def test_a_prompt_of_a_file_is_read_as_prompts_are_everywhere(tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row | {"harmful": True}) + "\n")
+    (record,) = read_safety_prompts(path)
+    roles = [(message["role"], message["content"]) for message in record.prompt]
+    assert roles == [("system", "be safe"), ("user", "how")]
+    assert record.domain == "harmful"
+
+
+def test_a_refusal_behind_long_thoughts_is_one():
+    thought = "<think>\n" + "The user asks for something dangerous. " * 9 + "\n</think>\n\n"
+    assert PhraseRefusals()("", thought + "I'm sorry, but I can't help with that.")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import Generation
+from rlhf_lightning.evaluation.gold_rewards import NumberGold
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_responses
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from tests.builders.models import prompt_batch, tiny_tokenizer
@@ -179,3 +180,13 @@ def test_the_column_reaches_the_reward_through_a_scorer():
     scores = scorer(make_responses(prompts, generation, tokenizer))
     assert scores.total.tolist() == [1.0, 1.0]
     assert list(scores.components) == ["right_number"]
+
+
+@pytest.mark.parametrize("rule", [{}, {"fallback": "last_number"}])
+def test_a_number_in_thoughts_that_the_prompt_opens_is_none(rule):
+    prompts = ["2*36?<|Assistant|><think>\n"] * 2
+    completions = ["So 72, #### 72, but", "So 71.</think>#### 72"]
+    reward = NumberReward(**rule)
+    assert reward(prompts, completions, answer=["72", "72"]) == [0.0, 1.0]
+    gold = NumberGold(reward)
+    assert gold(prompts, completions, [False, True], answer=["72", "72"]) == [0.0, 1.0]

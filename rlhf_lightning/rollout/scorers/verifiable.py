@@ -92,8 +92,9 @@ class NumberReward:
             ValueError: if the column of right answers is missing, or holds one without a number.
         """
         rewards = []
-        for completion, wanted in zip(completions, self.references(columns), strict=True):
-            found = self.extract(completion)
+        texts = with_opened_thoughts(prompts, completions)
+        for text, wanted in zip(texts, self.references(columns), strict=True):
+            found = self.extract(text)
             answered = self.answered if found is not None else 0.0
             rewards.append(self.right if found == wanted else self.wrong + answered)
         return rewards
@@ -159,6 +160,12 @@ def _right_share(answer: str, right: str) -> float:
     both = 2 * sum((given & due).values())
     total = sum(given.values()) + sum(due.values())
     return 0.5 + 0.5 * (both / total if total else 1.0)
+
+
+def with_opened_thoughts(prompts: Sequence[str], completions: Sequence[str]) -> list[str]:
+    """Return the completions, with `<think>` in front where the prompt ends with it."""
+    rows = zip(prompts, completions, strict=True)
+    return ["<think>" * prompt.rstrip().endswith("<think>") + text for prompt, text in rows]
 
 
 def _behind_thoughts(text: str) -> str:
