@@ -15,6 +15,7 @@ from textwrap import indent
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 import rlhf_lightning
 from rlhf_lightning.app.build import (
@@ -87,10 +88,13 @@ class Calls:
         if isinstance(value, Node):
             return self._node(value)
         if isinstance(value, Mapping):
-            items = [f"{key!r}: {self.value(inside)}" for key, inside in value.items()]
-            return _bracketed("{", [item.replace("'", '"', 2) for item in items], "}")
+            items = [f"{self.value(key)}: {self.value(inside)}" for key, inside in value.items()]
+            return _bracketed("{", items, "}")
         if isinstance(value, list | tuple):
             return _bracketed("[", [self.value(inside) for inside in value], "]")
+        if isinstance(value, timedelta):
+            self.imports["datetime"].add("timedelta")
+            return f"timedelta(minutes={value / timedelta(minutes=1):g})"
         if isinstance(value, torch.dtype):
             self.imports["torch"].add("")
         elif is_dataclass(value) and not isinstance(value, type):
@@ -100,7 +104,8 @@ class Calls:
             return self.written(self.name(type(value)), **changed)
         elif isinstance(value, Path):
             value = str(value)
-        return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
+        is_plain = isinstance(value, str) and value.isprintable() and not set('"\\') & set(value)
+        return f'"{value}"' if is_plain else repr(value)
 
     def _node(self, node: Node) -> str:
         if node.is_looked_up:
@@ -165,7 +170,9 @@ def as_python(settings: TrainSettings, overrides: Sequence[str]) -> str:
     lines += [f"data = {_data(settings, calls)}", f"trainer = {_trainer(settings, folder, calls)}"]
     lines.append("trainer.fit(module, data)")
     lines += _end(settings, folder, calls)
-    command = " ".join(("python -m rlhf_lightning.train", *overrides))
+    command = " ".join(("python -m rlhf_lightning.train", *overrides)).replace("\\", "\\\\")
+    if command.endswith('"') or '"""' in command:
+        command = command.replace('"', '\\"')
     body = "\n".join(lines)
     if contexts := _contexts(settings, calls):
         body = f"with {', '.join(contexts)}:\n{indent(body, '    ')}"
@@ -194,10 +201,22 @@ def _refuse(settings: TrainSettings) -> None:
     doctor = settings.doctor
     actions = None if doctor is None or not settings.spec.rolls_out else doctor.actions
     ends = "none" if actions is None or actions.on_alarm != "rollback" else "rollback"
-    left = {
+    left: dict[str, tuple[Any, Any]] = {
+        "ckpt_path": (settings.ckpt_path, None),
+        "resume": (settings.resume, "never"),
+        "evaluation.larger_reward_model": (settings.evaluation.larger_reward_model, None),
         "doctor.actions.on_alarm": (ends, "none"),
         "evaluation.skip_special_tokens": (settings.evaluation.skip_special_tokens, skips),
     }
+    if settings.logger.kind == "wandb":
+        for name in ("project", "group", "tags", "mode"):
+            usual = type(settings.logger).model_fields[name].default
+            left[f"logger.{name}"] = (getattr(settings.logger, name), usual)
+    if settings.evaluation.every_n_iterations is not None:  # asked as training asks
+        for name in ("max_new_tokens", "temperature"):
+            asked = getattr(settings.evaluation, name)
+            left[f"evaluation.{name}"] = (asked, getattr(sampling, name, asked))
+        left["evaluation.answers_per_prompt"] = (settings.evaluation.answers_per_prompt, 1)
     for key, (value, usual) in left.items():
         if value != usual:
             raise ConfigError(f"{key}={value} has no argument in Python: run it by rlhf-train")
@@ -308,8 +327,10 @@ def _strategy(settings: TrainSettings, calls: Calls) -> str | None:
     strategy = settings.strategy
     if strategy.name == "auto":
         return None
+    timeout = timedelta(minutes=strategy.timeout_minutes)
     if strategy.name == "ddp":
-        return "ddp"
+        with_it = calls.call(DDPStrategy, timeout=timeout)
+        return with_it if "timeout" in with_it else "ddp"
     return calls.call(
         FSDP2Strategy,
         shard_over=strategy.shard_over,
@@ -317,7 +338,7 @@ def _strategy(settings: TrainSettings, calls: Calls) -> str | None:
         sharded_checkpoints=strategy.checkpoint == "sharded",
         gradient_sync=strategy.gradient_sync or "micro_batch",
         compute_dtype=getattr(torch, strategy.compute_dtype or "float32"),
-        timeout=timedelta(minutes=strategy.timeout_minutes),
+        timeout=timeout,
     )
 
 

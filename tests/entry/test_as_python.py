@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning.app.as_python import as_python
+from rlhf_lightning.app.as_python import Calls, as_python
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.study.words import varied
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
@@ -143,6 +145,43 @@ def test_what_python_cannot_say_is_refused_by_its_key():
         program("+experiment=ppo", "doctor=act")
     with pytest.raises(ConfigError, match=r"evaluation\.skip_special_tokens=True has no argument"):
         program("+experiment=ppo", "evaluation.skip_special_tokens=true")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ckpt_path", "last.ckpt"),
+        ("resume", "auto"),
+        ("evaluation.temperature", "0.5"),
+        ("evaluation.answers_per_prompt", "2"),
+        ("logger.mode", "offline"),
+        ("logger.project", "mine"),
+    ],
+)
+def test_a_setting_that_python_would_drop_is_refused_by_its_key(key, value):
+    more = {"evaluation": ["evaluation.every_n_iterations=1"], "logger": ["logger=wandb"]}
+    words = ["+experiment=ppo", *more.get(key.partition(".")[0], []), f"{key}={value}"]
+    with pytest.raises(ConfigError, match=rf"{key}={value} has no argument in Python"):
+        program(*words)
+
+
+@pytest.mark.parametrize(
+    "marker", ["\\boxed{", "\\underline{", "a\nb", 'say "it"', "it's", "Résultat:", "\\N{x}"]
+)
+def test_every_text_of_a_program_is_the_text_of_the_command(marker):
+    words = ["+experiment=sft", varied("dataset.source.remove", marker)]
+    found = as_python(settings_of("+experiment=sft", "seed=3"), words)
+    compile(found, "program", "exec")
+    assert ast.literal_eval(Calls().value({marker: [marker]})) == {marker: [marker]}
+
+
+def test_the_time_that_ranks_wait_is_in_the_program():
+    run = ("+experiment=ppo", "trainer.devices=2", "trainer.accelerator=cpu")
+    for strategy, name in (("ddp", "DDPStrategy"), ("fsdp", "FSDP2Strategy")):
+        found = program(*run, f"strategy={strategy}", "strategy.timeout_minutes=60")
+        assert f"{name}(" in found
+        assert "timeout=timedelta(minutes=60)" in found
+        assert "from datetime import timedelta" in found
 
 
 def test_the_command_prints_the_program_and_trains_nothing(tmp_path):
