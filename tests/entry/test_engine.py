@@ -14,10 +14,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rlhf_lightning.app.study.engine import ATTEMPTS, Engine, Run, outcome
+from rlhf_lightning.app.study.engine import (
+    ATTEMPTS,
+    Engine,
+    FailedRunError,
+    Run,
+    outcome,
+    recorded,
+)
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
@@ -235,3 +243,49 @@ def test_several_runs_at_a_time_are_all_ended(root: Path) -> None:
     with pytest.raises(RunStoppedError):
         carried_out(root, one, two, jobs=2)
     assert [outcome(run)[0] for run in (one, two)] == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "file"),
+    [
+        ("policy", "their_policy", "their_policy/model.safetensors"),
+        ("policy", "./their_policy", "their_policy/chat_template.jinja"),
+        ("policy", "./their_policy", "their_policy/generation_config.json"),
+        ("policy", "./their_policy", "their_policy/tokenizer_config.json"),
+        ("path", "pairs", "pairs/train.jsonl"),
+        ("function", "my_rewards.score", "my_rewards.py"),
+        ("function", "my_package.mine.score", "my_package/mine.py"),
+        ("function", "my_rewards.py:score", "my_rewards.py"),
+    ],
+)
+def test_what_a_run_is_given_is_known_by_every_name_that_a_setting_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str, file: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "model.safetensors", file.rpartition("/")[2]):
+        path = tmp_path / "their_policy" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("before")
+    run = fake(tmp_path)
+    told = SimpleNamespace(config_hash="x", resolved={"data": {key: value, "name": "their"}})
+    monkeypatch.setattr(Fake, "settings", told)
+    before = run.given()
+    assert before
+    assert run.given() == before
+    (tmp_path / file).write_text("after")
+    assert run.given().keys() == before.keys()
+    assert run.given() != before
+
+
+def test_a_page_that_cannot_be_written_does_not_hide_how_the_runs_ended(root: Path, capsys) -> None:
+    def fails() -> None:
+        raise ValueError("the figures of a run cannot be read")
+
+    told = {"config_hash": "x", "title": "", "kind": "study", "seed": 1}
+    settings: Any = SimpleNamespace(**told, select=lambda key: None)
+    with pytest.raises(FailedRunError, match="what happened"):  # noqa: SIM117
+        with recorded("study", settings, RunFolder(root / "all"), fails):
+            raise FailedRunError("what happened", 1)
+    assert "the page of the study was not written: the figures" in capsys.readouterr().out

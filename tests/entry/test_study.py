@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rlhf_lightning.app.config.commands import StudySettings
 from rlhf_lightning.app.config.compose import choices, conf_dir, register
@@ -19,6 +20,7 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.study.engine import startable
 from rlhf_lightning.app.study.rows import plan
 from rlhf_lightning.app.study.study import arguments, main
+from rlhf_lightning.app.study.words import varied
 from rlhf_lightning.runs.metric_catalog import percent
 from tests.builders.command_lines import environment, overrides_of, settings_of
 
@@ -315,3 +317,15 @@ def test_a_mistake_is_answered_in_one_line_and_makes_no_folder(
 )
 def test_words_behind_a_flag_are_words_of_the_study_too(words: str, read: str) -> None:
     assert arguments(words.split()) == read.split()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Résultat:", "\\boxed{", "a\tb", "it's", "plain", "a b", "", "\\'", "end\\",
+        0.1, True, None, ["é", 2], {"k": ["\\d", {"l": "é"}]},
+    ],
+)  # fmt: skip
+def test_a_value_that_is_varied_is_the_value_of_the_file(value: object) -> None:
+    (read,) = OverridesParser.create().parse_overrides([varied("key", value)])
+    assert read.value() == value

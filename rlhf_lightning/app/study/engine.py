@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.command_line import check_command_line, fail, run_job
+from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings
@@ -42,6 +42,13 @@ LOG = "log.txt"  # of the newest attempt, of runs that do not print to the termi
 STOPPED = (3, 75, 130)  # exit statuses: people have to label, a signal or Ctrl-C stopped it
 _POLL_SECONDS = 0.05
 _SCRIPT = re.compile(r"(.+\.py):\w+")
+_MODULE = re.compile(r"(?!rlhf_lightning\.)\w+(\.\w+)+")
+_MODULE_ENDS = (".py", "/__init__.py")
+# Of a model's folder what is no part of its fingerprint and changes what is learnt or sampled.
+_BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    *("chat_template.*", "vocab.*", "merges.txt", "*.model"),
+)
 # What says where a run writes, and what is not read but where another key refers to it.
 _NOT_READ = ("paths", "hydra", "logger", "callbacks", "run", "model.folder", "model.base")
 
@@ -219,8 +226,8 @@ class Run:
         for key, text in _texts(self.settings.resolved):
             group = key.partition(".")[0]
             read = key in named if group == "artifacts" else not {group, key} & set(_NOT_READ)
-            if read and key != "artifacts.publish" and (digest := _digest_of(text)) is not None:
-                found[key] = digest
+            if read and key != "artifacts.publish":
+                found |= _digests_of(key, text)
         return found
 
     def _made(self) -> dict[str, str] | None:
@@ -250,17 +257,32 @@ def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, node
 
 
-def _digest_of(text: str) -> str | None:
-    """Return the digest of the file, the Python script or the folder that a text names, if any."""
+def _digests_of(key: str, text: str) -> dict[str, str]:
+    """Return the digests of the file, script, module or folder that a text names, if any."""
     path = Path(os.path.expanduser(_SCRIPT.sub(r"\1", text)))
-    if not (os.path.isfile(path) or ("/" in text and os.path.isdir(path))):
-        return None
+    if "function" in key.split(".") and _MODULE.fullmatch(text):
+        path = _file_of(text.rpartition(".")[0])
+    # The names of groups and datasets may be those of folders, too.
+    is_model, is_path = (path / "config.json").is_file(), "path" in key.split(".")
+    if not (path.is_file() or (path.is_dir() and ("/" in text or is_model or is_path))):
+        return {}
     if (path / "summary.json").is_file():  # of a run its records: pages are written again
         path /= "data"
     try:
-        return content_digest(path)
+        found = {key: content_digest(path)}
     except UNREADABLE:
-        return None
+        return {}
+    beside = sorted(file for name in _BESIDE for file in path.glob(name)) if is_model else []
+    if beside:
+        found[f"{key} (texts)"] = " ".join(content_digest(file) for file in beside)
+    return found
+
+
+def _file_of(module: str) -> Path:
+    """Return the file of a module, which is not imported; one that is not there without one."""
+    place = module.replace(".", "/")
+    names = [Path(folder, f"{place}{end}") for folder in ("", *sys.path) for end in _MODULE_ENDS]
+    return next((name for name in names if name.is_file()), Path(f"{place}.py"))
 
 
 def outcome(run: Run) -> tuple[str, str | None]:
@@ -425,7 +447,10 @@ def recorded(
             write_summary(folder, replace(known, status=status, cause=cause))
             raise
         finally:
-            write_page()
+            try:
+                write_page()
+            except (OSError, ValueError) as error:
+                say(f"the page of the {kind} was not written: {error}")
 
 
 @contextmanager

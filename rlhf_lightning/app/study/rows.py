@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import without_unread
 from rlhf_lightning.app.study.engine import Run
-from rlhf_lightning.app.study.words import given, key_of
+from rlhf_lightning.app.study.words import given, key_of, varied
 
 _ROW = "+paths.row"  # folder of what a row makes that others start from
 _MAKING = ("model.from_scratch", "dataset.")  # words that change the models runs start from
@@ -81,7 +80,7 @@ def plan(settings: StudySettings, folder: Path) -> list[PlannedRun]:
     for seed in settings.seeds:
         of_row: dict[str, PlannedRun] = {}  # rows that others start from have one setting
         for name, row in settings.runs.items():
-            choices = ([f"{k}={json.dumps(one)}" for one in row.vary[k]] for k in row.vary)
+            choices = ([varied(k, one) for one in row.vary[k]] for k in row.vary)
             for values in itertools.product(*choices):
                 of_row[name] = _planned(settings, folder, name, values, seed, of_row)
                 runs.append(of_row[name])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_lightning.app.config.compose import primary
@@ -46,6 +47,22 @@ def quoted(text: str) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
     return f"'{escaped}'"
+
+
+def varied(key: str, value: object) -> str:
+    """Return `key=value` as Hydra reads a value of JSON: texts, numbers, lists and mappings."""
+    return f"{key}={_as_json(value)}"
+
+
+def _as_json(value: object) -> str:
+    if isinstance(value, Mapping):
+        items = (f"{key}: {_as_json(one)}" for key, one in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_json, value))}]"
+    written = json.dumps(value)
+    # Hydra knows no escapes of JSON.
+    return quoted(value) if isinstance(value, str) and written != f'"{value}"' else written
 
 
 def given(key: str, value: object) -> str:
