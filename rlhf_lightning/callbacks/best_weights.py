@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from rlhf_lightning.arguments import CountOrZero, Name, checked
@@ -74,8 +74,18 @@ class BestWeights(Callback):
     iteration: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier fit."""
+        """Forget an earlier fit.
+
+        Raises:
+            ValueError: if another callback would put its weights over the best.
+        """
         self.iteration = None
+        for callback in cast(Any, trainer).callbacks:
+            if isinstance(callback, WeightAveraging):
+                raise ValueError(
+                    f"early_stopping ends with the weights of the best checkpoint, and "
+                    f"{type(callback).__name__} would put its average over them: leave one out"
+                )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load them, on every rank, if the last weights are not the best."""

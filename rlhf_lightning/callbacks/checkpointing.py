@@ -35,6 +35,7 @@ from rlhf_lightning.callbacks.iterations import (
     validates,
     validation_follows,
 )
+from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.modules.checkpoint_state import log_changed
@@ -210,6 +211,12 @@ class IterationCheckpoint(Checkpoint):
         self._check_validation(validates(trainer))
         self._saved_at = start = current_iteration(trainer)
         trainer.should_stop = trainer.should_stop or self._stays_stopped(trainer)
+        if start and not isinstance(getattr(trainer, "datamodule", None), RecordDataModule):
+            logger.warning(
+                "the run continues after iteration %d, and its loader may begin at its first batch "
+                "again: give fit(module, datamodule=...) a DataModule of rlhf_lightning",
+                start,
+            )
         self.clock.start()
         self._signals.start()
         if self._dry:

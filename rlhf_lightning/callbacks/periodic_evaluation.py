@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
+from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.compare import comparison_in_training
 from rlhf_lightning.evaluation.generate import GoldReward, side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideResponses
@@ -46,7 +47,7 @@ class PeriodicEvaluation(Callback):
         gold: GoldReward | None = None,
         safety: SafetyCheck | None = None,
     ) -> None:
-        self.comparison = comparison
+        self._given = self.comparison = comparison
         self.every_n_iterations = every_n_iterations
         self._asked: dict[str, Any] = {"num_prompts": num_prompts, "gold": gold, "safety": safety}
         self._baseline: SideResponses | None = None
@@ -56,12 +57,20 @@ class PeriodicEvaluation(Callback):
         """Choose the prompts, where they are not given.
 
         Raises:
+            TypeError: for a module that samples nothing, or data without held-out prompts.
             ValueError: if none is held out.
         """
+        self.comparison, self._baseline, self._names = self._given, None, set()
+        if not isinstance(pl_module, OnPolicyModule):
+            name = type(pl_module).__name__
+            raise TypeError(
+                f"PeriodicEvaluation goes with PPO, GRPO and their relatives: not {name}"
+            )
         if self.comparison is None:
             data: Any = getattr(trainer, "datamodule", None)
-            module = cast(OnPolicyModule, pl_module)
-            self.comparison = comparison_in_training(module, data, **self._asked)
+            if not isinstance(data, RecordDataModule):
+                raise TypeError("PeriodicEvaluation needs fit(module, datamodule=PromptDataModule)")
+            self.comparison = comparison_in_training(pl_module, data, **self._asked)
         if self.comparison is None:
             raise ValueError("PeriodicEvaluation: no prompt of the data is held out")
 

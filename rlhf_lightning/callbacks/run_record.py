@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 
 from rlhf_lightning import hparams
@@ -135,11 +135,17 @@ class RunRecord(Callback):
 
         Args:
             trainer: Trainer of the reward model.
-            metrics: mean and standard deviation of its scores before.
+            metrics: mean and standard deviation of its scores before; of a second call those that
+                the first call left.
         """
         if trainer.is_global_zero and self.folder.summary.is_file():
             summary = read_summary(self.folder)
-            write_summary(self.folder, replace(summary, metrics={**summary.metrics, **metrics}))
+            before, found = summary.metrics, dict(metrics)
+            mean, spread = (before.get(f"reward/sample_{name}") for name in ("mean", "std"))
+            if found and mean is not None and spread is not None:  # of what was shifted before
+                found["reward/sample_mean"] = mean + spread * found["reward/sample_mean"]
+                found["reward/sample_std"] *= spread
+            write_summary(self.folder, replace(summary, metrics={**before, **found}))
             write_report(self.folder)
 
     def on_compare_end(
@@ -325,6 +331,9 @@ class LastCheckpoint(ModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         last = self.folder.last_checkpoint
+        others: list[Any] = cast(Any, trainer).callbacks
+        if not last.exists() and any(isinstance(one, OnExceptionCheckpoint) for one in others):
+            return set()  # with it Lightning asks at every start
         if not last.exists():
             raise FileNotFoundError(
                 f'ckpt_path="last", and there is no checkpoint in {self.folder.checkpoints}: the '

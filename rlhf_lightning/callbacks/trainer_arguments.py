@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import Logger
 
 from rlhf_lightning.arguments import Count, CountOrZero, Line, PathOrName, checked
@@ -93,7 +94,7 @@ def trainer_arguments(
         *_saving(run, saving, early_stopping, keeps=keeps),
         WandbContent(**samples),
         SampleLog(run, **samples),
-        *([ProgressBar(name)] if trainer.get("enable_progress_bar", True) else []),
+        *([ProgressBar(name)] if _shows_progress(given, trainer) else []),
         *(callback for callback in given if not isinstance(callback, PeriodicEvaluation)),
         MetricsLog(run),  # behind all that log; Lightning puts the checkpoints behind it
     ]
@@ -110,6 +111,12 @@ def trainer_arguments(
         "default_root_dir": run.path,
         **trainer,
     }
+
+
+def _shows_progress(given: Sequence[Callback], trainer: Mapping[str, Any]) -> bool:
+    """Return True unless there is none, or one of the user's own: Lightning takes one alone."""
+    own = any(isinstance(callback, AnyProgressBar) for callback in given)
+    return bool(trainer.get("enable_progress_bar", True)) and not own
 
 
 def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> list[Callback]:

@@ -292,6 +292,9 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
     both = (source, data.source)
     rows = [getattr(one, "rows", None) for one in both]
     labels = [getattr(one, "label", None) for one in both]
+    paths: list[Any] = [getattr(one, "path", None) for one in both]
+    if None not in paths:  # one file has several names
+        labels = [str(Path(path).expanduser().resolve()) for path in paths]
     same = rows[0] is rows[1] and labels[0] == labels[1] is not None
     return (data.source, data) if same else (source, None)
 

@@ -189,14 +189,17 @@ def gate_problem(gate: Any) -> str | None:
     if unknown:
         return f"has the unknown key {unknown[0]}: use {', '.join(KEYS)}"
     bounds = [key for key in BOUNDS if gate.get(key) is not None]
-    if not gate.get("metric") or len(bounds) != 1:
+    if gate.get("optional") is not None and not isinstance(gate["optional"], bool):
+        return f"optional={gate['optional']!r} must be true or false"
+    named = isinstance(gate.get("metric"), str) and gate["metric"]
+    if not named or len(bounds) != 1:
         return "needs metric and exactly one of at_least, at_most and above"
     bound = gate[bounds[0]]
     if bounds[0] == "above":
         if not isinstance(bound, str):
             return f"above={bound!r} must be the name of a metric"
     elif not _is_number(bound):
-        return f"{bounds[0]}={bound!r} must be a number"
+        return f"{bounds[0]}={bound!r} must be a number and finite"
     near = gate.get("or_near")
     if near is not None and (
         bounds[0] != "at_least"
@@ -252,4 +255,5 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)

@@ -207,9 +207,18 @@ def trainer_of(module: object) -> Any:
 
 
 def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
-    """Return the longest prompt, at most `wanted`, that leaves room for a response."""
+    """Return the longest prompt, at most `wanted`, that leaves room for a response.
+
+    Raises:
+        ValueError: if no prompt leaves room.
+    """
     limit = max_positions(policy.model)
-    return wanted if limit is None else max(min(wanted, limit - max_new_tokens), 1)
+    if limit is not None and max_new_tokens >= limit:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {limit} positions "
+            "of the policy"
+        )
+    return wanted if limit is None else min(wanted, limit - max_new_tokens)
 
 
 def held_out_comparison(

@@ -37,7 +37,7 @@ from rlhf_lightning.modules.checkpoint_state import (
     load_states,
     save_states,
 )
-from rlhf_lightning.modules.checks import check_data, check_steps, check_trainer
+from rlhf_lightning.modules.checks import check_data, check_module, check_steps, check_trainer
 from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
@@ -253,6 +253,7 @@ class RLHFModule(L.LightningModule):
             tokenizer=self.tokenizer,
             max_new_tokens=self.sampling.max_new_tokens,
         )
+        check_module(self)
         move_models(self, self.roots)
         if not self.training:
             self.train()  # it may be from a checkpoint, with dropout

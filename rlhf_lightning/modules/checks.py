@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -41,6 +41,37 @@ def check_trainer(trainer: L.Trainer, *, num_steps: int) -> None:
     problem = _problem(trainer, num_steps)
     if problem is not None:
         raise ValueError(f"{problem}. trainer_arguments(folder, ...) sets what a stage needs")
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Check that a module has weights to train in fp32, and hyper-parameters for a checkpoint.
+
+    Raises:
+        ValueError: if every weight is frozen, or those to train have 16 bits.
+        TypeError: for a hyper-parameter that no checkpoint can hold, as `save_hyperparameters()`
+            of a subclass keeps them.
+    """
+    dtypes = {weight.dtype for weight in module.parameters() if weight.requires_grad}
+    if not dtypes:
+        raise ValueError("every weight of the module is frozen: call module.unfreeze()")
+    if halves := dtypes & {torch.float16, torch.bfloat16}:
+        raise ValueError(
+            f"the weights to train are {halves.pop()}, and 16 bits lose the small updates of RLHF: "
+            "call module.float(); the Trainer's precision says what is computed in"
+        )
+    if lost := [name for name, value in module.hparams.items() if not _is_plain(value)]:
+        raise TypeError(
+            f"save_hyperparameters kept {', '.join(lost)}, which no checkpoint can hold: use "
+            f"save_hyperparameters(ignore={lost})"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | torch.dtype | torch.Tensor)
 
 
 def check_steps(trainer: Any) -> None:

@@ -67,6 +67,7 @@ from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.rollout.teachers import ModelTeacher, Teacher, TeacherPrompt
 
 
@@ -478,6 +479,12 @@ class OnPolicyModule(RLHFModule):
     def check_kept(
         cls, path: PathOrName, given: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> None:
-        """Check that a reward is known, and that no checkpoint names code; else a ValueError."""
+        """Check that a reward is known, and that no checkpoint names code or a server."""
+        teacher = given.get("teacher")
+        if is_address(teacher) and "teacher" not in changes:
+            raise ValueError(
+                f"{path} was trained with the teacher {teacher}, and no checkpoint sends anything "
+                "to a server: give load_from_checkpoint(path, teacher=...)"
+            )
         check_reward(path, given.get("reward"), is_given="reward" in changes)
         check_objects(path, {key: given.get(key) for key in ("surrogate", "estimator")})

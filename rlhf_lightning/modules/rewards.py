@@ -11,6 +11,7 @@ import lightning as L
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import PathOrName, fitting
+from rlhf_lightning.misfit import shown
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.loading import loading_options, naming_source
 from rlhf_lightning.rollout.scorers.base import (
@@ -78,8 +79,9 @@ def as_scorer(
     if callable(reward) and getattr(type(reward), "forward", 0) is not L.LightningModule.forward:
         return FunctionScorer(reward)
     raise TypeError(
-        f"reward={reward!r} is {type(reward).__name__}: give a function (prompts, completions, "
-        "**columns) -> list of numbers, a scorer, or the folder or hub name of a reward model"
+        f"reward={shown(reward)} is {type(reward).__name__}: give a function (prompts, "
+        "completions, **columns) -> list of numbers, a scorer, or the folder or hub name of a "
+        "reward model"
     )
 
 

@@ -159,3 +159,17 @@ def test_a_ceiling_that_allows_more_than_is_wanted_does_not_raise_the_threshold(
     found = verdict(ACCURACY | {"at_least": 0.5}, accuracy=0.6, label_ceiling=0.87)
     assert found.passed
     assert found.threshold == 0.5
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"),
+    [
+        ({"metric": "val/x", "at_least": 1, "optional": "no"}, "optional='no' must be true or"),
+        ({"metric": "val/x", "at_least": float("nan")}, "must be a number and finite"),
+        ({"metric": "val/x", "at_most": float("inf")}, "must be a number and finite"),
+        ({"metric": 5, "at_least": 1}, "needs metric"),
+    ],
+)
+def test_a_gate_that_says_no_threshold_is_refused(gate, said):
+    with pytest.raises(ValueError, match=said):
+        check_gates({"a": gate}, {})

@@ -1,0 +1,178 @@
+"""What users of Lightning do with a module and a Trainer: twice, in halves, with callbacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+
+from rlhf_lightning import (
+    DemonstrationDataModule,
+    FileSource,
+    PeriodicEvaluation,
+    PolicyGradientModule,
+    PPOHparams,
+    PPOModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    RewardModule,
+    SamplingHparams,
+    SFTModule,
+    compare,
+    normalize_reward_model,
+    trainer_arguments,
+)
+from tests.builders.record_files import write_material
+
+PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
+SHORT = SamplingHparams(max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def below(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [-100.0 - len(text) for text in completions]
+
+
+def ppo(material: dict[str, Path], reward: Any = length) -> PPOModule:
+    return PPOModule.from_pretrained(material["policy"], reward, ppo=PPO, sampling=SHORT)
+
+
+def arguments(folder: Path, **given: Any) -> dict[str, Any]:
+    usual = {"max_iterations": 2, "accelerator": "cpu", "enable_progress_bar": False}
+    return trainer_arguments(folder, **usual | given)
+
+
+def fit_sft(material: dict[str, Path], folder: Path, module: Any = None, **given: Any) -> Any:
+    module = module or SFTModule.from_pretrained(material["policy"])
+    data = DemonstrationDataModule(material["demonstrations"], module.tokenizer, batch_size=4)
+    L.Trainer(**arguments(folder, **given)).fit(module, data)
+    return module
+
+
+@pytest.mark.parametrize("cls", [PPOModule, PolicyGradientModule])
+def test_no_checkpoint_sends_anything_to_a_server_unless_its_reader_names_it(
+    cls, material, tmp_path
+):
+    module = cls.from_pretrained(material["policy"], length, sampling=SHORT)
+    given = {**module.hparams, "teacher": "http://127.0.0.1:9"}
+    torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, teacher="):
+        cls.load_from_checkpoint(tmp_path / "theirs.ckpt", reward=length)
+
+
+def test_the_file_of_training_is_the_same_under_every_name(material, tmp_path, monkeypatch):
+    monkeypatch.chdir(material["prompts"].parent)
+    module = ppo(material)
+    source = FileSource(material["prompts"].name, validation_fraction=0.4, seed=9)
+    data = PromptDataModule(source, module.tokenizer, batch_size=4)
+    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(module, data)
+    told = {"reward": length, "num_prompts": 100, "max_new_tokens": 2}
+    found = [
+        compare(module, material["policy"], one, **told) for one in (data, material["prompts"])
+    ]
+    assert [one.num_prompts for one in found] == [len(data.rows("validation"))] * 2
+    with pytest.raises(ValueError, match="max_new_tokens=90000 leaves no room"):
+        compare(module, material["policy"], data, reward=length, max_new_tokens=90_000)
+
+
+def test_a_loader_that_begins_again_at_a_resume_is_named(material, tmp_path, caplog):
+    module = SFTModule.from_pretrained(material["policy"])
+    for again in (False, True):
+        data = DemonstrationDataModule(
+            material["demonstrations"], module.tokenizer, batch_size=4, num_iterations=4
+        )
+        run = arguments(tmp_path / "run", max_iterations=4 if again else 2)
+        options = {"ckpt_path": "last", "weights_only": True} if again else {}
+        L.Trainer(**run).fit(module, train_dataloaders=data.train_dataloader(), **options)
+        assert ("may begin at its first batch again" in caplog.text) == again
+
+
+def test_no_average_is_put_over_the_best_weights(material, tmp_path):
+    averaging = EMAWeightAveraging(decay=0.5)
+    with pytest.raises(ValueError, match="EMAWeightAveraging would put its average"):
+        fit_sft(material, tmp_path / "run", early_stopping=1, callbacks=averaging)
+
+
+def test_an_evaluation_of_a_second_run_is_one_of_that_run(material, tmp_path):
+    evaluation = PeriodicEvaluation(every_n_iterations=2, num_prompts=4)
+    for name, reward in (("first", length), ("second", below)):
+        module = ppo(material, reward)
+        data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+        L.Trainer(**arguments(tmp_path / name, callbacks=evaluation)).fit(module, data)
+        header, *lines = (tmp_path / name / "metrics.csv").read_text().splitlines()
+        score = dict(zip(header.split(","), lines[-1].split(","), strict=True))
+        assert (float(score["val/baseline_score"]) < 0) == (name == "second")
+    with pytest.raises(TypeError, match="PeriodicEvaluation goes with PPO"):
+        fit_sft(material, tmp_path / "sft", callbacks=evaluation)
+    loader = data.train_dataloader()
+    with pytest.raises(TypeError, match="PeriodicEvaluation needs fit"):
+        L.Trainer(**arguments(tmp_path / "other", callbacks=evaluation)).fit(module, loader)
+
+
+def test_hyper_parameters_that_no_checkpoint_holds_are_refused_before_training(material, tmp_path):
+    class Own(SFTModule):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self.save_hyperparameters()
+
+    with pytest.raises(TypeError, match=r"save_hyperparameters\(ignore=\["):
+        fit_sft(material, tmp_path / "run", Own.from_pretrained(material["policy"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda module: module.half(), r"torch.float16.*module.float\(\)"),
+        (lambda module: module.bfloat16(), "torch.bfloat16"),
+        (lambda module: module.freeze(), r"frozen: call module.unfreeze\(\)"),
+    ],
+)
+def test_weights_that_cannot_be_trained_are_refused(material, tmp_path, change, said):
+    module = SFTModule.from_pretrained(material["policy"])
+    module.configure_model()
+    change(module)
+    with pytest.raises(ValueError, match=said):
+        fit_sft(material, tmp_path / "run", module)
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+def test_a_progress_bar_of_ones_own_takes_the_place_of_ours(tmp_path, bar):
+    own = bar()
+    given = trainer_arguments(tmp_path / "run", max_iterations=1, callbacks=own)
+    assert [c for c in L.Trainer(**given).callbacks if isinstance(c, ProgressBar)] == [own]
+
+
+def test_a_checkpoint_at_an_exception_asks_for_none_at_the_start(material, tmp_path):
+    fit_sft(material, tmp_path / "run", callbacks=OnExceptionCheckpoint(tmp_path / "own"))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
+
+
+def test_a_second_normalization_keeps_what_the_first_one_found(material, tmp_path):
+    module: Any = RewardModule.from_pretrained(material["policy"])
+    data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
+    L.Trainer(**arguments(tmp_path / "run")).fit(module, data)
+    first = normalize_reward_model(module, data, num_samples=32, max_new_tokens=5)
+    again = normalize_reward_model(module, data, num_samples=32, max_new_tokens=5)
+    assert again["reward/sample_std"] == pytest.approx(1, abs=1e-4)
+    kept = json.loads((tmp_path / "run/summary.json").read_text())["metrics"]
+    for name, value in first.items():
+        assert kept[name] == pytest.approx(value, abs=1e-4)
