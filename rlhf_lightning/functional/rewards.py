@@ -5,6 +5,8 @@ Legend: B rows, R padded response tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,12 +32,12 @@ def adjust_scores(
         `[B]`, at least float32.
 
     Raises:
-        ValueError: if `clip` is not positive or `missing_eos_penalty` is negative.
+        ValueError: if a number as `clip` is not positive or `missing_eos_penalty` is negative.
 
     Source: Ziegler et al. 2019, released code, which replaces the score; subtracting keeps the
     order of cut-off responses.
     """
-    if clip is not None and not bool((torch.as_tensor(clip) > 0).all()):
+    if isinstance(clip, int | float) and not clip > 0:  # a tensor would wait for its device
         raise ValueError(f"score_clip={clip} must be positive: use about 5, or None for none")
     if not missing_eos_penalty >= 0:
         raise ValueError(
@@ -44,7 +46,7 @@ def adjust_scores(
         )
     scores = at_least_float32(scores)
     if clip is not None:
-        limit = torch.as_tensor(clip, dtype=scores.dtype, device=scores.device)
+        limit: Any = clip.to(scores) if isinstance(clip, Tensor) else clip
         scores = scores.clamp(-limit, limit)
     return torch.where(has_eos, scores, scores - missing_eos_penalty)
 

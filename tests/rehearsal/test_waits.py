@@ -160,4 +160,4 @@ BUDGETS = {"ppo": (51, 6), "sft": (7, 0)}  # reads and writes
 @pytest.mark.parametrize("stage", BUDGETS)
 def test_an_iteration_stays_in_its_budget(stage):
     found = on_mirror(iterating, stage)
-    assert (found.reads, found.writes) == BUDGETS[stage], found.lines
+    assert (found.reads, found.writes) == BUDGETS[stage], "\n".join(found.lines)
