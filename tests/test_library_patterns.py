@@ -35,6 +35,7 @@ from rlhf_lightning import (
 )
 from tests.builders.record_files import write_material
 
+pytestmark = pytest.mark.thorough
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
 SHORT = SamplingHparams(max_new_tokens=5)
 

@@ -45,13 +45,13 @@ def looped_behind_a_finalizer(seconds):
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_template_without_an_end_is_stopped_by_name(template, monkeypatch):
     monkeypatch.setattr(limits, "SECONDS", 0.5)
-    monkeypatch.setattr(limits, "GIBIBYTES", 0.25)
+    monkeypatch.setattr(limits, "GIBIBYTES", 0.05)
     tokenizer = build_tokenizer(template=ENDLESS[template])
     begun = time.monotonic()
     for render in (lambda: render_chat(MESSAGES, tokenizer), lambda: turn_end(tokenizer)):
         with pytest.raises(TemplateLimitError, match="chat template did not end"):
             render()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60  # to get memory takes long on some virtual machines
     assert "a" in render_chat(MESSAGES, build_tokenizer(template=CHATML))
 
 
