@@ -279,6 +279,16 @@ def test_what_a_run_is_given_is_known_by_every_name_that_a_setting_may_have(
     assert run.given() != before
 
 
+@pytest.mark.parametrize("key", ["template", "function", "path"])
+@pytest.mark.parametrize("text", ["x" * 5000, "x." * 2500 + "y", "a/" * 3000, "a\0b", "~" * 300])
+def test_a_text_that_is_no_path_is_none_at_any_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, text: str
+) -> None:
+    told = SimpleNamespace(config_hash="x", resolved={"data": {key: text}})
+    monkeypatch.setattr(Fake, "settings", told)
+    assert fake(tmp_path).given() == {}
+
+
 def test_a_page_that_cannot_be_written_does_not_hide_how_the_runs_ended(root: Path, capsys) -> None:
     def fails() -> None:
         raise ValueError("the figures of a run cannot be read")

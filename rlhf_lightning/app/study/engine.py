@@ -262,9 +262,10 @@ def _digests_of(key: str, text: str) -> dict[str, str]:
     path = Path(os.path.expanduser(_SCRIPT.sub(r"\1", text)))
     if "function" in key.split(".") and _MODULE.fullmatch(text):
         path = _file_of(text.rpartition(".")[0])
-    # The names of groups and datasets may be those of folders, too.
-    is_model, is_path = (path / "config.json").is_file(), "path" in key.split(".")
-    if not (path.is_file() or (path.is_dir() and ("/" in text or is_model or is_path))):
+    # os.path takes a text of any length for no path. Names of groups may be those of folders, too.
+    is_model, is_path = os.path.isfile(path / "config.json"), "path" in key.split(".")
+    is_folder = os.path.isdir(path) and ("/" in text or is_model or is_path)
+    if not (os.path.isfile(path) or is_folder):
         return {}
     if (path / "summary.json").is_file():  # of a run its records: pages are written again
         path /= "data"
@@ -282,7 +283,7 @@ def _file_of(module: str) -> Path:
     """Return the file of a module, which is not imported; one that is not there without one."""
     place = module.replace(".", "/")
     names = [Path(folder, f"{place}{end}") for folder in ("", *sys.path) for end in _MODULE_ENDS]
-    return next((name for name in names if name.is_file()), Path(f"{place}.py"))
+    return next((name for name in names if os.path.isfile(name)), Path(f"{place}.py"))
 
 
 def outcome(run: Run) -> tuple[str, str | None]:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
         _write_page(folder)
         return passed
 
-    with recorded("pipeline", settings, folder, lambda: _write_page(folder)) as (summary, claim):
+    with recorded("pipeline", settings, folder, partial(write_report, folder)) as (summary, claim):
         about = {"stages": ", ".join(step.name for step in steps)}
         write_summary(folder, replace(summary, about=about))
         Engine(folder, claim, logged=False).run(steps, ends, begins)
