@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -131,8 +132,10 @@ def make_logger(settings: TrainSettings, folder: RunFolder) -> Any:
     return wandb_logger(
         folder,
         project=settings.logger.project,
-        name=f"{settings.name}/{folder.path.name}",
-        group=settings.logger.group or sweep_group(settings.name),
+        name=os.environ.get("WANDB_NAME") or f"{settings.name}/{folder.path.name}",
+        group=settings.logger.group
+        or os.environ.get("WANDB_RUN_GROUP")
+        or sweep_group(settings.name),
         tags=settings.logger.tags,
         config=config,
         mode=settings.logger.mode,

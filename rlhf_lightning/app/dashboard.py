@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,17 @@ def run(settings: DashboardSettings) -> list[str]:
         ConfigError: if a run has no id, or no login is found.
     """
     runs = [run_id_of(str(name)) for name in settings.compare]
+    entity = settings.entity or os.environ.get("WANDB_ENTITY")
+    project = settings.project or os.environ.get("WANDB_PROJECT") or "rlhf_lightning"
     if settings.action == "print":
         # Without a login the user's name is unknown; the layout does not depend on it.
-        made = make_workspace(settings.entity or "entity", settings.project, settings.name)
+        made = make_workspace(entity or "entity", project, settings.name)
         return [json.dumps(made._to_model().model_dump(by_alias=True), default=str, indent=2)]
     require_login()
-    entity = settings.entity or default_entity()
-    places = [str(make_workspace(entity, settings.project, settings.name).save().url)]
+    entity = entity or default_entity()
+    places = [str(make_workspace(entity, project, settings.name).save().url)]
     if runs:
-        places.append(str(make_report(entity, settings.project, runs).save().url))
+        places.append(str(make_report(entity, project, runs).save().url))
     return places
 
 

@@ -24,11 +24,16 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 MODES = ("auto", "online", "offline", "disabled")
+PROJECT = "rlhf_lightning"
+_YES = ("1", "true", "yes", "on")
 
 
 def choose_mode(mode: Mode) -> str:
     """Return the mode to use, without a network and without a prompt."""
     wanted = os.environ.get("WANDB_MODE", "online") if mode == "auto" else mode
+    # A variable of transformers, which wandb itself does not know.
+    if mode == "auto" and os.environ.get("WANDB_DISABLED", "").lower() in _YES:
+        wanted = "disabled"
     if wanted not in ("online", "shared", "run") or is_logged_in():
         return wanted
     if mode == "online":
@@ -193,10 +198,10 @@ class IterationWandbLogger(WandbLogger):
 def wandb_logger(
     folder: RunFolder,
     *,
-    project: str = "rlhf_lightning",
+    project: str | None = None,
     name: str | None = None,
     group: str | None = None,
-    tags: Sequence[str] = (),
+    tags: Sequence[str] | None = None,
     config: Mapping[str, Any] | None = None,
     mode: Mode = "auto",
 ) -> IterationWandbLogger:
@@ -206,12 +211,12 @@ def wandb_logger(
         folder: the run folder; it keeps the id of the W&B run, so that a resumed run continues the
             same one: online the curves continue, offline there is a second segment with the same
             id.
-        project: name of the W&B project.
-        name: display name, the name of the run folder by default.
-        group: name of the W&B group.
-        tags: tags of the W&B run.
+        project: name of the W&B project; None for `WANDB_PROJECT`, or `rlhf_lightning`.
+        name: display name; None for `WANDB_NAME`, or the name of the run folder.
+        group: name of the W&B group; None for `WANDB_RUN_GROUP`.
+        tags: tags of the W&B run; None for `WANDB_TAGS`, which commas separate.
         config: the configuration as plain values.
-        mode: `auto` is online with a login and if `WANDB_MODE` does not say
+        mode: `auto` is online with a login and if neither `WANDB_MODE` nor `WANDB_DISABLED` says
             otherwise, else offline; `online` without a key is offline with a warning.
 
     Raises:
@@ -227,10 +232,10 @@ def wandb_logger(
     kept = id_file.read_text("utf-8").strip() if id_file.is_file() else None
     return IterationWandbLogger(
         id_file,
-        project=project,
-        name=name or folder.name,
+        project=project or os.environ.get("WANDB_PROJECT") or PROJECT,
+        name=name or os.environ.get("WANDB_NAME") or folder.name,
         group=group,
-        tags=list(tags),
+        tags=tags if tags is None else list(tags),
         config=dict(config or {}),
         save_dir=str(folder.path),
         id=given or kept,

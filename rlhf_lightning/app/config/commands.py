@@ -424,7 +424,7 @@ class DashboardSettings(CommandSettings):
     """Settings of `rlhf-dashboard`: a project's workspace in Weights & Biases."""
 
     action: Literal["save", "print"] = "save"
-    project: str
+    project: str | None = None
     entity: str | None = None
     name: str
     compare: list[str | int] = Field(default_factory=list)

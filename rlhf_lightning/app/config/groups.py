@@ -250,14 +250,16 @@ class LoggerSettings(Settings):
     """The destination of metrics in addition to `metrics.csv`."""
 
     kind: Literal["none", "csv", "tensorboard", "wandb"] = "none"
-    project: str = "rlhf_lightning"
+    project: str | None = None
     group: str | None = None
-    tags: list[str] = []
+    tags: list[str] | None = None
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
 
     @field_validator("project")
     @classmethod
-    def _is_a_name(cls, project: str) -> str:
+    def _is_a_name(cls, project: str | None) -> str | None:
+        if project is None:
+            return None
         if not project or set(project) & set("/\\#?%:") or ".." in project:
             raise ValueError(f"={project!r} must be a name without / \\ # ? % : or ..")
         return project
