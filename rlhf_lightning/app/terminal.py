@@ -88,7 +88,6 @@ def outlast_terminal() -> None:
             io.BufferedWriter(_Lasting(descriptor)),
             encoding=getattr(stream, "encoding", "utf-8"),
             errors="replace" if descriptor == 1 else "backslashreplace",
-            line_buffering=getattr(stream, "line_buffering", True),
-            write_through=getattr(stream, "write_through", False),
+            line_buffering=True,  # in one order with the other stream and with child processes
         )
         setattr(sys, name, lasting)

@@ -65,6 +65,22 @@ def test_a_program_does_its_work_whatever_its_terminal_takes(tmp_path, terminal)
         assert lines[0] in ("a ? b 0", "a · b 0", "a Â· b 0")
 
 
+@pytest.mark.parametrize("extra", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["as it is", "unbuffered"])
+def test_lines_are_seen_at_once_and_in_order_with_errors_and_child_processes(tmp_path, extra):
+    program = (
+        "import subprocess, sys\n"
+        "from rlhf_lightning.app.terminal import outlast_terminal\n"
+        "outlast_terminal()\n"
+        "print('first')\n"
+        "print('second', file=sys.stderr)\n"
+        "print('third')\n"
+        "subprocess.run([sys.executable, '-c', 'print(\"fourth\")'], check=True)\n"
+        "print('fifth')"
+    )
+    assert to_shell("RUN > out 2>&1", [sys.executable, "-c", program], tmp_path, extra) == 0
+    assert (tmp_path / "out").read_text().split() == ["first", "second", "third", "fourth", "fifth"]
+
+
 def test_a_terminal_that_is_closed_in_the_middle_is_written_to_no_more(tmp_path):
     ours, theirs = os.openpty()
     process = subprocess.Popen(
