@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
+from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache, cache_argument
 from rlhf_lightning.rollout.noise import sample_unchecked
 
 
@@ -181,9 +181,9 @@ class Phases:
                     input_ids=ids,
                     attention_mask=mask,
                     position_ids=ids,
-                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
+                    **cache_argument(network, cache),
                 )
                 sample_unchecked(output.logits[:, -1], uniform, temperature=1.0)
             return counting

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from rlhf_lightning.models.forward import equal_widths
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
@@ -47,6 +49,29 @@ def test_temperature_0_takes_the_most_likely_token(engine, model_type):
             with torch.no_grad():
                 ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
         assert got[row] == ids[len(prompt) :], row
+
+
+class NewName(LlamaForCausalLM):
+    def forward(self, input_ids, cache=None, **options):
+        return super().forward(input_ids, **{OWN_NAME: cache}, **options)
+
+
+class OldName(LlamaForCausalLM):
+    def forward(self, input_ids, past_key_values=None, **options):
+        return super().forward(input_ids, **{OWN_NAME: past_key_values}, **options)
+
+
+# transformers 5.24 renamed it; code beside a model's weights may have either
+names = inspect.signature(LlamaForCausalLM.forward).parameters
+OWN_NAME = next(name for name in ("cache", "past_key_values") if name in names)
+
+
+@pytest.mark.parametrize("renamed", [NewName, OldName])
+def test_the_cache_goes_by_the_name_that_the_models_forward_has(renamed):
+    model = tiny()
+    expected = without_cache(model, ROWS)
+    model.__class__ = renamed
+    assert generated(model, prompt_batch(ROWS)) == expected
 
 
 def test_a_row_that_ended_is_never_computed_again():

@@ -33,7 +33,7 @@ from rlhf_lightning.app.memory_plan.tracker import (
     Tracker,
 )
 from rlhf_lightning.models.heads import HeadLogits, PolicyModel, ScalarHeadModel, Teaching
-from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
+from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache, cache_argument
 from rlhf_lightning.rollout.noise import sample_unchecked
 
 Peaks = Mapping[str, Bytes]  # segment -> category -> bytes
@@ -324,9 +324,9 @@ def _generation_step(network: Any, cache: Any, rows: int, *, past: int, length: 
         input_ids=torch.zeros(rows, length, dtype=torch.long),
         attention_mask=torch.ones(rows, past + length, dtype=torch.long),
         position_ids=torch.zeros(rows, length, dtype=torch.long),
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **cache_argument(network, cache),
     )
     return output.logits[:, -1]  # type: ignore[no-any-return]
 

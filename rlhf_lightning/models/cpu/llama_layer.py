@@ -90,7 +90,7 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
             and _compute_dtype(hidden_states) in (torch.float32, torch.bfloat16)
             and 1 < max(options.get("row_lengths", (hidden_states.shape[1],))) <= LONGEST
             and ("row_lengths" in options or options.get("attention_mask") is None)
-            and options.get("past_key_values") is None
+            and options.get("cache", options.get("past_key_values")) is None  # 5.24's name, older
             and options.get("position_embeddings") is not None
             and attention.config._attn_implementation == NAME
             and attention.config.hidden_act == "silu"

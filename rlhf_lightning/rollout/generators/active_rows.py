@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.forward import equal_widths
-from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
+from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache, cache_argument
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class RunningRows:
             max_columns=self.width + max_new_tokens,
             widened=widened,
         )
+        self.cache_argument = cache_argument(model, self.cache)
 
     def read_prompts(self) -> Tensor:
         """Return `[A, V]` logits of the first response tokens."""
@@ -153,9 +154,9 @@ class RunningRows:
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=(self.columns[end:end_after] - first).clamp(min=0),
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **self.cache_argument,
         )
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -6,6 +6,7 @@ Legend: S slots (rows the cache has room for), A rows in use, H key-value heads,
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -166,6 +167,16 @@ class InPlaceCache(Cache):
         """Copy slots `source` into slots `target`."""
         for layer in self.in_place:
             layer.copy_rows(source, target)
+
+
+def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
+    """Return `cache` under the name that the forward of `model` has for it.
+
+    The name is `cache` from transformers 5.24 on and `past_key_values` before; a model with code of
+    its own may have either.
+    """
+    named = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if named else "past_key_values": cache}
 
 
 def _in_place(layer: Any, *, widened: bool) -> Any:
