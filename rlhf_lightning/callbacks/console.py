@@ -22,7 +22,7 @@ from rich.text import Text
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
 from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, from_here
 from rlhf_lightning.runs.metric_catalog import duration, quantity
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
@@ -295,13 +295,7 @@ def _print_place(name: str, path: Path, console: Console) -> None:
 
     A terminal that is too narrow wraps such a line itself, and copies it as one.
     """
-    console.print(Text.assemble((f"{name:<16}", "dim"), _from_here(path)), soft_wrap=True)
-
-
-def _from_here(path: Path) -> str:
-    """Return a path as short as it can be typed: below the working folder without that folder."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    console.print(Text.assemble((f"{name:<16}", "dim"), from_here(path)), soft_wrap=True)
 
 
 def _grid() -> Table:

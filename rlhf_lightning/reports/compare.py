@@ -141,6 +141,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         ends=ends,
         facts=about_all(runs),
         intervals=any(ends(run.metrics, name) for run in runs for name in columns),
+        exported=next((run for run in runs if run.folder.export.is_dir()), None),
         frontier=_frontier_chart(runs),
         curves=curves,
         more_curves=more,

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from rlhf_lightning.runs.folder import from_here
 from rlhf_lightning.runs.metric_catalog import counted, duration, number, percent
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -44,6 +45,7 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters |= {
     "counted": counted,
     "duration": duration,
+    "from_here": from_here,
     "number": number,
     "percent": percent,
 }

@@ -86,6 +86,12 @@ class RunFolder:
         return self
 
 
+def from_here(path: Path) -> str:
+    """Return a path as short as it can be typed: below the working folder without that folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 class MetricsAppender:
     """Append rows to `metrics.csv`, one an iteration, each flushed when it is written.
 

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, open_dict
 from rlhf_lightning.app.collect import _start
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.run_claim import ClaimFolder
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.sweep import finish_sweep, should_continue
 from rlhf_lightning.app.train import _where_to_start
@@ -70,6 +71,28 @@ def test_a_sweep_goes_on_after_an_error_but_not_after_a_stop_or_among_ranks(job)
         assert not goes(refused, {name: "0"})
     HydraConfig.instance().cfg = None  # a single run
     assert not goes(refused, {})
+
+
+@pytest.mark.parametrize(
+    ("entry", "asked", "publishes"),
+    [
+        ("train", ["+experiment=sft"], False),
+        ("train", ["+experiment=sft", "artifacts.publish=mine"], True),
+        ("train", ["+experiment=sft", "paths.publish=true"], True),
+        ("collect", ["annotator=demo"], False),
+    ],
+)
+def test_the_jobs_of_a_sweep_publish_nothing_unless_it_says_where(
+    job, tmp_path, entry, asked, publishes
+):
+    HydraConfig.instance().cfg = None
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        words = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={tmp_path}/sweep"]
+        cfg = compose(entry, [*words, *asked], return_hydra_config=True)
+    ClaimFolder().on_multirun_start(cfg)
+    settings = settings_of(*cfg.hydra.overrides.task, entry=entry)
+    assert settings.artifacts.publish is not None
+    assert settings.paths.publish is publishes
 
 
 def unfinished(folder: Path, digest: str) -> RunFolder:
@@ -143,7 +166,6 @@ def test_a_job_that_fails_does_not_stop_a_sweep_which_ends_in_one_page(tmp_path,
         [
             *(sys.executable, "-m", "rlhf_lightning.train", "-m", "+experiment=base", *SMALL),
             "module.sft.learning_rate=-1,0.001,0.002",
-            "artifacts.publish=null",
             "hydra.sweep.dir=outputs/multirun/rates",
             f"launcher={launcher}",
         ],
@@ -163,6 +185,7 @@ def test_a_job_that_fails_does_not_stop_a_sweep_which_ends_in_one_page(tmp_path,
     assert statuses == ["failed", "completed", "completed"]
     page = (sweep / "comparison.html").read_text()
     assert all(f"learning_rate={value}" in page for value in ("-1", "0.001", "0.002"))
+    assert not (tmp_path / "artifacts").exists(), "the last job would be what the next stage loads"
     assert f"comparison of the 3 jobs: {Path('outputs/multirun/rates/comparison.html')}" in (
         done.stdout
     )

@@ -64,6 +64,16 @@ def test_a_setting_that_changes_no_figure_names_no_run(tmp_path):
     assert "callbacks.checkpoint.every_n_iterations" in page, "it is told among what differs"
 
 
+def test_the_page_says_how_the_next_stage_starts_from_one_of_the_runs(tmp_path, monkeypatch):
+    folders = sweep(tmp_path / "multirun")
+    assert "artifacts." not in render_comparison(folders)
+    folders[1].export.mkdir()
+    monkeypatch.chdir(tmp_path)
+    page = render_comparison(folders)
+    assert "artifacts.ppo=multirun/1/export</code>" in page
+    assert "jobs of a sweep publish none, unless" in page
+
+
 def test_the_frontier_keeps_what_nothing_beats_in_both():
     points = [(0.1, 0.7), (0.2, 0.83), (0.3, 0.8), (0.4, 0.84), (0.1, 0.6)]
     assert frontier(points) == [(0.1, 0.7), (0.2, 0.83), (0.4, 0.84)]

@@ -33,6 +33,7 @@ from rlhf_lightning.runs.taken import (
 )
 
 _FOLDER = "${hydra.runtime.output_dir}"  # of a run, as Hydra's settings write it
+_PUBLISHING = ("artifacts.publish", "paths.publish")
 _NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
 
 
@@ -47,7 +48,15 @@ class ClaimFolder(Callback):
         self._take(config, "run")
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
-        """Take the folder of a sweep, for as long as it lasts."""
+        """Take the folder of a sweep, for as long as it lasts.
+
+        Its jobs publish nothing, unless it says where or that they do: each would replace what the
+        one before it has made, and the next stage start from the last one.
+        """
+        given = [*config.hydra.overrides.task, *(config.hydra.sweeper.get("params") or {})]
+        named = any(word.lstrip("+").startswith(_PUBLISHING) for word in given)
+        if "publish" in config.get("artifacts", {}) and not named:
+            config.hydra.overrides.task.append("paths.publish=false")
         self._take(config, "sweep")
 
     def _take(self, config: Any, kind: str) -> None:
