@@ -109,7 +109,8 @@ def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyMo
     """
     if (held := start_in_memory(parts.module)) is not None:
         return held
-    policy = frozen(load_policy(str(settings.start), **settings.model.origin))
+    with parts.trainer.strategy.root_device:
+        policy = frozen(load_policy(str(settings.start), **settings.model.origin))
     if (source := parts.module.source) is not None:
         source.check()  # behind the load: it may take minutes
     round_frozen_weights(policy.model, settings.compute_precision)

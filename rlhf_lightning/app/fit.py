@@ -6,6 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.failures import watch_children
 from rlhf_lightning.app.stages.spec import TrainingComponents
@@ -15,6 +18,20 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary
 
 logger = logging.getLogger(__name__)
+
+
+class DropsOptimizerState(Checkpoint):
+    """Drops gradients and optimizer state when training has ended.
+
+    Lightning would move the state to host memory, twice the size of the trained weights. It is a
+    checkpoint callback because Lightning calls those last: what they save has the state.
+    """
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop them."""
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.state.clear()
 
 
 def fit(
@@ -59,6 +76,8 @@ def doctor_of(trainer: Any) -> Doctor | None:
 
 
 def _fit_once(parts: TrainingComponents, checkpoint: Path | None) -> None:
+    callbacks: list[Any] = parts.trainer.callbacks
+    callbacks.append(DropsOptimizerState())
     try:
         parts.trainer.fit(
             parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True

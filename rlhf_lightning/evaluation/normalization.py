@@ -117,9 +117,10 @@ def normalize_reward_model(
     trained, tokenizer = cast(Any, module.model), cast(Any, module.tokenizer)
     start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
     policy = start_in_memory(module)
-    if policy is None:
-        policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
     trainer, device, precision = _trained_by(module)
+    if policy is None:
+        with device:
+            policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
     with precision:
         found = fold_normalization(
             trained.to(device),

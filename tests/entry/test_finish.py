@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from rlhf_lightning.app import build, train
 from rlhf_lightning.distributed.launch import PREFIX
@@ -33,6 +34,22 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
         False,
         True,
     ]
+
+
+def test_the_optimizer_s_state_is_saved_and_dropped_before_it_would_reach_host_memory(
+    start, tmp_path, monkeypatch
+):
+    found, move_to_host = [], SingleDeviceStrategy.teardown
+
+    def noted(strategy):
+        found.append([len(optimizer.state) for optimizer in strategy.optimizers])
+        move_to_host(strategy)
+
+    monkeypatch.setattr(SingleDeviceStrategy, "teardown", noted)
+    folder = completed(tmp_path / "run", "sft", start, "evaluation.num_prompts=4")
+    assert found[0] == [0]  # of `fit`; the others are of evaluations
+    (saved,) = torch.load(folder.last_checkpoint, weights_only=True)["optimizer_states"]
+    assert len(saved["state"]) > 3
 
 
 def agreed():

@@ -80,8 +80,10 @@ def _larger_model(settings: TrainSettings, parts: TrainingComponents) -> dict[st
         return {}
     fix = "train it on the same policy's tokenizer"
     check_same_tokenizer(parts.tokenizer, source, fix=fix)
+    with parts.trainer.strategy.root_device:
+        model = frozen(load_scalar_model(source))
     scored = score_pairs(
-        placed(parts, frozen(load_scalar_model(source))),
+        model,
         rows,
         batch_size=settings.evaluation.batch_size,
         pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
