@@ -221,7 +221,7 @@ def places_of_models(policy: Path, folder: Path) -> dict[str, set[str]]:
 @pytest.mark.thorough
 def test_models_are_read_straight_to_the_device_of_the_trainer(material, tmp_path):
     places = on_mirror(places_of_models, material["policy"], tmp_path)
-    assert places == dict.fromkeys(("policy", "reference", "value"), {"mirror"})
+    assert places == {key: {"mirror"} for key in ("policy", "reference", "value")}
 
 
 RESTORED = {"sft": SFTModule, "reward": RewardModule, "dpo": DPOModule}
