@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    pipeline,
 )
 
 from rlhf_lightning.distributed.collectives import full_state
@@ -37,6 +38,7 @@ from tests.builders.models import (
     tiny_tokenizer,
 )
 from tests.builders.tokenizers import CHATML, build_tokenizer
+from tests.rollout.reward_models import scored, text_answers
 
 TEXTS = ["w5 w6 w7 w8 w9 <eos>", "w10 <eos>", "w11 w12 w5 <eos>", "w30 w31 w32 w33 w34 w35 <eos>"]
 CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -113,6 +115,36 @@ def test_the_exported_tokenizer_differs_from_the_policys_in_the_pad_token_alone(
     assert extra == {(ADDED, VOCABULARY)}
     assert exported(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
     assert tokenizer.pad_token == "<eos>", "the tokenizer of the run must stay as it is"
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_pipeline_gives_the_score_without_a_sigmoid_and_without_the_offset(batch_size, tmp_path):
+    model, tokenizer = tiny_scalar_model("llama", bias=0.3), tiny_tokenizer(pad_is_eos=True)
+    model.normalize(0.4, 0.01)
+    export_reward(model, tokenizer, tmp_path)
+    classify = pipeline("text-classification", str(tmp_path))
+    found = [each["score"] for each in classify(TEXTS, batch_size=batch_size)]
+    expected = our_scores(model, tokenizer)
+    assert expected.abs().max() > 1, "a probability is within 0 and 1"
+    offset = classify.model.config.reward_offset
+    torch.testing.assert_close(torch.tensor(found) + offset, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_exports_with_and_without_the_type_of_problem_have_the_same_scores_here(tmp_path):
+    model, tokenizer = tiny_scalar_model("llama", bias=0.3), tiny_tokenizer(pad_is_eos=True)
+    export_reward(model, tokenizer, tmp_path)
+    expected = our_scores(model, tokenizer)
+    file = tmp_path / "config.json"
+    new = json.loads(file.read_text())
+    old = {k: v for k, v in new.items() if k not in ("problem_type", "sentence_transformers")}
+    assert len(new) == len(old) + 2
+    responses = text_answers([text.removesuffix(" <eos>") for text in TEXTS], [""] * len(TEXTS))
+    for config in (new, old):
+        file.write_text(json.dumps(config))
+        assert torch.equal(our_scores(load_scalar_model(tmp_path), tokenizer), expected)
+        for output in (None, "log_odds", "logit"):
+            found = scored(tmp_path, responses, output=output).total
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def with_special(*tokens: str) -> Any:

@@ -191,6 +191,40 @@ def test_labels_that_are_true_or_false_each_by_itself_do_not_compete(tmp_path):
     close(scored(folder, answers, label=2, output="probability").total, logits[:, 2].sigmoid())
 
 
+RATINGS = ("helpfulness", "correctness", "verbosity")
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama"])
+def test_of_several_ratings_the_output_of_the_named_one_is_the_reward(model_type, tmp_path):
+    folder = save_reward_model(
+        tmp_path,
+        model_type,
+        num_labels=3,
+        problem_type="regression",
+        id2label=dict(enumerate(RATINGS)),
+    )
+    words = model_type == "bert"
+    prompts, completions = (WORDS, ANSWERS) if words else (PROMPTS, COMPLETIONS)
+    texts = [p + c + ("" if words else EOS) for p, c in zip(prompts, completions, strict=True)]
+    answers = text_answers(prompts, completions)
+    logits = torch.stack([plain_logits(folder, ids_of(folder, text)) for text in texts])
+    for label in ("correctness", 1):
+        close(scored(folder, answers, label=label).total, logits[:, 1])
+    close(scored(folder, answers, label=1, output="logit").total, logits[:, 1])
+    for output in ("log_odds", "probability"):
+        with pytest.raises(ValueError, match=rf"scorer\.output={output}: the 3 labels .*=logit"):
+            built(folder, label=1, output=output)
+
+
+def test_several_labels_of_an_unknown_kind_name_the_way_to_read_ratings(tmp_path, caplog):
+    folder = save_reward_model(tmp_path, "llama", num_labels=3)
+    with caplog.at_level(logging.WARNING):
+        built(folder, label=1, output="log_odds")
+        assert "scorer.output=logit" not in caplog.text
+        built(folder, label=1)
+    assert "scorer.output=logit" in caplog.text
+
+
 @pytest.mark.parametrize("label", [None, "nice", 2])
 def test_several_labels_need_the_one_that_is_rewarded(label, tmp_path):
     folder = save_reward_model(tmp_path, "bert", num_labels=2, **LABELS)

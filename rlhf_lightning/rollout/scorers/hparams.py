@@ -38,7 +38,8 @@ class TextRewardModelHparams(Checked):
         max_length: longest text in tokens; None is the model's and the tokenizer's own limit.
         label: name or index of the label that is rewarded; needed if there are several.
         output: `log_odds` of the label against all others, its `logit`, or its `probability`. Of a
-            model with one label, log_odds is the logit.
+            model with one label, log_odds is the logit. None is `logit` where the labels are
+            ratings (`problem_type` "regression"), which have no odds, else `log_odds`.
         mean, std: the score is (output - mean) / std; 0 and 1 are those of the model's config.json,
             where it has them (OpenRLHF).
         dtype: dtype of the weights: float32, bfloat16, or auto, which keeps that of the checkpoint.
@@ -50,7 +51,7 @@ class TextRewardModelHparams(Checked):
     ending: Literal["eos", "template", "none"] | None = None
     max_length: Annotated[int, Field(ge=2)] | None = None
     label: Name | CountOrZero | None = None
-    output: Literal["log_odds", "logit", "probability"] = "log_odds"
+    output: Literal["log_odds", "logit", "probability"] | None = None
     mean: float = 0.0
     std: Above0 = 1.0
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"

@@ -97,6 +97,7 @@ class TextRewardModelScorer:
         if self.model is None:
             self.tokenizer, model = _load(self.source, self)
             self.label = label_index(model, self.hparams.label)
+            self.output = self._output(model)
             self._take_over_normalization(model)
             limit = longest_input(self.tokenizer, model, self.hparams.max_length)
             self.encode = self._encoder(model, limit)
@@ -104,6 +105,27 @@ class TextRewardModelScorer:
             self.pad_left = from_rank_zero(partial(reads_padding_on_left, model, self.pad_id))
             self.model = place_on_ranks(model, frozen=True)
         return [self.model]
+
+    def _output(self, model: SequenceClassifier) -> str:
+        """Return what is rewarded: by default the logit of a regression, else log-odds."""
+        config, output = model.model.config, self.hparams.output
+        if config.num_labels == 1 or config.problem_type != "regression":
+            if output is None and config.num_labels > 2 and config.problem_type is None:
+                logger.warning(
+                    "the score of %s is the log-odds of label %s against its other %d labels: if "
+                    "each label is a rating of its own, set scorer.output=logit",
+                    self.source,
+                    config.id2label[self.label],
+                    config.num_labels - 1,
+                )
+            return output or "log_odds"
+        if output in (None, "logit"):
+            return "logit"
+        raise ValueError(
+            f"scorer.output={output}: the {config.num_labels} labels of {self.source} are ratings "
+            "(problem_type=regression in its config.json) and not classes with odds: use "
+            "scorer.output=logit, or leave it out"
+        )
 
     def _take_over_normalization(self, model: SequenceClassifier) -> None:
         own = reward_normalization(model.model.config, self.source)
@@ -139,7 +161,7 @@ class TextRewardModelScorer:
 
         (logits,) = by_micro_batch(logits_of, mask, self.hparams.micro_batch_size, agree=agreed_max)
         reward = rewarded(
-            logits, self.label, self.hparams.output, independent=has_independent_labels(model)
+            logits, self.label, self.output, independent=has_independent_labels(model)
         )
         over_long = torch.tensor([float(row.over_long) for row in rows], device=device)
         self._report(int(over_long.sum()))
