@@ -295,6 +295,7 @@ class RolloutBatch(TensorBatch):
         teacher_states: `[B, R, H]` last hidden states of the teacher before token t; None unless
             its whole distributions are learnt.
         has_reward: False where the scorer says that its scores are no reward.
+        group_size: rows of each prompt in the whole rollout; None counts those of the first one.
     """
 
     sequences: Tensor
@@ -321,11 +322,15 @@ class RolloutBatch(TensorBatch):
     teacher_logprobs: Tensor | None = None
     teacher_states: Tensor | None = None
     has_reward: bool = True
+    group_size: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
         if self.group_ids is None:
             object.__setattr__(self, "group_ids", self.row_ids)
+        if self.group_size is None:
+            count = int((self.group_ids == self.group_ids[:1]).sum())
+            object.__setattr__(self, "group_size", count)
         if self.scored is None:
             object.__setattr__(self, "scored", torch.ones_like(self.row_ids, dtype=torch.bool))
         rows, response = self.response_mask.shape
@@ -362,10 +367,26 @@ class RolloutBatch(TensorBatch):
         """`[B, R]` response ids; what stands off `response_mask` is padding."""
         return self.sequences[:, self.prompt_length :]
 
-    @property
-    def group_size(self) -> int:
-        """Rows of each prompt."""
-        return int((self.group_ids == self.group_ids[0]).sum())
+    def by_group(self, values: Tensor) -> Tensor:
+        """Return values of the rows, `[B, ...]`, as `[B / group_size, group_size, ...]`.
+
+        Raises:
+            ValueError: if a prompt has one response, or these rows are not whole groups, the rows
+                of each next to each other.
+        """
+        size, ids = self.group_size, self.group_ids
+        if size < 2:
+            raise ValueError(
+                "by_group: each prompt has one response, and this loss compares several: set "
+                "data.num_generations, in Python PromptDataModule(num_generations=2)"
+            )
+        if len(ids) % size or (ids != ids[::size].repeat_interleave(size)).any():
+            found = torch.unique(ids).tolist()
+            raise ValueError(
+                f"by_group: {len(ids)} rows, of groups {found}, are not whole groups of {size}: "
+                "set whole_groups_in_micro_batches = True in the module's class"
+            )
+        return values.reshape(-1, size, *values.shape[1:])
 
     def minibatches(
         self, num_minibatches: int, *, keys: Tensor, whole_groups: bool = False

@@ -244,7 +244,7 @@ def test_a_number_of_minibatches_that_does_not_divide_the_rows_is_refused(num_mi
 
 def groups(rows: int = 16, size: int = 4) -> RolloutBatch:
     batch = rollout_batch(rows)
-    return replace(batch, group_ids=batch.row_ids // size)
+    return replace(batch, group_ids=batch.row_ids // size, group_size=None)
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2, 4])

@@ -241,6 +241,25 @@ def pair_micro_batches(
     return micro_batches(chosen_mask | rejected_mask, micro_batch_size)
 
 
+def group_micro_batches(
+    attention_mask: Tensor, group_size: int, micro_batch_size: int | None
+) -> list[Tensor]:
+    """Return the rows of micro-batches that hold whole groups, at least one each.
+
+    Args:
+        attention_mask: `[B, T]` bool, True on real tokens.
+        group_size: rows of a group, next to each other.
+        micro_batch_size: rows, as in `micro_batches`.
+    """
+    if group_size == 1:
+        return micro_batches(attention_mask, micro_batch_size)
+    longest = attention_mask.unflatten(0, (-1, group_size)).any(1)  # [B / group_size, T]
+    size = None if micro_batch_size is None else max(micro_batch_size // group_size, 1)
+    inside = torch.arange(group_size)
+    parts = micro_batches(longest, size)
+    return [(part.unsqueeze(1) * group_size + inside).flatten() for part in parts]
+
+
 def response_statistics(
     policy: PolicyModel,
     batch: Responses,

@@ -255,6 +255,28 @@ def _models(module: L.LightningModule) -> Iterator[PreTrainedModel]:
             yield from (part for part in root.modules() if isinstance(part, PreTrainedModel))
 
 
+def check_whole_groups(module: type, group_size: int) -> None:
+    """Check that a class with a loss of its own says whether micro-batches hold whole groups.
+
+    Args:
+        module: class of an `OnPolicyModule`.
+        group_size: responses to each prompt.
+
+    Raises:
+        ValueError: if it does not, and a prompt has several responses.
+    """
+    if group_size == 1 or module.whole_groups_in_micro_batches is not None:  # type: ignore[attr-defined]
+        return
+    for name in ("policy_loss", "loss_terms"):
+        if not getattr(module, name).__module__.startswith("rlhf_lightning."):
+            raise ValueError(
+                f"{module.__name__}.{name} is not ours, and a prompt has {group_size} responses, "
+                "which micro-batches may part: set the class attribute "
+                "whole_groups_in_micro_batches = True if the loss compares them, or False if it is "
+                "a sum over rows"
+            )
+
+
 def check_equal_shares(counts: Sequence[int]) -> None:
     """Check that each rank was given as many prompts as the others.
 

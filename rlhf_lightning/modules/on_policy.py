@@ -27,13 +27,13 @@ from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.building import place_on_ranks
-from rlhf_lightning.models.forward import micro_batches, response_statistics
+from rlhf_lightning.models.forward import group_micro_batches, response_statistics
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import Stateful
-from rlhf_lightning.modules.checks import check_equal_shares
+from rlhf_lightning.modules.checks import check_equal_shares, check_whole_groups
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import (
     CLIPPED,
@@ -82,6 +82,7 @@ class OnPolicyModule(RLHFModule):
 
     Attributes:
         whole_groups: whether a minibatch holds all responses to a prompt.
+        whole_groups_in_micro_batches: whether a micro-batch does, for a loss that compares them.
         learns_distributions: whether the teacher's whole distributions are learnt.
         controls: values that change during a run; see `Controls`.
         value: the critic; None without one.
@@ -92,6 +93,7 @@ class OnPolicyModule(RLHFModule):
     data = PromptDataModule
     batch = PromptBatch
     whole_groups: ClassVar[bool] = False
+    whole_groups_in_micro_batches: ClassVar[bool | None] = None
     learns_distributions: bool = False
     algorithm: OnPolicyHparams
     policy: PolicyModel  # None before configure_model
@@ -226,10 +228,11 @@ class OnPolicyModule(RLHFModule):
         # Known without another wait for the device, the same on every rank.
         all_scored = num_scored == len(rollout) * world_size()
         order = self.order.at_iteration(iteration)
+        whole = self.whole_groups or bool(self.whole_groups_in_micro_batches)
         for epoch in range(self.algorithm.num_passes):
             keys = order.uniform(rollout.row_ids, epoch)
             for minibatch in rollout.minibatches(
-                self.algorithm.num_minibatches, keys=keys, whole_groups=self.whole_groups
+                self.algorithm.num_minibatches, keys=keys, whole_groups=whole
             ):
                 if all_scored or global_sum(minibatch.scored.sum()):
                     yield epoch, minibatch
@@ -281,8 +284,15 @@ class OnPolicyModule(RLHFModule):
         return True
 
     def micro_batches(self, minibatch: RolloutBatch) -> list[Tensor]:
-        """Return the rows of each micro-batch; a loss that compares rows keeps those together."""
-        return micro_batches(minibatch.attention_mask, self.algorithm.micro_batch_size)
+        """Return the rows of each micro-batch, of whole groups where the class asks for them.
+
+        Raises:
+            ValueError: if a class with a loss of its own does not say whether it does.
+        """
+        check_whole_groups(type(self), minibatch.group_size)
+        size = minibatch.group_size if self.whole_groups_in_micro_batches else 1
+        rows = self.algorithm.micro_batch_size
+        return group_micro_batches(minibatch.attention_mask, size, rows)
 
     def _is_too_far(self, measured: Measured) -> bool:
         name, target = f"{self.stage}/approx_kl", self.algorithm.target_approx_kl

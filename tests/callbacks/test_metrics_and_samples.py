@@ -102,7 +102,7 @@ def test_all_rows_of_a_rollout_have_score_and_length_and_those_of_a_prompt_are_c
     assert values["length"] == rollout.response_mask.sum(1).tolist()
     assert "groups" not in values  # a prompt has one response
     scored, groups = torch.tensor([True, False]), torch.tensor([7, 7])
-    values = rollout_values(replace(rollout, group_ids=groups, scored=scored))
+    values = rollout_values(replace(rollout, group_ids=groups, group_size=None, scored=scored))
     assert values["groups"] == [2]
     assert [math.isnan(score) for score in values["score"]] == [False, True]
 

@@ -24,7 +24,7 @@ from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.metric_catalog import quantity
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.command_lines import ROOT, SMALL, settings_of
+from tests.builders.command_lines import ROOT, SMALL, overrides_of, settings_of
 from tests.own.online_dpo import OnlineDPOHparams, OnlineDPOModule
 from tests.own.words import WordScorer
 
@@ -133,6 +133,19 @@ def test_from_python_it_is_trained_read_from_a_checkpoint_and_compared(start, tm
         assert torch.equal(value, read.state_dict()[name]), name
     found = compare(read, start, data, num_prompts=2, batch_size=2)
     assert 0 <= found.win_rate <= 1
+
+
+@pytest.mark.thorough
+def test_the_example_of_a_loss_is_trained_by_a_command(start, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "online_dpo")
+    words = [*overrides_of("grpo", start), "data.num_generations=2"]
+    words += ["module.grpo.micro_batch_size=1"]
+    words += ["module._target_=online_dpo.OnlineDPOModule.from_pretrained"]
+    made = RunFolder(tmp_path / "run").create()
+    train.run(settings_of(*words), made, [])
+    assert (read_summary(made).status, read_summary(made).title) == ("completed", "Online DPO")
+    assert figures(made)[0]["grpo/policy_loss"] <= math.log(2)
 
 
 @pytest.mark.thorough

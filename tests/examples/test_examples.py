@@ -25,7 +25,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def run(example: str, *arguments: object) -> str:
     script = ROOT / "examples" / f"{example}.py"
-    done = run_python(script, *arguments, "--iterations", "2", folder=ROOT, timeout=110)
+    two = ["2"] if example == "online_dpo" else ["--iterations", "2"]
+    done = run_python(script, *arguments, *two, folder=ROOT, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -39,8 +40,8 @@ def completed(folder: Path, stage: str) -> dict[str, float]:
     return summary["metrics"]
 
 
-def test_examples_are_short_and_six():
-    assert len(EXAMPLES) == 6
+def test_examples_are_short_and_seven():
+    assert len(EXAMPLES) == 7
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) < 40, example.name
 
@@ -91,8 +92,9 @@ def test_the_new_objective_reads_the_policy_at_the_temperature_of_its_samples(ma
     assert kept.loss == pytest.approx(-float(sampled), rel=1e-4)
 
 
-def test_grpo_trains_a_policy_and_nothing_else(material, tmp_path):
-    run("grpo", material["policy"], material["prompts"], tmp_path / "run")
+@pytest.mark.parametrize("example", ["grpo", "online_dpo"])
+def test_grpo_and_online_dpo_train_a_policy_and_nothing_else(example, material, tmp_path):
+    run(example, material["policy"], material["prompts"], tmp_path / "run")
     completed(tmp_path / "run", "grpo")
     header = (tmp_path / "run/metrics.csv").read_text().splitlines()[0].split(",")
     assert {"grpo/policy_loss", "rollout/informative_groups"} <= set(header)

@@ -18,7 +18,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, Usual
-from rlhf_lightning.models.forward import micro_batches, response_statistics
+from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.on_policy import OnPolicyModule
@@ -50,7 +50,7 @@ class OnlineDPOModule(OnPolicyModule):
     stage = "online_dpo"
     title = "online DPO"
     kinds: ClassVar = {"online_dpo": OnlineDPOHparams, "sampling": SamplingHparams}
-    whole_groups = True
+    whole_groups_in_micro_batches = True
     algorithm: OnlineDPOHparams
 
     @checked
@@ -79,14 +79,8 @@ class OnlineDPOModule(OnPolicyModule):
         hparams = {"online_dpo": online_dpo or OnlineDPOHparams()}
         return pretrained.of_policy(cls, policy, reward, build, hparams, options)
 
-    def micro_batches(self, minibatch: RolloutBatch) -> list[Tensor]:
-        either = minibatch.attention_mask.unflatten(0, (-1, 2)).any(1)  # [B / 2, P + R]
-        size = self.algorithm.micro_batch_size
-        pairs = micro_batches(either, None if size is None else max(size // 2, 1))
-        return [torch.stack([2 * rows, 2 * rows + 1], 1).flatten() for rows in pairs]
-
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
-        mask, scores = micro_batch.loss_mask, micro_batch.scores.view(-1, 2)
+        mask, scores = micro_batch.loss_mask, micro_batch.by_group(micro_batch.scores)
         new = response_statistics(self.policy, micro_batch, temperature=self.controls.temperature)
         policy = zero_off_mask(new.logprobs, mask).sum(-1)  # [b]
         reference = zero_off_mask(micro_batch.ref_logprobs, mask).sum(-1)
