@@ -1,42 +1,157 @@
-"""Run every part of a day on a GPU that has no result yet, each in a time limit.
+"""Run every part of a day on a GPU that has no result yet, one after the other, in order of worth.
 
     benchmarks/gpu_day.sh                 on a machine with CUDA
-    benchmarks/gpu_day.sh --rehearse      the same parts, tiny, on a CPU and a device in Python
+    benchmarks/gpu_day.sh quick           the same parts, tiny, on a CPU and a device in Python
 
-Parts whose seconds do not count run first, several at once on processors of their own. A part that
-ends well leaves `gpu_PART.json`, and is not run again. One that fails leaves its log alone, and
-does not stop the others.
+A part that ends well leaves `gpu_PART.json`, and is not run again without `--again`. One that fails
+leaves its log alone, and does not stop the others. This program imports no torch: it holds no
+memory of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
-import queue
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.carried_wheels import install
+from benchmarks.carried_wheels import PINNED, install
 from benchmarks.command import FOLDER, table
-from benchmarks.gpu_parts import Part, command, device_count, parts
 from benchmarks.machine import ROOT, available_cores, describe
 from benchmarks.processes import environment
 
 STATE = FOLDER / ".gpu_day"
 SHORTEST = 30  # seconds that a part is worth starting for
 LAST_LINES = 15
-REHEARSED = 3  # times the limit: a machine without a GPU may be busy with other work
+PARITY = ("tests/rehearsal/test_training.py", "tests/rehearsal/test_command_lines.py")
+SHARDED = "tests/multiprocess/test_on_gpus.py"
+MEMORY = "tests/memory/test_peaks.py"  # takes minutes
+TRL = PINNED["trl"]
+VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / ".vllm/bin/python"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command, and its small stand-in for a machine without a GPU.
+
+    Args:
+        name: of the part, and `gpu_NAME.json` of its result.
+        shows: what, in the table.
+        command: module and arguments; of tests those of pytest.
+        rehearsal: likewise, on a CPU and on the second device in Python.
+        limit: seconds.
+        tests: the command is pytest's, and the result is made from its report.
+        missing: whether it is a rehearsal -> why the part cannot run on this machine, or None.
+    """
+
+    name: str
+    shows: str
+    command: tuple[str, ...]
+    rehearsal: tuple[str, ...]
+    limit: int
+    tests: bool = False
+    missing: Callable[[bool], str | None] = lambda quick: None
+
+    @property
+    def result(self) -> str:
+        """File of the result."""
+        return f"gpu_{self.name}.json"
+
+
+def _measured(
+    name: str, shows: str, limit: int, words: tuple[str, ...], on_gpu: tuple[str, ...]
+) -> Part:
+    quick = ("--device", "cpu", "--quick", "--threads", "1", "--repeats", "1")
+    return Part(name, shows, (*words, "--device", "cuda", *on_gpu), (*words, *quick), limit)
+
+
+def _ppo(name: str, side: str, shows: str, limit: int) -> Part:
+    """Return PPO iterations in bf16, the first of which is not counted."""
+    own = ("benchmarks.ppo_iteration", "--only", side, "--precisions", "bf16")
+    # Both sides read the same models, from memory where there is such a folder.
+    memory = Path("/dev/shm")
+    folder = memory / "rlhf_gpu_day" if memory.is_dir() else STATE / "models"
+    counted = ("--repeats", "1", "--warmup", "1", "--iterations", "3", "--models", str(folder))
+    peer = ("--peer-python", sys.executable)
+    part = _measured(name, shows, limit, (*own, *peer), ("--shape", "0.5b", *counted))
+    return replace(part, missing=_no_trl) if side == "trl" else part
+
+
+def _no_vllm(quick: bool) -> str | None:
+    if quick or VLLM.exists():
+        return None
+    return f"no {VLLM.name} of an environment with vLLM (make vllm)"
+
+
+def _no_trl(quick: bool) -> str | None:
+    try:
+        found = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    return None if found == TRL else f"needs trl=={TRL}, found {found}"
+
+
+def gpu_tests() -> tuple[str, ...]:
+    """Return the test files that have tests for a GPU and are in no part of their own."""
+    own = {*PARITY, SHARDED, MEMORY}
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    named = {str(f.relative_to(ROOT)): f.read_text(encoding="utf-8") for f in files}
+    return tuple(name for name, text in named.items() if "mark.gpu" in text and name not in own)
+
+
+def parts() -> tuple[Part, ...]:
+    """Return all parts; the measurements take seven minutes together."""
+    engine = ("benchmarks.gpu_engine",)
+    one_gpu = ("-m", "gpu", "-n", "4")
+    here = "tests/rehearsal/test_mirror.py"
+    return (
+        _measured("engine_0.5b", "decode and update, 0.5B", 150, engine, ("--shape", "0.5b")),
+        _ppo("ppo_0.5b", "ours", "PPO iteration, 0.5B, default settings", 120),
+        _ppo("trl_0.5b", "trl", "PPO iteration, 0.5B, TRL 1.12", 160),
+        _measured(
+            "engine_1b",
+            "update, 1B",
+            90,
+            (*engine, "--parts", "update"),
+            ("--shape", "1b"),
+        ),
+        Part("tests", "tests that need CUDA", (*one_gpu, *gpu_tests()), (here,), 240, tests=True),
+        Part(
+            "parity",
+            "weights and metrics of every stage against the CPU",
+            (*one_gpu, *PARITY),
+            ("-k", "of_the_cpu and sft and not lora and not cuda", PARITY[0]),
+            480,
+            tests=True,
+        ),
+        Part(
+            "nccl",
+            "FSDP2 over NCCL on 1, 2 and 4 GPUs: exports of one CPU process",
+            ("-m", "gpu", SHARDED),
+            ("-k", "cpu and sft", SHARDED),
+            540,
+            tests=True,
+        ),
+        Part(
+            "vllm",
+            "vLLM: weights, log-probabilities, failures",
+            ("-m", "gpu", "-k", "vllm]", "tests/rollout/test_generate_vllm.py"),
+            ("-k", "did_not_arrive and stand-in", "tests/rollout/test_generate_vllm.py"),
+            540,
+            tests=True,
+            missing=_no_vllm,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -61,26 +176,25 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
         SystemExit: if a part failed, or if there is no CUDA and this is no rehearsal.
     """
     options = _parser().parse_args(arguments)
-    results = options.results or (STATE / "rehearsal" if options.rehearse else FOLDER / "results")
+    quick = options.quick == "quick"
+    results = options.results or (STATE / "rehearsal" if quick else FOLDER / "results")
     results, logs = Path(results).resolve(), STATE.resolve()
     for folder in (results, logs):
         folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    site = None if options.rehearse else install()
-    if not options.rehearse and device_count() == 0:
-        raise SystemExit("no CUDA device: benchmarks/gpu_day.sh --rehearse runs without one")
-
-    def run(part: Part, cores: Sequence[int]) -> Outcome:
+    site = None if quick else install()
+    if not quick and device_count() == 0:
+        raise SystemExit("no CUDA device: benchmarks/gpu_day.sh quick runs without one")
+    variables = _variables(site)
+    outcomes = []
+    for part in parts():
+        if options.only and part.name not in options.only:
+            continue
+        if options.again:
+            (results / part.result).unlink(missing_ok=True)
         left = 60 * options.minutes - (time.monotonic() - started)
-        variables = _variables(site, len(cores))
-        words = _on(cores)
-        outcome = _attempt(part, results, logs, variables, left, words, rehearse=options.rehearse)
-        _say(outcome.line())
-        return outcome
-
-    chosen = [part for part in parts() if not options.only or part.name in options.only]
-    outcomes = _at_once([part for part in chosen if not part.timed], options.together, run)
-    outcomes += [run(part, _cores()) for part in chosen if part.timed]
+        outcomes.append(_attempt(part, results, logs, variables, left, quick=quick))
+        _say(outcomes[-1].line())
     total = time.monotonic() - started
     _say(f"\n{total:.0f} s in all, results in {results}", *(o.line() for o in outcomes))
     if any(o.status in ("cut short", "not started") for o in outcomes):
@@ -94,96 +208,65 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [part.name for part in parts()]
-    made.add_argument("--rehearse", action="store_true", help="tiny, without CUDA")
+    made.add_argument("quick", nargs="?", choices=["quick"], help="tiny, without CUDA")
     made.add_argument("--only", nargs="+", choices=names, help="parts to run")
-    made.add_argument(
-        "--together", type=int, help="tests and peaks of memory at once; default one for 4 cores"
-    )
+    made.add_argument("--again", action="store_true", help="also what has a result")
     made.add_argument("--minutes", type=float, default=24 * 60.0, help="to stop after")
     made.add_argument("--results", type=Path, help="folder; default benchmarks/results")
     return made
 
 
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(available_cores()))
+def device_count() -> int:
+    """Return the number of CUDA devices, as torch sees them in a process of its own."""
+    code = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout)
 
 
-def _on(cores: Sequence[int]) -> list[str]:
-    """Return the words before a command that keep it on these cores, where there is `taskset`."""
-    if shutil.which("taskset") is None:
-        return []
-    return ["taskset", "-c", ",".join(map(str, cores))]
-
-
-def _at_once(
-    waiting: Sequence[Part], together: int | None, run: Callable[[Part, Sequence[int]], Outcome]
-) -> list[Outcome]:
-    """Run parts on shares of the cores, in order as shares become free."""
-    cores = _cores()
-    count = together or max(1, len(cores) // 4)
-    shares: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-    for number in range(count):
-        shares.put(cores[number::count] or cores)
-
-    def one(part: Part) -> Outcome:
-        share = shares.get()
-        try:
-            return run(part, share)
-        finally:
-            shares.put(share)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, waiting))
-
-
-def _variables(site: Path | None, threads: int) -> dict[str, str]:
+def _variables(site: Path | None) -> dict[str, str]:
     """Return the environment of a part: with the carried packages, and this checkout."""
     found = [str(ROOT), *([str(site)] if site else []), os.environ.get("PYTHONPATH")]
     if site and str(site) not in sys.path:
         sys.path.insert(0, str(site))
     path = os.pathsep.join(filter(None, found))
-    return environment(threads) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return environment(available_cores()) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _attempt(
-    part: Part,
-    results: Path,
-    logs: Path,
-    variables: dict[str, str],
-    left: float,
-    before: Sequence[str] = (),
-    *,
-    rehearse: bool,
+    part: Part, results: Path, logs: Path, variables: dict[str, str], left: float, *, quick: bool
 ) -> Outcome:
     """Run a part unless it has a result, cannot run here, or has no time."""
     if (results / part.result).exists():
         return Outcome(part, "done before")
-    reason = None if rehearse else part.missing()
+    reason = part.missing(quick)
     if reason is not None:
         return Outcome(part, "skipped", reason)
-    if left < min(SHORTEST, part.limit):
+    longest = part.limit * (3 if quick else 1)  # a machine without a GPU may be busy
+    if left < min(SHORTEST, longest):
         return Outcome(part, "not started", "no time left")
     _say(f"== {part.name}: {part.shows}")
-    longest = part.limit * (REHEARSED if rehearse else 1)
     limit, log = min(left, longest), logs / f"{part.name}.log"
+    words = part.rehearsal if quick else part.command
+    if part.tests:
+        report = f"--junit-xml={logs / part.name}.xml"
+        words = ("pytest", "-q", "--timeout", str(part.limit), report, *words)
+    else:
+        words = (*words, "--out", str(results / part.result))
     started = time.monotonic()
-    words = command(part, logs if part.tests else results, rehearse=rehearse)
-    code = limited([*before, *words], log, variables, limit)
+    code = limited([sys.executable, "-m", *words], log, variables, limit)
     seconds = time.monotonic() - started
     if code is None and limit < longest:
         return Outcome(part, "cut short", "no time left", seconds)
     if code is None:
         reason = f"ran past its limit of {limit:.0f} s"
     elif part.tests:
-        reason = _write_tests(part, logs / f"{part.name}.xml", results, words, rehearse=rehearse)
+        reason = _write_tests(part, logs / f"{part.name}.xml", results, words, quick=quick)
     elif code or not (results / part.result).exists():
         reason = f"ended with status {code}"
-    if reason is None:
-        return Outcome(part, "done", seconds=seconds)
-    _say(*log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
-    return Outcome(part, "failed", reason, seconds)
+    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+    if reason is not None or not part.tests:
+        _say(*last)
+    return Outcome(part, "done" if reason is None else "failed", reason or "", seconds)
 
 
 def limited(words: Sequence[str], log: Path, variables: dict[str, str], limit: float) -> int | None:
@@ -203,17 +286,13 @@ def limited(words: Sequence[str], log: Path, variables: dict[str, str], limit: f
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of them have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _write_tests(
-    part: Part, report: Path, results: Path, words: Sequence[str], *, rehearse: bool
+    part: Part, report: Path, results: Path, words: Sequence[str], *, quick: bool
 ) -> str | None:
     """Write the result of tests that passed; return why it is none."""
     if not report.exists():
@@ -228,9 +307,9 @@ def _write_tests(
         "benchmark": "gpu_day",
         "command": f"benchmarks/gpu_day.sh --only {part.name}",
         "machine": describe(
-            "cpu" if rehearse else "cuda", available_cores(), {"ours": sys.executable}
+            "cpu" if quick else "cuda", available_cores(), {"ours": sys.executable}
         ),
-        "settings": {"pytest": [word for word in words[3:] if "junit" not in word]},
+        "settings": {"pytest": [word for word in words[2:] if "junit" not in word]},
         "summary": {"shows": part.shows, "tests": cases},
     }
     text = json.dumps(result, indent=1) + "\n"

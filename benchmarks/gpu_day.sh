@@ -4,7 +4,7 @@
 #   benchmarks/gpu_day.sh wheels [--have FILE]    where there is a network: fetch what it lacks
 #   benchmarks/gpu_day.sh                         there: every part that has no result yet
 #   benchmarks/gpu_day.sh --minutes 9             stop in time, go on with the same command
-#   benchmarks/gpu_day.sh --rehearse              here: the same parts, tiny, without CUDA
+#   benchmarks/gpu_day.sh quick                   here: the same parts, tiny, without CUDA
 #
 # PYTHON is the interpreter with a CUDA build of torch; docs/gpu.md says what each part shows.
 set -eu

@@ -54,7 +54,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             for precision in options.precisions
             for side in who
         ]
-        runs = alternate([matrix_side(setting), *sides], options.repeats, lock=setting.lock)
+        # On CUDA benchmarks.gpu_engine gives the share of the card's peak.
+        rate = [] if setting.device == "cuda" else [matrix_side(setting)]
+        runs = alternate([*rate, *sides], options.repeats, lock=setting.lock)
     return finish(
         setting,
         runs,
@@ -95,7 +97,7 @@ def summarise(setting: Setting, runs: dict[str, list[dict[str, Any]]]) -> dict[s
     Raises:
         RuntimeError: if the sides did not take the same number of optimizer steps.
     """
-    rates = matrix_rates(runs["matrix rate"])
+    rates = matrix_rates(runs["matrix rate"]) if "matrix rate" in runs else {}
     sides = {name: medians(taken) for name, taken in runs.items() if name != "matrix rate"}
     wanted = setting.workload.num_ppo_epochs
     for name, taken in runs.items():
@@ -103,7 +105,7 @@ def summarise(setting: Setting, runs: dict[str, list[dict[str, Any]]]) -> dict[s
         if name != "matrix rate" and steps != {wanted}:
             raise RuntimeError(f"{name} took {sorted(steps)} optimizer steps, wanted {wanted}")
     operations = update_flops(setting.shape, setting.workload)
-    for name, side in sides.items():
+    for name, side in sides.items() if rates else ():
         rate = rates[name.split()[1]]["trunk"]
         for kind, count in operations.items():
             side[f"share_{kind}"] = count / side["update"] / rate
@@ -145,12 +147,17 @@ def medians(taken: list[dict[str, Any]]) -> dict[str, float]:
     peak = "peak_device" if "peak_device" in memory[0] else "peak"
     side["memory_peak"] = statistics.median(m[peak] for m in memory)
     side["memory_imports"] = statistics.median(m["after_imports"] for m in memory)
+    if "peak_device" in memory[0]:
+        side["memory_host"] = statistics.median(m["peak"] for m in memory)
+        side["first_rollout"] = statistics.median(run["first_rollout"] for run in taken)
     return side
 
 
 def render(result: dict[str, Any]) -> str:
     """Return the result as Markdown."""
     summary = result["summary"]
+    if not summary["matrix_rate"]:
+        return _on_cuda(summary)
     rows = []
     for name, side in summary["sides"].items():
         who, precision = name.split()
@@ -187,6 +194,22 @@ def render(result: dict[str, Any]) -> str:
             f"{rate['large'] / 1e9:,.0f} GFLOP/s at large ones"
         )
     return "\n".join(lines)
+
+
+def _on_cuda(summary: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{NAMES[name.split()[0]]} {name.split()[1]}",
+            f"{side['seconds']:.2f} s",
+            f"{side['fastest']:.2f} to {side['slowest']:.2f} ({side['measured']:.0f})",
+            *(f"{side[phase]:.2f}" for phase in PHASES),
+            *(gib(side[kind]) for kind in ("memory_peak", "memory_host")),
+            f"{side['first_rollout']:.0f} s",
+        ]
+        for name, side in summary["sides"].items()
+    ]
+    head = ["", "iteration", "range (count)", *PHASES, "GPU memory", "host memory"]
+    return table([*head, "start to first rollout"], rows)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ class Workload:
         shortest_prompt, longest_prompt: tokens; the lengths between are spread evenly.
         new_tokens: length of every response; nothing stops earlier.
         num_ppo_epochs: passes over the rollout, one optimizer step each.
-        micro_batch_size: rows in one forward and backward of the update.
+        micro_batch_size: rows in one forward and backward of the update; on CUDA of the peer's
+            alone, as this project's default there is a number of tokens.
     """
 
     num_prompts: int = 32
@@ -79,7 +80,7 @@ class Workload:
 
 WORKLOADS = {
     "cpu": Workload(),
-    "cuda": Workload(num_prompts=64, shortest_prompt=16, longest_prompt=256, new_tokens=512),
+    "cuda": Workload(num_prompts=64, shortest_prompt=16, longest_prompt=256, new_tokens=256),
     "quick": Workload(
         num_prompts=8,
         shortest_prompt=2,

@@ -30,6 +30,13 @@ def memory_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
+def seconds_of_process() -> float:
+    """Return how long ago this process was started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def reset_peak() -> None:
     """Let VmHWM count from now on."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -79,15 +86,18 @@ class StepCounter:
 def worker_main(run: Callable[[Task], dict[str, Any]]) -> None:
     """Run `run` on the task in the file argv[1] and write what it returns to argv[2].
 
-    Memory is that of the whole process: after its imports, and its peak; on CUDA also the peak of
-    what torch has allocated there.
+    Memory is that of the process: after its imports, and its peak to the end of what is measured;
+    on CUDA also the peak of what torch has allocated there.
     """
     after_imports = memory_bytes("VmRSS")
     load = os.getloadavg()[0]
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(task["threads"])
     result = run(task)
-    result["memory"] = {"after_imports": after_imports, "peak": memory_bytes("VmHWM")}
+    result["memory"] = {
+        "after_imports": after_imports,
+        "peak": result.pop("peak", None) or memory_bytes("VmHWM"),
+    }
     if torch.cuda.is_available() and task["device"] == "cuda":
         result["memory"]["peak_device"] = torch.cuda.max_memory_allocated()
     result |= {"load_average_at_start": load, "threads": task["threads"]}

@@ -28,9 +28,11 @@ def run(task: Task) -> dict[str, Any]:
     folder = Path(task["folder"])
     torch.manual_seed(0)
     config = AutoConfig.for_model(**task["shape"])
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "policy")
-    config.num_labels = 1
-    reward: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.device(task["device"]):  # a CPU draws a billion numbers in a minute
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        policy.save_pretrained(folder / "policy")
+        config.num_labels = 1
+        reward: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     torch.nn.init.normal_(reward.score.weight, std=(config.hidden_size + 1) ** -0.5)
     reward.save_pretrained(folder / "reward")
     for name in ("policy", "reward", "tokenizer"):

@@ -17,10 +17,17 @@ from transformers import AutoTokenizer
 from benchmarks.configured import PRECISIONS, bare_trainer, training_settings
 from benchmarks.shapes import PAD, Workload
 from benchmarks.shapes import prompts as prompt_rows
-from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
+from benchmarks.worker import (
+    StepCounter,
+    Stopwatch,
+    Task,
+    memory_bytes,
+    seconds_of_process,
+    worker_main,
+)
 from rlhf_lightning.app.build import make_module
+from rlhf_lightning.app.computing import computing
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.modules.ppo import PPOModule
 
 
@@ -30,11 +37,14 @@ class Watch(L.Callback):
     def __init__(self, device: str) -> None:
         self.watch, self.steps = Stopwatch(device), StepCounter()
         self.iterations: list[dict[str, float]] = []
+        self.started = self.first_rollout = 0.0
+        self.peak = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
         self.steps.watch(trainer.optimizers[0])
         self.watch.mark()
+        self.started = seconds_of_process()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -46,6 +56,9 @@ class Watch(L.Callback):
         lap = self.watch.laps()[-1] | {
             phase: measured[f"time/{phase}"] for phase in ("generate", "score", "update")
         }
+        self.first_rollout = self.first_rollout or self.started + lap["generate"]
+        # Before Lightning moves weights and Adam's state to host memory.
+        self.peak = memory_bytes("VmHWM")
         lap["optimizer_steps"] = self.steps.count - sum(
             lap["optimizer_steps"] for lap in self.iterations
         )
@@ -87,9 +100,13 @@ def run(task: Task) -> dict[str, Any]:
     watch = Watch(task["device"])
     trainer = bare_trainer(task, watch)
     settings = training_settings("ppo", *task["overrides"]).model
-    with cpu_kernels(settings.cpu_kernels):
+    with computing(**settings.computing | {"cpu_threads": task["threads"]}):
         trainer.fit(module, DataLoader(batches, batch_size=None))
-    result: dict[str, Any] = {"iterations": watch.iterations[task["warmup"] :]}
+    result: dict[str, Any] = {
+        "iterations": watch.iterations[task["warmup"] :],
+        "first_rollout": watch.first_rollout,
+        "peak": watch.peak,
+    }
     if profiled:
         result["profile"] = profile_rows(module.profiler)
     return result
@@ -116,6 +133,8 @@ def prompt_batch(
 def ppo_module(task: Task, workload: Workload, tokenizer: Any) -> PPOModule:
     """Return the module that `+experiment=ppo` makes, on the folder's models."""
     folder = task["folder"]
+    # A number of rows is the default on a CPU alone.
+    rows = "null" if task["device"] == "cuda" else workload.micro_batch_size
     settings = training_settings(
         "ppo",
         f"trainer.precision={PRECISIONS[task['precision']]}",
@@ -123,7 +142,7 @@ def ppo_module(task: Task, workload: Workload, tokenizer: Any) -> PPOModule:
         f"artifacts.reward={folder}/reward",
         f"module.ppo.num_ppo_epochs={workload.num_ppo_epochs}",
         "module.ppo.num_minibatches=1",
-        f"module.ppo.micro_batch_size={workload.micro_batch_size}",
+        f"module.ppo.micro_batch_size={rows}",
         "module.ppo.learning_rate=1.0e-6",
         "module.ppo.value_learning_rate=1.0e-6",
         f"module.sampling.max_new_tokens={workload.new_tokens}",

@@ -21,7 +21,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from benchmarks.shapes import Workload
 from benchmarks.shapes import prompts as prompt_rows
-from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
+from benchmarks.worker import StepCounter, Stopwatch, Task, seconds_of_process, worker_main
 
 
 class Watch(TrainerCallback):
@@ -35,7 +35,7 @@ class Watch(TrainerCallback):
         self.watch, self.steps = Stopwatch(device), StepCounter()
         self.iterations: list[dict[str, float]] = []
         self.generated = self.updating = 0.0
-        self.generate_seconds = 0.0
+        self.generate_seconds = self.first_rollout = 0.0
         generation, forward = ppo_trainer.batch_generation, ppo_trainer.forward
 
         def timed_generation(*arguments: Any, **options: Any) -> Any:
@@ -43,6 +43,7 @@ class Watch(TrainerCallback):
             result = generation(*arguments, **options)
             self.generated = self.watch.now()
             self.generate_seconds = self.generated - started
+            self.first_rollout = self.first_rollout or seconds_of_process()
             return result
 
         def timed_forward(*arguments: Any, **options: Any) -> Any:
@@ -119,7 +120,11 @@ def run(task: Task) -> dict[str, Any]:
     for number, lap in enumerate(laps, task["warmup"]):
         lap["prompt_tokens"] = sum(map(len, batches[number]))
         lap["response_tokens"] = workload.num_prompts * workload.new_tokens
-    return {"iterations": laps, "optimizer": type(trainer.optimizer.optimizer).__name__}
+    return {
+        "iterations": laps,
+        "first_rollout": watch.first_rollout,
+        "optimizer": type(trainer.optimizer.optimizer).__name__,
+    }
 
 
 def classifier(folder: Path) -> Any:

@@ -29,8 +29,9 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, Teaching, 
 from rlhf_lightning.models.micro_batching import automatic, in_buckets
 
 BUCKET = 16
-# Padding that costs what a further micro-batch of a GPU costs: weights are cast or gathered for it,
-# and gradients added or sent. By `benchmarks.roofline`, for models of 0.5 to 8 billion weights.
+# Padding that costs what a further micro-batch of a GPU costs: its launches, weights that are cast
+# or gathered for it, gradients that are added or sent. At 0.5 billion weights an H100 took as long
+# as for 7,000 tokens (docs/gpu.md); the larger the model, the fewer they are.
 WASTE = 1024
 
 
