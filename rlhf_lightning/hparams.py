@@ -173,7 +173,8 @@ class LoraHparams(Checked):
         alpha: the adapter's output is scaled by alpha / r.
         dropout: dropout on the adapter's input; must be 0 for PPO, or its ratio does not start at
             1.
-        target_modules: "all-linear" (every Linear except the head), or names separated by commas.
+        target_modules: "all-linear" (every Linear except the head; no parameter that holds the
+            experts of a mixture), or ends of paths separated by commas: `q_proj`, `0.mlp.up_proj`.
         base_precision: None for the Trainer's; under `bf16-mixed` the frozen Linear weights are
             held in bf16, which autocast would round them to anyway.
         quantization: "none", or "nf4" for a 4-bit base (QLoRA, Dettmers et al. 2023).

@@ -32,6 +32,8 @@ CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_ligh
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+# Names under which PEFT looks for the experts of a mixture, whatever stands before them.
+_PEFTS_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Of PEFT's ways to draw an adapter those that leave the base as it was.
 _DRAWN_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -78,6 +80,7 @@ def save_adapter(
     """
     lora = model.base.adapters[str(model.name)]
     is_scalar = isinstance(model, AdaptedScalarModel)
+    names, parameters = _names(model.base)
     folder.mkdir(parents=True, exist_ok=True)
     LoraConfig(
         task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
@@ -85,8 +88,9 @@ def save_adapter(
         revision=base_revision,
         r=lora.r,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=model.base.targets,
+        lora_dropout=0.0 if parameters else lora.dropout,  # a parameter can have none in PEFT
+        target_modules=names,
+        target_parameters=parameters or None,
         modules_to_save=["score"] if is_scalar else None,
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.base.model.modules()),
         inference_mode=True,
@@ -106,6 +110,21 @@ def save_adapter(
         "base_fingerprint": base_fingerprint,
     }
     (folder / EXTRA).write_text(json.dumps(extra, indent=2) + "\n", encoding="utf-8")
+
+
+def _names(base: AdaptedBase) -> tuple[list[str], list[str]]:
+    """Return the names by which PEFT finds modules and parameters that have an adapter."""
+    paths, names, parameters = set(base.targets), set(), []
+    others = {
+        path.rpartition(".")[2] for path, _ in base.model.named_modules() if path not in paths
+    }
+    for path in base.targets:
+        name = path.rpartition(".")[2]
+        if base.experts and name in _PEFTS_EXPERTS:
+            parameters.append(f"{path}.weight")
+        else:
+            names.add(path if name in others else name)
+    return sorted(names), parameters
 
 
 @reads_one_model
@@ -131,7 +150,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
         file = folder / EXTRA
         extra = read_json(file) if file.is_file() else {}
         tensors = {k.removeprefix(_PREFIX): v for k, v in load_file(folder / WEIGHTS).items()}
-        targets = config["target_modules"]
+        targets: Any = config["target_modules"] or config.get("target_parameters")
         lora = LoraHparams(
             r=int(config["r"]),
             alpha=int(config["lora_alpha"]),

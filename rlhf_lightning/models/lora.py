@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ class AdaptedBase(nn.Module):
 
     Attributes:
         hidden_size: H, of the states that the heads read.
+        targets: full paths of the modules that get an adapter.
+        experts: names of the parameters that hold a mixture's experts, which get none.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class AdaptedBase(nn.Module):
         check_head_split(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)
-        _tell_of_experts(model, self.targets)
+        self.experts = experts_of(model)
+        if self.experts:
+            _tell_of_experts(model, self.targets, self.experts)
         if lora.quantization == "none":
             round_frozen_weights(model, lora.base_precision or "32-true")
         self.model = model.eval().requires_grad_(False)
@@ -93,13 +98,19 @@ class AdaptedBase(nn.Module):
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=self.targets,
+            target_modules=["the modules of state_dict"],
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in self.model.modules()),
         )
+        # By the keys of a state dict, because of a mixture PEFT takes even the full path of a dense
+        # gate_proj, up_proj or down_proj for its experts, and leaves the dense layer out.
+        keys = {f"{path}.lora_A.weight": torch.empty(0) for path in self.targets}
         with seeded_init(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
             warnings.filterwarnings("ignore", message=".*having multiple adapters.*")
-            inject_adapter_in_model(config, self.model, adapter_name=name)
+            warnings.filterwarnings(
+                "ignore", message=".*the PEFT config and the provided state_d.*"
+            )
+            inject_adapter_in_model(config, self.model, adapter_name=name, state_dict=keys)
         self.adapters[name] = lora
         self.layers = {n: m for n, m in self.model.named_modules() if isinstance(m, LoraLayer)}
         for layer in self.layers.values():
@@ -272,18 +283,30 @@ def add_scalar_model(
     return AdaptedScalarModel(base, name)
 
 
-def _tell_of_experts(model: Any, targets: list[str]) -> None:
-    """Say what adapters leave out of a mixture of experts, which are no matrices of a module."""
-    sizes = {name: p.numel() for name, p in model.base_model.named_parameters() if p.ndim > 1}
-    held = {name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim == 3}
-    if not held:
-        return
-    ends = tuple(f".{target}.weight" for target in targets)
-    adapted = sum(size for name, size in sizes.items() if name.endswith(ends))
+def experts_of(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that hold the matrices of all experts of a layer."""
+    return sorted(
+        {
+            name
+            for module in model.modules()
+            if not isinstance(module, nn.Conv1d)
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim == 3
+        }
+    )
+
+
+def _tell_of_experts(model: nn.Module, targets: list[str], experts: list[str]) -> None:
+    """Say what adapters are on in a mixture of experts, and that its experts stay."""
+    matrices: list[Any] = [model.get_submodule(path) for path in targets]
+    adapted = sum(matrix.in_features * matrix.out_features for matrix in matrices)
+    own = {f"{path}.weight" for path in targets}
+    others = sum(p.numel() for name, p in model.named_parameters() if name not in own)
+    names = sorted({path.rpartition(".")[2] for path in targets})
     _warn_once(
-        f"{type(model).__name__}: adapters are on {', '.join(targets)}, which are "
-        f"{adapted / sum(sizes.values()):.0%} of its weights. Its experts "
-        f"({', '.join(sorted(held))}) stay as they are: lora=none trains them"
+        f"{type(model).__name__}: adapters are on {len(targets)} matrices ({', '.join(names)}), "
+        f"{adapted / (adapted + others):.1%} of its weights. Its experts "
+        f"({', '.join(experts)}) stay as they are: lora=none trains them"
     )
 
 
@@ -293,30 +316,31 @@ def _warn_once(text: str) -> None:
 
 
 def target_modules(model: nn.Module, names: str) -> list[str]:
-    """Return the last parts of the names of the modules that get an adapter.
+    """Return the full paths of the modules that get an adapter.
 
     Args:
         model: a causal language model.
-        names: "all-linear" (all but the output head), or names separated by commas.
+        names: "all-linear" (all but the output head), or ends of paths separated by commas:
+            `q_proj`, `shared_experts.up_proj`.
 
     Raises:
         ValueError: if a name is none of the model's matrices.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    known = sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and module is not head
-        }
-    )
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
     if names.strip() == ALL_LINEAR:
-        return known
+        return paths
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
-        if name not in known:
+        if not any(f".{path}".endswith(f".{name}") for path in paths):
+            known = sorted({path.rpartition(".")[2] for path in paths})
             raise ValueError(
                 f"lora.target_modules names {name!r}, which {type(model).__name__} does not have: "
                 f"use {ALL_LINEAR}, or some of {', '.join(known)}"
             )
-    return wanted
+    ends = tuple(f".{name}" for name in wanted)
+    return [path for path in paths if f".{path}".endswith(ends)]
