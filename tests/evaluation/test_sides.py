@@ -45,11 +45,17 @@ def test_the_report_learns_of_both_answers_how_long_they_are_and_whether_they_we
 
 
 def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_over_tokens():
-    mine = replace(answers(["a b", "a", "a b c", "a"]), kl=[1.0, 2.0, 3.0, 6.0])
+    kl = [1.0, 2.0, 3.0, 6.0]
+    mine = replace(answers(["a b", "a", "a b c", "a"]), kl=kl, teacher_kl=[6.0, 1.0, 2.0, 7.0])
     mine.answers_per_prompt = 2
-    found = measure_sides(mine, answers(["a", "b"]), Judges(), seed=1)
+    theirs = replace(answers(["a", "b c d e"]), teacher_kl=[3.0, 5.0])
+    found = measure_sides(mine, theirs, Judges(), seed=1)
+    assert mine.lengths == [3, 2, 4, 2]
     assert found["val/kl_per_response"] == 3
-    assert found["val/kl_per_token"] == pytest.approx(12 / sum(mine.lengths))
+    assert found["val/kl_per_token"] == pytest.approx(12 / 11)
+    assert found["val/teacher_kl_per_token"] == pytest.approx(16 / 11)
+    assert found["val/baseline_teacher_kl_per_token"] == pytest.approx(8 / 7)
+    assert found["val/teacher_kl_share"] == pytest.approx(16 / 11 / (8 / 7))
 
 
 def test_each_domain_has_its_own_win_rate_and_interval():

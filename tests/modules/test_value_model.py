@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_lightning.models.ppo_models import freeze_but
 from rlhf_lightning.modules.optimization import parameter_group
+from rlhf_lightning.rollout.estimators import GAE
 from tests.builders.models import flat_parameters
 from tests.builders.stages import (
     after_some_training,
@@ -128,6 +129,35 @@ def test_the_gradient_of_what_is_trained_is_that_of_the_whole_value_model() -> N
             assert of_whole[name].grad is not None
             continue
         torch.testing.assert_close(parameter.grad, of_whole[name].grad, rtol=0, atol=1e-6)
+
+
+def of_a_loop(rewards: Tensor, values: Tensor, lengths: list[int], lambdas: list[float]) -> Tensor:
+    """Return the advantages `[B, R]` at discount 1, one token after the other."""
+    found = torch.zeros_like(values)
+    for row, (length, own) in enumerate(zip(lengths, lambdas, strict=True)):
+        following, state = 0.0, 0.0
+        for t in reversed(range(length)):
+            following = float(rewards[row, t]) + state - float(values[row, t]) + own * following
+            state = float(values[row, t])
+            found[row, t] = following
+    return found
+
+
+def test_lambda_by_length_counts_the_stop_token_and_is_of_the_advantages_alone() -> None:
+    lengths, alpha = [6, 3, 4, 1], 0.5
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    generator = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    own = [2 / 3, 1 / 3, 1 / 2, 0.0]  # 1 - 1 / (alpha length), the stop token included, or 0
+    advantages = of_a_loop(rewards, values, lengths, own)[mask]
+    whitened = (advantages - advantages.mean()) / advantages.std(correction=0)
+    for value_lambda, of_values in ((None, 0.9), (1.0, 1.0)):
+        estimator = GAE(1.0, 0.9, value_lambda, alpha)
+        found, returns = estimator(rewards, values, mask, torch.arange(4))
+        torch.testing.assert_close(found[mask], whitened, rtol=1e-5, atol=1e-6)
+        targets = of_a_loop(rewards, values, lengths, [of_values] * 4) + values
+        torch.testing.assert_close(returns[mask], targets[mask], rtol=1e-5, atol=0)
+        assert not returns[~mask].any()
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_shows_names() -> None:

@@ -162,12 +162,17 @@ def test_domain_weights_multiply_the_scores_before_they_are_shaped():
     assert_rewards_add_up(rollout, weighted, SHAPING.kl_coef)
 
 
-def test_a_weight_of_a_domain_does_not_make_scores_equal_that_the_clip_tells_apart():
-    shaping = replace(SHAPING, domain_weights={"maths": 1.5})
+@pytest.mark.parametrize(
+    ("weight", "worth"),  # less the penalty of those that did not end
+    [
+        (1.5, [6.0, -6.0 - 1.5, 6.75, 7.5, -7.5 - 1.5, -7.5]),  # at 5 of the scorer's own units
+        (0.5, [2.0, -2.0 - 1.5, 2.25, 4.5, -2.5 - 1.5, -4.0]),  # at 5, which none of them reaches
+    ],
+)
+def test_a_weight_of_a_domain_does_not_make_scores_equal_that_the_clip_tells_apart(weight, worth):
+    shaping = replace(SHAPING, domain_weights={"maths": weight})
     prompts = prompt_batch(PROMPTS, domains=["maths"] * 6)
     rollout = assembled(prompts, scores=[4.0, -4.0, 4.5, 9.0, -5.0, -8.0], shaping=shaping)
-    # At 5 of the scorer's own units, less the penalty of those that did not end.
-    worth = [6.0, -6.0 - 1.5, 6.75, 7.5, -7.5 - 1.5, -7.5]
     assert_rewards_add_up(rollout, worth, SHAPING.kl_coef)
 
 
