@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_compare_adds_its_figures_responses_and_histograms_to_the_page_of_the_ru
     assert "before, mean" in page
     assert f"{found.num_prompts} held-out prompts" in page
     assert "compare(" not in page
-    assert "the reward it was trained on" in verdict(summary).sentence
+    enough = replace(summary, metrics={**summary.metrics, "val/num_prompts": 30.0})
+    assert "the reward it was trained on" in verdict(enough).sentence
 
 
 def test_the_last_comparison_is_the_one_on_the_page_and_says_by_what_and_against_what(

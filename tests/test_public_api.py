@@ -234,7 +234,8 @@ def test_a_checkpoint_is_loaded_with_its_hyper_parameters(material, whole):
 def test_an_export_is_the_trained_policy_and_wins_by_what_it_learnt(material, whole, tmp_path):
     trained, _ = whole
     folder = export_model(trained, tmp_path / "export")
-    one = compare(folder, material["policy"], material["prompts"], reward=length, max_new_tokens=5)
+    held_out = rlhf_lightning.FileSource(material["prompts"])
+    one = compare(folder, material["policy"], held_out, reward=length, max_new_tokens=5)
     two = compare(trained, material["policy"], material["prompts"], reward=length, max_new_tokens=5)
     assert dict(one.metrics) == pytest.approx(dict(two.metrics), nan_ok=True)
     assert one.low <= one.win_rate <= one.high

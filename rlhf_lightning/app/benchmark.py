@@ -12,6 +12,7 @@ from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.evaluate_parts import load_side
 from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.first_screen import UNLIMITED
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored, offsets
 from rlhf_lightning.evaluation.held_out import written_responses
@@ -66,7 +67,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
             records,
             [answer for one in candidates for answer in one.answers],
             tokenizer,
-            max_prompt_length=settings.prompts.max_length,
+            max_prompt_length=settings.prompts.max_length or UNLIMITED,
             batch_size=settings.evaluation.batch_size,
             device=device,
             scorer=scorer,

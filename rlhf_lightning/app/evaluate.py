@@ -27,6 +27,7 @@ from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
     Sides,
     build_sides,
+    choose_prompts,
     measured_best_of,
     prepare_sides,
     reward_spread,
@@ -90,7 +91,7 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
         return import_labels(settings)
     check_folder(settings, folder)
     keep_secrets(settings, folder)
-    settings = prepare_sides(settings, overrides)
+    settings = prepare_sides(choose_prompts(settings, overrides), overrides)
     summary = new_summary(
         "evaluate", seed=settings.seed, config_hash=settings.config_hash, title="evaluation"
     )
@@ -113,7 +114,7 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     if settings.benchmark is not None:
         return _benchmarked(settings, folder, summary)
     sides = build_sides(settings)
-    summary = started(folder, summary, _start_lines(settings, len(sides.records)))
+    summary = started(folder, summary, _start_lines(settings, sides))
     built = time.perf_counter()
     precision = in_precision(settings.trainer.precision, sides.policy.model.device)
     with precision:
@@ -255,8 +256,7 @@ def _against_references(
     """Return the win rates of both sides against the dataset's responses, where it has some."""
     if not settings.references:
         return {}
-    source = settings.dataset.source.build()
-    found = find_references(source, sides.records, settings.prompts.split)
+    found = find_references(sides.source, sides.records, settings.prompts.part)
     if not found:
         say("The dataset has no responses to these prompts: no win rate against them.")
         return {}
@@ -266,7 +266,7 @@ def _against_references(
         sides.records,
         found,
         {"": mine.main, "baseline_": theirs.main},
-        max_prompt_length=settings.prompts.max_length,
+        max_prompt_length=sides.max_prompt_length,
         batch_size=settings.evaluation.batch_size,
     )
 
@@ -301,11 +301,15 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     print_verdict(summary, folder)
 
 
-def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, object]:
+def _start_lines(settings: EvaluateSettings, sides: Sides) -> dict[str, object]:
+    part = {"all": "all {:,}", "train": "the {:,} training"}.get(str(settings.prompts.split))
+    rows = f"{part or 'the {:,} held-out'} rows of {settings.dataset.name}".format(sides.num_rows)
+    path = settings.dataset.source.get("path") or settings.dataset.hub_name
     lines: dict[str, object] = {
         "policy": settings.policy,
         "baseline": settings.baseline,
-        "prompts": f"{num_prompts} of {settings.dataset.name}",
+        "prompts": f"{len(sides.records):,} of {rows}" + (f" ({path})" if path else ""),
+        "not asked": ", ".join(f"{n:,} {why}" for why, n in sides.unused.items() if n) or "none",
         "responses": f"{settings.evaluation.answers_per_prompt} a side to each prompt, of at most "
         f"{settings.evaluation.max_new_tokens} tokens",
         "temperature": settings.evaluation.temperature,

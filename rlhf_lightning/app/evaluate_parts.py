@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,20 @@ from typing import Any
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import MODELS
+from rlhf_lightning.app.config.inherit import read_training
+from rlhf_lightning.app.config.saved import working_folder
 from rlhf_lightning.app.prerequisites import is_available, prepare_inputs
-from rlhf_lightning.data.encode import encode_prompt
-from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
+from rlhf_lightning.data.encode import OVER_LONG, EncodingReport, encode_prompt
+from rlhf_lightning.data.first_screen import (
+    UNLIMITED,
+    warn_of_cut_responses,
+    warn_of_plain_prompts,
+)
+from rlhf_lightning.data.identity import files_of
 from rlhf_lightning.data.records import PromptRecord, prompt_key
 from rlhf_lightning.data.sampler import validation_part
+from rlhf_lightning.data.sources.base import FileSource, RecordSource
+from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
 from rlhf_lightning.evaluation.generate import Sampling, gold_scores
 from rlhf_lightning.evaluation.held_out import (
@@ -23,11 +34,14 @@ from rlhf_lightning.evaluation.held_out import (
     SideResponses,
     encode_questions,
     encode_safety_prompts,
+    prompt_room,
 )
 from rlhf_lightning.evaluation.metrics import Judges, by_prompt
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.rollout.scorers.base import reward_of
-from rlhf_lightning.runs.manifest import ManifestError, read_manifest
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import ManifestError, content_digest, read_manifest
+from rlhf_lightning.runs.taken import summary_or_none
 
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
 
@@ -58,6 +72,58 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     return settings
 
 
+_NAMES = {"dataset.path", "dataset.hub_name"}
+
+
+def choose_prompts(settings: EvaluateSettings, overrides: Sequence[str]) -> EvaluateSettings:
+    """Return the settings with the part of the dataset whose prompts are asked.
+
+    A file or a set of the hub that the command line names is asked whole, unless it has a held-out
+    part of its own or a policy was trained on it.
+    """
+    if settings.prompts.split is not None:
+        return settings
+    keys = {word.lstrip("+").partition("=")[0] for word in overrides}
+    if not keys & _NAMES or _has_held_out_part(settings):
+        return settings.updated({"prompts.split": "validation"})
+    whole = {"evaluation.num_prompts": UNLIMITED, "prompts.max_length": None}
+    free = {key: value for key, value in whole.items() if key not in keys}
+    return settings.updated({"prompts.split": "all"} | free)
+
+
+def _has_held_out_part(settings: EvaluateSettings) -> bool:
+    source = settings.dataset.source.build()
+    if isinstance(source, FileSource) and source.files("validation"):
+        return True
+    files = {path.resolve() for path in files_of(source)}
+    digests = {content_digest(path) for path in files if path.exists()}
+    for folder in _training_runs(settings):
+        with suppress(ConfigError):
+            trained = read_training(folder).dataset
+            if (
+                settings.dataset.hub_name is not None
+                and trained.hub_name == settings.dataset.hub_name
+            ):
+                return True
+            path = working_folder(folder) / str(trained.source.get("path"))
+            if any(file.is_relative_to(path.resolve()) for file in files):
+                return True
+        summary = summary_or_none(folder)
+        if summary is not None and any(digests.intersection(d) for d in summary.read.values()):
+            return True
+    return False
+
+
+def _training_runs(settings: EvaluateSettings) -> Iterator[RunFolder]:
+    """Yield the runs that trained the policies, as far as they are known and still there."""
+    if settings.run is not None:
+        yield RunFolder(Path(settings.run))
+    for model in (settings.policy, settings.baseline):
+        yield RunFolder(Path(model).parent)  # of its export/
+        with suppress(ManifestError):
+            yield RunFolder(Path(read_manifest(model, verify=False).run))
+
+
 @dataclass(frozen=True)
 class Sides:
     """Both sides of an evaluation, and the comparison between them.
@@ -67,7 +133,11 @@ class Sides:
         comparison: samples and compares; its questions and sampling are the policy's.
         baseline_questions, baseline_sampling: the same, as the baseline's tokenizer reads them.
         same_tokenizer: whether the KL between the two can be measured.
+        source: source of the prompts, whose validation part is asked.
+        max_prompt_length: longest prompt, in tokens.
         records: records of the prompts.
+        num_rows: rows of the file, or of the part that is asked.
+        unused: reason -> rows that are not asked.
     """
 
     policy: LoadedPolicy
@@ -76,7 +146,11 @@ class Sides:
     baseline_questions: Questions
     baseline_sampling: Sampling
     same_tokenizer: bool
+    source: RecordSource
+    max_prompt_length: int
     records: Sequence[PromptRecord]
+    num_rows: int
+    unused: Mapping[str, int]
 
 
 def build_sides(settings: EvaluateSettings) -> Sides:
@@ -86,7 +160,7 @@ def build_sides(settings: EvaluateSettings) -> Sides:
         ConfigError: with the key, what it got and what it wants.
     """
     source, judges, scorer = _judges(settings)
-    held_out = _prompts(settings, source)
+    held_out, num_rows, unused = _prompts(settings, source)
     policy, baseline = load_side(settings, settings.policy), load_side(settings, settings.baseline)
     same = _same_vocabulary(policy, baseline)
     reads_tokens = settings.scorer is not None and "policy" in settings.scorer.arguments
@@ -98,16 +172,18 @@ def build_sides(settings: EvaluateSettings) -> Sides:
         )
     for model in scorer.build() if scorer is not None else []:
         model.to(policy.model.device)
-    records = _drawn(settings, held_out, (policy, baseline))
+    longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
+    room = min(prompt_room(side.model, UNLIMITED, longest) for side in (policy, baseline))
+    most = settings.prompts.max_length or room
+    records = _drawn(settings, held_out, (policy, baseline), most, unused)
     if not records:
         raise ConfigError(
-            f"none of {len(held_out)} prompts has at most prompts.max_length="
-            f"{settings.prompts.max_length} tokens: raise it"
+            f"none of {len(held_out)} prompts has at most prompts.max_length={most} tokens: raise "
+            "it, or give shorter prompts"
         )
-    longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
     warn_of_plain_prompts(records, policy.tokenizer)
-    warn_of_cut_responses(source, settings.prompts.split, policy.tokenizer, longest, key=key)
-    mine, theirs = _questions(settings, records, (policy, baseline), judges)
+    warn_of_cut_responses(source, settings.prompts.part, policy.tokenizer, longest, key=key)
+    mine, theirs = _questions(settings, records, (policy, baseline), judges, most)
     return Sides(
         policy,
         baseline,
@@ -115,7 +191,11 @@ def build_sides(settings: EvaluateSettings) -> Sides:
         theirs,
         _sampling(settings, baseline),
         same,
+        source,
+        most,
         records,
+        num_rows,
+        unused,
     )
 
 
@@ -129,7 +209,8 @@ def _judges(settings: EvaluateSettings) -> tuple[Any, Judges, Any]:
             scored=built is not None,
             safety=None if safety is None else safety.build(),
         )
-        return settings.dataset.source.build(), judges, built
+        source = settings.dataset.source.build()
+        return WholeSource(source) if settings.prompts.split == "all" else source, judges, built
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
 
@@ -139,12 +220,13 @@ def _questions(
     records: Sequence[PromptRecord],
     sides: Sequence[LoadedPolicy],
     judges: Judges,
+    max_prompt_length: int,
 ) -> list[Questions]:
     """Return what each side is asked, as its tokenizer reads it."""
     several = settings.evaluation.answers_per_prompt
     tokenizers = [side.tokenizer for side in sides]
     same: dict[str, Any] = {
-        "max_prompt_length": settings.prompts.max_length,
+        "max_prompt_length": max_prompt_length,
         "batch_size": settings.evaluation.batch_size,
     }
     batches, _ = encode_questions(records, tokenizers, **same, answers_per_prompt=several)
@@ -157,31 +239,53 @@ def _questions(
     return [Questions(own, unsafe, several) for own, unsafe in pairs]
 
 
-def _prompts(settings: EvaluateSettings, source: Any) -> list[PromptRecord]:
-    found: list[PromptRecord] = source.records("prompts", settings.prompts.split)
+def _prompts(
+    settings: EvaluateSettings, source: Any
+) -> tuple[list[PromptRecord], int, Counter[str]]:
+    """Return the prompts, the number of rows, and reason -> rows that are no prompt to ask."""
+    found: list[PromptRecord] = source.records("prompts", settings.prompts.part)
     if not found:
         raise ConfigError(
             f"dataset={settings.dataset.name} has no prompts in {settings.prompts.split}"
         )
-    return found
+    if not isinstance(source, WholeSource):
+        return found, len(found), Counter()
+    rows, bad = source.num_rows(), len(getattr(source.source, "skipped_records", ()))
+    return found, rows, Counter({_BAD: bad, _AGAIN: rows - bad - len(found)})
+
+
+_BAD, _AGAIN = "bad (dataset.source.on_bad_record=skip)", "with the prompt of an earlier row"
 
 
 def _drawn(
-    settings: EvaluateSettings, records: Sequence[PromptRecord], sides: Sequence[LoadedPolicy]
+    settings: EvaluateSettings,
+    records: Sequence[PromptRecord],
+    sides: Sequence[LoadedPolicy],
+    max_length: int,
+    unused: Counter[str],
 ) -> list[PromptRecord]:
-    """Return the prompts that are asked, each once.
+    """Return the prompts that are asked, each once; the others are counted in `unused`.
 
     They are drawn as at the end of a stage, from all that are short enough: with its seed, number
     and length they are the same ones.
     """
+    over_long = f"of more than prompts.max_length={max_length} tokens"
 
     def fits(record: PromptRecord) -> bool:
-        length = settings.prompts.max_length
-        return all(encode_prompt(record, s.tokenizer, max_length=length) is not None for s in sides)
+        report = EncodingReport()
+        given: dict[str, Any] = {"max_length": max_length, "report": report}
+        if all(encode_prompt(record, side.tokenizer, **given) is not None for side in sides):
+            return True
+        (reason,) = report.dropped or [_BAD]
+        unused[over_long if reason == OVER_LONG else reason] += 1
+        return False
 
     short = [record for record in records if fits(record)]
     drawn = validation_part(short, settings.evaluation.num_prompts, settings.seed)
-    return list({prompt_key(record): record for record in drawn}.values())
+    asked = list({prompt_key(record): record for record in drawn}.values())
+    left = f"not drawn (evaluation.num_prompts={settings.evaluation.num_prompts})"
+    unused.update({left: len(short) - len(drawn), _AGAIN: len(drawn) - len(asked)})
+    return asked
 
 
 def load_side(settings: EvaluateSettings, source: str) -> LoadedPolicy:
@@ -226,7 +330,7 @@ def measured_best_of(
     (batches,), _ = encode_questions(
         sides.records,
         [sides.policy.tokenizer],
-        max_prompt_length=settings.prompts.max_length,
+        max_prompt_length=sides.max_prompt_length,
         batch_size=settings.evaluation.batch_size,
     )
     gold = comparison.judges.gold

@@ -24,7 +24,7 @@ from rlhf_lightning.data.summary import part_lengths
 
 MOST_CUT = 0.1
 NUM_LOOKED_AT = 500
-_UNLIMITED = 1 << 30
+UNLIMITED = 1 << 30
 _WITH_RESPONSES: tuple[RecordKind, ...] = ("demonstrations", "preferences")
 
 
@@ -81,7 +81,7 @@ def _response_lengths(
     else:
         found = list(_asked(source, split))
     records = [r for r in found if isinstance(r, DemonstrationRecord | PreferenceRecord)]
-    rows, _ = encode_all(records[:NUM_LOOKED_AT], tokenizer, max_length=_UNLIMITED)
+    rows, _ = encode_all(records[:NUM_LOOKED_AT], tokenizer, max_length=UNLIMITED)
     lengths = map(part_lengths, rows)
     return [parts["chosen" if "chosen" in parts else "response"] for parts in lengths]
 

@@ -26,11 +26,12 @@ from rlhf_lightning.arguments import (
 from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
-from rlhf_lightning.data.sources.given import Rows, as_source
+from rlhf_lightning.data.sources.given import Rows, WholeSource, as_source
 from rlhf_lightning.evaluation.gates import CheckedGate, check_gates
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
+    Questions,
     held_out_comparison,
     prompt_room,
     start_in_memory,
@@ -107,8 +108,9 @@ def compare(
     Args:
         policy: a module with a trained policy, or the folder or hub name of one.
         baseline: the other side, in the same forms.
-        prompts: a DataModule, or a source of one; its held-out part is used. The data that the
-            policy was trained on have the held-out part of that training.
+        prompts: a DataModule or a source, whose held-out part is used, or a path, a hub name or
+            rows, which are used whole. Of the data that the policy was trained on, the part that
+            training held out is used in either form.
         reward: function, folder or hub name of a reward model, or scorer; see `PPOModule`. None for
             the one that the policy was trained on, if it was.
         gold: a function `(prompts, completions, finished, **columns) -> list of numbers`.
@@ -158,6 +160,7 @@ def compare(
             f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens: give a "
             "source with a validation part (validation_fraction=, validation_path=)"
         )
+    _warn_of_whole(source, comparison.questions, trained=trainer_of(policy) is not None)
     _warn(source, sampling, known=data is not None, writes=hasattr(policy, "sampling"))
     judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
     return _compared(mine, theirs, comparison, judge, gates or {}, num_samples, policy)
@@ -219,6 +222,23 @@ def _teacher(policy: Any, comparison: HeldOutComparison, device: torch.device) -
         logger.warning("the KL to the teacher is not measured: %s", error)
         return None
     return teacher.to(device)
+
+
+def _warn_of_whole(source: RecordSource, questions: Questions, *, trained: bool) -> None:
+    """Say how many rows are asked, and what a policy whose data are unknown may have seen."""
+    if not isinstance(source, WholeSource):
+        return
+    asked = sum(map(len, questions.batches)) // questions.answers_per_prompt
+    rows, left = source.num_rows(), ""
+    if asked < rows:
+        left = "; max_prompt_length, num_prompts and repeated prompts leave out the others"
+    if not trained:
+        left += (
+            ". If the policy was trained on some of them, give the DataModule or the source of "
+            "that training, whose held-out part is asked"
+        )
+    if left:
+        logger.warning("%d of all %d rows are asked%s", asked, rows, left)
 
 
 def _warn(source: RecordSource, sampling: Sampling, *, known: bool, writes: bool) -> None:
@@ -287,8 +307,10 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
         return prompts.source, prompts
     source = as_source(prompts, "prompts")
     data = getattr(trainer_of(policy), "datamodule", None)
-    if source is prompts or not isinstance(data, RecordDataModule):
+    if source is prompts:
         return source, None
+    if not isinstance(data, RecordDataModule):
+        return WholeSource(source), None
     both = (source, data.source)
     rows = [getattr(one, "rows", None) for one in both]
     labels = [getattr(one, "label", None) for one in both]
@@ -296,7 +318,7 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
     if None not in paths:  # one file has several names
         labels = [str(Path(path).expanduser().resolve()) for path in paths]
     same = rows[0] is rows[1] and labels[0] == labels[1] is not None
-    return (data.source, data) if same else (source, None)
+    return (data.source, data) if same else (WholeSource(source), None)
 
 
 @dataclass(frozen=True)

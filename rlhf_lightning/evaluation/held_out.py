@@ -207,7 +207,7 @@ def trainer_of(module: object) -> Any:
 
 
 def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
-    """Return the longest prompt, at most `wanted`, that leaves room for a response.
+    """Return the longest prompt, at most `wanted`, that leaves room for a response, in tokens.
 
     Raises:
         ValueError: if no prompt leaves room.

@@ -140,6 +140,7 @@ QUANTITIES: dict[str, Quantity] = {
     "val/accuracy_chosen_shorter": Quantity("accuracy where the shorter is preferred", "share"),
     "val/accuracy_chosen_longer": Quantity("accuracy where the longer is preferred", "share"),
     "val/margin": Quantity("held-out margin"),
+    "val/num_pairs": Quantity("held-out pairs"),
     "val/calibration_error": Quantity("calibration error", "share", (0.0, 0.1)),
     "val/majority_accuracy": Quantity("accuracy of the more frequent label", "share"),
     "val/longer_wins_accuracy": Quantity(

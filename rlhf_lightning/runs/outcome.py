@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_lightning.runs.metric_catalog import ends, percent
+from rlhf_lightning.runs.metric_catalog import counted, ends, percent
 
 Metrics = Mapping[str, float | None]
+FEW = 30  # prompts or pairs, below which a figure is no headline
 # `undecided`: the threshold lies inside the confidence interval.
 Tone = Literal["good", "bad", "neutral", "undecided"]
 
@@ -92,4 +93,28 @@ def by_interval(
         tone, sentence = "bad", below
     else:
         tone, sentence = "undecided", undecided
-    return Verdict(tone, percent(rate), caption + interval(metrics, name), sentence, tuple(facts))
+    found = Verdict(tone, percent(rate), caption + interval(metrics, name), sentence, tuple(facts))
+    return unless_few(found, metrics, name)
+
+
+def unless_few(found: Verdict, metrics: Metrics, name: str) -> Verdict:
+    """Return the verdict, without its headline where that is of fewer than 30 prompts or pairs.
+
+    Args:
+        found: verdict by a figure.
+        metrics: final metrics of the run.
+        name: metric that is the figure.
+    """
+    key = name.replace("win_rate" if "win_rate" in name else "accuracy", "num_pairs")
+    of_pairs = key != name and key in metrics
+    noun = "pair" if of_pairs else "prompt"
+    count = figure(metrics, key if of_pairs else "val/num_prompts")
+    if count is None or count >= FEW:
+        return found
+    caption, _, known = found.caption.partition(" (")
+    fact = Fact(caption.removeprefix("of "), found.number, known.rstrip(")"))
+    sentence = (
+        f"No headline: {counted(count, noun)} {'is' if count == 1 else 'are'} too few to say more "
+        f"than the figures below; {FEW} are needed."
+    )
+    return Verdict(sentence=sentence, facts=(fact, *found.facts))

@@ -26,6 +26,7 @@ from rlhf_lightning.runs.outcome import (
     by_interval,
     figure,
     interval,
+    unless_few,
 )
 from rlhf_lightning.runs.summary import Summary
 
@@ -132,7 +133,8 @@ def _distilled(metrics: Metrics, facts: list[Fact]) -> Verdict:
         f"The policy has come {'closer to' if closer else 'no closer to'} its teacher: the KL was "
         f"{number(before)} before. It says how alike they are, not how good."
     )
-    return Verdict("good" if closer else "bad", number(kl), caption, sentence, tuple(facts))
+    found = Verdict("good" if closer else "bad", number(kl), caption, sentence, tuple(facts))
+    return unless_few(found, metrics, TEACHER)
 
 
 def _without_a_judge(metrics: Metrics, facts: list[Fact]) -> Verdict:
@@ -154,14 +156,16 @@ def _without_a_judge(metrics: Metrics, facts: list[Fact]) -> Verdict:
         if before is None:
             caption = "mean score on held-out prompts"
             sentence = "No baseline was scored, so nothing says whether it got better."
-            return Verdict("neutral", number(score), caption, sentence, tuple(facts))
+            found = Verdict("neutral", number(score), caption, sentence, tuple(facts))
+            return unless_few(found, metrics, "val/score")
         rose = score > before
         sentence = (
             f"The score {'rose' if rose else 'did not rise'}; no gold reward says if rightly."
         )
         gain = "+" * rose + number(score - before)
         caption = "change of the mean score from that of the baseline"
-        return Verdict("neutral" if rose else "bad", gain, caption, sentence, tuple(facts))
+        found = Verdict("neutral" if rose else "bad", gain, caption, sentence, tuple(facts))
+        return unless_few(found, metrics, "val/score")
     for name in ("val/accuracy", "val/loss", "val/score"):
         if name in metrics:
             return Verdict("bad", sentence=f"{name} is not a finite number.", facts=tuple(facts))

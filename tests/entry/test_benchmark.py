@@ -50,8 +50,8 @@ def by_length(folder: Path, start: Path) -> list[str]:
 
 
 def test_pairs_of_a_file_are_measured_gated_and_reported(tmp_path, start):
-    rows = [{"prompt": "w1", "chosen": "w2 w3 w4", "rejected": "w5", "subset": "long"}] * 9
-    rows += [{"prompt": "w1", "chosen": "w2", "rejected": "w3 w4 w5", "subset": "short"}] * 3
+    rows = [{"prompt": "w1", "chosen": "w2 w3 w4", "rejected": "w5", "subset": "long"}] * 27
+    rows += [{"prompt": "w1", "chosen": "w2", "rejected": "w3 w4 w5", "subset": "short"}] * 9
     file = write(tmp_path / "pairs.jsonl", rows)
     found = evaluate(
         tmp_path / "run",
@@ -60,10 +60,10 @@ def test_pairs_of_a_file_are_measured_gated_and_reported(tmp_path, start):
         f"benchmark.path={file}",
         "+gates.right={metric: benchmark/accuracy, at_least: 0.8}",
     )
-    assert found.metrics["benchmark/accuracy"] == 9 / 12
+    assert found.metrics["benchmark/accuracy"] == 27 / 36
     assert found.metrics["benchmark/accuracy/subset/long"] == 1
     assert found.metrics["benchmark/accuracy_chosen_shorter"] == 0
-    assert found.metrics["benchmark/longer_wins_accuracy"] == 9 / 12
+    assert found.metrics["benchmark/longer_wins_accuracy"] == 27 / 36
     assert [(gate.name, gate.passed) for gate in found.gates] == [("right", False)]
     assert verdict(found).number == "75.0 %"
     page = render_report(RunFolder(tmp_path / "run"))

@@ -24,7 +24,7 @@ def evaluate(folder: Path, start: Path, *overrides: str) -> Summary:
     reward.write_text(LENGTH_REWARD)
     scored = ["scorer=function", f"scorer.function={reward}:score"]
     given = [
-        "evaluation.num_prompts=16",
+        "evaluation.num_prompts=32",
         "evaluation.max_new_tokens=6",
         "evaluation.answers_per_prompt=2",
         "references=false",

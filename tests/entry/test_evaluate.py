@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.evaluate_parts import choose_prompts
 from rlhf_lightning.app.evaluation import comparison_arguments
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
@@ -22,9 +23,11 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder, read_samples
+from rlhf_lightning.runs.verdict import verdict
 from tests.builders.chat_server import Failure, prefers_longer, serving
 from tests.builders.command_lines import LENGTH_REWARD, settings_of
 from tests.builders.runs import settings_for
+from tests.entry.test_run_of_training import run_of
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["evaluation.num_prompts=24", "evaluation.max_new_tokens=6", "evaluation.batch_size=8"]
@@ -123,6 +126,65 @@ def test_the_prompts_are_those_that_a_stage_asks_at_its_end(
     assert asked == [text for batch in batches for text in batch.columns["prompt"]]
     first = DemoSource(seed=1).records("prompts", "validation")[:24]
     assert asked != [record.prompt for record in first]
+
+
+def prompts_file(path: Path, count: int) -> Path:
+    """Write some different prompts of the built-in world, one of them twice and one over-long."""
+    asked = list(dict.fromkeys(r.prompt for r in DemoSource(seed=1).records("prompts", "train")))
+    rows = [*asked[:count], asked[0], " ".join(asked)]
+    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_that_is_named_for_evaluation_is_used_whole_and_what_is_not_is_counted(
+    tmp_path: Path, start: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rlhf_lightning.app.evaluate import run
+
+    file = prompts_file(tmp_path / "test.jsonl", 40)
+    words = ["dataset=files", "dataset.name=mine", f"dataset.path={file}", "scorer=none"]
+    words += [f"policy={start}", f"baseline={start}", "evaluation.max_new_tokens=2"]
+    folder = RunFolder(tmp_path / "run")
+    summary = run(settings_of(*words, entry="evaluate"), folder, words)
+    assert summary.metrics["val/num_prompts"] == 40
+    assert summary.about["prompts"].startswith("40 of all 42 rows of mine")
+    told = "1 with the prompt of an earlier row, 1 of more than prompts.max_length=126 tokens"
+    assert summary.about["not asked"] == told
+    assert told in " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert told in folder.report.read_text()
+    some = [*words, "evaluation.num_prompts=7"]
+    summary = run(settings_of(*some, entry="evaluate"), RunFolder(tmp_path / "some"), some)
+    assert summary.metrics["val/num_prompts"] == 7
+    assert "34 not drawn (evaluation.num_prompts=7)" in summary.about["not asked"]
+    assert verdict(summary).number == ""
+
+
+def test_of_a_file_that_the_policy_was_trained_on_the_held_out_part_is_used(
+    working_folder: Path,
+) -> None:
+    trained_on, other = (prompts_file(working_folder / f"{n}.jsonl", n) for n in (30, 31))
+    data = ["dataset=files", "dataset.name=mine"]
+    made = run_of(working_folder / "ppo", "+experiment=ppo", *data, f"dataset.path={trained_on}")
+    moved = shutil.copy(trained_on, working_folder / "moved.jsonl")
+
+    def part(*words: str) -> str | None:
+        settings = settings_of(*words, entry="evaluate")
+        return choose_prompts(settings, words).prompts.split
+
+    of_run = f"run={made.path}"
+    assert part(of_run) == "validation"
+    assert part(of_run, f"++dataset.path={trained_on}") == "validation"
+    assert part(of_run, f"++dataset.path={moved}") == "validation"
+    assert part(of_run, f"++dataset.path={other}") == "all"
+    assert part(of_run, f"++dataset.path={other}", "prompts.split=train") == "train"
+    assert part(*data, f"dataset.path={moved}", f"policy={made.export}") == "validation"
+    assert part(*data, f"dataset.path={moved}") == "all"
+    trained_on.write_text(other.read_text())  # more rows, of which most were trained on
+    assert part(of_run, f"++dataset.path={trained_on}") == "validation"
+    (working_folder / "folder").mkdir()
+    for name in ("train", "test"):
+        shutil.copy(other, working_folder / "folder" / f"{name}.jsonl")
+    assert part(*data, f"dataset.path={working_folder}/folder") == "validation"
 
 
 def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: RunFolder) -> None:

@@ -145,6 +145,8 @@ def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperatur
     assert max(row["length"] for row in longer.samples) > 5
     other = FileSource(material["prompts"], validation_fraction=0.2)
     assert compare(trained, material["policy"], other, reward=length).num_prompts < held_out
+    test_set = [{"prompt": f"w{i % 9 + 2} w{i // 9 + 2}"} for i in range(40)]
+    assert compare(trained, material["policy"], test_set, reward=length).num_prompts == 40
     greedy = [
         compare(trained, trained, material["prompts"], reward=length, temperature=t)
         for t in (None, 0)

@@ -255,10 +255,10 @@ def test_a_reward_model_that_ranks_wrong_where_the_shorter_is_preferred_is_warne
 def test_an_undecided_headline_says_by_whom_and_the_interval_follows_the_rate():
     rate = "val/judge_win_rate"
     metrics = {rate: 0.5, f"{rate}_low": 0.4, f"{rate}_high": 0.6}
-    metrics |= {"val/judge_num_pairs": 25.0, "val/judge_skipped": 7.0}
+    metrics |= {"val/judge_num_pairs": 35.0, "val/judge_skipped": 7.0}
     result = verdict(Summary("evaluate", "completed", 1, metrics=metrics))
     assert "by the judge" in result.sentence
-    assert "won (95 % interval 40.0 to 60.0 %); 7 of 32 were skipped" in result.caption
+    assert "won (95 % interval 40.0 to 60.0 %); 7 of 42 were skipped" in result.caption
     tied = verdict(
         Summary("ppo", "completed", 1, metrics={"val/gold_win_rate": 0.5, "val/gold_tie_rate": 1.0})
     )
@@ -296,3 +296,27 @@ def test_a_score_need_not_be_learnt_and_is_not_named_twice():
     result = verdict(Summary("evaluate", "completed", 1, metrics=metrics))
     assert result.sentence.startswith("The policy scores higher than the baseline; read")
     assert "learnt" not in quantity("val/score_win_rate").label
+
+
+@pytest.mark.parametrize(
+    ("stage", "figure", "count", "noun"),
+    [
+        ("reward", "val/accuracy", "val/num_pairs", "pair"),
+        ("evaluate", "benchmark/accuracy", "benchmark/num_pairs", "pair"),
+        ("evaluate", "val/human_win_rate", "val/human_num_pairs", "pair"),
+        ("ppo", "val/gold_win_rate", "val/num_prompts", "prompt"),
+        ("ppo", "val/score_win_rate", "val/num_prompts", "prompt"),
+        ("evaluate", "best_of/4/gold_win_rate", "val/num_prompts", "prompt"),
+        ("ppo", "val/score", "val/num_prompts", "prompt"),
+        ("ppo", "val/teacher_kl_per_token", "val/num_prompts", "prompt"),
+    ],
+)
+def test_a_figure_of_few_prompts_or_pairs_is_no_headline(stage, figure, count, noun):
+    metrics = {figure: 0.75, f"{figure}_low": 0.6, f"{figure}_high": 0.8, count: 30.0}
+    metrics |= {"val/baseline_teacher_kl_per_token": 1.0, "val/baseline_score": 0.0}
+    known = verdict(Summary(stage, "completed", 1, metrics=metrics))
+    few = verdict(Summary(stage, "completed", 1, metrics=metrics | {count: 6.0}))
+    assert known.number
+    assert (few.number, few.tone) == ("", "neutral")
+    assert f"6 {noun}s are too few" in few.sentence
+    assert known.number in [fact.value for fact in few.facts]

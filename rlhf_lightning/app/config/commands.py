@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_lightning.app.config.groups import (
     Annotator,
@@ -61,8 +55,13 @@ def _hosts_joined(page: Any) -> Any:
 class PromptsSettings(Settings):
     """Prompts of an evaluation."""
 
-    split: Split = "validation"
-    max_length: Count = 64
+    split: Split | Literal["all"] | None = None
+    max_length: Count | None = 64
+
+    @property
+    def part(self) -> Split:
+        """The split of the source that is asked; of `all` it is a `WholeSource`."""
+        return "train" if self.split == "train" else "validation"
 
 
 class PeopleSettings(Settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError
 from rlhf_lightning.data.files import ENDINGS, LocatedRow
-from rlhf_lightning.data.records import Split
+from rlhf_lightning.data.records import Record, RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
 
 Rows = Sequence[Mapping[str, Any]]  # or a `datasets.Dataset`, which is no Sequence to Python
@@ -46,6 +47,33 @@ class GivenRows(RowSource):
             else:
                 fix = 'give mappings, {"prompt": ...}'
                 yield where, BadRecordError(where, f"found {type(row).__name__}", fix)
+
+
+class WholeSource:
+    """All records of a source as held-out ones: nobody trains on a test set.
+
+    Args:
+        source: source that has not been read yet.
+    """
+
+    def __init__(self, source: RecordSource) -> None:
+        """Note the source; it is read at the first call of `records`."""
+        self.source = copy.copy(source)
+        if isinstance(self.source, RowSource):
+            self.source.validation_fraction = 0.0
+
+    def records(self, kind: RecordKind, split: Split) -> list[Record]:
+        """Return all records for `validation`, none for `train`."""
+        if split == "train":
+            return []
+        return [*self.source.records(kind, "train"), *self.source.records(kind, "validation")]
+
+    def num_rows(self) -> int:
+        """Return how many rows there are, bad ones included; several may have one prompt."""
+        if not isinstance(self.source, RowSource):
+            return len(self.records("prompts", "validation"))
+        parsed = sum(len(self.source.parsed(split)) for split in ("train", "validation"))
+        return parsed + len(self.source.skipped_records)
 
 
 def as_source(source: RecordSource | Rows | str | Path, name: str = "source") -> RecordSource:
