@@ -454,7 +454,7 @@ def _read_columns(path: Path) -> Iterator[LocatedRow]:
     kind = "a Parquet" if extension(path) == ".parquet" else "an Arrow"
     number = 0
     try:
-        for batch in _batches(path):
+        for batch in batches(path):
             for row in batch.to_pylist():
                 number += 1
                 yield Location(str(path), number, "row"), row
@@ -463,7 +463,7 @@ def _read_columns(path: Path) -> Iterator[LocatedRow]:
         raise BadRecordError(Location(str(path)), found, "write it anew") from error
 
 
-def _batches(path: Path) -> Iterator[Any]:
+def batches(path: Path) -> Iterator[Any]:
     """Yield the batches of a Parquet file, or of an Arrow file or stream."""
     from pyarrow import ipc, parquet
 

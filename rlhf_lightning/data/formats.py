@@ -52,7 +52,7 @@ from rlhf_lightning.data.records import (
     prompt_key,
 )
 from rlhf_lightning.data.row_keys import ROW_KEYS, with_row_keys
-from rlhf_lightning.data.turns import check_characters
+from rlhf_lightning.data.turns import check_characters, without_nulls
 from rlhf_lightning.text.forms import WEIGHT
 
 logger = logging.getLogger(__name__)
@@ -353,6 +353,8 @@ class RowParser:
             row = as_ours({k: v for k, v in row.items() if k not in hidden}, where)
         ours = self._rename(row, where)
         given = ours.copy()
+        if where.unit == "row":  # of a table
+            ours = without_nulls(ours)
         rendered = _parse_rendered(ours.get("rendered", self._rendered), where)
         if not rendered:
             ours |= _read_cells(ours, where)

@@ -11,10 +11,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlhf_lightning.data.cells import decoded
 from rlhf_lightning.data.errors import BadRecordError, describe
+from rlhf_lightning.data.files import batches, is_data_file
 from rlhf_lightning.data.formats import KNOWN_KEYS, ParsedRow
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -96,7 +99,11 @@ def _word(value: Any) -> str:
     return re.sub(r"\.0+$", "", re.sub(r"[\s-]+(?=\D)", "_", word.strip().lower()))
 
 
-def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label | None:
+def find_label(
+    rows: Sequence[ParsedRow],
+    columns: Mapping[str, str | None],
+    features: Mapping[str, Any] = MappingProxyType({}),
+) -> Label | None:
     """Return the column that says which responses of a set are good, if one does.
 
     A column that may say so is named in a warning, and so is one that rates the only response to
@@ -105,8 +112,14 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
     Args:
         rows: rows of the whole set.
         columns: ours -> theirs; `label` names the column, or with None says that there is none.
+        features: types of the columns by `datasets`, for rows that do not come from files.
+
+    Raises:
+        BadRecordError: if the column's numbers have names (`ClassLabel`) other than those of truth.
     """
     label = _find(rows, columns)
+    if label is not None and not label.is_rating:
+        _check_classes(label.column, rows, features)
     if label is not None and label.says_bad:
         logger.warning(
             "the column %r says by its name that true is bad, and is read so: if true is good, "
@@ -120,6 +133,26 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
             label.column,
         )
     return label
+
+
+def _check_classes(column: str, rows: Sequence[ParsedRow], features: Mapping[str, Any]) -> None:
+    named = [getattr(features.get(column), "names", ())]
+    for path in {row.where.source for row in rows if row.where.unit == "row"}:
+        if is_data_file(Path(path)):
+            written = (next(batches(Path(path))).schema.metadata or {}).get(b"huggingface", "{}")
+            types = json.loads(written).get("info", {}).get("features", {})
+            named.append(types.get(column, {}).get("names", ()))
+    truths = ([], ["0", "1"], ["false", "true"])
+    names = next((n for n in named if [str(name).lower() for name in n] not in truths), None)
+    if names is None:
+        return
+    listed = " and ".join(f"{i} for {name!r}" for i, name in enumerate(names[:4]))
+    raise BadRecordError(
+        rows[0].where,
+        f"the label {column!r} holds {listed} by its names (ClassLabel), and not 1 for good",
+        f"write Dataset.from_list([row | {{{column!r}: row[{column!r}] == N}} for row in dataset]) "
+        "with N for good, or learn all rows alike with columns={label: null}",
+    )
 
 
 def _find(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label | None:

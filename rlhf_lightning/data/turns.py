@@ -11,7 +11,8 @@
 | a turn from `function_call`                  | `tool_calls` of the assistant, read from its text |
 | any other                                    | given to the chat template as it is              |
 
-Nulls, with which columnar files fill keys, are none.
+A key that holds null is none. Nulls further inside, of a call's arguments or a tool's schema, stay;
+those of the rows of a table are taken out before, see `without_nulls`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
     Raises:
         BadRecordError: if a key holds what it should not.
     """
-    given = without_nulls(message)
+    given = _filled(message) if isinstance(message, Mapping) else message
     keys = message.keys() if isinstance(message, Mapping) else set()
     if "role" not in keys or keys.isdisjoint(("content", CALLS)):
         found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
@@ -92,7 +93,7 @@ def json_list(value: Any) -> list[Any] | None:
     value = from_json(value)
     value = value.tolist() if hasattr(value, "tolist") else value
     listed = isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value)
-    return [without_nulls(each) for each in value] if listed and value else None
+    return [dict(each) for each in value] if listed and value else None
 
 
 def from_json(value: Any) -> Any:
@@ -104,10 +105,18 @@ def from_json(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a nested value without the keys that hold null."""
+    """Return a nested value without the keys that hold null.
+
+    A column of objects has each key in every row, and null where a row had none.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _filled(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in value.items() if each is not None}
 
 
 def _content(content: Any, name: str, where: Location) -> str:
@@ -152,8 +161,8 @@ def _call(call: Mapping[str, Any], name: str, where: Location) -> dict[str, Any]
     if not isinstance(arguments, Mapping) or elsewhere:
         found = f"a call of {name} is {describe(call)}, expected a name and arguments as an object"
         raise BadRecordError(where, found, 'write {"name": "...", "arguments": {"key": "value"}}')
-    outer = {key: call[key] for key in call if key not in ("name", "arguments", "function")}
-    inner = {} if function is call else function
+    others = {key: call[key] for key in call if key not in ("name", "arguments", "function")}
+    outer, inner = _filled(others), {} if function is call else _filled(function)
     return {
         "type": "function",
         **outer,

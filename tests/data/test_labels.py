@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from itertools import cycle
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.labels import verdict
 from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord, UnpairedRecord
+from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 
 PAIRS = [("👍", "👎"), ("thumbs up", "thumbs-down"), (True, False), (1.0, -1.0), ("TRUE", "FALSE")]
@@ -308,3 +311,43 @@ def test_an_odd_cell_leaves_a_name_of_bad_its_meaning(odd, values, mapped, caplo
     said = [r for r in caplog.records if "true is bad" in r.getMessage()]
     assert len(said) == 1
     assert "'thumbs_down'" in said[0].getMessage()
+
+
+def classes(names, values):
+    column = {"label": ClassLabel(names=names)}
+    features = Features({"prompt": Value("string"), "completion": Value("string"), **column})
+    return Dataset.from_list(rows("label", values), features=features)
+
+
+def stored(kind, dataset, folder):
+    if kind == "memory":
+        return GivenRows(dataset, validation_fraction=0.0)
+    if kind == "parquet":
+        dataset.to_parquet(str(folder / "rows.parquet"))
+        return FileSource(folder / "rows.parquet", validation_fraction=0.0)
+    dataset.save_to_disk(str(folder / "saved"))
+    (file,) = (folder / "saved").glob("*.arrow")
+    return FileSource(file, validation_fraction=0.0, on_bad_record="skip")
+
+
+@pytest.mark.parametrize("kind", ["memory", "parquet", "arrow"])
+@pytest.mark.parametrize("names", [("good", "bad"), ("bad", "good"), ("a", "b", "c")])
+def test_classes_with_names_of_their_own_are_refused_with_the_line_that_says_which_is_good(
+    kind, names, tmp_path
+):
+    dataset = classes(list(names), [0, 1])
+    source = stored(kind, dataset, tmp_path)
+    for wanted in ("demonstrations", "unpaired"):
+        with pytest.raises(BadRecordError, match=f"0 for '{names[0]}' and 1 for") as caught:
+            source.records(wanted, "train")
+    line = re.search(r"Dataset\.from_list\(.*?dataset\]\)", str(caught.value))[0]
+    good = eval(line.replace("N", "1"), {"Dataset": Dataset, "dataset": dataset})
+    found = GivenRows(good, validation_fraction=0.0).records("unpaired", "train")
+    assert [record.label for record in found] == [False, True] * 3
+
+
+@pytest.mark.parametrize("names", [("0", "1"), ("False", "True")])
+def test_classes_that_are_named_as_truth_values_are_read(names, tmp_path):
+    for kind in ("memory", "parquet"):
+        found = stored(kind, classes(list(names), [1, 0]), tmp_path).records("unpaired", "train")
+        assert [record.label for record in found] == [True, False] * 3

@@ -64,7 +64,8 @@ def test_thoughts_that_differ_are_refused():
         [CALL],
         json.dumps([CALL]),
         [{**CALL, "function": {"name": "f", "arguments": '{"town": "Ulm"}'}}],
-        [{"id": "c1", "name": "f", "arguments": {"town": "Ulm", "street": None}}],
+        [{"id": "c1", "name": "f", "arguments": {"town": "Ulm"}}],
+        [{**CALL, "index": None, "function": {**CALL["function"], "strict": None}}],
     ],
 )
 def test_calls_have_one_form(calls):
@@ -83,6 +84,23 @@ def test_results_of_tools_keep_whose_they_are():
     assert parse(conversation({**assistant(""), "tool_calls": [CALL]}, result)).record.prompt[
         2
     ] == (result)
+
+
+@pytest.mark.parametrize("spell", [lambda x: x, json.dumps])
+@pytest.mark.parametrize(("unit", "kept"), [("line", True), ("record", True), ("row", False)])
+def test_nulls_that_are_written_are_kept_and_those_that_fill_a_table_are_not(unit, kept, spell):
+    arguments = {"town": "Ulm", "unit": None, "parts": [{"a": None}]}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    tool = {"name": "f", "parameters": {"properties": {"unit": {"default": None}}}}
+    messages = [ASK, {"role": "assistant", "content": None, "tool_calls": spell([call])}]
+    row = {"messages": messages, "tools": spell([tool])}
+    record = RowParser()(row, Location("f", 1, unit)).record
+    kept = kept or spell is json.dumps
+    said = record.completion[0]["tool_calls"][0]["function"]["arguments"]
+    assert said == (arguments if kept else {"town": "Ulm", "parts": [{}]})
+    assert record.variables["tools"] == [
+        tool if kept else {"name": "f", "parameters": {"properties": {"unit": {}}}}
+    ]
 
 
 def test_nulls_of_messages_are_none():
@@ -156,7 +174,7 @@ def test_variables_of_the_template_come_from_columns(spell):
     row["chat_template_kwargs"] = spell({"thinking": False, "other": None})
     record = parse(row).record
     assert record.variables == {
-        "tools": [{"name": "f"}],
+        "tools": tools,
         "documents": documents,
         "thinking": False,
     }

@@ -85,6 +85,7 @@ class RowSource:
         self._skipped = SkippedRecords(self.on_bad_record, self.on_template_loss)
         self._splits: dict[Split, list[ParsedRow]] | None = None
         self._label: labels.Label | None = None
+        self._features: Mapping[str, Any] = {}  # of `datasets`, known once the rows are read
 
     @property
     def label(self) -> str:
@@ -158,7 +159,7 @@ class RowSource:
         return {"train": train, "validation": validation}
 
     def _look_at(self, rows: Sequence[ParsedRow]) -> None:
-        self._label = labels.find_label(rows, self.columns or {})
+        self._label = labels.find_label(rows, self.columns or {}, self._features)
         labels.warn_of_odd_texts(rows, self.label)
 
     def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
@@ -287,6 +288,7 @@ class HubSource(RowSource):
                 f"revision={self.revision}) could not be loaded: {error}. Check name, config and "
                 "split, the network, and the access to a gated set"
             ) from error
+        self._features = rows.features
         source = f"{self.name}[{hub_split}]"
         for number, row in enumerate(rows, start=1):
             yield Location(source, number, "row"), row

@@ -40,6 +40,7 @@ class GivenRows(RowSource):
         return self._located() if split == "train" else None
 
     def _located(self) -> Iterable[LocatedRow]:
+        self._features = getattr(self.rows, "features", {})
         for number, row in enumerate(self.rows, start=1):
             where = Location(f"{self.name}, {self.label}", number, "row")
             if isinstance(row, Mapping):
