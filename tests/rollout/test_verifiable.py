@@ -32,6 +32,12 @@ READ = {
     "#### 72\n#### 3": "72",
     "#### 72\n- 3 more": "72",
     "#### 72\n* 5 others": "72",
+    "#### 72\n\n2. And then": "72",
+    "#### 10\\%": "10",
+    "#### 72)": "72",
+    "#### 72kg": "72",
+    "#### 72m": "72",
+    "#### 72, so 72": "72",
     "<think>#### 5, no</think>#### 72": "72",
     "Is it #### 5? No.\n</think>\n\n#### 72": "72",
 }
@@ -48,6 +54,33 @@ NOT_READ = (
     "#### 24 * 3 = 72",
     "#### 7e3",
     "#### is 72",
+    "#### 2 1/2",
+    "#### 2 \u00bd",
+    "#### 2\u00bd",
+    "#### 2-1/2",
+    "#### 10^6",
+    "#### 10**6",
+    "#### 10 ^ 6",
+    "#### 10\u00b2",
+    "#### 1E+6",
+    "#### 0x10",
+    "#### 1 000",
+    "#### 1\u202f000",
+    "#### 1_000",
+    "#### 1'000",
+    "#### 1{,}000",
+    "#### 5!",
+    "#### 2x",
+    "#### 5k",
+    "#### 5m^2",
+    "#### 5a2",
+    "#### 3 x 4",
+    "#### 3\u00b710",
+    "#### 5(3+2)",
+    "#### 5\\sqrt{2}",
+    "#### 5 \\cdot 3",
+    "#### 5\u221a2",
+    "#### 5;6",
     "### 72",
     "<think>It is #### 72",
     "<think>It is #### 72</think>",
@@ -69,7 +102,22 @@ def test_what_is_not_one_number_after_the_marker_is_not_read(text):
     ("text", "number"),
     [
         ("first 3, then 48-24=24.", "24"),
-        ("10 - 5", "5"),
+        ("10 - 5", None),
+        ("in all 24 + 48", None),
+        ("2-3 days", None),
+        ("18, which is 10^6", None),
+        ("18, which is 1 000", None),
+        ("18, which is 2 1/2", None),
+        ("18, which is 1{,}000", None),
+        ("18, which is 1_000", None),
+        ("so \\frac{1}{2}", None),
+        ("so \\frac12", None),
+        ("so 2^{10}", None),
+        ("so \\sqrt{5}", None),
+        ("so \\boxed{72}.", "72"),
+        ("so \\(72\\), as H2O", "72"),
+        ("**72**", "72"),
+        ("Step 2: 72 clips", "72"),
         ("she has -3", "-3"),
         ("it costs $ 1,500 in all", "1500"),
         ("x2 and nothing else", None),
@@ -157,6 +205,13 @@ def test_a_wrong_number_may_not_be_worth_as_much_as_the_right_one():
         NumberReward(marker=" ")
 
 
+@pytest.mark.parametrize("wanted", ["10^6", "2 1/2", "#### 1 000", "\\frac{1}{2}", "5k"])
+def test_a_right_answer_that_is_more_than_a_number_is_an_error(wanted):
+    for fallback in ("none", "last_number"):
+        with pytest.raises(ValueError, match="holds no number"):
+            NumberReward(fallback=fallback)(["p"], ["#### 3"], answer=[wanted])
+
+
 def test_a_missing_column_and_a_right_answer_without_a_number_are_errors():
     with pytest.raises(ValueError, match=r"no column 'answer'.*\['solution'\]"):
         NumberReward()(["p"], ["#### 3"], solution=["#### 3"])
@@ -166,7 +221,7 @@ def test_a_missing_column_and_a_right_answer_without_a_number_are_errors():
 
 def test_the_column_reaches_the_reward_through_a_scorer():
     tokenizer = tiny_tokenizer()
-    prompts = prompt_batch([[2, 3], [4, 5]], answer=["w7 7", "w8 9"], other=["a", "b"])
+    prompts = prompt_batch([[2, 3], [4, 5]], answer=["w7 a", "w8 b"], other=["a", "b"])
     generation = Generation(
         sequences=torch.tensor([[2, 3, 7, 1], [4, 5, 8, 1]]),
         response_mask=torch.ones(2, 2, dtype=torch.bool),

@@ -12,13 +12,21 @@ from typing import Any, Literal
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.text.messages import as_text
 
-# A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. The start of another
-# number (1/2, 12:30, 1,23) or of a sum (24 + 48) is no number, nor are the digits of x2.
+# A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. The start of a longer
+# thing is no number: 1/2, 12:30, 1,23, 24 + 48, 2 1/2, 1 000, 1_000, 10^6, 0x10, 5!, 2x, 5\sqrt{2}.
 NUMBER = re.compile(
-    r"(?<!\w)(?<![0-9][.,/:])"
+    r"(?<!\w)"
     r"(?P<sign>[$\u20ac\u00a3][ ]?[-+\u2212]|[-+\u2212]?(?:[$\u20ac\u00a3][ ]?)?)"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?![0-9]|[.,:eE][0-9]|[^\S\n]*[-+*/=\u00d7][^\S\n]*[0-9$])"
+    r"(?=\W|$|(?![xyznkKMBeEi]\b)[A-Za-z\u00b5]+(?![\w^]))"  # a unit may follow at once
+    r"(?![\^!{\u221a]|\([0-9]|[.,:;'\u2019][0-9]|[^\S\n]*\\(?![]%$)]|text)"
+    r"|[^\S\n]+[0-9\u00bc-\u00be\u2150-\u215e]"
+    r"|[^\S\n]*(?:\*\*|[-+*/=^xX\u00d7\u00f7\u00b7\u22c5])[^\S\n]*[0-9$])"
+)
+# Text in front of a number that is only the end of something longer.
+_BEGUN = re.compile(
+    r"(?:[0-9)}][^\S\n]*[-+*/^xX\u00d7\u00f7\u00b7\u22c5]+[^\S\n]*|[0-9](?:[.,/:;'\u2019]|[^\S\n]+)"
+    r"|[}^\u221a\u00b1]|(?:[}^_]|frac|sqrt)\{)$"
 )
 
 
@@ -28,10 +36,11 @@ class NumberReward:
     """Rewards a response whose number after a marker equals the right one.
 
     The number is the first thing after the first `marker`: a second attempt does not count. It may
-    have a sign, a currency sign, commas between thousands and decimals, and words or a full stop
-    after it; numbers are compared by value, so 72 is 72.00. A reward function: it is given the
-    column named `column`, whose text holds the right number behind the same marker, or nothing but
-    the number. Of a response that thinks only what is behind `</think>` is read.
+    have a sign, a currency sign, commas between thousands and decimals, and a percent sign, a unit,
+    words or a full stop after it; numbers are compared by value, so 72 is 72.00. Anything longer is
+    no number: 1/2, 2 1/2, 1 000, 1_000, 10^6, 1e6, 0x10, 5!, 2x, 5k. A reward function: it is given
+    the column named `column`, whose text holds the right number behind the same marker, or nothing
+    but the number. Of a response that thinks only what is behind `</think>` is read.
 
     `strict` is verl's rule for GSM8K instead: a number is a run of digits, commas and points,
     perhaps with a minus, one space behind the marker, and it is right if it is the same text but
@@ -110,8 +119,10 @@ class NumberReward:
             return None if match is None else _value(match)
         if self.fallback == "none":
             return None
-        matches = list(NUMBER.finditer(before))
-        return _value(matches[-1]) if matches else None
+        begins = [match.start() for match in re.finditer(r"(?<!\w)[0-9]", before)]
+        matches = [m for m in NUMBER.finditer(before) if begins and m.end() > begins[-1]]
+        whole = bool(matches) and _BEGUN.search(before[: matches[-1].start()]) is None
+        return _value(matches[-1]) if whole else None
 
     def references(self, columns: Mapping[str, Sequence[Any]]) -> list[Decimal | str]:
         """Return the right numbers.
