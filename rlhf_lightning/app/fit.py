@@ -76,8 +76,8 @@ def doctor_of(trainer: Any) -> Doctor | None:
 
 
 def _fit_once(parts: TrainingComponents, checkpoint: Path | None) -> None:
-    callbacks: list[Any] = parts.trainer.callbacks
-    callbacks.append(DropsOptimizerState())
+    trainer: Any = parts.trainer
+    trainer.callbacks.append(DropsOptimizerState())
     try:
         parts.trainer.fit(
             parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True
