@@ -32,6 +32,7 @@ CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_ligh
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+_OTHER_SCALES += ("alora_invocation_tokens",)  # applied from there on
 # Names under which PEFT looks for the experts of a mixture, whatever stands before them.
 _PEFTS_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Of PEFT's ways to draw an adapter those that leave the base as it was.
@@ -147,6 +148,10 @@ def read_adapter(folder: Path) -> AdapterFiles:
             )
     try:
         config: dict[str, Any] = read_json(folder / CONFIG)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
+    _check_kind(config, folder)
+    try:
         file = folder / EXTRA
         extra = read_json(file) if file.is_file() else {}
         tensors = {k.removeprefix(_PREFIX): v for k, v in load_file(folder / WEIGHTS).items()}
@@ -167,26 +172,35 @@ def read_adapter(folder: Path) -> AdapterFiles:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
-    _check_plain(config, tensors, folder)
+    _check_tensors(tensors, folder)
     return found
 
 
-def _check_plain(config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
     drawn = config.get("init_lora_weights", True)
-    others = [
-        name
-        for name in tensors
-        if not name.endswith((".lora_A.weight", ".lora_B.weight")) and name != "score.weight"
-    ]
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise _refusal(folder, f"is of the kind {kind}, and adapters here are LoRA")
+    if config.get("target_parameters"):
+        reason = "adapts parameters (target_parameters), and adapters here are those of modules"
+        raise _refusal(folder, reason)
     if scales := [key for key in _OTHER_SCALES if config.get(key)]:
         reason = f"sets {', '.join(scales)}, and adapters here are scaled by alpha / r everywhere"
-    elif drawn not in _DRAWN_BESIDE_THE_BASE:
+        raise _refusal(folder, reason)
+    if drawn not in _DRAWN_BESIDE_THE_BASE:
         reason = f"has init_lora_weights={drawn!r}, with which PEFT changed the base's weights"
-    elif others:
+        raise _refusal(folder, reason)
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    halves = (".lora_A.weight", ".lora_B.weight")
+    others = [name for name in tensors if not name.endswith(halves) and name != "score.weight"]
+    if others:
         reason = f"holds {others[0]}, and adapters here are lora_A and lora_B of matrices alone"
-    else:
-        return
-    raise ValueError(
+        raise _refusal(folder, reason)
+
+
+def _refusal(folder: Path, reason: str) -> ValueError:
+    return ValueError(
         f"the adapter in {folder} {reason}: merge it into its base with PEFT (merge_and_unload), "
         "and use the whole model"
     )

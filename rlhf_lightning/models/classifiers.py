@@ -5,15 +5,19 @@ Legend: b rows of a micro-batch, W their padded width, L labels, H hidden size.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_lightning.functional.sequences import last_token_index
+from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.whole_weights import listed, load_whole
 from rlhf_lightning.runs.source import reads_one_model
@@ -102,7 +106,8 @@ def load_classifier(
     Args:
         source: folder or hub name.
         revision: branch, tag or commit of a hub name.
-        dtype: dtype of the weights; "auto" keeps that of the checkpoint.
+        dtype: dtype of the weights; "auto" keeps that of the checkpoint, and for the last layer its
+            own.
 
     Raises:
         ValueError: if `dtype` is unknown, if the checkpoint stores no classification head, or if it
@@ -138,6 +143,8 @@ def load_classifier(
             f"{source} needs code from its own repository, which is never run: serve the model "
             "and use scorer=http"
         ) from error
+    if dtype == "auto" and reads_weights():
+        _restore_head(model, str(source), revision)
     return SequenceClassifier(model).eval().requires_grad_(False)
 
 
@@ -192,7 +199,28 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return int(positions) if positions is not None and positions > 0 else None  # XLNet says -1
 
 
+def _restore_head(model: PreTrainedModel, source: str, revision: str | None) -> None:
+    """Read the last layer again, as it is stored: it was rounded to the dtype of the others."""
+    name, head = _head(model)
+    parameters = {} if head is None else dict(head.named_parameters(prefix=name))
+    for key, parameter in parameters.items():
+        try:
+            index = Path(cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision))
+            file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(key)
+        except OSError:  # in one file
+            file = SAFE_WEIGHTS_NAME
+        with safe_open(cached_file(source, file, revision=revision), "pt") as tensors:
+            parameter.data = tensors.get_tensor(key).to(parameter.device)
+
+
 def _put_head_into_fp32(model: PreTrainedModel) -> None:
+    name, head = _head(model)
+    if head is not None:
+        model.set_submodule(name, Float32Linear(head))
+
+
+def _head(model: PreTrainedModel) -> tuple[str, nn.Linear | None]:
+    """Return the linear layer that gives the logits, and its name."""
     heads = [
         (name, module)
         for name, module in model.named_modules()
@@ -200,9 +228,7 @@ def _put_head_into_fp32(model: PreTrainedModel) -> None:
         and module.out_features == model.config.num_labels
         and name.rpartition(".")[2] in _HEADS
     ]
-    if heads:
-        name, head = heads[-1]
-        model.set_submodule(name, Float32Linear(head))
+    return heads[-1] if heads else ("", None)
 
 
 @torch.no_grad()

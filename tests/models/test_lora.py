@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -205,6 +205,7 @@ def test_an_adapter_of_another_shape_is_refused_by_name(folders, tmp_path):
     ("key", "value"),
     [
         ("use_rslora", True),
+        ("alora_invocation_tokens", [1, 2]),
         ("use_dora", True),
         ("alpha_pattern", {"q_proj": 4}),
         ("rank_pattern", {"q_proj": 2}),
@@ -259,6 +260,22 @@ def test_an_adapter_of_peft_that_left_its_base_alone_is_loaded(folders, tmp_path
 def test_an_adapter_of_peft_with_other_tensors_is_refused_by_name(folders, tmp_path, options, name):
     peft_model(folders["gpt2"], **options).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"holds {name}.*merge"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: LoraConfig(target_parameters=["q_proj.weight"], target_modules=[]),
+            r"adapts parameters \(target_parameters\)",
+        ),
+        (lambda: IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "of the kind IA3"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_not_called_damaged(folders, tmp_path, make, reason):
+    get_peft_model(load_policy(folders["llama"]).model, make()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"{reason}.*merge it into its base"):
         read_adapter(tmp_path)
 
 
