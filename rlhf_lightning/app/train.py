@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from contextlib import nullcontext
@@ -231,10 +232,13 @@ def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFold
 def objective(summary: Summary, stage: Stage) -> float | None:
     """Return what a sweep maximises, of a summary of this stage.
 
-    PPO: win rate by the learnt score; reward model: accuracy; SFT: minus the held-out loss.
+    PPO: win rate by the learnt score; reward model: accuracy; SFT: minus the held-out loss. None,
+    which Optuna counts as a failed trial, where it is not finite: NaN would end the whole search.
     """
     value = summary.metrics.get(stage.objective)
-    return value if value is None or stage.maximised else -value
+    if value is None or not math.isfinite(value):
+        return None
+    return value if stage.maximised else -value
 
 
 def _job(cfg: Any) -> float | None:

@@ -1,5 +1,7 @@
 """What a sweep maximises."""
 
+import pytest
+
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.app.train import objective
 from rlhf_lightning.runs.summary import Summary
@@ -10,9 +12,15 @@ def test_gold_never_chooses_a_setting():
     assert objective(Summary("ppo", "completed", 1, metrics), find_stage("ppo")) == 0.0
 
 
-def test_a_reward_model_is_chosen_by_its_accuracy_and_nothing_measured_is_none():
-    assert (
-        objective(Summary("reward", "completed", 1, {"val/accuracy": 0.8}), find_stage("reward"))
-        == 0.8
-    )
-    assert objective(Summary("reward", "completed", 1, {}), find_stage("reward")) is None
+@pytest.mark.parametrize(
+    ("metrics", "value"),
+    [
+        ({"val/accuracy": 0.8}, 0.8),
+        ({}, None),
+        # Optuna ends the search at a NaN, and takes None for one failed trial.
+        ({"val/accuracy": float("nan")}, None),
+        ({"val/accuracy": float("inf")}, None),
+    ],
+)
+def test_a_reward_model_is_chosen_by_its_accuracy_and_what_is_no_number_is_none(metrics, value):
+    assert objective(Summary("reward", "completed", 1, metrics), find_stage("reward")) == value
