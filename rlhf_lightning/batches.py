@@ -285,8 +285,8 @@ class RolloutBatch(TensorBatch):
         score_components: named parts of the score, each `[B]`.
         group_ids: `[B]` int64, equal for the rows of one prompt, which are adjacent; by default
             every row is a group.
-        scored: `[B]` bool, False on rows to which the scorer does not apply, which are not trained
-            on; by default every row is scored.
+        scored: `[B]` bool, False on rows to which the scorer does not apply, from which only a
+            teacher teaches; by default every row is scored.
         resampled: `[B]` bool, True on the rows of spare prompts; None where there are no spares.
         resampling_rounds: how often spare prompts were asked; None where there are none.
         sampler_logprobs: `[B, R]` of each token under the distribution that it was drawn from; None
@@ -295,6 +295,7 @@ class RolloutBatch(TensorBatch):
         teacher_states: `[B, R, H]` last hidden states of the teacher before token t; None unless
             its whole distributions are learnt.
         has_reward: False where the scorer says that its scores are no reward.
+        taught: whether a teacher is learnt from, by the advantages or by its states.
         group_size: rows of each prompt in the whole rollout; None counts those of the first one.
     """
 
@@ -322,6 +323,7 @@ class RolloutBatch(TensorBatch):
     teacher_logprobs: Tensor | None = None
     teacher_states: Tensor | None = None
     has_reward: bool = True
+    taught: bool = False
     group_size: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -349,7 +351,15 @@ class RolloutBatch(TensorBatch):
 
     @property
     def loss_mask(self) -> Tensor:
-        """`[B, R]` bool, True on the actions that are trained on: those of scored rows."""
+        """`[B, R]` bool, True on the policy's actions that are trained on: those of scored rows.
+
+        With a teacher those of all rows.
+        """
+        return self.response_mask if self.taught else self.reward_mask
+
+    @property
+    def reward_mask(self) -> Tensor:
+        """`[B, R]` bool, True on the actions of scored rows, whose rewards are known."""
         return self.response_mask & self.scored.unsqueeze(-1)
 
     @property

@@ -206,7 +206,7 @@ def rollout_metrics(
         measures[CLIPPED] = clipped / max(scored, 1.0)
     measures |= _group_metrics(rollout, finished, rows, score_clip)
     if rollout.values is not None and rollout.returns is not None:
-        measures |= _explained(rollout.values, rollout.returns, rollout.loss_mask, stage)
+        measures |= _explained(rollout.values, rollout.returns, rollout.reward_mask, stage)
     return measures | _components(rollout.score_components)
 
 

@@ -219,14 +219,14 @@ class OnPolicyModule(RLHFModule):
         """Yield each pass and its minibatches, of `num_passes` over the rollout, in new orders.
 
         A rollout that is not finite yields nothing. A minibatch in which no row has a score is
-        left out.
+        left out, unless a teacher teaches.
         """
         self.step_0.check_reference(rollout, self)
         problems, num_scored = non_finite_in_rollout(rollout)
         if not self.skipped.should_continue(problems, rollout, iteration):
             return
         # Known without another wait for the device, the same on every rank.
-        all_scored = num_scored == len(rollout) * world_size()
+        all_learnt = rollout.taught or num_scored == len(rollout) * world_size()
         order = self.order.at_iteration(iteration)
         whole = self.whole_groups or bool(self.whole_groups_in_micro_batches)
         for epoch in range(self.algorithm.num_passes):
@@ -234,7 +234,7 @@ class OnPolicyModule(RLHFModule):
             for minibatch in rollout.minibatches(
                 self.algorithm.num_minibatches, keys=keys, whole_groups=whole
             ):
-                if all_scored or global_sum(minibatch.scored.sum()):
+                if all_learnt or global_sum(minibatch.scored.sum()):
                     yield epoch, minibatch
 
     def update(
@@ -257,7 +257,7 @@ class OnPolicyModule(RLHFModule):
             ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it.
         """
         models, terms = self.models_by_norm(), self.loss_terms(iteration, epoch)
-        sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.scored.sum()])
+        sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.loss_mask.any(-1).sum()])
         counts = StepCounts(*global_sum(sizes))
         parts = self.micro_batches(minibatch)
         measured = accumulate_gradients(

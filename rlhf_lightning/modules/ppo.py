@@ -137,12 +137,12 @@ class PPOModule(OnPolicyModule):
         return [self.policy_loss, self.value_loss]
 
     def value_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
-        """Return `vf_coef` times the clipped squared error of the values."""
+        """Return `vf_coef` times the clipped squared error of the values, 0 without a score."""
         result = clipped_value_loss(
             response_values(self.value, micro_batch),
             micro_batch.values,
             micro_batch.returns,
-            micro_batch.loss_mask,
+            micro_batch.reward_mask,
             cliprange_value=self.algorithm.cliprange_value,
             num_tokens=counts.num_tokens,
         )

@@ -19,6 +19,7 @@ from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, w
 from rlhf_lightning.functional.distillation import distillation_advantages
 from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.rewards import adjust_scores, overlong_penalty, shape_rewards
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
@@ -214,11 +215,10 @@ def assemble_rollout(
     advantages, returns = estimator(rewards, found.values, learnt, groups)
     if estimator.scale_free:
         advantages = advantages * weights.unsqueeze(-1)
-    own, teacher = found.logprobs, found.teacher_logprobs
-    if teacher is not None and found.teacher_states is None and (coef := shaping.teacher_coef):
-        advantages = distillation_advantages(
-            own, teacher, learnt, teacher_coef=coef, advantages=advantages
-        )
+    taught = found.teacher_logprobs is not None and shaping.teacher_coef != 0
+    if taught:  # about rows without a score, too
+        advantages = zero_off_mask(advantages, learnt)
+        advantages = _with_teacher(advantages, found, mask, shaping.teacher_coef)
     return RolloutBatch(
         sequences=responses.sequences,
         attention_mask=responses.attention_mask,
@@ -237,6 +237,20 @@ def assemble_rollout(
         scored=scored,
         sampler_logprobs=responses.generation.logprobs,
         has_reward=getattr(parts.scorer, "is_reward", True),
+        taught=taught,
+    )
+
+
+def _with_teacher(advantages: Tensor, found: Evaluated, mask: Tensor, coef: float) -> Tensor:
+    """Return the advantages with the teacher's log-ratio, unless its states are what is learnt."""
+    if found.teacher_logprobs is None or found.teacher_states is not None:
+        return advantages
+    return distillation_advantages(
+        found.logprobs,
+        found.teacher_logprobs,
+        mask,
+        teacher_coef=coef,
+        advantages=advantages,
     )
 
 

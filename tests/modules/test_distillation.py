@@ -325,12 +325,11 @@ def test_ppo_learns_from_a_teacher_alone_too(material, tmp_path):
     assert isinstance(read.scorer, NoReward)
 
 
-def test_counts_of_an_unscored_row_are_in_no_divergence():
+def test_a_divergence_is_over_the_responses_without_a_score_too():
     module = tiny(divergence="reverse")
     rollout = rollout_of(module)
     half = replace(rollout, scored=torch.arange(len(rollout)) % 2 == 0)
-    counts = counts_of(half)._replace(num_tokens=half.loss_mask.sum())
-    loss, measured = module.policy_loss(half, counts)
-    every, _ = module.policy_loss(rollout[::2], counts)
+    assert torch.equal(half.loss_mask, rollout.response_mask)
+    (loss, measured), (every, _) = (module.policy_loss(r, counts_of(r)) for r in (half, rollout))
     assert float(loss) == pytest.approx(float(every), rel=1e-5)
     assert float(measured["distillation/divergence"]) == pytest.approx(float(loss), rel=1e-5)

@@ -14,6 +14,7 @@ import torch
 from rlhf_lightning import (
     DistillationHparams,
     DistillationModule,
+    FunctionScorer,
     GRPOHparams,
     LoraHparams,
     PPOHparams,
@@ -23,17 +24,21 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
+from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.doctor.callback import knobs_of
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
-from tests.builders.models import tiny_policy, tiny_tokenizer
+from tests.builders.models import flat_gradients, flat_parameters, tiny_policy, tiny_tokenizer
 from tests.builders.record_files import write_material
 from tests.builders.reward_server import serving
 from tests.builders.stages import (
     built,
+    counts_of,
+    fit,
     group_prompts,
     grpo_hparams,
+    ppo_hparams,
     prompts,
     rollout_of,
     tiny_grpo,
@@ -91,19 +96,64 @@ def test_the_teacher_adds_its_log_ratio_to_the_advantages_at_the_temperature_of_
     assert without.teacher_logprobs is None
 
 
+def none_of_the_odd(prompts: Any, completions: Any) -> list[float | None]:
+    return [None if row % 2 else float(len(text)) for row, text in enumerate(completions)]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_it_teaches_about_responses_to_which_the_reward_does_not_apply(kind):
+    def rollout_with(coef: float | None) -> tuple[Any, RolloutBatch]:
+        make, batch = (taught, group_prompts()) if kind == "grpo" else (taught_ppo, prompts())
+        module = make(coef)
+        module.scorer = FunctionScorer(none_of_the_odd)
+        return module, rollout_of(module, batch)
+
+    (_, without), (module, rollout) = rollout_with(None), rollout_with(0.3)
+    unscored = ~rollout.scored
+    assert 0 < unscored.sum() < len(unscored)
+    gap = rollout.teacher_logprobs - rollout.logprobs
+    expected = without.advantages + 0.3 * gap
+    torch.testing.assert_close(rollout.advantages, expected, rtol=0, atol=1e-6)
+    assert rollout.advantages[unscored].any(1).all()
+    assert not without.loss_mask[unscored].any()
+    # The loss is over all of them; what the value model learns, over those with a score.
+    module.policy_loss(rollout[unscored], counts_of(rollout))[0].backward()
+    assert flat_gradients(module.policy).abs().max() > 1e-3
+    if kind == "ppo":
+        assert module.value_loss(rollout, counts_of(rollout))[0] > 0
+        assert module.value_loss(rollout[unscored], counts_of(rollout))[0] == 0
+    _, measured = rollout_with(0.0)
+    assert torch.equal(measured.loss_mask, without.loss_mask)
+
+
+def test_where_no_response_has_a_score_it_teaches_alone():
+    module = taught(1.0, num_minibatches=2)
+    module.scorer = FunctionScorer(lambda prompts, completions: [None] * len(completions))
+    before = flat_parameters(module.policy).clone()
+    fit(module, [group_prompts()])
+    assert module.num_optimizer_steps == 2
+    assert not torch.equal(flat_parameters(module.policy), before)
+
+
 def test_a_coefficient_of_0_measures_the_distance_and_changes_no_bit():
     without, rollout = (rollout_of(taught(coef), group_prompts()) for coef in (None, 0.0))
     assert torch.equal(rollout.advantages, without.advantages)
     assert rollout.teacher_logprobs is not None
 
 
-def test_ppo_has_a_teacher_too_after_its_advantages_were_whitened():
-    def with_teacher() -> Any:
-        models = tiny_models()
-        return type(models)(**vars(models) | {"teacher": frozen(tiny_policy(seed=7))})
+def taught_ppo(coef: float | None) -> Any:
+    """A PPO module; without a coefficient it has no teacher."""
 
-    without = rollout_of(built(tiny_module()), prompts())
-    rollout = rollout_of(built(tiny_module(models=with_teacher)), prompts())
+    def models() -> Any:
+        teacher = None if coef is None else frozen(tiny_policy(seed=7))
+        return type(tiny_models())(**vars(tiny_models()) | {"teacher": teacher})
+
+    weighed = {} if coef is None else {"teacher_coef": coef}
+    return built(tiny_module(models=models, ppo=ppo_hparams(**weighed)))
+
+
+def test_ppo_has_a_teacher_too_after_its_advantages_were_whitened():
+    without, rollout = (rollout_of(taught_ppo(coef), prompts()) for coef in (None, 1.0))
     gap = rollout.teacher_logprobs - rollout.logprobs
     torch.testing.assert_close(rollout.advantages, without.advantages + gap, rtol=0, atol=1e-6)
     assert torch.equal(rollout.returns, without.returns)
