@@ -124,7 +124,8 @@ print(f"leave-one-out over mean: {(others[kept] / mean[kept]).mean():.3f}")
 # `module.grpo.scale=group_std`: every group with a difference now weighs about the same, whether its responses
 # differ by much or by little (right). Without it (left) the weight of a group is its spread. Dr. GRPO
 # leaves the division out again, because division raises the weight of prompts whose responses are nearly all good or nearly
-# all bad. A group without any difference has advantages of 0 either way.
+# all bad. A group of equal scores has advantages of 0 either way, but for the KL in the reward, which the division
+# brings to full strength whatever `kl_coef` is: `rlhf-train` warns of the two together.
 #
 # The advantages have another size now, and so has the gradient. Adam removes most of that, but
 # `max_grad_norm` and an entropy bonus do not.

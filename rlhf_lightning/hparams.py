@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -27,7 +28,7 @@ from rlhf_lightning.checked import Usual as Usual
 
 # Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
 Precision = Literal["32-true", "bf16-mixed"]
-
+_warn = partial(warnings.warn, category=UnusualHparamWarning, stacklevel=3)
 
 # The ratio of a whole sequence hardly moves; a weight without a lower bound may rise far.
 _USUAL_OF_SURROGATE = {
@@ -40,7 +41,6 @@ _WITHOUT_DUAL_CLIP = {
     "masked_ratio": "leaves out tokens beyond its bounds",
     "masked_probability": "leaves out tokens beyond its bounds",
 }
-
 _OF_MODE = {"off_policy_cap": "truncated", "off_policy_low": "masked", "off_policy_high": "masked"}
 
 
@@ -309,19 +309,15 @@ class OnPolicyHparams(Checked):
                     f"off_policy={self.off_policy} here: leave it out, or use off_policy={mode}"
                 )
         if self.rollout_lag and self.off_policy == "none" and self.ratio_base == "old":
-            warnings.warn(
+            _warn(
                 f"{name}.rollout_lag=1 trains on samples of older weights, and off_policy=none "
-                "corrects for nothing: use off_policy=truncated, or ratio_base=sampler",
-                UnusualHparamWarning,
-                stacklevel=3,
+                "corrects for nothing: use off_policy=truncated, or ratio_base=sampler"
             )
         if self.kl_in == "loss" and self.kl_estimator == "k3":
-            warnings.warn(
+            _warn(
                 f"{name}.kl_estimator=k3 holds the policy to another optimum than "
                 "the KL penalty of RLHF has (its gradient is that of the reverse KL): use k2, "
-                "unless it is to match the GRPO paper (TRL: use_bias_correction_kl=False)",
-                UnusualHparamWarning,
-                stacklevel=3,
+                "unless it is to match the GRPO paper (TRL: use_bias_correction_kl=False)"
             )
 
     def _usual(self, name: str, hint: Any) -> Usual | None:
@@ -432,6 +428,12 @@ class GRPOHparams(OnPolicyHparams):
                 f"max_resampling_rounds={self.max_resampling_rounds} needs a group's "
                 "baseline: without one responses of equal scores teach too; use baseline=mean, or "
                 "max_resampling_rounds=0"
+            )
+        if self.kl_in == "reward" and self.scale == "group_std" and self.kl_coef:
+            _warn(
+                f"{type(self).__name__}.kl_in=reward with scale=group_std divides the KL by its "
+                "own spread where all scores of a prompt are equal, and kl_coef cancels: use "
+                "kl_in=loss, or scale=none"
             )
         if self.rollout_lag and self.max_resampling_rounds:
             raise ValueError(

@@ -104,6 +104,17 @@ def test_k3_in_the_loss_warns_of_its_other_optimum():
         GRPOHparams(kl_estimator="k3")
 
 
+def test_a_kl_that_is_divided_by_its_own_spread_warns():
+    with pytest.warns(UnusualHparamWarning, match="kl_in=reward with scale=group_std .*kl_in=loss"):
+        GRPOHparams(kl_in="reward")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPOHparams(kl_in="reward", scale="none")
+        GRPOHparams(kl_in="reward", scale="global_std")
+        warnings.filterwarnings("ignore", "GRPOHparams.kl_coef=0 is outside")
+        GRPOHparams(kl_in="reward", kl_coef=0.0)
+
+
 @pytest.mark.parametrize("cls", ON_POLICY)
 def test_the_usual_range_of_a_clip_range_is_that_of_its_surrogate(cls):
     published = {
