@@ -96,12 +96,12 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
 
     Args:
         lengths: `[B]` number of tokens of each response.
-        alpha: above 0; about 0.05.
+        alpha: above 0; 0.05 in VAPO, 1.5 in SAO.
 
     Returns:
         `[B]`, 0 to below 1, at least float32.
 
-    Source: Yue et al. 2025, "VAPO", section 4.2.
+    Source: Yue et al. 2025, "VAPO", section 4.2; Hou et al. 2026, "SAO".
     """
     return 1 - 1 / (alpha * at_least_float32(lengths)).clamp(min=1)
 

@@ -5,6 +5,7 @@ Read `OnPolicyModule.training_step` first. Legend: B rows of a rank, R response.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Unpack
@@ -12,7 +13,9 @@ from typing import Any, ClassVar, Literal, Self, Unpack
 from torch import Tensor, nn
 
 from rlhf_lightning.arguments import PathOrName, checked
-from rlhf_lightning.batches import RolloutBatch
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.distributed.collectives import global_sum, rank, world_size
+from rlhf_lightning.functional.advantages import length_adaptive_lambda
 from rlhf_lightning.functional.losses import clipped_value_loss
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_values
@@ -24,6 +27,8 @@ from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
 from rlhf_lightning.text.tokenizers import check_same_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class PPOModule(OnPolicyModule):
@@ -109,6 +114,24 @@ class PPOModule(OnPolicyModule):
         return pretrained.of_policy(
             cls, policy, reward, build, hparams, options, begun=start, **kept
         )
+
+    def collect_rollout(
+        self, prompts: PromptBatch, iteration: int
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """Sample, evaluate and score; warn if the first responses are too short for lambda."""
+        rollout, seconds = super().collect_rollout(prompts, iteration)
+        alpha = getattr(self.estimator, "length_alpha", None)
+        if iteration == 0 and alpha is not None:
+            of_rows = length_adaptive_lambda(rollout.response_mask.sum(-1), alpha=alpha)
+            share = float(global_sum((of_rows == 0).sum())) / (len(rollout) * world_size())
+            if share > 0.5 and rank() == 0:
+                logger.warning(
+                    "module.ppo.gae_length_alpha=%g: lambda is 0 for %.0f %% of the first rollout, "
+                    "the responses of at most %d tokens, which learn from the value model alone: "
+                    "use 1.5 (SAO)",
+                    *(alpha, 100 * share, 1 / alpha),
+                )
+        return rollout, seconds
 
     def take(self, built: PPOModels) -> None:
         """Take the models, the value model too, of which a part may be frozen."""
