@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         demo_style,
     )
     from rlhf_lightning.rollout.generators.base import CachedGenerator, TransformersGenerator
+    from rlhf_lightning.rollout.generators.captured import CapturedGenerator
     from rlhf_lightning.rollout.generators.vllm import VllmGenerator
     from rlhf_lightning.rollout.generators.vllm_server import VllmServerGenerator
     from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
@@ -96,6 +97,7 @@ _HOMES = {
     "BudgetHparams": "rlhf_lightning.preferences.budget",
     "CachedGenerator": "rlhf_lightning.rollout.generators.base",
     "CallableRule": "rlhf_lightning.preferences.rules",
+    "CapturedGenerator": "rlhf_lightning.rollout.generators.captured",
     "CommandGold": "rlhf_lightning.evaluation.gold_rewards",
     "DPOHparams": "rlhf_lightning.hparams",
     "DPOModule": "rlhf_lightning.modules.dpo",
@@ -175,6 +177,7 @@ __all__ = [
     "BudgetHparams",
     "CachedGenerator",
     "CallableRule",
+    "CapturedGenerator",
     "CommandGold",
     "DPOHparams",
     "DPOModule",

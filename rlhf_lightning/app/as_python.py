@@ -32,11 +32,12 @@ from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from rlhf_lightning.evaluation.compare import compare
 from rlhf_lightning.evaluation.normalization import normalize_reward_model
 from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.attention import attention_backends
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.modules.export import export_model
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer
 
 WIDTH = 100
@@ -186,6 +187,8 @@ def _contexts(settings: TrainSettings, calls: Calls) -> list[Code]:
         found.append(calls.call(cpu_kernels, enabled=False))
     if model.micro_batches != "auto":
         found.append(calls.call(micro_batching, way=model.micro_batches))
+    if model.attention_backends != "auto":
+        found.append(calls.call(attention_backends, way=model.attention_backends))
     return found
 
 
@@ -237,8 +240,8 @@ def _module(settings: TrainSettings, calls: Calls) -> Code:
     if optimizer.call is not torch.optim.AdamW or plain != _ADAMW:
         given["optimizer"] = optimizer
     generator = settings.rollout.read("rollout")
-    if generator.call is not CachedGenerator or without_defaults(
-        CachedGenerator, generator.arguments
+    if generator.call is not CapturedGenerator or without_defaults(
+        CapturedGenerator, generator.arguments
     ):
         given["generator"] = generator
     if settings.lora is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
@@ -19,6 +20,7 @@ from rlhf_lightning.app.memory_plan.request import device_bytes, policy_shape, r
 from rlhf_lightning.app.memory_plan.run import Shape, ShapeError
 from rlhf_lightning.app.memory_plan.sizes import readable
 from rlhf_lightning.app.stages.spec import TrainingComponents
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.summary import read_summary
@@ -55,6 +57,9 @@ def start_settings(
     lines["learning rate"] = "\n".join(parts.rates)
     lines |= stage.start_lines(settings)
     lines["compute"] = _compute(settings, parts)
+    decoding = _decoding(settings, parts)
+    if decoding is not None:
+        lines["decoding"] = decoding
     lines["memory"] = _memory(settings)
     lines["seed"] = settings.seed
     rows = {split: len(parts.data.rows(split)) for split in ("train", "validation")}
@@ -232,6 +237,22 @@ def _compute(settings: TrainSettings, parts: TrainingComponents) -> str:
     if trainer.world_size > 1:
         where += f", {settings.strategy.name}"
     return f"{where}, {settings.trainer.precision}"
+
+
+def _decoding(settings: TrainSettings, parts: TrainingComponents) -> str | None:
+    """Return how a GPU decodes the responses of rollouts; None where the engine has no choice."""
+    engine = settings.rollout.read("rollout").call
+    if not settings.spec.rolls_out or engine is not CapturedGenerator:
+        return None
+    if not isinstance(parts.trainer.accelerator, CUDAAccelerator):
+        return None
+    prompt = settings.data.get("max_prompt_length")
+    columns = None if prompt is None else prompt + settings.all_hparams["sampling"].max_new_tokens
+    try:
+        reason = why_not_captured(policy_shape(settings).config(), columns)
+    except (ConfigError, ShapeError):  # a hub name whose shape no config carries
+        return "captured CUDA graphs where the model allows"
+    return "captured CUDA graphs" if reason is None else f"token by token: {reason}"
 
 
 def memory_advice(settings: TrainSettings, overrides: Sequence[str], *, evaluates: bool) -> str:

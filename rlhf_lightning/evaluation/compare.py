@@ -44,7 +44,7 @@ from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.pretrained import naming_argument
 from rlhf_lightning.modules.rewards import as_scorer
-from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.http import ServiceError
 from rlhf_lightning.rollout.teachers import Teacher
 from rlhf_lightning.runs.source import reads_one_model
@@ -263,7 +263,7 @@ def _sampling(
     generator = getattr(policy, "generator", None)
     if generator is None:
         pad: Any = side.tokenizer.pad_token_id
-        generator = CachedGenerator(stop_ids(side.tokenizer, side.source), int(pad))
+        generator = CapturedGenerator(stop_ids(side.tokenizer, side.source), int(pad))
     return Sampling(
         generator,
         side.tokenizer,

@@ -27,7 +27,7 @@ from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.modules.reward import RewardModule
-from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.text.tokenizers import stop_ids
@@ -136,7 +136,7 @@ def normalize_reward_model(
             ),
             Sampling(
                 module.generator
-                or CachedGenerator(stop_ids(tokenizer, start), tokenizer.pad_token_id),
+                or CapturedGenerator(stop_ids(tokenizer, start), tokenizer.pad_token_id),
                 tokenizer,
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,

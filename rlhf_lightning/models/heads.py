@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rlhf_lightning.functional.distillation import Logits, chunked_divergence
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs, rows_of_chunk
 from rlhf_lightning.functional.masked import at_least_float32
+from rlhf_lightning.models.attention import expect_varying_shapes
 from rlhf_lightning.models.cpu_kernels import (
     packed_head_dtype,
     packs_rows,
@@ -121,6 +122,7 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         prepare(model)
+        expect_varying_shapes()
         self.model = model
         check_head_split(model)
 
@@ -270,6 +272,7 @@ class ScalarHeadModel(nn.Module):
         if not isinstance(head, ScalarHead):
             raise TypeError(f"head={type(head).__name__} is no ScalarHead: use scalar_head()")
         prepare(trunk)
+        expect_varying_shapes()
         self.trunk = trunk
         self.head = head
 

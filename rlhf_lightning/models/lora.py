@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
+from rlhf_lightning.models.attention import expect_varying_shapes
 from rlhf_lightning.models.building import seeded_init
 from rlhf_lightning.models.cpu_kernels import prepare
 from rlhf_lightning.models.heads import (
@@ -63,6 +64,7 @@ class AdaptedBase(nn.Module):
     ) -> None:
         super().__init__()
         prepare(model, adapted=True)
+        expect_varying_shapes()
         check_head_split(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)

@@ -51,7 +51,8 @@ from rlhf_lightning.modules.optimization import (
 )
 from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.generators.base import CachedGenerator, Generator, gathers_layers
+from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses
 from rlhf_lightning.runs.source import Source
@@ -458,7 +459,7 @@ class RLHFModule(L.LightningModule):
         tokenizer: Any = self.tokenizer
         generator = self.generator
         if generator is None:
-            generator = CachedGenerator(stop_ids(tokenizer), int(tokenizer.pad_token_id))
+            generator = CapturedGenerator(stop_ids(tokenizer), int(tokenizer.pad_token_id))
         if temperature is None:
             temperature = self.sampling.temperature
         prompts = prompts.to(self.policy.device)

@@ -51,7 +51,7 @@ class ModuleOptions(TypedDict, total=False):
         schedule: of the learning rates; linear to 0 by default.
         optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by default.
         generator: stop ids and pad id -> what continues prompts, in rollouts, in `generate` and in
-            comparisons: a class or a `functools.partial` of one; `CachedGenerator` by default.
+            comparisons: a class or a `functools.partial` of one; `CapturedGenerator` by default.
         seed: seeds new weights, the order of the data, and of rollouts the sampling noise.
         activation_checkpointing: compute decoder layers again in the backward pass.
         chat_template: file of a template, or the name of one of ours, in place of the model's;

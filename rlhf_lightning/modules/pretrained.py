@@ -28,7 +28,8 @@ from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.checks import TRAINED_IN
 from rlhf_lightning.modules.rewards import as_scorer, named_reward
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.generators.base import CachedGenerator, Generator
+from rlhf_lightning.rollout.generators.base import Generator
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.rollout.teachers import ServerTeacher, TeacherPrompt
@@ -328,7 +329,7 @@ class Start:
         """Return what continues prompts."""
         name = None if self.source is None else self.source.name
         stops = stop_ids(self.tokenizer, name, revision=self.options["revision"])
-        make = self.options["generator"] or CachedGenerator
+        make = self.options["generator"] or CapturedGenerator
         try:
             made = make(stops, int(self.tokenizer.pad_token_id))
         except NotImplementedError as error:

@@ -11,9 +11,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -47,12 +48,19 @@ DUPLICATE = "said before"
 OVER_LONG = "prompt over-long"
 
 
-class LoadedPolicy(NamedTuple):
+@dataclass(frozen=True)
+class LoadedPolicy:
     """A policy that is ready to sample."""
 
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Sequence[int]
+
+    @cached_property
+    def generator(self) -> TruncatedGenerator:
+        """What samples from it; `decoding` may be set before each call."""
+        pad = int(self.tokenizer.pad_token_id)  # type: ignore[arg-type]
+        return TruncatedGenerator(self.stop_ids, pad, decoding=Decoding())
 
 
 @reads_one_model
@@ -277,7 +285,8 @@ def _answer(
         return ()
     decoding = sampling.decodings[unit.decoding]
     pad = int(policy.tokenizer.pad_token_id)  # type: ignore[arg-type]
-    generator = TruncatedGenerator(policy.stop_ids, pad, decoding=decoding)
+    generator = policy.generator
+    generator.decoding = decoding
     noise = RowNoise(
         sampling.seed, "candidates", unit.policy * len(sampling.decodings) + unit.decoding
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_lightning.arguments import CountOrZero, ShareAbove0, Temperature
 from rlhf_lightning.hparams import Checked, Usual
-from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def grid(settings: Mapping[str, Sequence[float]]) -> list[Decoding]:
     return [Decoding(**row) for row in rows]
 
 
-class TruncatedGenerator(CachedGenerator):
+class TruncatedGenerator(CapturedGenerator):
     """The rollouts' engine with top-k and top-p: for candidates only.
 
     Args:
@@ -72,6 +72,9 @@ class TruncatedGenerator(CachedGenerator):
     def __init__(self, stop_ids: Sequence[int], pad_token_id: int, *, decoding: Decoding) -> None:
         super().__init__(stop_ids, pad_token_id)
         self.decoding = decoding
+
+    def _sampling(self, temperature: float) -> tuple[Any, ...]:
+        return (temperature, self.decoding)
 
     def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
         return truncate(

@@ -360,12 +360,13 @@ class ModelSettings(Settings):
     cpu_kernels: bool = True
     cpu_threads: Count | None = None
     micro_batches: Literal["auto", "buckets", "tokens"] = "auto"
+    attention_backends: Literal["auto", "torch"] = "auto"
     shape: dict[str, Any] | None = None
 
     @property
     def computing(self) -> dict[str, Any]:
         """Kernels, micro-batches and threads, as `app.computing` takes them."""
-        names = ("cpu_kernels", "micro_batches", "cpu_threads")
+        names = ("cpu_kernels", "micro_batches", "cpu_threads", "attention_backends")
         return {name: getattr(self, name) for name in names}
 
     @property

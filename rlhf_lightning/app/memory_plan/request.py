@@ -26,6 +26,7 @@ from rlhf_lightning.app.memory_plan.run import (
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.hparams import is_address
 
 
@@ -245,7 +246,7 @@ def _uncounted(settings: TrainSettings) -> Iterator[str]:
         yield "evaluation.larger_reward_model is not counted: it is held in the evaluation"
     if _is_served(settings):
         yield "what the servers of rollout=vllm_server hold is not counted"
-    elif settings.rollout.read("rollout").call is not CachedGenerator:
+    elif settings.rollout.read("rollout").call not in (CachedGenerator, CapturedGenerator):
         yield "generation is counted as rollout=cached does it"
 
 

@@ -62,6 +62,7 @@ class RunningRows:
         max_new_tokens: longest response, in tokens.
         prefill_tokens: largest number of prompt tokens in one forward.
         widened: hold 16-bit keys and values as float32.
+        cache: one with room for all this, to be written over; None makes one.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class RunningRows:
         max_new_tokens: int,
         prefill_tokens: int,
         widened: bool = False,
+        cache: InPlaceCache | None = None,
     ) -> None:
         self.model = model
         self.width = prompts.input_ids.shape[1]  # P
@@ -81,7 +83,7 @@ class RunningRows:
         lengths = torch.tensor(self.prefill.lengths)
         self.lengths = lengths[self.prefill.prompts.cpu()]  # [A], stays on the host
         self.columns = torch.arange(self.width + max_new_tokens, device=self.rows.device)
-        self.cache = InPlaceCache(
+        self.cache = cache or InPlaceCache(
             model.config,
             slots=len(prompts),
             prompt_columns=self.width,

@@ -163,6 +163,16 @@ class InPlaceCache(Cache):
             for layer in self.in_place:
                 layer.grow(self.columns)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of keys and values, once there are some."""
+        return self.in_place[0].keys.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values, once there are some."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.in_place)
+
     def copy_rows(self, source: Tensor, target: Tensor | slice) -> None:
         """Copy slots `source` into slots `target`."""
         for layer in self.in_place:

@@ -2,13 +2,15 @@
 
 One token reads every weight once, so generation is bound by the bytes of the weights. Each linear
 layer gets a copy of its weight in the precision of the forward; `models.cpu_kernels` packs it.
+Captured decoding keeps its copies where they are, and fills them anew for each generation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -16,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_lightning.distributed.collectives import is_sharded
 from rlhf_lightning.models.cpu_kernels import packed_linear
 
 Forward = Callable[[Tensor], Tensor]
 Linear = nn.Linear | Conv1D
+PLAIN = (Tensor, nn.Parameter)  # neither sharded nor quantised
 
 
 @contextmanager
@@ -51,26 +55,105 @@ def linear_weights_prepared(model: nn.Module, *, rows: int) -> Iterator[None]:
         model: a model that no optimizer changes meanwhile.
         rows: how many rows a forward will usually have; only a hint for the layout.
     """
+    with _forwards_replaced(model, partial(_prepared_forward, rows=rows)):
+        yield
+
+
+@contextmanager
+def _forwards_replaced(
+    model: nn.Module, make: Callable[[Linear], Forward | None]
+) -> Iterator[None]:
+    """Let plain linear layers of `model`, and adapters on them, compute by what `make` returns."""
     changed: dict[nn.Module, Forward] = {}
     try:
         with_adapters = [module for module in model.modules() if type(module) is LoraLinear]
         halves = {half for module in with_adapters for half in _halves(module)}
         known: dict[tuple[int, int], Forward | None] = {}
         for module in model.modules():
-            if _is_plain_linear(module) and module not in halves:
+            if is_plain_linear(module) and module not in halves:
                 key = (id(module.weight), id(module.bias))  # tied weights are prepared once
                 if key not in known:
-                    known[key] = _prepared_forward(cast("Linear", module), rows)
+                    known[key] = make(cast("Linear", module))
                 _replace(module, known[key], changed)
         for module in with_adapters:
             if _is_plain_adapter(module):
                 for half in _halves(module, active=True):
-                    _replace(half, _prepared_forward(half, rows), changed)
+                    _replace(half, make(half), changed)
                 _replace(module, _adapted_forward(module), changed)
         yield
     finally:
         for module in changed:
             del module.forward
+
+
+class PreparedWeights:
+    """Copies of linear layers' weights that stay at their addresses, for captured graphs.
+
+    The projections that read one input (q, k and v; gate and up) share a tensor, so that one
+    product can compute them all.
+
+    Args:
+        model: whose parameters may change in place between two uses.
+    """
+
+    STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.copies: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
+        self.stacks: dict[tuple[nn.Module, ...], tuple[Tensor, Tensor | None]] = {}
+        if not any(map(is_sharded, model.modules())):
+            for module in model.modules():
+                for names in self.STACKS:
+                    self._stack([getattr(module, name, None) for name in names])
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Fill the copies with the weights as they are now, and compute with them inside."""
+        for module, (weight, bias) in self.copies.items():
+            weight.copy_(cast("Tensor", module.weight))
+            if bias is not None:
+                bias.copy_(cast("Tensor", module.bias))
+        with _forwards_replaced(self.model, self._forward_of):
+            yield
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        tensors = {t.data_ptr(): t for pair in self.copies.values() for t in pair if t is not None}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _stack(self, modules: Sequence[Any]) -> None:
+        plain = [m for m in modules if is_plain_linear(m) and isinstance(m, nn.Linear)]
+        biased = {module.bias is None for module in plain}
+        if len(plain) < len(modules) or len(biased) > 1:
+            return
+        sizes = [module.out_features for module in plain]
+        dtype = _compute_dtype(plain[0].weight)
+        weight = plain[0].weight.new_empty((sum(sizes), plain[0].in_features), dtype=dtype)
+        bias = None if plain[0].bias is None else weight.new_empty(sum(sizes))
+        biases = [None] * len(plain) if bias is None else bias.split(sizes)
+        self.stacks[tuple(plain)] = weight, bias
+        self.copies.update(zip(plain, zip(weight.split(sizes), biases, strict=True), strict=True))
+
+    def _forward_of(self, module: Linear) -> Forward | None:
+        if module not in self.copies:
+            dtype = _compute_dtype(module.weight)
+            if module.weight.dtype == dtype:
+                return None
+            bias = None if module.bias is None else module.bias.detach().to(dtype)
+            self.copies[module] = module.weight.detach().to(dtype), bias
+        weight, bias = self.copies[module]
+        return _cast_forward(weight.t() if isinstance(module, Conv1D) else weight, bias)
+
+
+def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
+    """Return which adapters of each layer of `model` are on, and their scales."""
+    return tuple(
+        (tuple(module.active_adapters), module.disable_adapters, tuple(module.scaling.items()))
+        for module in model.modules()
+        if type(module) is LoraLinear
+    )
 
 
 def _replace(module: nn.Module, forward: Forward | None, changed: dict[nn.Module, Forward]) -> None:
@@ -112,30 +195,33 @@ def _adapted_forward(module: LoraLinear) -> Forward:
     return forward
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def is_plain_linear(module: Any) -> bool:
     """Return whether `module` computes x W' + b and nothing else, with a plain weight."""
-    forward = type(module).forward
+    forward = getattr(type(module), "forward", None)
     if forward is not nn.Linear.forward and forward is not Conv1D.forward:
         return False
     weight = module.weight
-    plain = type(weight) in (Tensor, nn.Parameter) and "forward" not in vars(module)
+    plain = type(weight) in PLAIN and "forward" not in vars(module)
     return plain and cast("Tensor", weight).is_floating_point()
 
 
-def _prepared_forward(module: Linear, rows: int) -> Forward | None:
+def _prepared_forward(module: Linear, *, rows: int) -> Forward | None:
     """Return a faster `forward` of `module`, or None where there is nothing to gain."""
     transposed = isinstance(module, Conv1D)
     weight = module.weight.detach()
     weight = weight.t() if transposed else weight
-    device = weight.device.type
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+    dtype = _compute_dtype(weight)
     bias = None if module.bias is None else module.bias.detach().to(dtype)
     cast = weight.to(dtype)
     packed = packed_linear(cast, bias, rows=rows)
     if packed is not None or weight.dtype == dtype:
         return packed
     return _cast_forward(cast, bias)
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def _cast_forward(weight: Tensor, bias: Tensor | None) -> Forward:

@@ -1,0 +1,58 @@
+"""Which kernels `scaled_dot_product_attention` may use on CUDA: the only place that chooses.
+
+PyTorch prefers cuDNN's attention on Hopper, and cuDNN builds a plan on the host for each new
+combination of shape and strides: 75 to 160 ms (docs/gpu.md). Lengths in RLHF are always
+new, so everything whose shape varies uses flash, memory-efficient or plain attention. A step of
+fixed shapes may use cuDNN as well, where it is the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+WAYS = ("auto", "torch")
+_way = "auto"
+
+
+@contextmanager
+def attention_backends(way: str) -> Iterator[None]:
+    """Choose attention kernels in this way inside.
+
+    Args:
+        way: "auto": cuDNN for fixed shapes alone; "torch": what `torch.backends.cuda` allows.
+
+    Raises:
+        ValueError: for another one.
+    """
+    global _way
+    if way not in WAYS:
+        raise ValueError(f"model.attention_backends={way!r}: use {', '.join(WAYS)}")
+    before, _way = _way, way
+    try:
+        yield
+    finally:
+        _way = before
+
+
+def expect_varying_shapes() -> None:
+    """Switch cuDNN's attention off in this process, unless `attention_backends("torch")` holds.
+
+    For the whole process: activation checkpointing repeats forwards inside the backward pass, out
+    of reach of a context.
+    """
+    if _way == "auto":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def fixed_shapes() -> Iterator[None]:
+    """Allow cuDNN's attention inside, for shapes that repeat; see `attention_backends`."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before or _way == "auto")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
