@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, add_scalar_model
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.models import (
     PAD,
@@ -108,10 +110,10 @@ def test_the_head_of_an_adapter_is_saved_as_it_was_trained_after_a_forward_too(o
     assert torch.equal(full_state(model)["head.weight"], trained)
 
 
-def generated(policy: Any) -> torch.Tensor:
+def generated(policy: Any, engine: Any = CachedGenerator) -> torch.Tensor:
     prompts = prompt_batch(prompt_rows([3, 8, 5, 6]))
     with torch.no_grad(), unsharded(policy.root), policy.generating() as model:
-        written = CachedGenerator([VOCABULARY - 1], PAD)(
+        written = engine([VOCABULARY - 1], PAD)(
             model, prompts, noise=RowNoise(1), temperature=1.0, max_new_tokens=12
         )
     return written.sequences
@@ -135,7 +137,10 @@ def test_what_is_freed_after_a_forward_is_as_before_once_a_root_was_gathered(tra
     assert stays_gathered() is trains
 
 
-def test_generation_runs_none_of_fsdps_hooks_and_training_has_them_back(one_rank, monkeypatch):
+@pytest.mark.parametrize("engine", [CachedGenerator, partial(CapturedGenerator, capture=False)])
+def test_generation_runs_none_of_fsdps_hooks_and_training_has_them_back(
+    engine, one_rank, monkeypatch
+):
     hooks_run: list[str] = []
 
     def counted(plain: Any) -> Any:
@@ -154,7 +159,7 @@ def test_generation_runs_none_of_fsdps_hooks_and_training_has_them_back(one_rank
     layer.register_forward_pre_hook(lambda *_: called.append("before"))  # one of a user
     units = [m for m in sharded.modules() if isinstance(m, FSDPModule)]
     registered = [[list(m._forward_pre_hooks), list(m._forward_hooks)] for m in units]
-    assert torch.equal(generated(sharded), generated(whole))
+    assert torch.equal(generated(sharded, engine), generated(whole))
     assert hooks_run == []
     assert called, "hooks of others run"
     assert [[list(m._forward_pre_hooks), list(m._forward_hooks)] for m in units] == registered

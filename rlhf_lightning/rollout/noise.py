@@ -144,7 +144,7 @@ def sample_unchecked(logits: Tensor, uniform: Tensor, *, temperature: float) -> 
     weights = logits.new_empty((rows, blocks * _BLOCK), dtype=torch.float32)
     weights[:, vocabulary:] = 0.0
     inner = weights[:, :vocabulary]
-    inner.copy_(logits).sub_(top.float())
+    inner.copy_(logits).sub_(top)
     if temperature != 1.0:
         inner.div_(temperature)
     inner.exp_()  # [B, V], the largest is 1
@@ -152,20 +152,21 @@ def sample_unchecked(logits: Tensor, uniform: Tensor, *, temperature: float) -> 
     sums = weights.sum(-1).double()
     cdf = sums.cumsum(-1)  # float64: 50k float32 terms would drift by 1e-4
     total = cdf[:, -1:]
-    target = _below(uniform.unsqueeze(-1) * total, total)
+    zero = torch.zeros_like(total)
+    target = _below(uniform.unsqueeze(-1) * total, total, zero)
     block = torch.searchsorted(cdf, target, right=True)  # [B, 1], the one that holds the target
     block = block.clamp(max=blocks - 1)  # a NaN finds none
     inside = weights.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
     inside_cdf = inside.double().cumsum(-1)
     rest = target - (cdf.gather(1, block) - sums.gather(1, block))
-    rest = _below(rest.clamp(min=0.0), inside_cdf[:, -1:])
+    rest = _below(rest.clamp(min=0.0), inside_cdf[:, -1:], zero)
     place = torch.searchsorted(inside_cdf, rest, right=True)
-    token = (block * _BLOCK + place).clamp(max=vocabulary - 1)
-    weight = inside.gather(1, place.clamp(max=_BLOCK - 1)).double()
-    logprob = (weight / total).log().float()
-    return Sampled(token.squeeze(-1), logprob.squeeze(-1), total.squeeze(-1).isfinite())
+    token = torch.add(place, block, alpha=_BLOCK).clamp(max=vocabulary - 1)
+    weight = inside.gather(1, place.clamp(max=_BLOCK - 1))
+    logprob = (weight / total).log().float()  # in float64, as `total` is
+    return Sampled(token.squeeze(-1), logprob.squeeze(-1), (total < torch.inf).squeeze(-1))
 
 
-def _below(x: Tensor, bound: Tensor) -> Tensor:
+def _below(x: Tensor, bound: Tensor, zero: Tensor) -> Tensor:
     """Return `x`, or the largest number under `bound` where rounding put it at or above."""
-    return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))
+    return torch.minimum(x, torch.nextafter(bound, zero))

@@ -89,7 +89,7 @@ def new_step(config: Any, dtype: torch.dtype, cls: type[Step] = Step) -> Step:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         cache = InPlaceCache(config, slots=ROWS, prompt_columns=COLUMNS, max_columns=COLUMNS)
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-        size = config.hidden_size // config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         states = torch.zeros(ROWS, heads, WIDTH, size, dtype=dtype)
         cache.use(first_row=0, rows=ROWS, start=0, end=0)
         for layer in cache.in_place:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rlhf_lightning.rollout.generators.active_rows import RunningRows
-from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache, InPlaceLayer
+from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache, InPlaceLayer, cache_argument
 from rlhf_lightning.rollout.generators.llama_decoder import LlamaDecoder
 from rlhf_lightning.rollout.generators.prepared_weights import PreparedWeights
 from rlhf_lightning.rollout.noise import sample_unchecked
@@ -66,6 +66,7 @@ class Step:
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
         self.t = torch.zeros(1, dtype=torch.long, device=device)  # the token written last
         self.column = torch.zeros_like(self.t)  # where the next key goes
+        self.bias = torch.tensor([0.0, float("-inf")], device=device)
         self.positions = torch.arange(columns, device=device)
         self.slots, self.columns = rows, 0
         self.temperature = 1.0
@@ -133,8 +134,8 @@ class Step:
         columns = self.positions[: self.columns]
         visible = (columns >= first) & (columns <= self.column)  # [S, T]
         # Added to the products, in their dtype: of a bool mask every layer would make its own.
-        bias = torch.zeros(visible.shape, dtype=self.in_place.dtype, device=visible.device)
-        bias.masked_fill_(~visible, float("-inf"))
+        seen, hidden = self.bias.to(self.in_place.dtype)
+        bias = torch.where(visible, seen, hidden)
         logits = self._forward(self.tokens[:slots], self.column - first, bias[:, None, None])
         self.column += 1
         self.sample(logits)
@@ -148,9 +149,9 @@ class Step:
             input_ids=tokens.unsqueeze(-1),
             attention_mask=bias,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **cache_argument(self.model, cache),
         )
         logits: Tensor = output.logits[:, -1]
         return logits

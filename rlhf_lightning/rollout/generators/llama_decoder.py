@@ -105,7 +105,8 @@ class _Layer:
             norms = (self.attention.q_norm, self.attention.k_norm)
             turned = torch.cat([_normed(x, norm) for x, norm in zip(parts, norms, strict=True)], 1)
         # The halves of a rotation change places, and `sin` has the sign of the first.
-        turned = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin).to(dtype)
+        rounded = qkv.new_empty(turned.shape)
+        turned = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin, out=rounded)
         window.keys.index_copy_(2, column, turned[:, queries:].unsqueeze(2))
         window.values.index_copy_(2, column, value.unsqueeze(2))
         # Queries that share a head are passed as if they were positions.
