@@ -122,8 +122,7 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
         best_of, pool = measured_best_of(settings, sides, theirs)
     metrics = sides.comparison.measure(mine, theirs) | best_of
     if not sides.same_tokenizer:
-        for name in ("val/kl_per_token", "val/kl_per_response"):
-            del metrics[name]
+        metrics = {k: v for k, v in metrics.items() if not k.startswith("val/kl_per_")}
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
     with precision:

@@ -23,8 +23,9 @@ class Interval(NamedTuple):
     high: float
 
     def named(self, key: str) -> dict[str, float]:
-        """Return the mean as `key`, the ends as `<key>_low` and `<key>_high`."""
-        return {key: self.mean, f"{key}_low": self.low, f"{key}_high": self.high}
+        """Return the mean as `key`; the ends, where known, as `<key>_low` and `<key>_high`."""
+        ends = {f"{key}_low": self.low, f"{key}_high": self.high}
+        return {key: self.mean} | {name: x for name, x in ends.items() if not math.isnan(x)}
 
 
 def win_rate_over_prompts(
@@ -106,28 +107,59 @@ def mean_over_prompts(values: Sequence[float] | np.ndarray, *, confidence: float
     return Interval(mean, mean - float(reach), mean + float(reach))
 
 
+def ratio_over_prompts(
+    sums: Sequence[float] | np.ndarray, sizes: Sequence[float] | np.ndarray, *, confidence: float
+) -> Interval:
+    """Return `sum(sums) / sum(sizes)`, such as a KL per token, and its interval over prompts.
+
+    Student's interval of what is left, `sums - ratio * sizes`, over the mean size; NaN where it is
+    not known, see `mean_over_prompts`.
+
+    Args:
+        sums: one a prompt, such as the KL of its responses.
+        sizes: one a prompt, such as their tokens.
+        confidence: coverage of the two-sided interval.
+
+    Source: Cochran 1977, "Sampling techniques", chapter 6 (a ratio of means).
+    """
+    above, below = np.asarray(sums, np.float64), np.asarray(sizes, np.float64)
+    ratio = float(above.sum() / max(below.sum(), 1.0))
+    left = (above - ratio * below) / max(below.mean(), 1 / max(len(below), 1))
+    _, low, high = mean_over_prompts(left, confidence=confidence)
+    return Interval(ratio, ratio + low, ratio + high)
+
+
 def length_controlled_win_rate(
     policy_scores: Sequence[float],
     baseline_scores: Sequence[float],
     policy_lengths: Sequence[int],
     baseline_lengths: Sequence[int],
-) -> float:
+    *,
+    confidence: float,
+    rows_per_prompt: int = 1,
+) -> Interval:
     """Return the win rate that a policy would have with responses as long as the baseline's.
 
     A logistic regression of the win (a tie counts one half) on `tanh(d / sd(d))`, d the difference
     of the lengths, with a light ridge on its slope; the result is its prediction at d = 0. If
     lengths never differ this is the plain win rate.
 
+    The interval is over prompts: that of `share_over_prompts` for what each prompt moves the
+    prediction by (its influence in the regression).
+
     Args:
         policy_scores: one score per prompt.
         baseline_scores: scores of the same prompts, in the same order.
         policy_lengths: lengths of the policy's responses, in tokens.
         baseline_lengths: lengths of the baseline's responses, in tokens.
+        confidence: coverage of the two-sided interval.
+        rows_per_prompt: comparisons of each prompt, in a row, where there are several.
 
     Raises:
         ValueError: if the four do not have one number a prompt, or there is no prompt.
 
-    Source: Dubois et al. 2024 (length-controlled AlpacaEval), without its term for the prompt.
+    Source: Dubois et al. 2024 (length-controlled AlpacaEval), without its term for the prompt;
+    Liang and Zeger 1986 (the variance of a regression on groups).
     """
     sizes = {len(policy_scores), len(baseline_scores), len(policy_lengths), len(baseline_lengths)}
     if len(sizes) != 1 or 0 in sizes:
@@ -145,5 +177,12 @@ def length_controlled_win_rate(
         likelihood = won * -np.logaddexp(0, -logits) + (1 - won) * -np.logaddexp(0, logits)
         return float(-likelihood.sum() + 0.01 * parameters[1] ** 2 + 1e-6 * parameters[0] ** 2)
 
-    intercept = minimize(loss, np.zeros(2), method="BFGS").x[0]
-    return float(expit(intercept))
+    found = minimize(loss, np.zeros(2), method="BFGS").x
+    rate = float(expit(found[0]))
+    terms = np.stack([np.ones_like(longer), longer], 1)  # [rows, 2]
+    fitted = expit(terms @ found)
+    curvature = terms.T @ (terms * (fitted * (1 - fitted))[:, None]) + np.diag([2e-6, 0.02])
+    moves = ((won - fitted)[:, None] * terms) @ np.linalg.inv(curvature)[0]
+    by_prompt = rate * (1 - rate) * moves.reshape(-1, rows_per_prompt).sum(1)
+    shares = rate + len(by_prompt) * (by_prompt - by_prompt.mean())
+    return share_over_prompts(shares, confidence=confidence)._replace(mean=rate)

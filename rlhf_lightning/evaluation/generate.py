@@ -223,14 +223,16 @@ def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
     return gold(*texts, **asked_columns(gold, answers.columns))
 
 
-def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
-    """Return the means of further values of a gold reward: its `details`, if it has any."""
+def gold_details(gold: GoldReward, answers: PolicyAnswers) -> Mapping[str, Sequence[float]]:
+    """Return further values of a gold reward for each response: its `details`, if it has any."""
     measure = getattr(gold, "details", None)
     if measure is None:
         return {}
     columns = asked_columns(gold, answers.columns)
-    details = measure(answers.prompts, answers.completions, answers.finished, **columns)
-    return {name: sum(values) / len(values) for name, values in details.items()}
+    details: Mapping[str, Sequence[float]] = measure(
+        answers.prompts, answers.completions, answers.finished, **columns
+    )
+    return details
 
 
 def describe_responses(answers: PolicyAnswers, prefix: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
-from rlhf_lightning.evaluation.win_rate import share
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.journal import record_journal, write_rows
@@ -292,12 +292,13 @@ def judge_measures(
     same = [number for number, row in enumerate(key) if row.pair_id is None]
     kept = [*known, *same[: round(len(same) * _labelled_share(key, shares))]]
     scores = [0.5 if (votes := shares[number]) is None else votes for number in kept]
-    found["val/judge_win_rate_length_controlled"] = length_controlled_win_rate(
+    found |= length_controlled_win_rate(
         scores,
         [1 - score for score in scores],
         [key[number].policy_length for number in kept],
         [key[number].baseline_length for number in kept],
-    )
+        confidence=CONFIDENCE,
+    ).named("val/judge_win_rate_length_controlled")
     for domain in sorted({row.domain for row in key} - {""}):
         inside = [row.domain == domain for row in key]
         rows, of_domain = list(compress(key, inside)), list(compress(shares, inside))

@@ -16,6 +16,9 @@ from torch import Tensor
 from rlhf_lightning.evaluation.comparisons import (
     Interval,
     length_controlled_win_rate,
+    mean_over_prompts,
+    ratio_over_prompts,
+    share_over_prompts,
     win_rate_over_prompts,
 )
 from rlhf_lightning.evaluation.generate import (
@@ -74,12 +77,12 @@ def measure_sides(
     metrics = describe_responses(mine, MINE) | describe_responses(theirs, THEIRS)
     metrics |= variety(mine.token_ids, MINE, seed=seed)
     metrics |= variety(theirs.token_ids, THEIRS, seed=seed)
-    metrics["val/kl_per_token"] = sum(mine.kl) / max(sum(mine.lengths), 1)
-    metrics["val/kl_per_response"] = sum(mine.kl) / len(mine.kl)
+    metrics |= _per_token(mine, mine.kl).named("val/kl_per_token")
+    metrics |= _mean(mine, mine.kl).named("val/kl_per_response")
     for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
         if answers.teacher_kl:
-            total = sum(answers.teacher_kl)
-            metrics[f"{prefix}teacher_kl_per_token"] = total / max(sum(answers.lengths), 1)
+            found = _per_token(answers, answers.teacher_kl)
+            metrics |= found.named(f"{prefix}teacher_kl_per_token")
     if metrics.get("val/baseline_teacher_kl_per_token"):
         start = metrics["val/baseline_teacher_kl_per_token"]
         metrics["val/teacher_kl_share"] = metrics["val/teacher_kl_per_token"] / start
@@ -87,9 +90,8 @@ def measure_sides(
     if judges.scored:
         metrics |= wins("score", mine, theirs, mine.scores, theirs.scores)
         for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
-            known = [score for score in answers.scores if not math.isnan(score)]
-            if known:
-                metrics[f"{prefix}score"] = sum(known) / len(known)
+            if not all(map(math.isnan, answers.scores)):
+                metrics |= _mean(answers, answers.scores).named(f"{prefix}score")
     if judges.gold is not None:
         metrics |= _gold_measures(judges.gold, mine, theirs)
     if judges.safety is not None and judges.safety.prompts is None:
@@ -102,18 +104,39 @@ def _gold_measures(
 ) -> dict[str, float]:
     my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
     metrics = wins("gold", mine, theirs, my_gold, their_gold)
-    metrics["val/gold"] = sum(my_gold) / len(my_gold)
-    metrics["val/baseline_gold"] = sum(their_gold) / len(their_gold)
+    metrics |= _mean(mine, my_gold).named("val/gold")
+    metrics |= _mean(theirs, their_gold).named("val/baseline_gold")
     for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
-        for name, value in gold_details(gold, answers).items():
+        for name, values in gold_details(gold, answers).items():
+            mean = sum(values) / len(values)
             if name not in OWN_DETAILS:
-                metrics[f"{prefix}gold/{name}"] = value
-            elif answers.answers_per_prompt == 1 and 0 <= value <= 1:
-                count = len(answers.prompts)
-                metrics |= share(f"{prefix}{name}", value * count, count)
+                metrics[f"{prefix}gold/{name}"] = mean
+            elif not all(0 <= value <= 1 for value in values):
+                metrics[f"{prefix}{name}"] = mean
+            elif answers.answers_per_prompt == 1:
+                metrics |= share(f"{prefix}{name}", mean * len(values), len(values))
             else:
-                metrics[f"{prefix}{name}"] = value
+                shares = by_prompt(values, num_prompts(answers)).mean(1).numpy()
+                found = share_over_prompts(shares, confidence=CONFIDENCE)
+                metrics |= found.named(f"{prefix}{name}")
     return metrics
+
+
+def _mean(answers: PolicyAnswers, values: Sequence[float]) -> Interval:
+    """Return the mean of values of responses, those that are not NaN; its interval over prompts."""
+    known = [value for value in values if not math.isnan(value)]
+    means = by_prompt(values, num_prompts(answers)).nanmean(1)
+    means = means[~means.isnan()]
+    found = mean_over_prompts(means.numpy(), confidence=CONFIDENCE)
+    return found._replace(mean=sum(known) / len(known))
+
+
+def _per_token(answers: PolicyAnswers, values: Sequence[float]) -> Interval:
+    """Return the sum of values of responses by their tokens; its interval over prompts."""
+    count = num_prompts(answers)
+    sums, tokens = (by_prompt(x, count).sum(1).numpy() for x in (values, answers.lengths))
+    found = ratio_over_prompts(sums, tokens, confidence=CONFIDENCE)
+    return found._replace(mean=sum(values) / max(sum(answers.lengths), 1))
 
 
 def wins(
@@ -156,7 +179,10 @@ def wins(
         for scores in ((first, second), lengths)
         for table in torch.broadcast_tensors(scores[0].unsqueeze(2), scores[1].unsqueeze(1))
     ]
-    metrics[f"{key}_length_controlled"] = length_controlled_win_rate(*rows)
+    by_length = length_controlled_win_rate(
+        *rows, confidence=CONFIDENCE, rows_per_prompt=len(rows[0]) // len(first)
+    )
+    metrics |= by_length.named(f"{key}_length_controlled")
     domains = mine.domains[:: len(mine.domains) // count]
     domains = [domains[i] for i in known.nonzero().flatten().tolist()]
     for domain in sorted(set(domains) - {""}):

@@ -89,8 +89,9 @@ def effective_number(sums: Sequence[float], sizes: Sequence[float], *, confidenc
     Trials of one group, such as responses to one prompt, are alike. Wilson's interval at this
     number holds the share of new groups: `n p (1 - p) / v`, times the square of the normal over
     Student's quantile. n is `M^2 / sum of m^2` for groups of m trials, M in all; v is the variance
-    of a group's share, to which one more group with the variance `p (1 - p)` is added: a few groups
-    that agree by chance say little about the next one. Where all agree it is n.
+    of a group's share, to which one more group with the variance 1/4, the largest of a share, is
+    added: near 0 and 1 most groups agree by chance, and say little about the next one. That adds up
+    to at most `p (1 - p)`, the variance of one trial a group. Where all agree the number is n.
 
     Args:
         sums: of each group the sum of its trials, each 0 to 1.
@@ -108,7 +109,8 @@ def effective_number(sums: Sequence[float], sizes: Sequence[float], *, confidenc
     if max(map(abs, left)) <= 1e-12 * max(sizes):
         return count
     most = mean * (1 - mean)
-    variance = count * math.fsum(x * x for x in left) / total**2 + most / count
+    variance = count * math.fsum(x * x for x in left) / total**2
+    variance = max(variance, min(variance + 1 / (4 * count), most))
     level = (1 + confidence) / 2
     student = float(t.ppf(level, max(count - 1, 1)))
     return count * most / variance * (NormalDist().inv_cdf(level) / student) ** 2

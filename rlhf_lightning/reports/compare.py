@@ -38,6 +38,7 @@ COLUMNS = (
     "val/loss",
     "val/score",
     "val/kl_per_token",
+    "val/kl_per_response",
     "val/response_length",
     "val/distinct_2",
 )

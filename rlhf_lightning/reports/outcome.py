@@ -33,7 +33,7 @@ _BEST_OF = {
 # Judges of a win rate, the one that counts most first.
 _ROUND_JUDGES = {"gold": "the gold reward", "human": "people", "judge": "a judge"}
 _ROUND_COLUMNS = (
-    *("score_win_rate", "gold", "kl_per_token", "response_length"),
+    *("score_win_rate", "gold", "kl_per_token", "kl_per_response", "response_length"),
     *("accuracy", "label_ceiling"),
 )
 

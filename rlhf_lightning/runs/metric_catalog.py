@@ -377,12 +377,16 @@ def percent(value: float) -> str:
 
 
 def ends(metrics: Mapping[str, float | None], name: str) -> str:
-    """Return the interval, e.g. `79.7 to 86.2 %` of a share; "" where none was measured."""
+    """Return the interval, e.g. `79.7 to 86.2 %` or `0.19 to 0.22`; "" where none was measured."""
     low, high = (metrics.get(key) for key in bound_keys(name))
     if low is None or high is None or not math.isfinite(low) or not math.isfinite(high):
         return ""
-    if quantity(name).unit == "points":
+    unit = quantity(name).unit
+    if unit == "points":
         return f"{100 * low:+.1f} to {100 * high:+.1f} points"
+    if unit != "share" and "_win_rate" not in name:
+        like = max(abs(low), abs(high))
+        return f"{number(low, like=like)} to {number(high, like=like)}"
     return f"{100 * low:.1f} to {percent(high)}"
 
 

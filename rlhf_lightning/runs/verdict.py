@@ -356,12 +356,15 @@ def _changes(metrics: Metrics) -> list[Fact]:
             about = quantity(f"val/{name}")
             fact = _change(about.label.removeprefix("held-out "), value, before, about.unit)
             asked, known = figure(metrics, _ASKED.get(name, "")), ends(metrics, f"val/{name}")
-            if asked is not None:
-                of = f"of {counted(asked, 'prompt')}" + f"; 95 % interval now {known}" * bool(known)
-                fact = replace(fact, note=", ".join(filter(None, (fact.note, of))))
-            facts.append(fact)
+            of = "" if asked is None else f"of {counted(asked, 'prompt')}"
+            now = f"95 % interval now {known}" if known else ""
+            notes = filter(None, (fact.note, "; ".join(filter(None, (of, now)))))
+            facts.append(replace(fact, note=", ".join(notes)))
     if (kl := figure(metrics, "val/kl_per_token")) is not None:
-        facts.insert(1, Fact("KL from the baseline", number(kl), "nats a token"))
+        note = f"nats a token{interval(metrics, 'val/kl_per_token')}"
+        if (of_response := figure(metrics, "val/kl_per_response")) is not None:
+            note += f"; {number(of_response)} a response"
+        facts.insert(1, Fact("KL from the baseline", number(kl), note))
     return facts
 
 

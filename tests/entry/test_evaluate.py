@@ -172,13 +172,9 @@ def test_of_a_file_that_the_policy_was_trained_on_the_held_out_part_is_used(
         return choose_prompts(settings, words).prompts.split
 
     of_run = f"run={made.path}"
-    assert part(of_run) == "validation"
-    assert part(of_run, f"++dataset.path={trained_on}") == "validation"
     assert part(of_run, f"++dataset.path={moved}") == "validation"
     assert part(of_run, f"++dataset.path={other}") == "all"
-    assert part(of_run, f"++dataset.path={other}", "prompts.split=train") == "train"
     assert part(*data, f"dataset.path={moved}", f"policy={made.export}") == "validation"
-    assert part(*data, f"dataset.path={moved}") == "all"
     trained_on.write_text(other.read_text())  # more rows, of which most were trained on
     assert part(of_run, f"++dataset.path={trained_on}") == "validation"
     (working_folder / "folder").mkdir()

@@ -11,6 +11,7 @@ import torch
 from rlhf_lightning.evaluation.comparisons import (
     length_controlled_win_rate,
     mean_over_prompts,
+    ratio_over_prompts,
     share_over_prompts,
     win_rate_over_prompts,
 )
@@ -69,7 +70,7 @@ def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count
     + [
         pytest.param(count, mean, sizes, marks=pytest.mark.thorough)
         for count in (10, 40, 100)
-        for mean in (0.5, 0.9)
+        for mean in (0.5, 0.9, 0.95)
         for sizes in ([6], [1, 2, 3, 6, 15])
     ],
 )
@@ -111,6 +112,62 @@ def test_intervals_of_means_hold_the_truth_as_often_as_they_say(count):
     assert np.mean([f.low <= 1 <= f.high for f in found]) == pytest.approx(0.9, abs=0.02)
 
 
+def test_the_interval_of_a_kl_per_token_is_over_prompts_and_holds_the_truth():
+    rng = np.random.default_rng(0)
+
+    def kl(count: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = rng.integers(2, 40, count)
+        return tokens * rng.gamma(2, 0.1 + tokens / 400), tokens  # longer ones move further
+
+    sums, tokens = kl(400_000)
+    truth = sums.sum() / tokens.sum()
+    found = [ratio_over_prompts(*kl(200), confidence=0.95) for _ in range(600)]
+    assert np.mean([f.low <= truth <= f.high for f in found]) == pytest.approx(0.95, abs=0.025)
+    result = ratio_over_prompts(sums[:3], tokens[:3], confidence=0.95)
+    assert result.mean == pytest.approx(sums[:3].sum() / tokens[:3].sum())
+    same = ratio_over_prompts(tokens[:9] * 1.0, [2.0] * 9, confidence=0.95)
+    assert same == pytest.approx(mean_over_prompts(tokens[:9] / 2, confidence=0.95))
+    assert np.isnan(ratio_over_prompts([0.0] * 9, [2] * 9, confidence=0.95).low)
+
+
+@pytest.mark.parametrize(
+    ("per_prompt", "effect"),
+    [(4, 1.5), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((1, 1.5), (4, 0.0)))],
+)
+def test_the_interval_at_equal_length_holds_the_truth(per_prompt, effect):
+    rng = np.random.default_rng(1)
+
+    def rate(count: int):
+        """Longer responses win more by `effect`; at equal length about 0.6 win."""
+        prompts = rng.normal(0, 0.7, count).repeat(per_prompt)
+        lengths = np.rint(rng.normal(60 + 15 * effect, 20, count * per_prompt))
+        longer = np.tanh((lengths - 60) / 20)
+        won = rng.random(count * per_prompt) < 1 / (1 + np.exp(-(0.4 + prompts + effect * longer)))
+        return length_controlled_win_rate(
+            won.astype(float).tolist(),
+            [0.5] * len(won),
+            lengths.tolist(),
+            [60] * len(won),
+            confidence=0.95,
+            rows_per_prompt=per_prompt,
+        )
+
+    truth = np.mean([rate(4000).mean for _ in range(5)])
+    found = [rate(80) for _ in range(100)]
+    assert np.mean([f.low <= truth <= f.high for f in found]) >= 0.9
+    assert np.mean([f.low > truth for f in found]) <= 0.06
+
+
+def test_at_equal_lengths_the_interval_is_that_of_the_plain_win_rate():
+    won, lengths = [1.0, 0.0, 0.5, 1.0, 1.0, 1.0], [7] * 6
+    given = won, [0.5] * 6, lengths, lengths
+    found = length_controlled_win_rate(*given, confidence=0.95, rows_per_prompt=2)
+    shares = np.array([0.5, 0.75, 1.0])
+    assert found == pytest.approx(share_over_prompts(shares, confidence=0.95), abs=1e-4)
+    every = length_controlled_win_rate([1.0] * 40, [0.0] * 40, [7] * 40, [7] * 40, confidence=0.95)
+    assert every.low == pytest.approx(wilson_interval(40, 40, confidence=0.95)[0], abs=0.01)
+
+
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 10])
 def test_the_interval_of_values_that_do_not_differ_is_not_known(values):
     mean, *ends = mean_over_prompts(values, confidence=0.95)
@@ -125,8 +182,12 @@ def test_a_policy_that_wins_by_length_alone_wins_half_at_equal_length():
     won_by_length = (lengths - 60) + rng.normal(0, 20, size=800)
     raw = float((won_by_length > 0).mean())
     got = length_controlled_win_rate(
-        won_by_length.tolist(), [0.0] * 800, lengths.tolist(), baseline_lengths.tolist()
-    )
+        won_by_length.tolist(),
+        [0.0] * 800,
+        lengths.tolist(),
+        baseline_lengths.tolist(),
+        confidence=0.95,
+    ).mean
     assert raw > 0.62
     assert abs(got - 0.5) < 0.06
 
@@ -147,8 +208,10 @@ def test_the_length_controlled_rate_is_the_intercept_of_a_regression_on_tanh_of_
         p = 1 / (1 + np.exp(-weights @ x))
         gradient = x @ (p - won) + np.array([0, 0.02]) * weights
         weights -= np.linalg.solve((x * p * (1 - p)) @ x.T + np.diag([0, 0.02]), gradient)
-    got = length_controlled_win_rate(scores.tolist(), [0.0] * 62, lengths.tolist(), [60] * 62)
-    assert got == pytest.approx(1 / (1 + np.exp(-weights[0])), abs=1e-4)
+    got = length_controlled_win_rate(
+        scores.tolist(), [0.0] * 62, lengths.tolist(), [60] * 62, confidence=0.9
+    )
+    assert got.mean == pytest.approx(1 / (1 + np.exp(-weights[0])), abs=1e-4)
 
 
 def test_a_policy_that_wins_by_quality_keeps_its_win_rate():
@@ -156,10 +219,11 @@ def test_a_policy_that_wins_by_quality_keeps_its_win_rate():
     lengths = 60 + rng.integers(-30, 60, size=800)
     scores = rng.normal(0.5, 1, size=800)
     raw = float((scores > 0).mean())
-    got = length_controlled_win_rate(scores.tolist(), [0.0] * 800, lengths.tolist(), [60] * 800)
-    assert abs(got - raw) < 0.03
-    same = length_controlled_win_rate(scores.tolist(), [0.0] * 800, [60] * 800, [60] * 800)
-    assert same == pytest.approx(raw, abs=1e-3)
+    for own, near in ((lengths.tolist(), 0.03), ([60] * 800, 1e-3)):
+        given = scores.tolist(), [0.0] * 800, own, [60] * 800
+        assert length_controlled_win_rate(*given, confidence=0.95).mean == pytest.approx(
+            raw, abs=near
+        )
 
 
 def test_unequal_or_missing_numbers_are_refused():
@@ -168,4 +232,4 @@ def test_unequal_or_missing_numbers_are_refused():
     with pytest.raises(ValueError, match="a score is NaN"):
         win_rate_over_prompts(torch.tensor([[float("nan")]]), torch.zeros(1, 1), confidence=0.9)
     with pytest.raises(ValueError, match=r"\[1, 2\] numbers"):
-        length_controlled_win_rate([1.0], [0.0, 1.0], [3], [3])
+        length_controlled_win_rate([1.0], [0.0, 1.0], [3], [3], confidence=0.95)

@@ -8,7 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate, share_over_prompts
+from rlhf_lightning.evaluation.comparisons import (
+    length_controlled_win_rate,
+    mean_over_prompts,
+    share_over_prompts,
+)
 from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, rows_of, wins
 from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
@@ -52,6 +56,11 @@ def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_ove
     found = measure_sides(mine, theirs, Judges(), seed=1)
     assert mine.lengths == [3, 2, 4, 2]
     assert found["val/kl_per_response"] == 3
+    by_prompt = mean_over_prompts([1.5, 4.5], confidence=0.95)
+    assert found["val/kl_per_response_low"] == pytest.approx(by_prompt.low)
+    assert (
+        found["val/kl_per_token_low"] < found["val/kl_per_token"] < found["val/kl_per_token_high"]
+    )
     assert found["val/kl_per_token"] == pytest.approx(12 / 11)
     assert found["val/teacher_kl_per_token"] == pytest.approx(16 / 11)
     assert found["val/baseline_teacher_kl_per_token"] == pytest.approx(8 / 7)
@@ -97,6 +106,32 @@ class Rubric:
         return dict.fromkeys(names, [7.0] * len(prompts))
 
 
+class Solved:
+    """A gold reward of right and wrong."""
+
+    columns = ()
+
+    def __call__(self, prompts, completions, finished):
+        return [float(text == "a") for text in completions]
+
+    def details(self, prompts, completions, finished):
+        return {"solved": self(prompts, completions, finished)}
+
+
+def test_gold_and_what_is_solved_have_intervals_over_prompts_with_several_responses():
+    mine = answers(["a", "a", "a", "b", "b", "b"], answers_per_prompt=2)
+    theirs = answers(["a", "b", "b"])
+    found = measure_sides(mine, theirs, Judges(Solved()), seed=1)
+    shares = np.array([1.0, 0.5, 0.0])
+    for name, wanted in (
+        ("val/solved", share_over_prompts(shares, confidence=0.95)),
+        ("val/gold", mean_over_prompts(shares, confidence=0.95)),
+        ("val/baseline_gold", mean_over_prompts([1.0, 0.0, 0.0], confidence=0.95)),
+        ("val/baseline_solved", (1 / 3, *wilson_interval(1, 3, confidence=0.95))),
+    ):
+        assert [found[f"{name}{end}"] for end in ("", "_low", "_high")] == pytest.approx(wanted)
+
+
 def test_no_detail_of_a_gold_reward_overwrites_another_figure():
     mine, theirs = answers(["a b"], scores=[1.0]), answers(["a"], scores=[0.0])
     alone = measure_sides(mine, theirs, Judges(words_gold, scored=True), seed=1)
@@ -124,9 +159,10 @@ def test_the_length_controlled_rate_is_that_of_the_regression():
     mine, theirs = answers(texts), answers(["a b"] * 6)
     scores = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     found = wins("score", mine, theirs, *scores)
-    wanted = length_controlled_win_rate(*scores, mine.lengths, theirs.lengths)
-    assert found["val/score_win_rate_length_controlled"] == pytest.approx(wanted)
-    assert wanted < found["val/score_win_rate"]  # it wins by being longer
+    wanted = length_controlled_win_rate(*scores, mine.lengths, theirs.lengths, confidence=0.95)
+    ends = [found[f"val/score_win_rate_length_controlled{end}"] for end in ("", "_low", "_high")]
+    assert ends == pytest.approx(wanted)
+    assert wanted.mean < found["val/score_win_rate"]  # it wins by being longer
 
 
 def test_a_collapsed_policy_is_seen_in_every_measure_of_variety():
@@ -171,11 +207,9 @@ def test_prompts_without_a_score_are_left_out_of_the_rate_and_counted():
     found = measure_sides(mine, theirs, Judges(scored=True), seed=1)
     kept = [0, 3]
     alone = measure_sides(mine.rows(kept), theirs.rows(kept), Judges(scored=True), seed=1)
-    rates = [name for name in found if name.startswith("val/score_")]
+    rates = [name for name in found if name.startswith(("val/score_win", "val/score_tie"))]
     assert found["val/score_unscored"] == 0.5
-    assert {name: found[name] for name in rates if name != "val/score_unscored"} == {
-        name: alone[name] for name in rates if name != "val/score_unscored"
-    }
+    assert {name: found[name] for name in rates} == {name: alone[name] for name in rates}
     assert found["val/score"] == pytest.approx(2 / 3)
     assert found["val/baseline_score"] == pytest.approx(1 / 3)
     shown = side_by_side(mine, theirs, 4)
