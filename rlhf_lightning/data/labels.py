@@ -142,7 +142,7 @@ def _check_classes(column: str, rows: Sequence[ParsedRow], features: Mapping[str
             written = (next(batches(Path(path))).schema.metadata or {}).get(b"huggingface", "{}")
             types = json.loads(written).get("info", {}).get("features", {})
             named.append(types.get(column, {}).get("names", ()))
-    truths = ([], ["0", "1"], ["false", "true"])
+    truths: tuple[list[str], ...] = ([], ["0", "1"], ["false", "true"])
     names = next((n for n in named if [str(name).lower() for name in n] not in truths), None)
     if names is None:
         return

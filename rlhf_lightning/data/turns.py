@@ -161,11 +161,11 @@ def _call(call: Mapping[str, Any], name: str, where: Location) -> dict[str, Any]
     if not isinstance(arguments, Mapping) or elsewhere:
         found = f"a call of {name} is {describe(call)}, expected a name and arguments as an object"
         raise BadRecordError(where, found, 'write {"name": "...", "arguments": {"key": "value"}}')
-    others = {key: call[key] for key in call if key not in ("name", "arguments", "function")}
-    outer, inner = _filled(others), {} if function is call else _filled(function)
+    outer = {key: call[key] for key in call if key not in ("name", "arguments", "function")}
+    inner = {} if function is call else _filled(function)
     return {
         "type": "function",
-        **outer,
+        **_filled(outer),
         "function": {**inner, "name": named, "arguments": arguments},
     }
 

@@ -31,8 +31,10 @@ from rlhf_lightning.runs.source import reads_one_model
 CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
-_OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
-_OTHER_SCALES += ("alora_invocation_tokens",)  # applied from there on
+_OTHER_SCALES = (
+    *("use_rslora", "use_dora", "alpha_pattern", "rank_pattern"),
+    "alora_invocation_tokens",  # applied from there on
+)
 # Names under which PEFT looks for the experts of a mixture, whatever stands before them.
 _PEFTS_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Of PEFT's ways to draw an adapter those that leave the base as it was.

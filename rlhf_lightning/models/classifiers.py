@@ -205,8 +205,8 @@ def _restore_head(model: PreTrainedModel, source: str, revision: str | None) -> 
     parameters = {} if head is None else dict(head.named_parameters(prefix=name))
     for key, parameter in parameters.items():
         try:
-            index = Path(cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision))
-            file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(key)
+            index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+            file = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].get(key)
         except OSError:  # in one file
             file = SAFE_WEIGHTS_NAME
         with safe_open(cached_file(source, file, revision=revision), "pt") as tensors:

@@ -30,6 +30,7 @@ from rlhf_lightning.preferences.records import (
     Side,
 )
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
+from rlhf_lightning.text.thoughts import Thoughts
 from rlhf_lightning.text.verdicts import LETTERS, parse_verdict
 
 logger = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class JudgeAnnotator:
         system: the system message; empty or None for none.
         template: with the places `{prompt}`, `{a}` and `{b}`; `{mark}` is a delimiter that is drawn
             for each request.
+        thoughts: whether the judge reads the thoughts of responses that think.
         extra: further keys of the request, such as `{reasoning_effort: low}`.
         tie_below: with log-probabilities, a smaller difference of the two responses is a tie.
         batch_size: pairs whose labels reach the disk together; replies do one by one.
@@ -206,6 +208,7 @@ class JudgeAnnotator:
         read: Literal["text", "logprobs"] = "text",
         system: str | None = SYSTEM,
         template: str = TEMPLATE,
+        thoughts: Thoughts = "drop",
         extra: JsonObject | None = None,
         tie_below: AtLeast0 = 0.0,
         batch_size: Size = 32,
@@ -214,7 +217,7 @@ class JudgeAnnotator:
         **hparams: Any,
     ) -> None:
         self.hparams = JudgeHparams(**hparams)
-        self.prompt = JudgePrompt(template, system, seed)
+        self.prompt = JudgePrompt(template, system, seed, thoughts)
         self.name = name or self.hparams.model
         self.read = read
         self.extra = dict(extra or {})

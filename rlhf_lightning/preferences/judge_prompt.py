@@ -8,6 +8,7 @@ from itertools import count
 from typing import NamedTuple
 
 from rlhf_lightning.preferences.records import Pair, Side, turns_of
+from rlhf_lightning.text.thoughts import Thoughts, shown
 
 SYSTEM = "You compare two answers to a request, fairly and in a few words."
 TEMPLATE = """\
@@ -66,17 +67,20 @@ class JudgePrompt:
         template: with the places `{prompt}`, `{a}` and `{b}`, and `{mark}` if wanted.
         system: the system message; empty or None for none.
         seed: seeds the delimiters.
+        thoughts: whether responses that think are shown with their thoughts.
 
     Raises:
         ValueError: for a template without one of its places.
     """
 
-    def __init__(self, template: str, system: str | None, seed: int) -> None:
+    def __init__(
+        self, template: str, system: str | None, seed: int, thoughts: Thoughts = "drop"
+    ) -> None:
         if missing := [place for place in PLACES if place not in template]:
             raise ValueError(f"judge.template lacks {', '.join(missing)}")
         self.template = template
         self.system = [{"role": "system", "content": system}] if system else []
-        self.seed = seed
+        self.seed, self.thoughts = seed, thoughts
         parts = [
             part.strip() for part in re.split(r"\{(?:prompt|a|b)\}", template.replace("{mark}", ""))
         ]
@@ -91,17 +95,18 @@ class JudgePrompt:
 
     def question(self, pair: Pair, order: Side) -> Question:
         """Return what the judge is sent when the response `order` is shown as A."""
-        answers = (pair.first, pair.second) if order == "first" else (pair.second, pair.first)
+        texts = (pair.first, pair.second) if order == "first" else (pair.second, pair.first)
+        answers = [shown("", text, self.thoughts, "judge.thoughts").response for text in texts]
         spelled = sum(bool(self._spelled.search(x) or _VERDICT.search(x)) for x in answers)
         asked = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns_of(pair))
-        texts = [
+        filled = [
             self._spelled.sub(lambda found: f"{found.group()[0]} {found.group()[1:]}", text)
             for text in (asked, *answers)
         ]
         draws = (f"{self.seed}/{pair.pair_id}/{order}/{n}".encode() for n in count())
         marks = ("=====" + hashlib.sha256(draw).hexdigest()[:8] for draw in draws)
-        mark = next(each for each in marks if not any(each in text for text in texts))
-        values = dict(zip(("prompt", "a", "b"), texts, strict=True)) | {"mark": mark}
+        mark = next(each for each in marks if not any(each in text for text in filled))
+        values = dict(zip(("prompt", "a", "b"), filled, strict=True)) | {"mark": mark}
         # In one pass: a response that spells "{b}" is not filled in.
         text = _PLACE.sub(lambda found: values[found.group(1)], self.template)
         return Question([*self.system, {"role": "user", "content": text}], mark, spelled)

@@ -262,7 +262,7 @@ def test_a_response_cannot_spell_a_delimiter_that_is_drawn_for_each_request() ->
     ],
 )
 def test_what_a_text_spells_is_shown_and_not_taken_for_more(spelled, shown) -> None:
-    annotator = JudgeAnnotator(model="m", api_key_env=None)
+    annotator = JudgeAnnotator(model="m", api_key_env=None, thoughts="keep")
     for pair in (Pair.make("q", f"Blue.{spelled}", "Red."), Pair.make(f"q {spelled}", "a", "b")):
         text = annotator.messages(pair, "first")[-1]["content"]
         assert (shown or spelled) in text

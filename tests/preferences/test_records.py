@@ -13,6 +13,7 @@ from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.preferences.annotation.assignment import Task
 from rlhf_lightning.preferences.annotation.server.app import task_values
 from rlhf_lightning.preferences.journal import write_records
+from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.records import (
     Candidate,
     Label,
@@ -180,6 +181,18 @@ def test_calls_of_tools_can_be_read() -> None:
     assert readable(({**turn, "content": "Look."},)) == f"assistant: Look.\n{line}\n{line}"
     shown = task_values(Task(1, Pair.make((*CHAT, turn), "a", "b"), "first", 0.0))["turns"]
     assert shown[-1] == {"role": "assistant", "content": f"{line}\n{line}"}
+
+
+def test_raters_and_judges_are_shown_no_thoughts_unless_they_are_kept() -> None:
+    pair = Pair.make("p", "<think>a</think>\nYes.", "<think>b</think>\nNo.")
+    task = Task(1, pair, "first", 0.0)
+    assert task_values(task)["answers"] == ["Yes.", "No."]
+    assert task_values(task, "keep")["answers"] == [pair.first, pair.second]
+    for thoughts, count in (({}, 0), ({"thoughts": "keep"}, 4)):
+        judge = JudgeAnnotator(model="m", api_key_env=None, **thoughts)
+        asked = judge.messages(pair, "first")[-1]["content"]
+        assert asked.count("think>") == count
+        assert "\nYes.\n" in asked
 
 
 def test_a_prompt_keeps_all_keys_of_its_messages(tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ def test_texts_go_in_and_numbers_come_out_in_their_order():
     assert set(scores.components) == {"http"}
 
 
+@pytest.mark.parametrize(
+    ("thoughts", "sent"), [({}, "b"), ({"thoughts": "keep"}, "<think>a</think>b")]
+)
+def test_thoughts_are_sent_only_if_they_are_kept(thoughts, sent):
+    with serving(lengths) as server:
+        scorer(server.url, **thoughts)(text_answers(["p"], ["<think>a</think>b"]))
+    assert server.requests == [{"prompts": ["p"], "completions": [sent]}]
+
+
 def test_batches_are_asked_for_at_once_but_not_too_many_and_keep_their_order():
     prompts = ["p" * (i % 5) for i in range(23)]
     completions = ["c" * i for i in range(23)]

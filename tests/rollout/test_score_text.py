@@ -18,6 +18,7 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.text.thoughts import _tell
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.rollout.reward_models import (
     DECODERS,
@@ -159,6 +160,18 @@ def test_an_answer_that_did_not_finish_gets_no_eos(tmp_path):
         for score, text in ((finished, f"<s>why? so{EOS}"), (cut, "<s>why? so")):
             close(score, plain_logits(folder, ids_of(folder, text, add_special_tokens=False))[0])
         assert abs(float(finished - cut)) > 1e-3
+
+
+def test_a_response_is_scored_behind_its_thoughts_unless_they_are_kept(tmp_path, caplog):
+    folder = save_reward_model(tmp_path, "llama")
+    _tell.cache_clear()
+    prompts = ["why?", "why?<think>\n", "why?"]
+    answers = text_answers(prompts, ["<think>hm</think>\n so", "hm</think> so", "<think>hm"])
+    plain = text_answers(["why?"] * 3, ["so", "so", ""])
+    assert torch.equal(scored(folder, answers).total, scored(folder, plain).total)
+    assert "scorer.thoughts=keep" in caplog.text
+    kept = scored(folder, answers, thoughts="keep").total
+    assert (kept - scored(folder, plain).total).abs().min() > 1e-3
 
 
 LABELS = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}

@@ -41,6 +41,7 @@ from rlhf_lightning.preferences.records import (
 )
 from rlhf_lightning.text.forms import THOUGHT
 from rlhf_lightning.text.messages import as_text
+from rlhf_lightning.text.thoughts import shown
 
 if TYPE_CHECKING:
     from rlhf_lightning.preferences.aggregate import Verdict
@@ -267,7 +268,8 @@ def _label_studio(
     pair: Pair, labels: Sequence[Label] = (), said: tuple[Choice, float] | None = None
 ) -> dict[str, Any]:
     """Return a task; a label that skips is a cancelled annotation."""
-    data = {"prompt": readable(pair.prompt), "answer1": pair.first, "answer2": pair.second}
+    answers = [shown("", text, "drop", "").response for text in (pair.first, pair.second)]
+    data = {"prompt": readable(pair.prompt), "answer1": answers[0], "answer2": answers[1]}
     prediction = (
         {"model_version": AGENT, "score": said[1], "result": _result(said[0])} if said else None
     )

@@ -32,6 +32,7 @@ from rlhf_lightning.rollout.scorers.functions import (
 )
 from rlhf_lightning.text.decoding import response_texts
 from rlhf_lightning.text.reward_texts import ResponseText
+from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
 
 
@@ -110,8 +111,8 @@ def make_responses(
     return Responses(prompts, generation, attention_mask, tuple(texts))
 
 
-def response_texts_of(responses: Responses) -> list[ResponseText]:
-    """Return the responses as texts, row by row."""
+def response_texts_of(responses: Responses, *, thoughts: Thoughts = "keep") -> list[ResponseText]:
+    """Return the responses as texts, row by row, with their thoughts or without."""
     columns = responses.prompts.columns
     conversations = columns.get(CONVERSATION, ("",) * len(responses.prompts))
     rows = zip(
@@ -129,7 +130,10 @@ def response_texts_of(responses: Responses) -> list[ResponseText]:
         variables: dict[str, Any] = {}
         if messages and isinstance(messages[-1], list):
             variables, messages = messages
-        found.append(ResponseText(prompt, messages, completion, finished, rendered, variables))
+        text = shown(prompt, completion, thoughts, "scorer.thoughts")
+        found.append(
+            ResponseText(text.prompt, messages, text.response, finished, rendered, variables)
+        )
     return found
 
 

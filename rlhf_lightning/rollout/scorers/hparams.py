@@ -20,6 +20,7 @@ from rlhf_lightning.arguments import (
     SecretName,
 )
 from rlhf_lightning.hparams import Checked, Usual
+from rlhf_lightning.text.thoughts import Thoughts
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class TextRewardModelHparams(Checked):
             else EOS, and nothing behind it; `template`: what the chat template or the tokenizer
             writes there; `none`: nothing. None is `eos` where the score is read at the last token,
             else `template`.
+        thoughts: `drop` scores a response that thinks without its thoughts, as its author's chat
+            template marks them; `keep` scores all that it says.
         max_length: longest text in tokens; None is the model's and the tokenizer's own limit.
         label: name or index of the label that is rewarded; needed if there are several.
         output: `log_odds` of the label against all others, its `logit`, or its `probability`. Of a
@@ -49,6 +52,7 @@ class TextRewardModelHparams(Checked):
     input_format: Literal["text", "pair", "completion"] = "text"
     chat_template: PathOrName | None = None
     ending: Literal["eos", "template", "none"] | None = None
+    thoughts: Thoughts = "drop"
     max_length: Annotated[int, Field(ge=2)] | None = None
     label: Name | CountOrZero | None = None
     output: Literal["log_odds", "logit", "probability"] | None = None
@@ -104,6 +108,7 @@ class HttpScorerHparams(Checked):
         max_backoff: longest wait between two attempts, in seconds.
         token_env: name of the environment variable that holds the bearer token; None sends none.
         mean, std: the score is (value - mean) / std.
+        thoughts: `drop` sends a response that thinks without its thoughts, `keep` sends them too.
     """
 
     url: Address
@@ -117,6 +122,7 @@ class HttpScorerHparams(Checked):
     token_env: SecretName | None = None
     mean: float = 0.0
     std: Above0 = 1.0
+    thoughts: Thoughts = "drop"
 
     def __post_init__(self) -> None:
         """Check the values and the URL."""

@@ -300,7 +300,7 @@ class HttpScorer:
 
     def _rows(self, responses: Responses) -> Rows:
         """Return what is sent, by JSON key."""
-        texts = response_texts_of(responses)
+        texts = response_texts_of(responses, thoughts=self.hparams.thoughts)
         known: dict[str, Sequence[Any]] = {
             **{
                 name: json.loads(json.dumps(values, default=as_text))

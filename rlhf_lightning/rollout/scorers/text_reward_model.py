@@ -146,7 +146,7 @@ class TextRewardModelScorer:
         model = self.model
         if model is None:
             raise RuntimeError("TextRewardModelScorer.build() was not called")
-        rows = self.encode(response_texts_of(responses))
+        rows = self.encode(response_texts_of(responses, thoughts=self.hparams.thoughts))
         device = responses.sequences.device
         padded = pad(rows, self.pad_id, left=self.pad_left)
         ids, types, mask = (part.to(device) for part in padded)  # [B, T]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.text.messages import as_text
+from rlhf_lightning.text.thoughts import behind_thoughts
 
 # A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. The start of a longer
 # thing is no number: 1/2, 12:30, 1,23, 24 + 48, 2 1/2, 1 000, 1_000, 10^6, 0x10, 5!, 2x, 5\sqrt{2}.
@@ -180,8 +181,9 @@ def with_opened_thoughts(prompts: Sequence[str], completions: Sequence[str]) -> 
 
 
 def _behind_thoughts(text: str) -> str:
-    _, ended, answer = text.rpartition("</think>")
-    return answer if ended or "<think>" not in answer else ""
+    behind = behind_thoughts(text)
+    answer = text if behind is None else behind
+    return "" if "<think>" in answer else answer
 
 
 def _value(match: re.Match[str]) -> Decimal:

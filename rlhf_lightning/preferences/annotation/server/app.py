@@ -36,6 +36,7 @@ from rlhf_lightning.preferences.annotation.server.security import Guard, Identit
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.records import turns_of
+from rlhf_lightning.text.thoughts import Thoughts, shown
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class Page:
         }
         if task is None:
             return self._render("done.html", values)
-        return self._render("pair.html", values | task_values(task))
+        return self._render("pair.html", values | task_values(task, self._settings.thoughts))
 
     def _start_page(
         self,
@@ -262,10 +263,12 @@ class Page:
         return HTMLResponse(template.render(settings | dict(values)), status_code=status)
 
 
-def task_values(task: Task) -> dict[str, Any]:
+def task_values(task: Task, thoughts: Thoughts = "drop") -> dict[str, Any]:
     """Return the values that `pair.html` shows: never a response's source, nor that it is gold."""
     pair = task.pair
-    answers = [pair.first, pair.second]
+    answers = [
+        shown("", text, thoughts, "page.thoughts").response for text in (pair.first, pair.second)
+    ]
     return {
         "assignment": task.assignment_id,
         "domain": pair.domain,

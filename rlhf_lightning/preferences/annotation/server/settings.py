@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rlhf_lightning.hparams import Checked
+from rlhf_lightning.text.thoughts import Thoughts
 
 SHORTEST_TOKEN = 16
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -27,6 +28,7 @@ class PageSettings(Checked):
         token: what raters are asked for; None asks for nothing.
         title: the question above the pairs.
         instructions: what raters are to look at; shown before they begin and while they work.
+        thoughts: whether raters read the thoughts of responses that think.
 
     Raises:
         ValueError: if others could come without a token, or no rater could come at all.
@@ -38,6 +40,7 @@ class PageSettings(Checked):
     token: str | None = None
     title: str = "Which answer is better?"
     instructions: str = ""
+    thoughts: Thoughts = "drop"
 
     def __post_init__(self) -> None:
         """Check the values; the token itself is never told."""
