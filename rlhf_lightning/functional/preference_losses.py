@@ -188,10 +188,8 @@ def kto_loss(
     Source: Ethayarajh et al. 2024 (arXiv 2402.01306), equation 8.
     """
     r = at_least_float32(policy) - at_least_float32(ref)
-    sign, weight = (
-        label.to(r.dtype) * 2 - 1,
-        torch.where(label, desirable_weight, undesirable_weight),
-    )
+    sign = label.to(r.dtype) * 2 - 1
+    weight = torch.where(label, r.new_tensor(desirable_weight), r.new_tensor(undesirable_weight))
     kl = kl.detach() if isinstance(kl, Tensor) else kl
     per_row = weight * torch.sigmoid(-beta * sign * (r - kl))
     divisor = max(r.numel(), 1) if num_rows is None else num_rows

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf_lightning.functional.preference_losses import kto_loss
+from tests.vectors.cases import DTYPES, Case, assert_matches, cases
 
 POLICY = [-3.0, -7.5, -1.25, -20.0, -4.0]
 REF = [-4.0, -6.0, -1.25, -11.0, -9.0]
@@ -41,6 +42,22 @@ def ours(dtype: torch.dtype = torch.float64, **options: float):
         **(given | options),
     )
     return policy, found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", cases("kto"))
+def test_loss_measures_and_gradient_match_the_vectors(case: Case, dtype: torch.dtype):
+    policy = case.tensor("policy", dtype).requires_grad_()
+    numbers = ("kl", "beta", "desirable_weight", "undesirable_weight")
+    found = kto_loss(
+        policy,
+        case.tensor("ref", dtype),
+        case.mask("label"),
+        num_rows=None,
+        **{name: case.inputs[name] for name in numbers},
+    )
+    found.loss.backward()
+    assert_matches(case, found._asdict() | {"grad_policy": policy.grad}, dtype)
 
 
 @pytest.mark.parametrize(

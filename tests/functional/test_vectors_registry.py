@@ -15,12 +15,14 @@ TESTED_BY = {
     "distillation": "functional/test_vectors_distillation.py",
     "diversity": "functional/test_vectors_statistics.py",
     "dpo": "functional/test_vectors_estimators.py",
+    "effective_number": "functional/test_vectors_statistics.py",
     "estimators": "functional/test_vectors_estimators.py",
     "gae": "functional/test_vectors_advantages.py",
     "group_advantages": "functional/test_vectors_estimators.py",
     "kl": "functional/test_vectors_kl.py",
     "kl_bandit": "functional/test_vectors_kl.py",
     "kl_controller": "functional/test_vectors_kl.py",
+    "kto": "functional/test_kto_loss.py",
     "masked_stats": "functional/test_vectors_masked.py",
     "off_policy": "functional/test_vectors_off_policy.py",
     "policy_loss": "functional/test_vectors_losses.py",
@@ -28,6 +30,7 @@ TESTED_BY = {
     "response_mask": "functional/test_vectors_sequences.py",
     "rewards": "functional/test_vectors_rewards.py",
     "rm_last_index": "functional/test_vectors_sequences.py",
+    "self_bleu": "functional/test_vectors_statistics.py",
     "seq_logprobs": "functional/test_vectors_logprobs.py",
     "sft": "functional/test_vectors_losses.py",
     "trust_region": "functional/test_vectors_trust_region.py",
@@ -60,8 +63,8 @@ def test_unused_names_only_what_exists():
 
 
 def test_there_are_as_many_cases_as_were_delivered():
-    assert len(topics()) == 23
-    assert sum(len(load(topic)) for topic in topics()) == 135
+    assert len(topics()) == 26
+    assert sum(len(load(topic)) for topic in topics()) == 160
 
 
 def test_the_vectors_are_the_delivered_bytes():

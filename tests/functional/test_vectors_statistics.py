@@ -3,8 +3,13 @@ import math
 import pytest
 import torch
 
-from rlhf_lightning.functional.diversity import distinct_n
-from rlhf_lightning.functional.statistics import explained_variance, wilson_interval
+from rlhf_lightning.functional.diversity import distinct_n, self_bleu
+from rlhf_lightning.functional.statistics import (
+    effective_number,
+    explained_variance,
+    interval_over_groups,
+    wilson_interval,
+)
 from tests.vectors.cases import Case, assert_matches, cases
 
 
@@ -16,6 +21,24 @@ def test_distinct_n_matches_the_vectors(case: Case):
         "corpus": distinct_n(sequences, n=n),
         "per_sample": per_sample,
         "per_sample_mean": sum(per_sample) / max(len(per_sample), 1),
+    }
+    assert_matches(case, computed, torch.float64)
+
+
+@pytest.mark.parametrize("case", cases("self_bleu"))
+def test_self_bleu_is_that_of_another_library(case: Case):
+    assert_matches(case, {"self_bleu": self_bleu(**case.inputs, seed=0)}, torch.float64)
+
+
+@pytest.mark.parametrize("case", cases("effective_number"))
+def test_effective_number_and_interval_over_groups_match_the_vectors(case: Case):
+    sizes, hits = case.inputs["sizes"], case.inputs["hits"]
+    confidence = case.inputs["confidence"]
+    trials = [t < hit for size, hit in zip(sizes, hits, strict=True) for t in range(size)]
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    computed = {
+        "effective_number": effective_number(hits, sizes, confidence=confidence),
+        "interval": interval_over_groups(trials, groups, confidence=confidence),
     }
     assert_matches(case, computed, torch.float64)
 
