@@ -7,8 +7,8 @@ pool to each, L responses of the baseline.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,11 @@ from rlhf_lightning.evaluation.comparisons import (
 )
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling, gold_scores, sample_batches
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
-from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
+from rlhf_lightning.functional.statistics import (
+    best_of_n_kl,
+    best_of_n_unbiased,
+    majority_of_n_unbiased,
+)
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Scorer
@@ -37,11 +41,13 @@ class Pool:
         scores: scores by the scorer that chooses among them.
         lengths: response tokens, EOS included.
         gold: the true reward; None where it is not known.
+        votes: answers of the responses, where gold reads them; a response without one has None.
     """
 
     scores: Tensor
     lengths: Tensor
     gold: Tensor | None = None
+    votes: Sequence[Sequence[Hashable]] | None = None
 
 
 def sample_pool(
@@ -70,6 +76,8 @@ def sample_pool(
     """
     noise = RowNoise(seed, "best_of")
     found: list[tuple[Sequence[float], ...]] = []
+    read = getattr(gold, "votes", None)
+    votes: list[Sequence[Hashable]] = []
     for place in with_bar(range(size), "best of n", "responses a prompt"):
         answers = sample_batches(
             policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
@@ -81,7 +89,10 @@ def sample_pool(
             )
         extra = [] if gold is None else [gold_scores(gold, answers)]
         found.append((answers.scores, answers.lengths, *extra))
-    return Pool(*(torch.tensor(x, dtype=torch.float64).T for x in zip(*found, strict=True)))
+        if read is not None:
+            votes.append(read(answers.prompts, answers.completions))
+    pool = Pool(*(torch.tensor(x, dtype=torch.float64).T for x in zip(*found, strict=True)))
+    return replace(pool, votes=list(zip(*votes, strict=True)) if votes else None)
 
 
 def measure_best_of(
@@ -96,6 +107,8 @@ def measure_best_of(
     * `gold_win_rate`: against the baseline's responses to the same prompt, ties one half; see
       `share_over_prompts`.
     * `gold`, `score`, `response_length`: of the chosen response.
+    * `pass_at_k`, where gold is 0 or 1: the share of draws with a right response (k is n).
+    * `maj_at_k`, where gold reads answers: the gold of the answer that most of the n give.
     * `kl_per_response`: `log n - (n - 1) / n` nats from the policy that is sampled, an upper bound
       (near the KL where responses hardly repeat, far above it where they do); `kl_per_token` is
       that by the mean response length.
@@ -105,8 +118,9 @@ def measure_best_of(
         counts: the n, none above the size of the pool.
         baseline_gold: `[N, L]` gold of the baseline's responses; None where it is not known.
 
-    Source: Nakano et al. 2021, "WebGPT", appendix I (the estimator); Beirami et al. 2024,
-    "Theoretical guarantees on the best-of-n alignment policy", theorem 1 (the bound).
+    Source: Nakano et al. 2021, "WebGPT", appendix I (the estimator; for right and wrong it is that
+    of Chen et al. 2021, "Codex", equation 1); Beirami et al. 2024, "Theoretical guarantees on the
+    best-of-n alignment policy", theorem 1 (the bound).
     """
     won = None
     if pool.gold is not None and baseline_gold is not None:
@@ -124,11 +138,26 @@ def measure_best_of(
             by_prompt = _by_prompt(pool.scores, won, n).clip(0, 1)  # but for rounding
             interval = share_over_prompts(by_prompt, confidence=CONFIDENCE)
             found |= interval.named(f"{key}/gold_win_rate")
+        for name, by_prompt in _of_right_answers(pool, n).items():
+            interval = share_over_prompts(by_prompt.clip(0, 1), confidence=CONFIDENCE)
+            found |= interval.named(f"{key}/{name}")
         length = float(_by_prompt(pool.scores, pool.lengths, n).mean())
         kl = best_of_n_kl(n)
         found[f"{key}/response_length"] = length
         found[f"{key}/kl_per_response"] = kl
         found[f"{key}/kl_per_token"] = kl / length
+    return found
+
+
+def _of_right_answers(pool: Pool, n: int) -> dict[str, np.ndarray]:
+    """Return `[N]` each of `pass_at_k` and `maj_at_k`; nothing where gold is not 0 or 1."""
+    gold = pool.gold
+    if gold is None or not bool(((gold == 0) | (gold == 1)).all()):
+        return {}
+    found = {"pass_at_k": _by_prompt(gold, gold, n)}
+    if pool.votes is not None:
+        rows = zip(pool.votes, gold.tolist(), strict=True)
+        found["maj_at_k"] = np.array([majority_of_n_unbiased(*row, n) for row in rows])
     return found
 
 

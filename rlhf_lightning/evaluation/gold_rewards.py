@@ -5,7 +5,7 @@ Each names the prompt columns it reads in `columns`; `gold_scores` hands them ov
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
 from rlhf_lightning.arguments import checked
@@ -73,11 +73,14 @@ class NumberGold:
         self, prompts: Texts, completions: Texts, finished: Flags, **columns: Texts
     ) -> Mapping[str, list[float]]:
         """Return `solved`, the score itself, and `answered`: some number was given."""
-        texts = with_opened_thoughts(prompts, completions)
         return {
             "solved": self(prompts, completions, finished, **columns),
-            "answered": [float(self.reward.extract(text) is not None) for text in texts],
+            "answered": [float(one is not None) for one in self.votes(prompts, completions)],
         }
+
+    def votes(self, prompts: Texts, completions: Texts) -> list[Hashable]:
+        """Return the number that each response gives, None without one; for maj@k."""
+        return [self.reward.extract(text) for text in with_opened_thoughts(prompts, completions)]
 
 
 class CommandGold:

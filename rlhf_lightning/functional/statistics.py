@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from statistics import NormalDist
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,3 +193,37 @@ def best_of_n_unbiased(proxy: Tensor, gold: Tensor, n: int) -> float:
     shares = [(upto - below) / math.comb(pool, n) for below, upto in pairwise(draws)]
     weights = torch.tensor(shares, dtype=torch.float64, device=gold.device) / counts
     return float((weights[index] * gold).sum())
+
+
+def majority_of_n_unbiased(votes: Sequence[Hashable], gold: Sequence[float], n: int) -> float:
+    """Return the expected gold of the answer that most of n responses of a pool give: maj@n.
+
+    As `best_of_n_unbiased` does, over all draws of n without replacement; answers that are given
+    equally often share equally. A response without an answer has no vote, and n of them are worth
+    0.
+
+    Args:
+        votes: answer of each response of the pool; None for one without.
+        gold: gold of the same responses; of equal answers the mean counts.
+        n: responses drawn, 1 to the size of the pool.
+
+    Source: Wang et al. 2023, "Self-consistency improves chain of thought reasoning" (the vote).
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    silent, found = len(votes) - counts.total(), 0.0
+    for answer, count in counts.items():
+        value = math.fsum(g for v, g in zip(votes, gold, strict=True) if v == answer) / count
+        others = [other for vote, other in counts.items() if vote != answer]
+        for own in range(1, min(count, n) + 1) if value else ():
+            # [drawn, ties]: ways to draw the others, each at most as often as this answer
+            ways = np.zeros((n - own + 1, n // own + 1))
+            ways[:, 0] = [math.comb(silent, drawn) for drawn in range(len(ways))]
+            for other in others:
+                before, ways = ways, np.zeros_like(ways)
+                for drawn in range(min(other, own, n - own) + 1):
+                    tie = int(drawn == own)
+                    part = math.comb(other, drawn) * before[: len(ways) - drawn]
+                    ways[drawn:, tie:] += part[:, : ways.shape[1] - tie]
+            won = float((ways[-1] / np.arange(1, ways.shape[1] + 1)).sum())
+            found += value * math.comb(count, own) * won / math.comb(len(votes), n)
+    return found

@@ -26,6 +26,8 @@ _DOMAIN_JUDGES = (
 )
 _BEST_OF = {
     "gold_win_rate": "gold win rate",
+    "pass_at_k": "pass@k: any of n is right",
+    "maj_at_k": "maj@k: the most frequent answer is right",
     "gold": "gold reward",
     "score": "score",
     "response_length": "tokens a response",
@@ -144,7 +146,7 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
             points.append((_root(kl), value))
             bounds.append((value if low is None else low, value if high is None else high))
             names.append(f"n={n}")
-        unit = "share" if name == "gold_win_rate" else ""
+        unit = "share" if name in ("gold_win_rate", "pass_at_k", "maj_at_k") else ""
         series = [Series(label, points, "marks", bounds, names)]
         if chart := line_chart(label, series, unit=unit, whole=False):
             figures.append(Figure(f"{capitalized(label)} over √KL", chart))

@@ -316,6 +316,8 @@ def quantity(name: str) -> Quantity:
         about = QUANTITIES[plain]
         return Quantity(f"{about.label}, baseline", about.unit)
     best_of = _BEST_OF.fullmatch(name)
+    if best_of is not None and best_of[2] in ("pass_at_k", "maj_at_k"):
+        return Quantity(best_of[2].replace("_at_k", f"@{best_of[1]}"), "share")
     if best_of is not None:
         about = quantity(f"val/{best_of[2]}")
         return Quantity(f"{about.label}, best of {best_of[1]}", about.unit)

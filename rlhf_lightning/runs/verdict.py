@@ -247,6 +247,13 @@ def _ranked(metrics: Metrics, phase: str, what: str, facts: list[Fact]) -> Verdi
 
 def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
     """Return the verdict on the best of the most answers; `plain`, that on one, without gold."""
+    right = [
+        Fact(quantity(name).label, percent(rate), interval(metrics, name).strip(" ()"))
+        for what in ("pass_at_k", "maj_at_k")
+        for n in best_of_counts(metrics)
+        if (rate := figure(metrics, name := f"best_of/{n}/{what}")) is not None
+    ]
+    plain = replace(plain, facts=(*right, *plain.facts))
     key = "best_of/{}/gold_win_rate"
     counts = [n for n in best_of_counts(metrics) if figure(metrics, key.format(n)) is not None]
     if not counts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -12,11 +14,13 @@ import torch
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.evaluation.best_of import Pool, measure_best_of, sample_pool
 from rlhf_lightning.evaluation.comparisons import share_over_prompts
-from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.evaluation.generate import GoldReward, Sampling
+from rlhf_lightning.evaluation.gold_rewards import NumberGold
 from rlhf_lightning.evaluation.held_out import encode_questions
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
 COUNTS = (1, 2, 4, 8)
@@ -26,7 +30,7 @@ def lengths(prompts: list[str], completions: list[str], *_: object) -> list[floa
     return [len(text) / 10 for text in completions]
 
 
-def sampled(start: Path, size: int) -> Pool:
+def sampled(start: Path, size: int, gold: GoldReward = lengths) -> Pool:
     """Return answers to 12 prompts, whose score and gold reward are their length in characters."""
     policy, tokenizer = frozen(load_policy(start)), load_tokenizer(start)
     (batches,), _ = encode_questions(
@@ -39,7 +43,7 @@ def sampled(start: Path, size: int) -> Pool:
         CachedGenerator(stop_ids(tokenizer, start), tokenizer.pad_token_id), tokenizer, 1.0, 6
     )
     scorer = FunctionScorer(lengths, name="length")
-    return sample_pool(policy, batches, sampling, scorer, size=size, seed=1, gold=lengths)
+    return sample_pool(policy, batches, sampling, scorer, size=size, seed=1, gold=gold)
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +101,44 @@ def test_a_smaller_pool_is_the_beginning_of_a_larger_one(pool: Pool, start: Path
     first = sampled(start, 2)
     torch.testing.assert_close(first.scores, pool.scores[:, :2], rtol=0, atol=0)
     assert not torch.equal(pool.scores[:, 0], pool.scores[:, 1])
+
+
+def test_pass_and_majority_at_k_are_the_means_over_every_draw() -> None:
+    draw = torch.Generator().manual_seed(4)
+    answers = torch.randint(0, 4, (20, 7), generator=draw).tolist()  # 0 is right, 3 is none
+    votes = [[None if one == 3 else one for one in row] for row in answers]
+    gold = torch.tensor(answers).eq(0).double()
+    pool = Pool(torch.zeros(20, 7), torch.ones(20, 7), gold, votes)
+    found = measure_best_of(pool, (1, 3, 4, 7), baseline_gold=None)
+
+    def majority(part: tuple[int | None, ...]) -> float:
+        counts = Counter(one for one in part if one is not None)
+        top = [one for one, count in counts.items() if count == max(counts.values())]
+        return (0 in top) / max(len(top), 1)
+
+    for n in (1, 3, 4, 7):
+        draws = [part for row in votes for part in combinations(row, n)]
+        passed = np.mean([0 in part for part in draws])
+        assert found[f"best_of/{n}/pass_at_k"] == pytest.approx(passed)
+        assert found[f"best_of/{n}/maj_at_k"] == pytest.approx(np.mean(list(map(majority, draws))))
+        low, high = (found[f"best_of/{n}/maj_at_k_{end}"] for end in ("low", "high"))
+        assert low < found[f"best_of/{n}/maj_at_k"] < high
+    graded = replace(pool, gold=gold / 2)
+    assert not [key for key in measure_best_of(graded, (3,), baseline_gold=None) if "_at_k" in key]
+
+
+def test_a_gold_of_numbers_reads_the_votes_of_a_sampled_pool(start: Path) -> None:
+    gold = NumberGold(NumberReward())
+    assert gold.votes(["q"] * 3, ["so #### 72", "#### 72.00.", "none"]) == [72, 72, None]
+
+    class Right:
+        def __call__(self, prompts, completions, finished):
+            return [float(len(text) > 10) for text in completions]
+
+        def votes(self, prompts, completions):
+            return [len(text) for text in completions]
+
+    pool = sampled(start, 4, Right())
+    assert pool.votes is not None
+    for votes, gold_of in zip(pool.votes, pool.gold.tolist(), strict=True):
+        assert [float(vote > 10) for vote in votes] == gold_of

@@ -226,10 +226,12 @@ def test_an_evaluation_that_judges_nothing_is_not_called_none():
 
 def test_the_best_of_n_is_told_without_a_gold_reward_and_beside_that_of_one_response():
     scores = {"val/score_win_rate": 0.6, "best_of/4/score": 1.5, "best_of/16/score": 2.5}
+    scores |= {"best_of/16/pass_at_k": 0.9, "best_of/16/maj_at_k": 0.7}
     result = verdict(Summary("evaluate", "completed", 1, metrics=scores))
     found = {fact.label: fact.value for fact in result.facts}
     assert result.number == "60.0 %"
     assert (found["best of 4"], found["best of 16"]) == ("1.50", "2.50")
+    assert (found["pass@16"], found["maj@16"]) == ("90.0 %", "70.0 %")
     gold = scores | {"best_of/16/gold_win_rate": 0.8, "val/gold_win_rate": 0.7}
     result = verdict(Summary("evaluate", "completed", 1, metrics=gold))
     assert result.number == "80.0 %"
