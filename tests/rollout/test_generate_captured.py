@@ -94,6 +94,14 @@ def test_one_engine_serves_changed_weights_sizes_and_settings(monkeypatch):
     )
 
 
+def test_an_engine_that_validation_made_serves_training():
+    model, engine = tiny("llama"), Steps(STOPS, PAD)
+    expected = generated(model, prompt_batch(ROWS))
+    with torch.inference_mode():
+        assert generated(model, prompt_batch(ROWS), engine=lambda *_: engine) == expected
+    assert generated(model, prompt_batch(ROWS), engine=lambda *_: engine) == expected
+
+
 def test_an_engine_pickles_without_its_buffers():
     model, engine = tiny("llama"), Steps(STOPS, PAD)
     expected = generated(model, prompt_batch(ROWS), engine=lambda *_: engine)

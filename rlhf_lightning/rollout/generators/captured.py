@@ -125,14 +125,23 @@ class CapturedGenerator(CachedGenerator):
             return super().__call__(
                 model, prompts, noise=noise, temperature=temperature, max_new_tokens=max_new_tokens
             )
-        engine = self._engine
-        if engine is None or not engine.fits(model):
-            self._engine = engine = None  # frees its memory first
-            engine = _Engine(model, self.stop_ids, self.pad_token_id)
         steps = torch.arange(max_new_tokens, device=prompts.row_ids.device)
         uniform = noise.uniform(prompts.row_ids.unsqueeze(-1), steps)  # [B, R]
-        self._engine = None  # a failure leaves nothing half written
-        with weights_cast_once(), engine.weights.in_use():
+        # What a validation, in inference mode, makes could not be written again in training.
+        with torch.inference_mode(False), torch.no_grad(), weights_cast_once():
+            engine, self._engine = self._engine, None  # a failure leaves nothing half written
+            if engine is not None and not engine.fits(model):
+                engine = None  # frees its memory before the next one takes its own
+            engine = engine or _Engine(model, self.stop_ids, self.pad_token_id)
+            generation = self._generation(engine, prompts, uniform, temperature)
+        if engine.worth_keeping():
+            self._engine = engine
+        return generation
+
+    def _generation(
+        self, engine: _Engine, prompts: PromptBatch, uniform: Tensor, temperature: float
+    ) -> Generation:
+        with engine.weights.in_use():
             responses, logprobs = engine.write(
                 prompts,
                 uniform,
@@ -142,12 +151,9 @@ class CapturedGenerator(CachedGenerator):
                 check_every=self.check_every,
                 capture=self.capture is not False,
             )
-            generation = as_generation(
-                prompts.input_ids, responses, self.stop_ids, self.pad_token_id, logprobs
-            )
-        if engine.worth_keeping():
-            self._engine = engine
-        return generation
+        return as_generation(
+            prompts.input_ids, responses, self.stop_ids, self.pad_token_id, logprobs
+        )
 
     def _sampling(self, temperature: float) -> tuple[Any, ...]:
         """Return the temperature, and what else of the sampling a step depends on."""
