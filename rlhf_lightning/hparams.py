@@ -79,7 +79,7 @@ class SFTHparams(Checked):
 
     Args:
         learning_rate: peak learning rate of the schedule; None follows the model's size.
-        micro_batch_size: rows in one forward; None takes a rank's whole share at once.
+        micro_batch_size: rows in one forward; None: all of a rank, on a GPU 16,384 tokens or fewer.
         max_grad_norm: bound on the gradient norm.
         max_skipped_steps: consecutive optimizer steps that may be skipped because the loss or the
             gradient is not finite; one more stops the run, so 0 stops it at the first.
@@ -97,7 +97,7 @@ class RewardHparams(Checked):
 
     Args:
         learning_rate: peak learning rate of the schedule; None follows the model's size.
-        micro_batch_size: pairs in one forward (both sides of a pair go in together).
+        micro_batch_size: pairs in one forward, both sides of each; None as for SFT.
         max_grad_norm: bound on the gradient norm.
         max_skipped_steps: consecutive optimizer steps that may be skipped because the loss or the
             gradient is not finite; one more stops the run, so 0 stops it at the first.
@@ -124,7 +124,7 @@ class DPOHparams(Checked):
 
     Args:
         learning_rate: peak learning rate of the schedule; None follows the model's size.
-        micro_batch_size: pairs in one forward (both sides of a pair go in together).
+        micro_batch_size: pairs in one forward, both sides of each; None as for SFT.
         max_grad_norm: bound on the gradient norm.
         max_skipped_steps: consecutive optimizer steps that may be skipped because the loss or the
             gradient is not finite; one more stops the run, so 0 stops it at the first.
@@ -220,7 +220,7 @@ class OnPolicyHparams(Checked):
         dual_clip: bound on the loss where the advantage is negative; None is plain PPO. Only of
             "ppo" and "gspo".
         num_minibatches: optimizer steps per pass over a rollout.
-        micro_batch_size: rows in one forward; None takes a rank's whole share at once.
+        micro_batch_size: rows in one forward; None: all of a rank, on a GPU 16,384 tokens or fewer.
         max_grad_norm: bound on each gradient norm.
         max_skipped_steps: consecutive optimizer steps that may be skipped because the loss, a
             gradient or the rollout (one step) is not finite; one more stops the run.

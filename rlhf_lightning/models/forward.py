@@ -26,7 +26,7 @@ from rlhf_lightning.functional.sequences import (
     response_state_index,
 )
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, Teaching, TokenStatistics
-from rlhf_lightning.models.micro_batching import automatic, in_buckets
+from rlhf_lightning.models.micro_batching import automatic, in_buckets, token_budget
 
 BUCKET = 16
 # Padding that costs what a further micro-batch of a GPU costs: its launches, weights that are cast
@@ -186,20 +186,26 @@ def packed_micro_batches(lengths: Tensor, budget: int) -> list[Tensor]:
 
 
 def micro_batches(
-    attention_mask: Tensor, micro_batch_size: int | None, *, packed: bool = False
+    attention_mask: Tensor,
+    micro_batch_size: int | None,
+    *,
+    packed: bool = False,
+    sequences: int = 1,
 ) -> list[Tensor]:
     """Return row indices, on the host, of micro-batches, the longest rows first.
 
-    By "buckets" a micro-batch has rows of one bucket, at most `micro_batch_size`. By "tokens" it
-    has rows of similar lengths, and at most the tokens of `micro_batch_size` rows of the width T,
-    padding included: more rows if they are short, for the same memory. `model.micro_batches` says
-    which; by default buckets on a CPU and tokens elsewhere.
+    By "buckets" a micro-batch has rows of one bucket, at most `micro_batch_size`; None does not
+    bound it. By "tokens" it has rows of similar lengths, and at most the tokens of
+    `micro_batch_size` rows of the width T, padding included: more rows if they are short, for the
+    same memory. None is `token_budget()` tokens there, an eighth of them padding at most.
+    `model.micro_batches` says which; by default buckets on a CPU and tokens elsewhere.
 
     Args:
         attention_mask: `[B, T]` bool, True on real tokens.
-        micro_batch_size: None does not bound it.
+        micro_batch_size: rows of a micro-batch.
         packed: rows are packed into one sequence, so that none is padded: any rows go together,
             with at most the tokens of `micro_batch_size` rows of the width T.
+        sequences: sequences that a row stands for: 2 where it is a pair.
     """
     if packed:
         budget = (micro_batch_size or len(attention_mask)) * attention_mask.shape[1]
@@ -213,10 +219,12 @@ def micro_batches(
             part for rows in groups for part in torch.split(rows, micro_batch_size or len(rows))
         ]
     order = widths.argsort(stable=True)
-    longest = -(-attention_mask.shape[1] // BUCKET) * BUCKET
-    runs = equal_widths(
-        widths[order].tolist(), waste=WASTE, budget=(micro_batch_size or len(order)) * longest
-    )
+    if micro_batch_size is None:
+        budget = token_budget() // sequences
+        waste = budget // 8
+    else:
+        budget, waste = micro_batch_size * (-(-attention_mask.shape[1] // BUCKET) * BUCKET), WASTE
+    runs = equal_widths(widths[order].tolist(), waste=waste, budget=budget)
     return [order[run.start : run.stop] for run in runs]
 
 
@@ -239,7 +247,7 @@ def pair_micro_batches(
         lengths = (chosen_mask.sum(-1) + rejected_mask.sum(-1)).cpu()
         budget = 2 * (micro_batch_size or len(lengths)) * chosen_mask.shape[1]
         return packed_micro_batches(lengths, budget)
-    return micro_batches(chosen_mask | rejected_mask, micro_batch_size)
+    return micro_batches(chosen_mask | rejected_mask, micro_batch_size, sequences=2)
 
 
 def group_micro_batches(
@@ -257,7 +265,7 @@ def group_micro_batches(
     longest = attention_mask.unflatten(0, (-1, group_size)).any(1)  # [B / group_size, T]
     size = None if micro_batch_size is None else max(micro_batch_size // group_size, 1)
     inside = torch.arange(group_size)
-    parts = micro_batches(longest, size)
+    parts = micro_batches(longest, size, sequences=group_size)
     return [(part.unsqueeze(1) * group_size + inside).flatten() for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""The switch `model.micro_batches`: which rows share a forward."""
+"""The switch `model.micro_batches`: which rows share a forward, and how many tokens by default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 WAYS = ("auto", "buckets", "tokens")
+# A micro-batch where no number of rows is given, padding included: the smallest that fills an H100
+# at half a billion weights, whose host needs as long to launch it as the card to compute it.
+TOKENS = 16_384
 _way = "auto"
+_tokens = TOKENS
 
 
 @contextmanager
@@ -38,3 +42,14 @@ def in_buckets(device_type: str) -> bool:
 def automatic() -> bool:
     """Return whether no way was asked for."""
     return _way == "auto"
+
+
+def token_budget() -> int:
+    """Return the tokens of a micro-batch at most, padding included, where no rows are given."""
+    return _tokens
+
+
+def set_token_budget(tokens: int) -> None:
+    """Set `token_budget()` for this process: what its memory allows is known with the models."""
+    global _tokens
+    _tokens = tokens

@@ -49,7 +49,11 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, sharing_models
+from rlhf_lightning.modules.placement import (
+    move_models,
+    set_micro_batch_tokens,
+    sharing_models,
+)
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
@@ -256,6 +260,7 @@ class RLHFModule(L.LightningModule):
         )
         check_module(self)
         move_models(self, self.roots)
+        set_micro_batch_tokens(self, self.roots)
         if not self.training:
             self.train()  # it may be from a checkpoint, with dropout
         self.fitted_by = self.trainer

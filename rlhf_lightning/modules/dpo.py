@@ -124,7 +124,11 @@ class DPOModule(RLHFModule):
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Take one optimizer step on the batch of pairs, or of unpaired rows."""
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
-        parts = micro_batches(batch.either_attention_mask, self.algorithm.micro_batch_size)
+        parts = micro_batches(
+            batch.either_attention_mask,
+            self.algorithm.micro_batch_size,
+            sequences=1 if self.algorithm.kind == "kto" else 2,
+        )
         term: Term = self.loss
         counts: Any = num_pairs
         if self.algorithm.kind == "kto":

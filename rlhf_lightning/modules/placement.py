@@ -8,12 +8,21 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from rlhf_lightning.distributed.collectives import gathered, is_sharded, rank, shard
+from rlhf_lightning.distributed.collectives import (
+    agreed_max,
+    gathered,
+    is_sharded,
+    rank,
+    shard,
+)
 from rlhf_lightning.distributed.read_weights import ReadWeights
 from rlhf_lightning.models.building import building_for
-from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.models.memory import Arithmetic, free_bytes, tokens_that_fit
+from rlhf_lightning.models.micro_batching import TOKENS, set_token_budget
+from rlhf_lightning.models.precision import MIXED_BF16, release_freed_memory
 from rlhf_lightning.runs.source import Source
 
 T = TypeVar("T")
@@ -111,3 +120,30 @@ def move_models(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
         with torch.inference_mode(False):  # of a validation: nothing could be trained on the copies
             for model in models:
                 model.to(module.device)
+
+
+def set_micro_batch_tokens(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
+    """Bound micro-batches without a number of rows by the free memory of the GPUs, and say so.
+
+    `on_fit_start` calls it, when the models are placed and nothing has a gradient yet. On a CPU,
+    whose micro-batches have no budget, it does nothing.
+
+    Args:
+        module: module of the models, whose Trainer has a precision.
+        models: all its models, trained and frozen.
+    """
+    if module.device.type != "cuda":
+        return
+    sharded = module.device_mesh is not None
+    arithmetic: Arithmetic = "mixed" if module.trainer.precision == MIXED_BF16 else "fp32"
+    if sharded and getattr(module, "compute_dtype", None) == torch.bfloat16:
+        arithmetic = "bf16"
+    free = free_bytes(module.device)
+    fit = tokens_that_fit(models, free, arithmetic, sharded=sharded)
+    tokens = -agreed_max(-fit, module.device)  # of the rank with the least
+    set_token_budget(tokens)
+    why = (
+        "" if tokens == TOKENS else f", not {TOKENS:,}: {free / 2**30:.1f} GiB of the GPU are free"
+    )
+    if getattr(getattr(module, "algorithm", None), "micro_batch_size", None) is None:
+        rank_zero_info(f"Micro-batches of at most {tokens:,} tokens, padding included{why}")

@@ -25,6 +25,7 @@ from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import packs, pair_micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.models.micro_batching import in_buckets, token_budget
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.optimization import Measured
@@ -128,8 +129,13 @@ class RewardModule(RLHFModule):
     def _micro_batches(self, batch: PreferenceBatch) -> list[Tensor]:
         """Return the rows of each forward; without a bound all where half are saved or more."""
         numbers = response_numbers(batch)
+        unique = len(set(numbers))
+        fits = (
+            in_buckets(self.device.type)
+            or unique * batch.chosen_attention_mask.shape[1] <= token_budget()
+        )
         # One batch is padded to its longest row, so a single repeated response is not worth it.
-        if self.algorithm.micro_batch_size is None and 0 < 2 * len(set(numbers)) <= len(numbers):
+        if self.algorithm.micro_batch_size is None and 0 < 2 * unique <= len(numbers) and fits:
             return [torch.arange(len(batch))]
         return pair_micro_batches(
             batch.chosen_attention_mask,

@@ -93,8 +93,9 @@ def check_batches(cfg: TrainSettings) -> None:
     minibatches = hparams.num_minibatches if cfg.stage == "ppo" else 1
     share, rest = divmod(cfg.data.batch_size, ranks(cfg) * minibatches)
     assert rest == 0, "every rank takes as many rows of every minibatch"
-    assert share >= hparams.micro_batch_size
-    assert share % hparams.micro_batch_size == 0
+    rows = hparams.micro_batch_size or 1  # None: a GPU counts tokens
+    assert share >= rows
+    assert share % rows == 0
 
 
 def check_lengths(cfg: TrainSettings) -> None:
@@ -198,17 +199,17 @@ WHOLE, ADAPTER = "RewardModelScorer", "RewardAdapterScorer"
     ("words", "rows", "batch", "hardware", "scorer", "sft"),
     [
         ("sft smollm2_135m", 16, 128, GPU, None, None),
-        ("sft qwen2_5_7b strategy=fsdp", 4, 128, EIGHT, None, None),
+        ("sft qwen2_5_7b strategy=fsdp", None, 128, EIGHT, None, None),
         ("reward smollm2_135m lora=lora", 8, 64, GPU, None, "smollm2_135m_lora/ultra/sft"),
-        ("reward qwen3_0_6b", 4, 64, GPU, None, "qwen3_0_6b/ultra/sft"),
-        ("reward llama3_1_8b strategy=fsdp", 2, 64, EIGHT, None, "llama3_1_8b/ultra/sft"),
-        ("ppo qwen2_5_0_5b", 8, 128, GPU, WHOLE, "qwen2_5_0_5b/ultra/sft"),
-        ("ppo qwen2_5_0_5b lora=lora", 8, 128, GPU, ADAPTER, "qwen2_5_0_5b_lora/ultra/sft"),
-        ("ppo qwen2_5_0_5b lora=qlora", 8, 128, GPU, ADAPTER, "qwen2_5_0_5b_lora/ultra/sft"),
-        ("ppo llama3_2_1b strategy=fsdp", 8, 256, EIGHT, WHOLE, "llama3_2_1b/ultra/sft"),
-        ("ppo llama3_1_8b lora=lora", 4, 64, GPU, ADAPTER, "llama3_1_8b_lora/ultra/sft"),
-        ("ppo qwen2_5_7b strategy=fsdp", 4, 256, EIGHT, WHOLE, "qwen2_5_7b/ultra/sft"),
-        ("ppo smollm2_360m tldr", 8, 128, GPU, WHOLE, "smollm2_360m/tldr/sft"),
+        ("reward qwen3_0_6b", None, 64, GPU, None, "qwen3_0_6b/ultra/sft"),
+        ("reward llama3_1_8b strategy=fsdp", None, 64, EIGHT, None, "llama3_1_8b/ultra/sft"),
+        ("ppo qwen2_5_0_5b", None, 128, GPU, WHOLE, "qwen2_5_0_5b/ultra/sft"),
+        ("ppo qwen2_5_0_5b lora=lora", None, 128, GPU, ADAPTER, "qwen2_5_0_5b_lora/ultra/sft"),
+        ("ppo qwen2_5_0_5b lora=qlora", None, 128, GPU, ADAPTER, "qwen2_5_0_5b_lora/ultra/sft"),
+        ("ppo llama3_2_1b strategy=fsdp", None, 256, EIGHT, WHOLE, "llama3_2_1b/ultra/sft"),
+        ("ppo llama3_1_8b lora=lora", None, 64, GPU, ADAPTER, "llama3_1_8b_lora/ultra/sft"),
+        ("ppo qwen2_5_7b strategy=fsdp", None, 256, EIGHT, WHOLE, "qwen2_5_7b/ultra/sft"),
+        ("ppo smollm2_360m tldr", None, 128, GPU, WHOLE, "smollm2_360m/tldr/sft"),
     ],
 )
 def test_a_command_line_of_a_recipe_means(words, rows, batch, hardware, scorer, sft):

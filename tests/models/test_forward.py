@@ -14,11 +14,17 @@ from rlhf_lightning.models.forward import (
     micro_batches,
     pack,
     pack_right,
+    pair_micro_batches,
     response_statistics,
     response_values,
     sequence_scores,
 )
-from rlhf_lightning.models.micro_batching import in_buckets, micro_batching
+from rlhf_lightning.models.micro_batching import (
+    TOKENS,
+    in_buckets,
+    micro_batching,
+    set_token_budget,
+)
 from tests.builders.models import EOS, MODEL_TYPES, PAD, prompt_rows, tiny_policy, tiny_scalar_model
 
 TEMPERATURE = 0.7
@@ -189,7 +195,7 @@ def log_normal_mask(rows: int, seed: int) -> Tensor:
     return torch.arange(1024) < (lengths(5.0, 0.6, 16) + lengths(5.6, 0.7, 8)).long()[:, None]
 
 
-@pytest.mark.parametrize("size", [None, 1, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_micro_batches_by_tokens_hold_every_row_once_and_no_more_than_so_many_longest_rows(size):
     mask = log_normal_mask(64, seed=0)
     with micro_batching("tokens"):
@@ -200,9 +206,27 @@ def test_micro_batches_by_tokens_hold_every_row_once_and_no_more_than_so_many_lo
     for rows, width in zip(parts, widths, strict=True):
         padding = len(rows) * width - int(bucket_width(mask[rows].sum(-1)).sum())
         assert padding <= 1024
-        assert len(rows) == 1 or len(rows) * width <= (size or 64) * 1024
+        assert len(rows) == 1 or len(rows) * width <= size * 1024
     if size == 4:
         assert max(map(len, parts)) > 4, "short rows go together in greater numbers"
+
+
+def test_without_a_number_of_rows_a_micro_batch_by_tokens_has_a_budget_of_them():
+    # 64 rows of 272 to 512 tokens, as prompts of 16 to 256 with answers of 256 make them.
+    mask = torch.arange(512) < torch.linspace(272, 512, 64).long()[:, None]
+    with micro_batching("tokens"):
+        assert [len(rows) for rows in micro_batches(mask, None)] == [32, 32]
+        pairs = pair_micro_batches(mask, mask, None)
+        assert len(pairs[0]) == 16, "two sequences for each pair"
+        set_token_budget(4096)
+        try:
+            parts = micro_batches(mask, None)
+        finally:
+            set_token_budget(TOKENS)
+    assert sorted(torch.cat(parts).tolist()) == list(range(64))
+    for rows in parts:
+        width = int(bucket_width(mask[rows].sum(-1)).max())
+        assert len(rows) * width <= 4096
 
 
 def test_micro_batches_by_tokens_are_a_quarter_of_those_by_buckets():

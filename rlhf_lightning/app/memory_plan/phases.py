@@ -186,7 +186,7 @@ class Parts:
     def scoring(self) -> Counter[str]:
         """Return what the forwards between generation and update hold: the largest of them."""
         run = self.run
-        together = min(run.micro_batch_size or run.rows, run.rows)
+        together = run.rows_at_once(run.micro_batch_size, run.rows, run.length)
         rows = Rows(together, _padded(run.length), run.response_length)
         siblings: tuple[str, ...] = (REFERENCE,) if run.style.lora is None else ()
         siblings = siblings if run.teacher is None else (*siblings, TEACHER)
@@ -195,8 +195,8 @@ class Parts:
             for kind in (POLICY, VALUE, *siblings)
         ]
         if run.scoring.kind == "model":
-            together = min(run.scoring.micro_batch_size or run.rows, run.rows)
             length = _padded(run.scoring.max_length or run.length)
+            together = run.rows_at_once(run.scoring.micro_batch_size, run.rows, length)
             candidates.append(self._forward(REWARD, Rows(together, length, 1)))
             siblings = (*siblings, REWARD)
         gathered = self._gathered(run.spec.trains, backward=False)
@@ -222,8 +222,9 @@ class Parts:
         rows, new_tokens = evaluation.rows, evaluation.max_new_tokens
         candidates = [self.generation(rows, new_tokens)]
         if run.spec.trains_policy:
-            together = min(evaluation.micro_batch_size or rows, rows)
-            compared = Rows(together, _padded(run.prompt_length + new_tokens), new_tokens)
+            length = _padded(run.prompt_length + new_tokens)
+            together = run.rows_at_once(evaluation.micro_batch_size, rows, length)
+            compared = Rows(together, length, new_tokens)
             candidates.append(self._forward(POLICY, compared))
         return _largest(candidates)
 

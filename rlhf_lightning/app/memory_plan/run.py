@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.hparams import LoraHparams, Precision
 from rlhf_lightning.models.factory import set_dropout
+from rlhf_lightning.models.micro_batching import TOKENS
 from rlhf_lightning.runs.reading import read_json
 
 
@@ -226,10 +227,20 @@ class Run:
     @property
     def micro_rows(self) -> int:
         """Rows in one forward of an update."""
-        rows = self.micro_batch_size
-        if rows is None:
-            return self.update_rows
-        return min(self.sequences_per_row * rows, self.update_rows)
+        most = self.rows_at_once(self.micro_batch_size, self.update_rows, self.length)
+        return min(self.sequences_per_row * most, self.update_rows)
+
+    def rows_at_once(self, micro_batch_size: int | None, rows: int, length: int) -> int:
+        """Return how many of `rows` rows (or pairs) of `length` tokens go through a model at once.
+
+        Args:
+            micro_batch_size: a setting; None takes all on a CPU, and a budget of tokens on a GPU.
+            rows: rows that there are.
+            length: tokens of the longest.
+        """
+        if micro_batch_size is None and self.device == "cuda":
+            micro_batch_size = max(TOKENS // (self.sequences_per_row * length), 1)
+        return min(micro_batch_size or rows, rows)
 
     @property
     def num_micro_batches(self) -> int:

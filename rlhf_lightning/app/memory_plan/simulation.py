@@ -292,11 +292,11 @@ class _Rank:
                         tracker=tracker,
                     )
             tracker.enter(f"{GENERATE}:end")
-        rows = min(run.micro_batch_size or run.rows, run.rows)
+        rows = run.rows_at_once(run.micro_batch_size, run.rows, run.length)
         for kind, model in self.built.items():
             scores = kind.startswith(REWARD)
             own = run.scoring.micro_batch_size if scores else rows
-            together = min(own or run.rows, run.rows)
+            together = run.rows_at_once(own, run.rows, run.length)
             asked = 1 if scores else run.response_length
             # Policy, reference and teacher are gathered once for all their micro-batches.
             at_once = kind in (POLICY, REFERENCE, TEACHER)
