@@ -23,6 +23,7 @@ from rlhf_lightning.distributed.collectives import (
     rank,
     world_size,
 )
+from rlhf_lightning.models.compute_copies import compute_copies
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
@@ -76,25 +77,26 @@ def accumulate_gradients(
     measured: Measured = {}
     apart = 1 < len(terms) == len(models) and world_size() == 1
     beside = side_by_side(*models) if apart else None
-    for together in [[term] for term in terms] if beside is None else [terms]:
-        for index in range(count):
-            # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
-            rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
-            tasks = [partial(_computed, term, batch[rows], counts) for term in together]
-            with accumulating(module.trainer.strategy, module, last=index + 1 == count):
-                found = [task() for task in tasks] if beside is None else beside.run(tasks)
-                losses = [loss for loss, _ in found]
-                loss = losses[0] if beside is None else beside.sum(losses)
-                # Gradients are averaged over ranks, so the sum needs the world size back.
-                module.manual_backward(loss * (weight * world_size()))
-            for _, measures in found:
-                measured |= {
-                    name: measured.get(name, 0.0) + value.detach() * weight
-                    for name, value in measures.items()
-                }
-            # They hold thousands of small objects, between which the C library could not join what
-            # is free: the next micro-batch would find no room for its tensors.
-            del loss, losses, found, measures
+    with compute_copies(module):
+        for together in [[term] for term in terms] if beside is None else [terms]:
+            for index in range(count):
+                # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
+                rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
+                tasks = [partial(_computed, term, batch[rows], counts) for term in together]
+                with accumulating(module.trainer.strategy, module, last=index + 1 == count):
+                    found = [task() for task in tasks] if beside is None else beside.run(tasks)
+                    losses = [loss for loss, _ in found]
+                    loss = losses[0] if beside is None else beside.sum(losses)
+                    # Gradients are averaged over ranks, so the sum needs the world size back.
+                    module.manual_backward(loss * (weight * world_size()))
+                for _, measures in found:
+                    measured |= {
+                        name: measured.get(name, 0.0) + value.detach() * weight
+                        for name, value in measures.items()
+                    }
+                # They hold thousands of small objects, between which the C library could not join
+                # what is free: the next micro-batch would find no room for its tensors.
+                del loss, losses, found, measures
     average_gradients(module.parameters(), module.trainer.strategy)
     return {name: global_sum(value) for name, value in measured.items()}
 
