@@ -67,6 +67,10 @@ def fake_cuda() -> Iterator[None]:
         # So does this: the head of random weights is what it should be.
         patch("rlhf_lightning.models.heads.check_head_split", lambda _: None),
         patch("torch.nn.functional.scaled_dot_product_attention", _attention),
+        # A build for the CPU lacks the kernel, and would take it apart.
+        patch(
+            "rlhf_lightning.models.gpu_kernels.rms_norm", lambda x, _, w, e: _RMSNorm.apply(x, w)
+        ),
         FakeTensorMode(),
     ):
         yield
@@ -90,7 +94,7 @@ def autocast(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", before[1])
 
 
-# -- attention, as one kernel: flash without a mask, memory-efficient with one ---------------------
+# -- attention as one kernel: flash without a mask, memory-efficient with one; and norms ----------
 
 
 def _attention(
@@ -115,6 +119,18 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return torch.ops.fake_cuda.flash_backward(*grads, *ctx.saved_tensors)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        normed, rstd = torch.ops.fake_cuda.rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, rstd)
+        return normed  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return torch.ops.fake_cuda.rms_norm_backward(*grads, *ctx.saved_tensors)
 
 
 def _define(schema: str, kernel: Callable[..., Any], flops: Callable[..., int]) -> None:
@@ -144,4 +160,14 @@ _define(
     "masked(Tensor q, Tensor k, Tensor v, Tensor bias) -> Tensor",
     lambda q, k, v, bias: torch.empty_like(q),
     lambda q, k, v, bias, **_: _flops(q.shape, k.shape),
+)
+_define(
+    "rms_norm(Tensor x, Tensor w) -> (Tensor, Tensor)",
+    lambda x, w: (torch.empty_like(x), x.new_empty(x.shape[:-1])),
+    lambda *_, **__: 0,
+)
+_define(
+    "rms_norm_backward(Tensor g, Tensor x, Tensor w, Tensor r) -> (Tensor, Tensor)",
+    lambda g, x, w, r: (torch.empty_like(x), torch.empty_like(w)),
+    lambda *_, **__: 0,
 )

@@ -34,6 +34,7 @@ from rlhf_lightning.evaluation.normalization import normalize_reward_model
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.attention import attention_backends
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.models.gpu_kernels import gpu_kernels
 from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.modules.export import export_model
 from rlhf_lightning.modules.schedules import Schedule
@@ -185,6 +186,8 @@ def _contexts(settings: TrainSettings, calls: Calls) -> list[Code]:
     model, found = settings.model, list[Code]()
     if not model.cpu_kernels:
         found.append(calls.call(cpu_kernels, enabled=False))
+    if model.kernels != "auto":
+        found.append(calls.call(gpu_kernels, way=model.kernels))
     if model.micro_batches != "auto":
         found.append(calls.call(micro_batching, way=model.micro_batches))
     if model.attention_backends != "auto":

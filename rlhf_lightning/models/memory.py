@@ -9,7 +9,7 @@ formula beside these numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import ON_GPU
+from rlhf_lightning.models.gpu_kernels import fused_parts
 from rlhf_lightning.models.micro_batching import TOKENS
 
 # fp32: no autocast. mixed: autocast over fp32 weights. bf16: weights and activations (FSDP2).
@@ -32,7 +33,7 @@ def activation_bytes(
     config: PretrainedConfig,
     arithmetic: Arithmetic,
     *,
-    fused: bool = False,
+    fused: Collection[str] = (),
     checkpointing: bool = False,
 ) -> int:
     """Return the bytes that one token of a micro-batch holds until its backward pass.
@@ -40,20 +41,21 @@ def activation_bytes(
     Args:
         config: config of the decoder.
         arithmetic: dtypes of its forward.
-        fused: norms and gated MLPs are one kernel each and keep their inputs alone.
+        fused: which of "norms" and "MLPs" are one kernel each, which keeps its inputs alone.
         checkpointing: a layer keeps its input, and one layer at a time all the rest.
     """
     width, wide = config.hidden_size, 4 if arithmetic == "fp32" else 2
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or width // heads
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head_size
-    # Two norms: their fp32 input, and unless fused what is multiplied by the weight; then what the
-    # five matrices read. Autocast casts it for each of them.
+    # Two norms: their fp32 input, and unless fused what is multiplied by the weight; then what five
+    # matrices read. Autocast casts it for each of them, fused norms once.
     norms = 2 * 4 * width
-    norms += 0 if fused else 2 * width * (2 if arithmetic == "bf16" else 4)
-    inputs = {"fp32": 2 * 4, "mixed": 5 * 2, "bf16": 2 * 2}[arithmetic] * width
+    norms += 0 if "norms" in fused else 2 * width * (2 if arithmetic == "bf16" else 4)
+    casts = 2 if "norms" in fused else 5
+    inputs = {"fp32": 2 * 4, "mixed": casts * 2, "bf16": 2 * 2}[arithmetic] * width
     attention = wide * (2 * heads * head_size + 2 * keys)  # queries and output, keys and values
-    gated = wide * (3 if fused else 4) * _inner_size(config)
+    gated = wide * (3 if "MLPs" in fused else 4) * _inner_size(config)
     layer = norms + inputs + attention + gated
     end = 10 * width  # the last norm, and the states that the head reads
     layers = int(config.num_hidden_layers)
@@ -98,7 +100,6 @@ def tokens_that_fit(
     free: int,
     arithmetic: Arithmetic,
     *,
-    fused: bool = False,
     sharded: bool = False,
 ) -> int:
     """Return how many tokens a micro-batch of an update may have: `TOKENS`, or fewer.
@@ -107,12 +108,13 @@ def tokens_that_fit(
         roots: placed models, before there are gradients and an optimizer's state.
         free: bytes that are free now.
         arithmetic: dtypes of their forwards.
-        fused: see `activation_bytes`.
         sharded: see `update_bytes`.
     """
     trained = [r for r in roots if any(p.requires_grad for p in r.parameters())]
     costs = [
-        activation_bytes(model.config, arithmetic, fused=fused, checkpointing=_checkpointing(model))
+        activation_bytes(
+            model.config, arithmetic, fused=fused_parts(model), checkpointing=_checkpointing(model)
+        )
         for root in trained
         for model in _decoders(root)
     ]

@@ -20,6 +20,7 @@ from rlhf_lightning.distributed.collectives import (
 )
 from rlhf_lightning.distributed.read_weights import ReadWeights
 from rlhf_lightning.models.building import building_for
+from rlhf_lightning.models.gpu_kernels import kernels_of, use_gpu_kernels
 from rlhf_lightning.models.memory import Arithmetic, free_bytes, tokens_that_fit
 from rlhf_lightning.models.micro_batching import TOKENS, set_token_budget
 from rlhf_lightning.models.precision import MIXED_BF16, release_freed_memory
@@ -111,7 +112,7 @@ class _Builders:
 
 
 def move_models(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
-    """Move models to the device where no strategy has placed them.
+    """Move models to the device where no strategy has placed them, and take its kernels.
 
     `on_fit_start` and `on_validation_start` call it: Lightning moves submodules alone, and the base
     of an adapter is none.
@@ -120,6 +121,8 @@ def move_models(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
         with torch.inference_mode(False):  # of a validation: nothing could be trained on the copies
             for model in models:
                 model.to(module.device)
+    for model in models:
+        use_gpu_kernels(model)
 
 
 def set_micro_batch_tokens(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
@@ -142,8 +145,7 @@ def set_micro_batch_tokens(module: L.LightningModule, models: Sequence[nn.Module
     fit = tokens_that_fit(models, free, arithmetic, sharded=sharded)
     tokens = -agreed_max(-fit, module.device)  # of the rank with the least
     set_token_budget(tokens)
-    why = (
-        "" if tokens == TOKENS else f", not {TOKENS:,}: {free / 2**30:.1f} GiB of the GPU are free"
-    )
     if getattr(getattr(module, "algorithm", None), "micro_batch_size", None) is None:
-        rank_zero_info(f"Micro-batches of at most {tokens:,} tokens, padding included{why}")
+        less = "" if tokens == TOKENS else f" ({TOKENS:,} if more than {free >> 30} GiB were free)"
+        rank_zero_info(f"Micro-batches of at most {tokens:,} tokens, padding included{less}")
+    rank_zero_info(f"Kernels of the update: {kernels_of(models)}")

@@ -359,6 +359,7 @@ class ModelSettings(Settings):
     activation_checkpointing: bool = False
     cpu_kernels: bool = True
     cpu_threads: Count | None = None
+    kernels: Literal["auto", "torch"] = "auto"
     micro_batches: Literal["auto", "buckets", "tokens"] = "auto"
     attention_backends: Literal["auto", "torch"] = "auto"
     shape: dict[str, Any] | None = None
@@ -366,7 +367,7 @@ class ModelSettings(Settings):
     @property
     def computing(self) -> dict[str, Any]:
         """Kernels, micro-batches and threads, as `app.computing` takes them."""
-        names = ("cpu_kernels", "micro_batches", "cpu_threads", "attention_backends")
+        names = ("cpu_kernels", "kernels", "micro_batches", "cpu_threads", "attention_backends")
         return {name: getattr(self, name) for name in names}
 
     @property
