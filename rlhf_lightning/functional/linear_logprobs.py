@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_lightning.functional import compiled_chunks
 from rlhf_lightning.functional.masked import at_least_float32
 
 
@@ -85,6 +86,7 @@ def linear_token_logprobs(
     chunk_rows: int | None = None,
     accumulate: Accumulate | None = None,
     product_dtype: Callable[[torch.dtype], torch.dtype] | None = None,
+    compiled: bool = False,
 ) -> LinearLogprobs:
     """Return `log_softmax((hidden @ weight.T + bias) / temperature)[tokens]` and its entropy.
 
@@ -105,6 +107,7 @@ def linear_token_logprobs(
             gradient, in the compute dtype; returns None if it has added their product, or the
             product for autograd. None is autograd's way.
         product_dtype: the dtype of autocast -> another one to multiply in; None keeps it.
+        compiled: compile what lies between the products, if this machine can.
 
     Raises:
         ValueError: if `temperature` is not positive.
@@ -131,6 +134,7 @@ def linear_token_logprobs(
             chunk_rows,
             with_entropy,
             accumulate,
+            compiled,
         )
     return LinearLogprobs(logprobs, entropy if with_entropy else None)
 
@@ -153,10 +157,9 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk_rows: int,
         with_entropy: bool,
         accumulate: Accumulate | None,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(
-            weight.to(dtype), None if bias is None else bias.to(dtype), temperature, softcap
-        )
+        head = _Head.of(weight, bias, dtype, temperature, softcap, compiled)
         inputs = hidden.to(dtype)
         chunks = _chunks(len(inputs), chunk_rows)
         few = len(inputs) * len(weight) * dtype.itemsize <= _sizes(hidden.device).kept
@@ -170,7 +173,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, entropies = (list(column) for column in zip(*parts, strict=True))
         entropy = torch.cat(entropies) if with_entropy else hidden.new_zeros(())
         ctx.save_for_backward(hidden, weight, bias, tokens, entropy, *kept)
-        ctx.settings = (temperature, softcap, dtype, chunks, with_entropy, accumulate)
+        ctx.settings = (temperature, softcap, dtype, chunks, with_entropy, accumulate, compiled)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -184,12 +187,10 @@ class _LinearLogprobs(torch.autograd.Function):
         """
         grad_logprobs, grad_entropy = grad_outputs
         hidden, weight, bias, tokens, entropy, *kept = ctx.saved_tensors
-        temperature, softcap, dtype, chunks, with_entropy, accumulate = ctx.settings
+        temperature, softcap, dtype, chunks, with_entropy, accumulate, compiled = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
-            head = _Head(
-                weight.to(dtype), None if bias is None else bias.to(dtype), temperature, softcap
-            )
+            head = _Head.of(weight, bias, dtype, temperature, softcap, compiled)
             inputs = hidden.to(dtype)
             grad_logits = grad_logprobs / temperature  # [N], of the token's own logit
             wide = grad_logits.dtype
@@ -216,7 +217,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_hidden.to(hidden.dtype) if needs_hidden else None,
             grad_weight.total(),
             grad_bias.to(weight.dtype) if needs_bias else None,
-            *[None] * 7,
+            *[None] * 8,
         )
 
 
@@ -250,6 +251,11 @@ class _Head(NamedTuple):
     bias: Tensor | None
     temperature: float
     softcap: float | None
+    compiled: bool
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *settings: Any) -> _Head:
+        return cls(weight.to(dtype), None if bias is None else bias.to(dtype), *settings)
 
     def logits(self, inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(inputs, self.weight, self.bias)
@@ -258,6 +264,9 @@ class _Head(NamedTuple):
         self, logits: Tensor, tokens: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return `[C]` log-probabilities of `tokens`, and entropies."""
+        found = self._run(compiled_chunks.statistics, logits, tokens, after=(with_entropy,))
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         logprobs, entropies = [], []
         for rows in self._in_cache(logits):
             all_logprobs = self._log_softmax(logits[rows])
@@ -268,6 +277,9 @@ class _Head(NamedTuple):
 
     def errors(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return `p - onehot` `[C, V]` in the dtype of `logits`."""
+        found = self._run(compiled_chunks.errors, logits, tokens)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         spread = torch.empty_like(logits)
         for rows in self._in_cache(logits):
             error = self._log_softmax(logits[rows]).exp_()
@@ -280,6 +292,9 @@ class _Head(NamedTuple):
         self, logits: Tensor, tokens: Tensor, factor: Tensor, d_entropy: Tensor, entropy: Tensor
     ) -> Tensor:
         """Return `factor (p - onehot) + d_entropy p (log p + entropy)`, as `errors` does."""
+        found = self._run(compiled_chunks.spread, logits, tokens, factor, d_entropy, entropy)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         spread = torch.empty_like(logits)
         for rows in self._in_cache(logits):
             logprobs = self._log_softmax(logits[rows])
@@ -288,6 +303,12 @@ class _Head(NamedTuple):
             mixed.scatter_add_(1, tokens[rows, None], -factor[rows])
             spread[rows] = self._uncapped(mixed, logits[rows])
         return spread
+
+    def _run(self, function: Any, *tensors: Tensor, after: tuple[Any, ...] = ()) -> Any:
+        if not self.compiled:
+            return None
+        settings = (self.temperature, self.softcap, *after)
+        return compiled_chunks.run_compiled(function, *tensors, *settings)
 
     def _uncapped(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Return the gradient of the head's output, from that of the capped logits."""

@@ -26,6 +26,7 @@ from rlhf_lightning.models.cpu_kernels import (
     prepare,
     weight_grad_adder,
 )
+from rlhf_lightning.models.gpu_kernels import compiles_head
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
 
@@ -190,6 +191,7 @@ class PolicyModel(nn.Module):
                 with_entropy=with_entropy,
                 accumulate=weight_grad_adder(),
                 product_dtype=None if row_lengths is None else packed_head_dtype,
+                compiled=compiles_head(states.device),
             )
         # Copies: FSDP2 hangs its hooks on what is returned, and a view could lose them.
         return TokenStatistics(

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from rlhf_lightning.app.memory_plan.tracker import Tracker
+from rlhf_lightning.functional import compiled_chunks
 from rlhf_lightning.functional.linear_logprobs import (
     CACHE_BYTES,
     linear_token_logprobs,
@@ -207,3 +209,77 @@ def test_saved_tensors_do_not_grow_with_the_vocabulary():
         return total
 
     assert saved_bytes(20_000) - saved_bytes(10_000) == 0
+
+
+def both_ways(rows: int, softcap: float | None, with_entropy: bool, *, dtype=torch.float64):
+    """Return values and gradients, plain and compiled, of the first rows."""
+    hidden, weight, bias, tokens = head(dtype)
+    mix = torch.randn(2, ROWS, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    found = []
+    for compiled in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        got = linear_token_logprobs(
+            leaves[0][:rows],
+            leaves[1],
+            tokens[:rows],
+            bias=leaves[2],
+            temperature=0.7,
+            softcap=softcap,
+            with_entropy=with_entropy,
+            chunk_rows=32,
+            compiled=compiled,
+        )
+        total = (mix[0, :rows] * got.logprobs).sum()
+        values = [got.logprobs]
+        if got.entropy is not None:
+            total = total + (mix[1, :rows] * got.entropy).sum()
+            values.append(got.entropy)
+        found.append([*values, *torch.autograd.grad(total, leaves)])
+    return found
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The number of graphs compiled so far, differentiated as always but run as they are."""
+    monkeypatch.setattr(compiled_chunks, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_chunks, "_fails", False)
+    compiled_chunks._compiled.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("softcap", "with_entropy"), [(None, False), (3.0, True)])
+def test_compiled_chunks_give_the_numbers_of_plain_ones_by_one_graph_a_function(
+    softcap, with_entropy, graphs
+):
+    for rows in (70, 40, 20):  # chunks of 32 + 38, 40 and 20 rows
+        plain, compiled = both_ways(rows, softcap, with_entropy)
+        for ours, theirs in zip(compiled, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert graphs() == 2, "one forward and one backward, whatever the rows"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_kernels_are_right_too(monkeypatch):
+    monkeypatch.setattr(compiled_chunks, "_fails", False)
+    for softcap, with_entropy in ((None, False), (3.0, True)):
+        for rows in (70, 20):
+            plain, compiled = both_ways(rows, softcap, with_entropy, dtype=torch.float32)
+            for ours, theirs in zip(compiled, plain, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert not compiled_chunks._fails
+
+
+def test_a_machine_that_cannot_compile_computes_plainly_and_says_so(graphs, monkeypatch, caplog):
+    monkeypatch.setattr(compiled_chunks, "BACKEND", broken_backend)
+    plain, compiled = both_ways(40, None, False)
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert torch.equal(ours, theirs)
+    assert caplog.text.count("The head is not compiled") == 1
+
+
+def broken_backend(graph, inputs):
+    raise RuntimeError("no compiler")
