@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from rlhf_lightning.batches import Generation
 from rlhf_lightning.evaluation.gold_rewards import NumberGold
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_responses
-from rlhf_lightning.rollout.scorers.verifiable import NumberReward
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward, math_reward
 from tests.builders.models import prompt_batch, tiny_tokenizer
 
 READ = {
@@ -245,3 +247,55 @@ def test_a_number_in_thoughts_that_the_prompt_opens_is_none(rule):
     assert reward(prompts, completions, answer=["72", "72"]) == [0.0, 1.0]
     gold = NumberGold(reward)
     assert gold(prompts, completions, [False, True], answer=["72", "72"]) == [0.0, 1.0]
+
+
+BOXES = r"\boxed{1}, so it is \boxed{2}"
+# response -> right answers that it equals, and others that it does not, by math-verify.
+MATH = {
+    "72 clips": (["72", "72.00"], ["7"]),
+    "1,000": (["1000"], ["1"]),
+    "1 000": (["1000"], ["1"]),
+    "1_000": (["1"], ["1000"]),
+    "10%": (["10", "0.1"], ["1"]),
+    "1/2": (["0.5", r"\frac{1}{2}"], ["1", "2"]),
+    "2 1/2": (["1"], ["2.5", "2"]),
+    r"$2\frac{1}{2}$": (["2.5"], ["2"]),
+    "10^6": (["1000000"], ["10"]),
+    "1e6": (["1"], ["1000000"]),
+    "$1e6$": ([], ["1", "1000000"]),
+    "0x10": (["0"], ["16"]),
+    "5!": (["5"], ["120"]),
+    "$5!$": (["120"], ["5"]),
+    "B": ([], ["B"]),
+    "The answer is B.": ([], ["B"]),
+    r"\boxed{B}": (["B"], ["A"]),
+    BOXES: ([r"\{1,2\}"], ["1", "2"]),
+    r"\boxed{1} then I see that it is \boxed{2}": (["2"], ["1", r"\{1,2\}"]),
+    r"<think>\boxed{71}</think>\boxed{72}": (["72"], ["71"]),
+    r"<think>\boxed{72}": ([], ["72"]),
+    "": ([], ["72"]),
+}
+
+
+@pytest.mark.parametrize(("text", "answers"), MATH.items())
+def test_math_verify_reads_what_the_table_says(text, answers):
+    pytest.importorskip("math_verify")
+    right, wrong = answers
+    both = [*right, *wrong]
+    found = math_reward(["p"] * len(both), [text] * len(both), answer=both)
+    assert found == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_math_reward_works_in_a_thread_and_names_an_answer_that_it_cannot_read():
+    pytest.importorskip("math_verify")
+    with ThreadPoolExecutor(1) as pool:
+        given = (["p<think>"], [r"</think>It is $\frac{1}{2}$."])
+        assert pool.submit(math_reward, *given, answer=[0.5]).result() == [1.0]
+    with pytest.raises(ValueError, match="holds nothing that math-verify reads"):
+        math_reward(["p"], ["72"], answer=[""])
+
+
+def test_math_reward_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match="pip install"):
+        math_reward(["p"], ["72"], answer=["72"])

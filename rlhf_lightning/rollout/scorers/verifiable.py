@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,42 @@ class NumberReward:
                 number = _value(match) if self.strict is None else match[0].replace(",", "")
             numbers.append(number)
         return numbers
+
+
+def math_reward(
+    prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[Any], **_: object
+) -> list[float]:
+    r"""Return 1.0 where a response's answer equals the right one as mathematics, else 0.0.
+
+    The package `math-verify` reads and compares them: numbers, fractions, formulas and sets, in
+    LaTeX or plain. Not all is read as it is meant: docs/your_model_and_data.md has a table. Of a
+    response that thinks only what is behind its thoughts is read. Reading and comparing end after 5
+    seconds each, in the main thread: its timer works in no other one.
+
+    Args:
+        prompts: the prompts; one may end with the mark that opens the thoughts.
+        completions: the responses.
+        answer: the right answers: each nothing else, or in `$...$` or `\boxed{...}`.
+
+    Raises:
+        ImportError: if `math-verify` is not installed.
+        ValueError: if it can read nothing in a right answer.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ImportError("math_reward needs math-verify: pip install '.[math]'") from error
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    rewards = []
+    for prompt, text, right in zip(prompts, completions, map(as_text, answer), strict=True):
+        bare = "$" not in right and "\\boxed" not in right
+        wanted = parse(f"\\boxed{{{right}}}" if bare else right, parsing_timeout=seconds)
+        if not wanted:
+            raise ValueError(f"the right answer {right!r} holds nothing that math-verify reads")
+        behind = behind_thoughts(text, prompt)
+        given = parse(text if behind is None else behind, parsing_timeout=seconds)
+        rewards.append(float(verify(wanted, given, timeout_seconds=seconds)))
+    return rewards
 
 
 def command_reward(
