@@ -149,6 +149,7 @@ def medians(taken: list[dict[str, Any]]) -> dict[str, float]:
     side["memory_imports"] = statistics.median(m["after_imports"] for m in memory)
     if "peak_device" in memory[0]:
         side["memory_host"] = statistics.median(m["peak"] for m in memory)
+        side["planned"] = taken[0].get("planned", 0)
         side["first_rollout"] = statistics.median(run["first_rollout"] for run in taken)
     return side
 
@@ -204,11 +205,20 @@ def _on_cuda(summary: dict[str, Any]) -> str:
             f"{side['fastest']:.2f} to {side['slowest']:.2f} ({side['measured']:.0f})",
             *(f"{side[phase]:.2f}" for phase in PHASES),
             *(gib(side[kind]) for kind in ("memory_peak", "memory_host")),
+            gib(side["planned"]) if side["planned"] else "-",
             f"{side['first_rollout']:.0f} s",
         ]
         for name, side in summary["sides"].items()
     ]
-    head = ["", "iteration", "range (count)", *PHASES, "GPU memory", "host memory"]
+    head = [
+        "",
+        "iteration",
+        "range (count)",
+        *PHASES,
+        "GPU memory",
+        "host memory",
+        "by the formula",
+    ]
     return table([*head, "start to first rollout"], rows)
 
 

@@ -28,6 +28,9 @@ from benchmarks.worker import (
 from rlhf_lightning.app.build import make_module
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.models.gpu_kernels import fused_parts
+from rlhf_lightning.models.memory import activation_bytes, update_bytes
+from rlhf_lightning.models.micro_batching import token_budget
 from rlhf_lightning.modules.ppo import PPOModule
 
 
@@ -38,13 +41,15 @@ class Watch(L.Callback):
         self.watch, self.steps = Stopwatch(device), StepCounter()
         self.iterations: list[dict[str, float]] = []
         self.started = self.first_rollout = 0.0
-        self.peak = 0
+        self.peak = self.planned = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
         self.steps.watch(trainer.optimizers[0])
         self.watch.mark()
         self.started = seconds_of_process()
+        if self.watch.device == "cuda":
+            self.planned = planned_bytes(pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -106,10 +111,19 @@ def run(task: Task) -> dict[str, Any]:
         "iterations": watch.iterations[task["warmup"] :],
         "first_rollout": watch.first_rollout,
         "peak": watch.peak,
+        "planned": watch.planned,
     }
     if profiled:
         result["profile"] = profile_rows(module.profiler)
     return result
+
+
+def planned_bytes(module: Any) -> int:
+    """Return the peak of an update by the formula that bounds its micro-batches."""
+    model = module.policy.model
+    each = activation_bytes(model.config, "mixed", fused=fused_parts(model))
+    held = torch.cuda.memory_allocated() + update_bytes(module.roots, "mixed")
+    return held + token_budget() * each
 
 
 def prompt_batch(
