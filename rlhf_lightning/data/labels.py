@@ -28,6 +28,7 @@ from rlhf_lightning.data.records import (
     both_responses,
 )
 from rlhf_lightning.data.row_keys import words_of
+from rlhf_lightning.text.forms import SYSTEM
 
 logger = logging.getLogger(__name__)
 
@@ -382,10 +383,15 @@ def _repeats_prompt(row: ParsedRow) -> bool:
         answers = (record.completion,)
     else:
         return False
-    prompt = _last_text(record.prompt)
+    asked = record.prompt
+    if not isinstance(asked, str):  # of several turns an answer may quote the last one
+        asked = tuple(message for message in asked if message["role"] not in SYSTEM)
+    prompt = _last_text(asked) if isinstance(asked, str) or len(asked) == 1 else ""
     return bool(prompt) and any(_last_text(answer).startswith(prompt) for answer in answers)
 
 
 def _last_text(text: Text) -> str:
-    last = text if isinstance(text, str) else text[-1]["content"] if text else ""
-    return " ".join(last.split()) if isinstance(last, str) else ""
+    """Return a text, or what the last message says; "" for the result of a tool, often JSON."""
+    if not isinstance(text, str):
+        text = text[-1]["content"] if text and text[-1]["role"] != "tool" else ""
+    return " ".join(text.split()) if isinstance(text, str) else ""

@@ -175,6 +175,25 @@ def test_one_side_of_all_pairs_that_repeats_the_prompt_is_a_warning(side, caplog
 
 
 @pytest.mark.parametrize(
+    ("turns", "answer", "warned"),
+    [
+        ([{"role": "system", "content": "Be brief."}, ASKED], "Tea? A drink.", True),
+        ([ASKED, SAID, {"role": "user", "content": "Yes"}], "Yes, it is hot.", False),
+        ([ASKED, SAID, {"role": "tool", "content": '["5 degrees"]'}], '["5 degrees"] it is', False),
+    ],
+    ids=["its prompt", "a short turn", "the result of a tool"],
+)
+def test_an_answer_that_quotes_a_later_turn_does_not_repeat_its_prompt(
+    turns, answer, warned, caplog
+):
+    rows = [messages(*turns, {"role": "assistant", "content": f"{answer} {i}"}) for i in range(3)]
+    GivenRows(rows, validation_fraction=0).records("demonstrations", "train")
+    assert ["begin with their prompt" in record.message for record in caplog.records] == [
+        True
+    ] * warned
+
+
+@pytest.mark.parametrize(
     "more", [{"role": "user"}, {"role": None}, {"role": None, "content": None}]
 )
 @pytest.mark.parametrize("last", [True, False])
