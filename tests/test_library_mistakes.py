@@ -11,11 +11,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
 
 from rlhf_lightning import (
     DemonstrationDataModule,
     DPOModule,
     FileSource,
+    LoraHparams,
     PolicyGradientModule,
     PPOHparams,
     PPOModule,
@@ -27,8 +29,12 @@ from rlhf_lightning import (
     SFTModule,
     trainer_arguments,
 )
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.train import run
 from rlhf_lightning.functional.surrogates import ClippedRatio
 from rlhf_lightning.rollout.estimators import GAE
+from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.record_files import write_material
 
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
@@ -174,6 +180,75 @@ def test_a_checkpoint_of_another_module_is_refused(material, tmp_path):
     trainer.save_checkpoint(tmp_path / "ppo.ckpt")
     with pytest.raises(ValueError, match=r"of another module: .*\['ppo', 'sampling'\], expected"):
         SFTModule.load_from_checkpoint(tmp_path / "ppo.ckpt")
+
+
+ADAPTERS = LoraHparams(r=2)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        (ADAPTERS, None, "holds adapters.*lora=lora lora.r=2 lora.alpha="),
+        (None, ADAPTERS, "holds whole models.*lora=none"),
+        (ADAPTERS, replace(ADAPTERS, target_modules="q_proj"), "lora.target_modules=q_proj asks"),
+    ],
+    ids=["adapters", "whole", "other matrices"],
+)
+def test_a_checkpoint_of_adapters_is_continued_with_the_same_adapters(
+    was, now, said, material, tmp_path, monkeypatch
+):
+    def begun(lora: LoraHparams | None) -> tuple[SFTModule, DemonstrationDataModule]:
+        module = SFTModule.from_pretrained(material["policy"], lora=lora)
+        rows = [{"prompt": f"w{n}", "completion": "w3"} for n in range(2, 22)]
+        return module, DemonstrationDataModule(
+            rows, module.tokenizer, batch_size=4, num_iterations=1
+        )
+
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(*begun(was))
+    path = tmp_path / "sft.ckpt"
+    trainer.save_checkpoint(path)
+    with pytest.raises(ValueError, match=said):
+        plain_trainer(tmp_path).fit(*begun(now), ckpt_path=path)
+    words = ["+experiment=sft", "gates=none", f"artifacts.base={material['policy']}"]
+    words += ["model=pretrained", "dataset=files", "dataset.path=rows.jsonl", "dataset.name=rows"]
+    words += ["logger=none", f"ckpt_path={path}"]
+    if now is not None:
+        words += ["lora=lora", "lora.r=2", f"lora.target_modules={now.target_modules}"]
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "w2", "completion": "w3"}\n' * 40)
+    monkeypatch.setattr("rlhf_lightning.app.train.assemble", None)  # nothing is loaded
+    settings = load_settings(TrainSettings, "train", words)
+    with pytest.raises(ValueError, match=said):
+        run(settings, RunFolder(tmp_path / "run"), words)
+
+
+TUNERS = {
+    "lr_find": "learning rate follows the size of the model",
+    "scale_batch_size": "micro_batch_size",
+}
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_what_lightning_tunes_has_its_own_setting_here(tuner, material, tmp_path):
+    module = ppo(material)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
+    with pytest.raises(ValueError, match=TUNERS[tuner]):
+        getattr(Tuner(plain_trainer(tmp_path)), tuner)(module, datamodule=data)
+
+
+def test_a_compiled_module_is_refused_and_its_decoder_can_be_compiled(material, tmp_path):
+    module = SFTModule.from_pretrained(material["policy"])
+    rows = [{"prompt": f"w{n}", "completion": "w3"} for n in range(2, 22)]
+    data = DemonstrationDataModule(rows, module.tokenizer, batch_size=4, num_iterations=1)
+    with pytest.raises(ValueError, match=r"torch.compile\(module\).*base_model.compile\(\)"):
+        plain_trainer(tmp_path).fit(torch.compile(module, backend="eager"), data)
+    graphs = []
+    module = SFTModule.from_pretrained(material["policy"])
+    module.configure_model()
+    module.policy.model.base_model.compile(backend=lambda graph, _: graphs.append(graph) or graph)
+    plain_trainer(tmp_path).fit(module, data)
+    assert graphs
 
 
 @pytest.mark.parametrize(

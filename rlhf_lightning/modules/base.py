@@ -33,6 +33,7 @@ from rlhf_lightning.models.learning_rates import Kind
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import (
     Stateful,
+    check_adapters,
     compare_hyper_parameters,
     load_states,
     save_states,
@@ -313,9 +314,10 @@ class RLHFModule(L.LightningModule):
         """Take the state back.
 
         Raises:
-            ValueError: if the model's source, the scale of an adapter, or the seed is another one
-                than the checkpoint was trained with.
+            ValueError: if the model's source, the adapters, or the seed are others than the
+                checkpoint was trained with.
         """
+        check_adapters(checkpoint, self.hparams.get("lora"))
         load_states(checkpoint, self.fingerprint, self.trained, **self.stateful())
         compare_hyper_parameters(checkpoint, self)
 

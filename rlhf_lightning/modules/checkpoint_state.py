@@ -77,6 +77,39 @@ def load_states(
         part.load_state_dict(checkpoint[name])
 
 
+def check_adapters(checkpoint: Mapping[str, Any], lora: object) -> None:
+    """Check that adapters are continued as adapters on the same matrices, and whole models as such.
+
+    Args:
+        checkpoint: that of a module which `from_pretrained` built; others are not checked.
+        lora: hyper-parameters of the adapters of the run that continues it; None without.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    kept = checkpoint.get(HYPER_PARAMETERS) or {}
+    saved = kept.get("lora")
+    if "lora" not in kept or not (saved or lora):
+        return
+    if saved is None:
+        raise ValueError(
+            "the checkpoint holds whole models, and lora=lora asks for adapters: continue it with "
+            "lora=none, or start again from its export"
+        )
+    if lora is None:
+        given = f"lora.r={saved['r']} lora.alpha={saved['alpha']}"
+        raise ValueError(
+            f"the checkpoint holds adapters, and this run trains whole models: continue it with "
+            f"lora=lora {given} (in Python lora=LoraHparams(...))"
+        )
+    now = lora["target_modules"] if isinstance(lora, Mapping) else lora.target_modules  # type: ignore[attr-defined]
+    if saved["target_modules"] != now:
+        raise ValueError(
+            f"the adapters of the checkpoint are on {saved['target_modules']}, "
+            f"lora.target_modules={now} asks for others: use the former"
+        )
+
+
 def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> None:
     """Say with which other hyper-parameters than the checkpoint's a run is resumed.
 

@@ -75,11 +75,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_steps(trainer: Any) -> None:
-    """Check the flags that Lightning refuses under manual optimization, before it does.
+    """Check what Lightning refuses under manual optimization, before it does.
 
     Raises:
         ValueError: naming the flag, and the setting to use in its place.
     """
+    if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "torch.compile(module) compiles the training step, which steps the optimizer and logs, "
+            "and torch cannot compile that: give the Trainer the module itself. Its decoder can be "
+            "compiled: module.configure_model(), then module.policy.model.base_model.compile()"
+        )
+    for callback in trainer.callbacks:
+        if (reason := _TUNED.get(type(callback).__name__)) is not None:
+            raise ValueError(f"{type(callback).__name__} of Lightning's Tuner: {reason}")
     given = {
         "gradient_clip_val": (trainer.gradient_clip_val, None),
         "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1),
@@ -90,6 +99,13 @@ def check_steps(trainer: Any) -> None:
             raise ValueError(f"Trainer({name}={value}): {_INSTEAD[name]}")
 
 
+_TUNED = {
+    "LearningRateFinder": "it reads a loss, which says little of a policy or a reward model. The "
+    "learning rate follows the size of the model; compare held-out figures of several, as in "
+    "rlhf-train -m module.sft.learning_rate=1e-5,3e-5",
+    "BatchSizeFinder": "the DataModule's batch_size is part of what is learnt. What fits memory is "
+    "micro_batch_size of the module's hyper-parameters, which is chosen where it is left out",
+}
 _INSTEAD = {
     "gradient_clip_val": "gradients are clipped by max_grad_norm of the module's hyper-parameters",
     "accumulate_grad_batches": "an iteration is one batch of the DataModule's batch_size, which "

@@ -263,10 +263,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_checkpoint(path: Path) -> None:
-    """Check that a checkpoint can be loaded, and that loading it runs no code.
+def check_checkpoint(path: Path) -> Mapping[str, Any]:
+    """Return what a checkpoint holds, once it can be loaded and loading it runs no code.
 
-    The shards of a folder are safetensors files, which hold numbers only.
+    The shards of a folder are safetensors files, which hold numbers only; the rest is returned.
 
     Args:
         path: checkpoint file, or folder of shards.
@@ -276,10 +276,8 @@ def check_checkpoint(path: Path) -> None:
     """
     if problem := checkpoint_problem(path):
         raise CheckpointError(f"{path}: {problem}")
-    if not path.is_dir():
-        read_checkpoint(path)
-        return
-    read_data(path / META)
+    content = read_data(path / META) if path.is_dir() else read_checkpoint(path)
+    return content if isinstance(content, Mapping) else {}
 
 
 def read_data(path: Path, **how: bool) -> Any:
