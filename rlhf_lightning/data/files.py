@@ -29,14 +29,13 @@ from rlhf_lightning.data.progress import with_progress
 Row = Mapping[str, Any]
 LocatedRow = tuple[Location, Row | BadRecordError]
 
-TRAIN_NAMES = ("train",)
-VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 LONGEST_ROW = 2**26  # bytes or signs: a compressed file of a megabyte may hold one of gigabytes
 LARGEST_JSON = 2**32  # bytes of a file that is read as a whole
 LONGEST_TEXT = 2**24  # characters of a row: of 100 million a tokenizer ends the process
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SEPARATORS = ",;\t|"
 _WRAPPERS = ("data", "rows", "records", "examples", "instances", "items", "samples", "train")
+PATTERN = "a pattern is not read: give the folder, if its files are numbered shards, or join them"
 _PEEKED_ROWS = 20  # lines of CSV that tell what separates cells
 _PEEKED = 4096  # bytes, behind whose white space the content begins
 
@@ -52,6 +51,7 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
     if not path.exists():
         similar = closest(path.name, [p.name for p in path.parent.glob("*")])
         hint = f"did you mean {path.parent / similar}?" if similar else "check the path"
+        hint = PATTERN if set("*?[") & set(path.name) else hint
         raise MissingFileError(where, "there is no such file or folder", hint)
     reader = _READERS.get(extension(path))
     if reader is None:
@@ -197,71 +197,6 @@ def _encoding(file: io.BufferedReader) -> str:
     """Return the Unicode encoding by the first bytes: that of a byte order mark, or UTF-8."""
     name = json.detect_encoding(file.peek(_PEEKED)[:4])
     return "utf-8-sig" if name == "utf-8" else name
-
-
-# -00000-of-00002, perhaps with the hash that the hub once wrote behind it, _0, -part-1.
-_SHARD = re.compile(r"([-_]part)?[-_]([0-9]+)(-of-([0-9]+)(-[0-9a-f]{16})?)?$")
-
-
-def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the train and the validation files of a folder, by the start of their names.
-
-    A file is `train.<ext>`, or a shard such as `train-00000-of-00002.parquet`, in the folder or in
-    its `data/`. The validation files are those of the first of `validation`, `valid`, `val`, `dev`
-    and `test` that exists, and may be none.
-
-    Raises:
-        BadRecordError: if there is no train file, or several that are not shards of one set.
-    """
-    places = [folder, folder / "data"]
-    files = sorted(p for place in places for p in place.glob("*") if extension(p) in _READERS)
-    train = _files_named(files, TRAIN_NAMES)
-    if not train:
-        found = ", ".join(p.name for p in files[:8]) or "none"
-        raise BadRecordError(
-            Location(str(folder)),
-            f"the folder has no train file (data files found: {found})",
-            f"name one train.<ext> with <ext> of {ENDINGS}, or give the file itself",
-        )
-    return train, _files_named(files, VALIDATION_NAMES)
-
-
-def _files_named(files: list[Path], names: tuple[str, ...]) -> list[Path]:
-    for name in names:
-        starts = (f"{name}-", f"{name}_")
-        stems = {path: path.name[: -len(extension(path))] for path in files}
-        found = [p for p in files if stems[p] == name or stems[p].startswith(starts)]
-        if not _are_shards([(stems[path], extension(path)) for path in found]):
-            raise BadRecordError(
-                Location(str(found[0].parent)),
-                f"these are no shards of one set: {', '.join(path.name for path in found)}",
-                "give the file that is meant, or a folder that holds nothing but its shards, "
-                "numbered from 0 or 1 without gaps",
-            )
-        if found:
-            return found
-    return []
-
-
-def _are_shards(files: list[tuple[str, str]]) -> bool:
-    """Return whether files, by stem and extension, are one file or all shards of one set.
-
-    Shards are numbered from 0 or 1 without a gap, or `-of-` how many; what else is numbered is a
-    version or a year.
-    """
-    if len(files) < 2:
-        return True
-    sets, numbers = set(), []
-    for stem, ending in files:
-        match = _SHARD.search(stem)
-        if match is None:
-            return False
-        sets.add((stem[: match.start()], match[1], match[4], ending))
-        numbers.append(int(match[2]))
-    first = min(numbers)
-    in_a_run = first in (0, 1) and sorted(numbers) == list(range(first, first + len(numbers)))
-    said = all(total for _, _, total, _ in sets) and len(set(numbers)) == len(numbers)
-    return len(sets) == 1 and (in_a_run or said)
 
 
 def _read_lines(lines: Iterable[bytes], path: Path) -> Iterator[LocatedRow]:

@@ -15,9 +15,11 @@ import pyarrow
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.files import read_rows, split_files
+from rlhf_lightning.data.files import read_rows
+from rlhf_lightning.data.folders import split_files
 from rlhf_lightning.data.records import PreferenceRecord, PromptRecord
 from rlhf_lightning.data.sources.base import FileSource
+from rlhf_lightning.data.sources.given import as_source
 from tests.builders.record_files import PAIRS, RECORDS, write
 
 
@@ -171,6 +173,51 @@ def test_the_files_of_a_split_are_shards_of_one_set(tmp_path, names, is_one):
     else:
         with pytest.raises(BadRecordError, match=f"no shards of one set: {names[0]}, {names[1]}"):
             split_files(tmp_path)
+
+
+def test_what_save_to_disk_wrote_is_read_by_its_splits(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(PAIRS * 3)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    splits = {"test": rows.select(range(2)), "train": rows}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"dev": rows}).save_to_disk(tmp_path / "none")
+    one = FileSource(tmp_path / "one", validation_fraction=0).records("preferences", "train")
+    both = FileSource(tmp_path / "both")
+    assert one == both.records("preferences", "train")
+    assert len(one) == len(rows)
+    assert len(both.records("preferences", "validation")) == 2
+    with pytest.raises(BadRecordError, match=r"no split train \(found: dev\).*none/SPLIT"):
+        FileSource(tmp_path / "none").records("preferences", "train")
+    (tmp_path / "both" / "dataset_dict.json").write_text("[]")
+    with pytest.raises(BadRecordError, match="save it anew"):
+        FileSource(tmp_path / "both").records("preferences", "train")
+
+
+@pytest.mark.parametrize(
+    ("names", "reads"),
+    [
+        (["part-0.jsonl", "part-1.jsonl"], True),
+        (["data-00000-of-00001.jsonl"], True),
+        (["part-0.jsonl", "part-2.jsonl"], False),
+        (["test_0.jsonl", "test_1.jsonl"], False),
+        (["pairs_2023.jsonl", "pairs_2024.jsonl"], False),
+    ],
+)
+def test_a_folder_of_nothing_but_shards_is_all_for_training(tmp_path, names, reads):
+    for name in names:
+        (tmp_path / name).touch()
+    if reads:
+        assert [[path.name for path in files] for files in split_files(tmp_path)] == [names, []]
+    else:
+        with pytest.raises(BadRecordError, match="no train file"):
+            split_files(tmp_path)
+
+
+def test_a_pattern_is_told_to_be_a_folder(tmp_path):
+    for make in (FileSource, as_source):
+        with pytest.raises(BadRecordError, match="a pattern is not read: give the folder"):
+            make(tmp_path / "*.jsonl").records("preferences", "train")
 
 
 # -- the content decides, not the name ---------------------------------------------------------

@@ -23,7 +23,8 @@ from rlhf_lightning.data.errors import (
     OnTemplateLoss,
     SkippedRecords,
 )
-from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rereadable, split_files
+from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rereadable
+from rlhf_lightning.data.folders import split_files
 from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
 from rlhf_lightning.data.records import (
     Origin,
@@ -197,7 +198,8 @@ class FileSource(RowSource):
     `data.files`. Further arguments are those of `RowSource`.
 
     Args:
-        path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`.
+        path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`, of numbered
+            shards, or of `save_to_disk`.
         validation_path: a file of held-out records; without one, the validation file of the
             folder, or else a share of the prompts.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError
-from rlhf_lightning.data.files import ENDINGS, LocatedRow
+from rlhf_lightning.data.files import ENDINGS, PATTERN, LocatedRow
 from rlhf_lightning.data.records import Record, RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
 
@@ -128,11 +128,12 @@ def _named(source: str | Path, name: str) -> RecordSource:
     if path.exists():
         return FileSource(path)
     if isinstance(source, Path) or path.suffix:
-        raise MissingFileError(
-            Location(f"{name}={source}"),
-            "there is no such file or folder",
-            f"give a folder, the hub name of a data set, or a file that ends with one of {ENDINGS}",
+        fix = (
+            f"give a folder, the hub name of a data set, or a file that ends with one of {ENDINGS}"
         )
+        fix = PATTERN if set("*?[") & set(path.name) else fix
+        where = Location(f"{name}={source}")
+        raise MissingFileError(where, "there is no such file or folder", fix)
     return HubSource(source)
 
 
