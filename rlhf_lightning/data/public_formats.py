@@ -19,6 +19,7 @@ r"""Rows of public sets that have other keys, as rows with ours: one function a 
 | OpenAI's preferences             | `input preferred_output non_preferred_output`                |
 | UltraInteract                    | `trajectory chosen rejected`                                 |
 | Orca pairs and the like          | `chosen rejected`, with the prompt as `question`, ...        |
+| axolotl                          | `messages chosen rejected`, a side being one message         |
 | ShareGPT                         | `conversations`, with `chosen rejected` for pairs            |
 | Capybara; WildChat               | `conversation`, of `input output`; of messages               |
 | Alpaca; Dolly                    | `instruction output`; `instruction response`                 |
@@ -53,6 +54,37 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("completions", "labels"),
         "its rows label the steps of a response: join the steps of rows whose labels are all true",
+    ),
+    (
+        ("messages", "rejected_response"),
+        'write each row as {"prompt": row["messages"][:-1], "chosen": row["messages"][-1:], '
+        '"rejected": [{"role": "assistant", "content": row["rejected_response"]}]}',
+    ),
+    (
+        ("messages", "rejected_messages"),
+        "read them with columns={chosen: messages, rejected: rejected_messages, messages: null}",
+    ),
+    (
+        ("chosen_conversations", "rejected_conversations"),
+        "read them with columns={chosen: chosen_conversations, rejected: rejected_conversations}",
+    ),
+    (
+        ("context", "completions"),
+        'write each row as {"prompt": row["context"], **{side: best(row["completions"], key=lambda '
+        'c: c["rank"])["completion"] for side, best in (("chosen", min), ("rejected", max))}}',
+    ),
+    (
+        ("instruction", "generations", "ratings"),
+        'write each row as {"prompt": row["instruction"], **{side: row["generations"]['
+        'row["ratings"].index(best(row["ratings"]))] for side, best in (("chosen", max), '
+        '("rejected", min))}}',
+    ),
+    (
+        ("fields", "responses"),
+        'write each row, with the names of your set for "prompt", "response_a", "response_b" and '
+        '"preference", as {"prompt": row["fields"]["prompt"], "chosen": row["fields"][(best := '
+        'row["responses"]["preference"][0]["value"])], "rejected": row["fields"][{"response_a": '
+        '"response_b", "response_b": "response_a"}[best]]}',
     ),
     (("info", "summary"), "its rows rate single summaries: give the set's comparisons"),
     (
@@ -281,6 +313,12 @@ def _sharegpt(row: Row, where: Location) -> dict[str, Any]:
     return {"prompt": turns} | {key: with_roles([side]) for key, side in sides.items()}
 
 
+def _one_message_a_side(row: Row, where: Location) -> dict[str, Any] | None:
+    if not all(isinstance(row[side], Mapping) for side in ("chosen", "rejected")):
+        return None
+    return _sharegpt({**row, "conversations": row["messages"]}, where)
+
+
 def _capybara(row: Row, where: Location) -> dict[str, Any]:
     turns = messages_in(row["conversation"], "conversation", where)
     if all("role" in turn for turn in turns):
@@ -326,6 +364,7 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("input", "preferred_output", "non_preferred_output"), _openai),
     (("prompt",), _oasst_tree),
     (("trajectory", "chosen", "rejected"), _ultrainteract),
+    (("messages", "chosen", "rejected"), _one_message_a_side),
     (("chosen", "rejected"), _pair_with_prompt),
     (("conversations",), _sharegpt),
     (("conversation",), _capybara),

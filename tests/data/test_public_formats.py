@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -230,6 +231,53 @@ def test_several_turns_of_the_arena_are_one_conversation():
 def test_a_set_whose_rows_are_no_pairs_is_told_what_to_give(row, fix):
     with pytest.raises(BadRecordError, match=fix):
         source(row, row).records("preferences", "train")
+
+
+OTHERS = {
+    "ms-swift, a response": {"messages": [user(Q), said(GOOD)], "rejected_response": BAD},
+    "ms-swift, messages": {
+        "messages": [user(Q), said(GOOD)],
+        "rejected_messages": [user(Q), said(BAD)],
+    },
+    "torchtune": {
+        "chosen_conversations": [user(Q), said(GOOD)],
+        "rejected_conversations": [user(Q), said(BAD)],
+    },
+    "NeMo-RL": {
+        "context": [user(Q)],
+        "completions": [
+            {"rank": 1, "completion": [said(BAD)]},
+            {"rank": 0, "completion": [said(GOOD)]},
+        ],
+    },
+    "distilabel": {"instruction": Q, "generations": [BAD, GOOD], "ratings": [1.0, 5.0]},
+    "Argilla 2": {
+        "id": "1",
+        "fields": {"prompt": Q, "response_a": BAD, "response_b": GOOD},
+        "responses": {"preference": [{"value": "response_b", "user_id": "u"}]},
+    },
+}
+
+
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_pairs_of_other_trainers_are_told_the_line_that_makes_them_ours(trainer):
+    row = OTHERS[trainer]
+    with pytest.raises(BadRecordError) as refused:
+        source(row, row).records("preferences", "train")
+    fix = str(refused.value).partition("Fix: ")[2].removesuffix(".")
+    if mapped := re.search(r"columns=\{(.*)\}", fix):
+        named = dict(part.split(": ") for part in mapped[1].split(", "))
+        columns = {ours: None if own == "null" else own for ours, own in named.items()}
+        made = GivenRows([row], columns=columns, validation_fraction=0)
+    else:
+        made = source(eval(fix[fix.rindex(' as {"prompt"') + 4 :], {"row": row}))
+    (pair,) = made.records("preferences", "train")
+    assert pair == (CHAT if isinstance(pair.prompt, tuple) else PLAIN)
+
+
+def test_pairs_of_axolotl_are_read_with_their_conversation():
+    row = {"messages": [user(Q)], "chosen": said(GOOD), "rejected": said(BAD)}
+    assert source(row).records("preferences", "train") == [CHAT]
 
 
 def test_alpaca_with_its_whole_texts_is_read_as_its_error_says():
