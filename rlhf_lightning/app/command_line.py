@@ -45,6 +45,7 @@ from rlhf_lightning.runs.summary import Summary, write_summary
 
 MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
+_HYPHENS = re.compile(r"--(?!(?:cfg|package|info)=)[\w.]+=")  # those are Hydra's
 
 
 def fail(message: str, status: int = MISTAKE) -> NoReturn:
@@ -81,6 +82,11 @@ def _arguments() -> list[str]:
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
     words = in_todays_keys(words)
+    if wrong := next(filter(_HYPHENS.match, words), None):
+        fail(
+            f"{wrong}: settings are written KEY=VALUE without hyphens (${{args_no_hyphens}} in the "
+            "command of a W&B sweep)"
+        )
     flag = CONFIG_DIR.rstrip("=")
     words = [flag if word == "-cd" else word for word in words]
     while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs

@@ -9,6 +9,7 @@ import sys
 
 import hydra
 
+from rlhf_lightning import __version__
 from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.app.config.help import help_text, register_help
 from rlhf_lightning.app.terminal import outlast_terminal
@@ -16,7 +17,7 @@ from rlhf_lightning.distributed.process import prepare_process
 
 
 def start(command: str, module: str | None = None) -> None:
-    """Write the help of a command, or what completes its words in a shell, or run it.
+    """Write the help of a command, its version, or what completes its words in a shell, or run it.
 
     Args:
         command: its name, and its file in `conf/`.
@@ -25,6 +26,9 @@ def start(command: str, module: str | None = None) -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         outlast_terminal()
         print(help_text(command), flush=True)  # noqa: T201
+        return
+    if "--version" in sys.argv[1:]:
+        print(f"rlhf_lightning {__version__}", flush=True)  # noqa: T201
         return
     if {"-sc", "--shell-completion"} & set(sys.argv[1:]):
         register()

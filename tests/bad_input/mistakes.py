@@ -33,6 +33,15 @@ COMPOSITION = [
     Mistake("+experiment=ppo scorer=null", "scorer=", "null", "none of function, http"),
     Mistake("+experiment=ppo logger=mlflow", "logger=", "mlflow", "tensorboard, wandb"),
     Mistake("+experiment=ppo sed=1", "sed", "unknown key", "did you mean seed"),
+    Mistake("+experiment=sft trainer.max_epochs=2", "max_epochs", "here it is", "data.num_epochs"),
+    Mistake("+experiment=ppo lr=1e-5", "key lr:", "here it is", "module.ppo.learning_rate"),
+    Mistake("+experiment=dpo learning_rate=1", "key", "it is", "module.dpo.learning_rate"),
+    Mistake(
+        "+experiment=grpo trainer.gradient_clip_val=1", "clip", "is", "module.grpo.max_grad_norm"
+    ),
+    Mistake("+experiment=grpo output_dir=x", "output_dir", "here it is", "paths.outputs"),
+    Mistake("+experiment=dpo beta=0.1", "key beta", "here it is", "module.dpo.beta"),
+    Mistake("+experiment=ppo --lr=0.1", "--lr=0.1", "without hyphens", "args_no_hyphens"),
     Mistake("+experiment=ppo module.ppo.kl_coef", "'module.ppo.kl_coef'", "nothing", "KEY=VALUE"),
     Mistake("+experiment=ppo data=[1,2]", "data=", "[1,2]", "none of demonstrations"),
     Mistake("+experiment=ppo =3", "'=3'", "no key", "KEY=VALUE"),

@@ -9,6 +9,7 @@ from importlib import import_module
 import pytest
 import yaml
 
+import rlhf_lightning
 from rlhf_lightning.app.command_line import with_run
 from rlhf_lightning.app.config.commands import COMMANDS, RUNS
 from rlhf_lightning.app.config.compose import composed, conf_dir, register
@@ -57,7 +58,7 @@ NOTHING = "sets nothing: write KEY=VALUE"
         ("annotate", ["page.port=70000"], "page.port=70000 must be <= 65535"),
         ("dashboard", ["RUN"], f"'RUN' {NOTHING}"),
         ("dashboard", ["projct=x"], "unknown key projct; did you mean project?"),
-        ("dashboard", ["project=null"], "project=None is NoneType, expected str"),
+        ("dashboard", ["name=null"], "name=None is NoneType, expected str"),
         ("dashboard", ["compare=[a]"], "compare has 1 runs: give two, or none"),
     ],
 )
@@ -94,6 +95,13 @@ def test_the_file_of_a_command_and_its_settings_have_the_same_keys(command):
     written = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
     groups = {next(iter(item)) for item in written.pop("defaults", []) if isinstance(item, dict)}
     assert (set(written) | groups) - {"hydra"} == set(COMMANDS[command].model_fields)
+
+
+@pytest.mark.parametrize("command", ["train", "report"])
+def test_the_version_is_our_own(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"rlhf-{command}", "--version"])
+    import_module(f"rlhf_lightning.{command}").main()
+    assert capsys.readouterr().out == f"rlhf_lightning {rlhf_lightning.__version__}\n"
 
 
 def test_bare_paths_are_the_run_whatever_stands_in_their_names():

@@ -23,6 +23,42 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 OF_TRAINING = ("logger=", "logger.", "debug=")  # how words begin that training alone takes
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
 
+# Names of Lightning, TRL and other trainers; * is the stage.
+_THEIRS = {
+    "module.*.learning_rate": "lr learning_rate actor_lr policy_lr",
+    "module.*.max_grad_norm": "max_grad_norm gradient_clip_val gradient_clipping clip_grad",
+    "module.*.micro_batch_size": "micro_batch_size micro_batch per_device_train_batch_size "
+    "accumulate_grad_batches gradient_accumulation_steps",
+    "module.*.kl_coef": "kl_coef beta init_kl_coef kl_loss_coef",
+    "module.*.beta": "beta dpo_beta",
+    "module.*.cliprange": "cliprange clip_range epsilon clip_ratio eps_clip",
+    "module.*.num_ppo_epochs": "num_ppo_epochs ppo_epochs",
+    "module.sampling.max_new_tokens": "max_new_tokens max_completion_length response_length",
+    "module.sampling.temperature": "temperature",
+    "data.num_epochs": "max_epochs num_epochs epochs num_train_epochs total_epochs",
+    "data.num_iterations": "num_iterations max_steps max_iterations total_steps",
+    "data.batch_size": "batch_size train_batch_size global_batch_size",
+    "data.num_generations": "num_generations group_size",
+    "data.max_length": "max_length max_seq_length max_seq_len cutoff_len",
+    "data.max_prompt_length": "max_prompt_length",
+    "optimizer.weight_decay": "weight_decay",
+    "scheduler.warmup_fraction": "warmup_fraction warmup_ratio warmup_steps",
+    "scheduler.name": "lr_scheduler_type lr_scheduler",
+    "trainer.precision": "precision bf16 fp16 dtype torch_dtype",
+    "trainer.devices": "devices gpus num_gpus num_processes",
+    "trainer.validations": "val_check_interval check_val_every_n_epoch eval_steps eval_strategy",
+    "callbacks.checkpoint.every_n_iterations": "save_steps save_freq every_n_train_steps",
+    "lora.r": "lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.target_modules": "lora_target_modules",
+    "paths.outputs": "output_dir default_root_dir save_path",
+    "ckpt_path": "resume_from_checkpoint",
+    "logger.project": "wandb_project",
+    "logger.kind": "report_to",
+    "dataset.path": "dataset_path data_path train_file",
+    "dataset.hub_name": "dataset_name",
+}
+
 # `module.models.value_head` and the like were arguments of what built a module's models.
 _FORMER = re.compile(r"^((?:[\w/]+:)?[+~]*module)\.(?:models|model|policy)(?=\.\w)")
 
@@ -143,7 +179,20 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
         keys = list(_paths(composed(config_name, kept)))
     except COMPOSE_ERRORS:  # it is not the only mistake
         keys = []
+    if ours := _ours(path, keys):
+        return f"unknown key {path}: here it is {' or '.join(ours)}"
     return f"unknown key {path}{did_you_mean(path, keys)}"
+
+
+def _ours(path: str, keys: Sequence[str]) -> list[str]:
+    """Return the keys of ours for a key that other trainers have."""
+    name = path.rpartition(".")[2].lower()
+    wanted = [
+        ours.replace(".", r"\.").replace("*", r"\w+")
+        for ours, theirs in _THEIRS.items()
+        if name in theirs.split()
+    ]
+    return [key for key in keys if any(re.fullmatch(one, key) for one in wanted)]
 
 
 def _paths(node: object, where: str = "") -> Iterator[str]:
