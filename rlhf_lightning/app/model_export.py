@@ -18,6 +18,7 @@ from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.rounding import DTYPES, Rounding
 from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.atomic import write_text
@@ -82,6 +83,8 @@ def write_model_folder(
     _describe(settings, folder, outcome, rounding=cost)
     if full is not None and full.is_dir():
         _describe(settings, full, outcome)
+    for place in filter(Path.is_dir, (folder / ADAPTER, *([full / ADAPTER] if full else ()))):
+        _describe(settings, place, outcome, is_adapter=True)
 
 
 def export_dtype(

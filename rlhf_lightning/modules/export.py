@@ -156,7 +156,7 @@ class Trained:
         return cost
 
     def write_adapter(self, folder: Path, *, alone: bool = False) -> None:
-        """Write the adapter; `alone` with its tokenizer, and if the base is still in its place.
+        """Write the adapter with its tokenizer; `alone` if the base is still in its place.
 
         Raises:
             ValueError: if the whole model was trained.
@@ -168,9 +168,9 @@ class Trained:
         base, revision = base_of_adapter(self.source.name, self.source.revision)
         named = {"base_fingerprint": self.source.fingerprint, "base_revision": revision}
         save_adapter(model, folder, self.state, base=base, **named)
+        export_tokenizer(model, self.tokenizer, folder)
         if alone:
             self._check_source()
-            export_tokenizer(model, self.tokenizer, folder)
 
     @property
     def _start(self) -> str | None:

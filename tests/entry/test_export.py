@@ -151,7 +151,10 @@ def test_an_adapter_is_merged_and_stands_beside_it(start, tmp_path, stage):
     alone = tmp_path / "alone"
     run(ExportSettings(run=folder.path, to=alone, adapter_only=True))
     assert not list(alone.glob("model*.safetensors"))
-    assert metadata_load(alone / "README.md")["library_name"] == "peft"
+    for adapter in (alone, made / "adapter"):
+        assert metadata_load(adapter / "README.md")["library_name"] == "peft"
+        own = AutoTokenizer.from_pretrained(adapter)
+        assert own.get_vocab() == AutoTokenizer.from_pretrained(made).get_vocab()
     batch = texts(AutoTokenizer.from_pretrained(made))
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(start)(**batch).logits
