@@ -21,6 +21,7 @@ from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.evaluation.comparisons import share_over_prompts
 from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, whole_metrics
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
+from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.metric_catalog import part_key
 
 
@@ -148,6 +149,7 @@ class RewardBench2:
     def _rows(self) -> list[tuple[Location, Mapping[str, Any]]]:
         if self.path is not None:
             return list(checked_rows(Path(self.path).expanduser()))
+        unreachable_hub()  # known at once, and not after minutes
         from datasets import load_dataset
 
         name = "allenai/reward-bench-2"

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 
+from rlhf_lightning.runs.hub import check_on_hub
 from rlhf_lightning.runs.model_folder import (
     ADAPTER_CONFIG,
     check_model_folder,
@@ -49,13 +50,15 @@ def loading_options(
 
     Raises:
         ValueError: if code is trusted that can still change: of a hub name without a commit, or of
-            another repository that the configuration points to; or if a folder is an adapter, or
-            has a link or an index that leads out of it.
+            another repository that the configuration points to; if a folder is an adapter, or has
+            a link or an index that leads out of it; or if the hub cannot be reached for a name.
     """
     local = Path(source).is_dir()
     if local:
         check_model_folder(source)
         _refuse_adapter(Path(source))
+    else:
+        check_on_hub(str(source), revision)
     if trust_remote_code and not local and not COMMIT.fullmatch(revision or ""):
         raise ValueError(
             f"model.trust_remote_code=true runs Python code of {source}, which can change: read "

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, metadata_load
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_session,
+    hf_hub_download,
+    is_offline_mode,
+    metadata_load,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from rlhf_lightning.runs.model_folder import check_model_folder
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.reading import read_json
+
+logger = logging.getLogger(__name__)
 
 # For later stages on this machine; it names the run's folder.
 _LEFT_HERE = ("manifest.json", ".*")
@@ -25,6 +38,51 @@ _NAMING_THE_BASE = ("adapter_config.json", "rlhf_lightning.json")
 UNKNOWN = "unknown"  # licence
 _SNAPSHOT = re.compile(r"/models--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@functools.cache
+def unreachable_hub() -> str | None:
+    """Return why the hub cannot be reached, None where it can or nobody asks for it.
+
+    It is asked once, in ten seconds at most; its client would ask twelve times in a minute for each
+    file. From then on the process goes by the files that were loaded before.
+    """
+    if is_offline_mode():
+        return None
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # of whichever HTTP client the library has
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # of `datasets`, and of child processes
+        return f"the hub ({constants.ENDPOINT}) cannot be reached ({' '.join(str(error).split())})"
+    return None
+
+
+@functools.cache
+def tell_of_cache(name: str) -> None:
+    """Say that the files of a model or dataset are those that were loaded before, if they are."""
+    if (reason := unreachable_hub()) is not None:
+        logger.warning("%s: %s is what was loaded before", reason, name)
+
+
+def check_on_hub(name: str, revision: str | None = None) -> None:
+    """Check that a model of the hub can be loaded: that it is asked, or that it was.
+
+    Raises:
+        ValueError: if the hub cannot be reached, and the model is not in its cache.
+    """
+    if (reason := unreachable_hub()) is None:
+        return
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # no name of the hub
+        cached = None
+    if not isinstance(cached, str):
+        raise ValueError(
+            f"{name} is no folder here, {reason}, and it was not loaded before: give a folder, or "
+            "see to the network"
+        )
+    tell_of_cache(name)
 
 
 class HubError(RuntimeError):

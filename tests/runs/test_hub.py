@@ -1,8 +1,55 @@
 from __future__ import annotations
 
-import pytest
+import os
+import time
 
-from rlhf_lightning.runs.hub import base_licence, hub_base, hub_snapshot
+import pytest
+from huggingface_hub import constants
+
+from rlhf_lightning import SFTModule
+from rlhf_lightning.data.sources.base import HubSource
+from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.runs.hub import (
+    base_licence,
+    hub_base,
+    hub_snapshot,
+    tell_of_cache,
+    unreachable_hub,
+)
+
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    """Have the hub at a port where nobody listens."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for asked in (unreachable_hub, tell_of_cache):
+        asked.cache_clear()
+    yield tmp_path
+    for asked in (unreachable_hub, tell_of_cache):
+        asked.cache_clear()
+
+
+def test_a_hub_that_cannot_be_reached_is_known_at_once(away):
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"me/m is no folder here, the hub .* cannot be reached"):
+        SFTModule.from_pretrained("me/m")
+    assert time.monotonic() - begun < 5  # its client would try for 45 s
+    with pytest.raises(ValueError, match=r"'me/d' .*could not be loaded: the hub .* be reached"):
+        HubSource("me/d").records("prompts", "train")
+
+
+def test_without_the_hub_a_model_that_was_loaded_before_is_used_and_named(away, caplog):
+    cached = away / "models--me--m"
+    (cached / "snapshots" / "c0").mkdir(parents=True)
+    (cached / "snapshots" / "c0" / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("c0")
+    for _ in range(2):
+        assert loading_options("me/m") == {"trust_remote_code": False}
+    assert [r.message.endswith("me/m is what was loaded before") for r in caplog.records] == [True]
 
 
 def with_card(folder, matter):

@@ -37,6 +37,7 @@ from rlhf_lightning.data.records import (
     prompt_key,
 )
 from rlhf_lightning.data.splits import connected_keys, shares, split_by_key
+from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.reading import read_json
 
 logger = logging.getLogger(__name__)
@@ -198,8 +199,7 @@ class FileSource(RowSource):
     `data.files`. Further arguments are those of `RowSource`.
 
     Args:
-        path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`, of numbered
-            shards, or of `save_to_disk`.
+        path: the file, or a folder, see `data.folders`.
         validation_path: a file of held-out records; without one, the validation file of the
             folder, or else a share of the prompts.
 
@@ -278,16 +278,16 @@ class HubSource(RowSource):
                 f"dataset {self.name!r} is a local file, not a name on the hub: read it with "
                 f"dataset=files dataset.path={self.name} dataset.name=NAME (in Python FileSource)"
             )
+        away = None if Path(self.name).expanduser().is_dir() else unreachable_hub()
         from datasets import load_dataset  # seconds to import: only those who ask pay
 
         try:
-            rows: Any = load_dataset(
-                self.name, name=self.config, split=hub_split, revision=self.revision
-            )
+            how = {"name": self.config, "split": hub_split, "revision": self.revision}
+            rows: Any = load_dataset(self.name, **how)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"dataset {self.name!r} (config={self.config}, split={hub_split!r}, "
-                f"revision={self.revision}) could not be loaded: {error}. Check name, config and "
+                f"dataset {self.name!r} (config={self.config}, split={hub_split!r}, revision="
+                f"{self.revision}) could not be loaded: {away or error}. Check name, config and "
                 "split, the network, and the access to a gated set"
             ) from error
         self._features = rows.features
