@@ -37,10 +37,11 @@ from rlhf_lightning.callbacks.iterations import (
 )
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.checkpoint import read_full
-from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.distributed.collectives import agreed_max, rank
 from rlhf_lightning.modules.checkpoint_state import log_changed
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing, take_along
 from rlhf_lightning.runs.lock import FolderTakenError
+from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem, newest_complete_in
 from rlhf_lightning.runs.stopping import (
     STOP_SIGNALS,
@@ -176,7 +177,7 @@ class IterationCheckpoint(Checkpoint):
             except ValueError as error:
                 raise ValueError(f"IterationCheckpoint.must_save_by={error}") from error
         self.clock = SaveClock(every_minutes=every_minutes, deadline=end)
-        self._signals = SignalWatch()
+        self._signals = SignalWatch(self._when)
         self._asked = SaveRequest()
         self._logged: dict[str, float] = {}  # what the monitored metric is one of
         self._should_stop = self._stopped_early = False
@@ -312,6 +313,12 @@ class IterationCheckpoint(Checkpoint):
         self.best_model_score = state_dict["best_model_score"]
         self.best_iteration = state_dict["best_iteration"]
         self._former_bests = list(state_dict.get("former_bests", []))
+
+    def _when(self) -> str:
+        """Return when a signal stops the run; the first rank says it."""
+        took = self.clock.longest_iteration
+        most = f", which takes up to {duration(took)}" if took else ""
+        return "" if rank() else f"the run stops, with a checkpoint, after this iteration{most}"
 
     def _agreed(self, trainer: Trainer) -> SaveRequest:
         """Return what at least one rank asks for; every rank calls it equally often."""

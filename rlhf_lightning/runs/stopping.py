@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import FrameType
 from typing import Any
@@ -88,6 +88,9 @@ class SaveClock:
         every_minutes: minutes between two checkpoints; None for no such rule.
         deadline: time by which the last checkpoint must be on disk, in seconds since 1970.
         now: the clock, in seconds since 1970.
+
+    Attributes:
+        longest_iteration: seconds of the longest one so far; 0 before the first.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class SaveClock:
         self.deadline = deadline
         self._interval = None if every_minutes is None else 60 * every_minutes
         self._now = now
-        self._longest_iteration = 0.0
+        self.longest_iteration = 0.0
         self._longest_save = 0.0
         self._last_iteration = self._last_save = now()
 
@@ -111,7 +114,7 @@ class SaveClock:
     def end_iteration(self) -> None:
         """Note how long the iteration took, with the validation that belongs to it."""
         now = self._now()
-        self._longest_iteration = max(self._longest_iteration, now - self._last_iteration)
+        self.longest_iteration = max(self.longest_iteration, now - self._last_iteration)
         self._last_iteration = now
 
     @contextmanager
@@ -132,7 +135,7 @@ class SaveClock:
         """Return whether one more iteration and its save could end after the deadline."""
         if self.deadline is None:
             return False
-        reserve = _ITERATIONS_IN_RESERVE * self._longest_iteration
+        reserve = _ITERATIONS_IN_RESERVE * self.longest_iteration
         return self._now() + reserve + _SAVES_IN_RESERVE * self._longest_save >= self.deadline
 
 
@@ -153,9 +156,14 @@ def _give_back(former: Mapping[signal.Signals, Any]) -> None:
 
 
 class SignalWatch:
-    """Notes the signals that ask a process to stop, while it watches."""
+    """Notes the signals that ask a process to stop, while it watches.
 
-    def __init__(self) -> None:
+    Args:
+        when: returns when the process is going to stop, which is told at once; "" tells nothing.
+    """
+
+    def __init__(self, when: Callable[[], str] = lambda: "") -> None:
+        self._when = when
         self.received: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
 
@@ -170,7 +178,11 @@ class SignalWatch:
         self._former = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        first = self.received is None
         self.received = signal.Signals(number)
+        if first and (when := self._when()):
+            with suppress(OSError):  # not by sys.stderr, which the signal may have interrupted
+                os.write(2, f"{self.received.name}: {when}\n".encode())
 
 
 @contextmanager

@@ -107,11 +107,15 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
     assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
 
 
-def test_a_run_of_the_library_that_is_told_to_stop_is_recorded_as_stopped(tmp_path, monkeypatch):
+def test_a_run_of_the_library_that_is_told_to_stop_says_when_and_is_recorded_as_stopped(
+    tmp_path, capfd
+):
     folder = RunFolder(tmp_path)
     told = [RunRecord(folder), Send(signal.SIGTERM, 3)]
     with pytest.raises(RunStoppedError):
         run(tmp_path, callbacks=told)
+    said = "SIGTERM: the run stops, with a checkpoint, after this iteration, which takes up to "
+    assert capfd.readouterr().err.count(said) == 1
     assert read_summary(folder).status == "stopped"
     assert "SIGTERM" in (read_summary(folder).cause or "")
 
