@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -124,6 +125,17 @@ def test_lengths_beyond_the_context_are_refused_with_their_numbers(material, tmp
     said = r"max_prompt_length=2044 \+ .*max_new_tokens=5 = 2049 tokens are more .* of 2048"
     with pytest.raises(ValueError, match=said):
         plain_trainer(tmp_path).fit(module, data)
+
+
+def test_lengths_that_are_not_given_fit_the_context(material, tmp_path):
+    module = ppo(material, sampling=SamplingHparams(max_new_tokens=1600))
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
+    data.trainer = SimpleNamespace(lightning_module=module)
+    data.setup()
+    assert data.max_length == 2048 - 1600
+    by_hand = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    by_hand.setup()
+    assert by_hand.max_length == 512
 
 
 def test_data_of_another_tokenizer_are_refused(material, tmp_path):

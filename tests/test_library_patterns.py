@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    Callback,
     EMAWeightAveraging,
     OnExceptionCheckpoint,
     ProgressBar,
@@ -19,6 +20,8 @@ from lightning.pytorch.callbacks import (
 
 from rlhf_lightning import (
     DemonstrationDataModule,
+    DPOHparams,
+    DPOModule,
     FileSource,
     PeriodicEvaluation,
     PolicyGradientModule,
@@ -33,6 +36,7 @@ from rlhf_lightning import (
     normalize_reward_model,
     trainer_arguments,
 )
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests.builders.record_files import write_material
 
 pytestmark = pytest.mark.thorough
@@ -177,3 +181,40 @@ def test_a_second_normalization_keeps_what_the_first_one_found(material, tmp_pat
     kept = json.loads((tmp_path / "run/summary.json").read_text())["metrics"]
     for name, value in first.items():
         assert kept[name] == pytest.approx(value, abs=1e-4)
+
+
+STAGES = {
+    "sft": (SFTModule, DemonstrationDataModule, {}),
+    "reward": (RewardModule, PreferenceDataModule, {}),
+    "dpo": (DPOModule, PreferenceDataModule, {}),
+    "kto": (DPOModule, PreferenceDataModule, {"dpo": DPOHparams(kind="kto", beta=0.1)}),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_callbacks_get_the_loss_and_the_last_screen_names_the_report(
+    stage, material, tmp_path, capsys
+):
+    losses = []
+
+    class Seen(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses.append(float(outputs["loss"]))
+
+    cls, data, hparams = STAGES[stage]
+    module = cls.from_pretrained(material["policy"], **hparams)
+    rows = [{"prompt": f"w{n}", "chosen": "w3", "rejected": "w4"} for n in range(2, 22)]
+    kind = {"kind": "unpaired"} if stage == "kto" else {}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        **trainer_arguments(tmp_path / "run", max_iterations=2, callbacks=Seen()),
+    )
+    trainer.fit(module, data(rows, module.tokenizer, batch_size=4, **kind))
+    logged = [
+        row[f"{module.stage}/loss"] for row in read_metrics(RunFolder(tmp_path / "run").metrics)
+    ]
+    assert losses == pytest.approx(logged, rel=1e-6)
+    assert len(losses) == 2
+    said = capsys.readouterr()
+    assert "run/report.html" in said.out.split("completed")[-1]
+    assert "GPU available" not in said.err

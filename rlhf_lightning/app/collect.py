@@ -11,7 +11,6 @@ from typing import Any
 from rlhf_lightning.app.collect_parts import build_lab, build_rejection_sampler, read_prompts
 from rlhf_lightning.app.command_line import (
     check_command_line,
-    quieten,
     run_in_folder,
     run_job,
     say,
@@ -29,6 +28,7 @@ from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.publishing import (
     copy_collection,
     flat_metrics,

@@ -6,8 +6,6 @@ in one line, at once, and before Hydra makes a folder for the run.
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import sys
 import warnings
@@ -206,25 +204,3 @@ def this_job() -> Job:
     config = HydraConfig.get()
     folder = RunFolder(Path(config.runtime.output_dir))
     return Job(folder, list(config.overrides.task), config.mode == RunMode.MULTIRUN)
-
-
-def quieten() -> None:
-    """Silence it; imports transformers."""
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*have no `validation_step`.*")
-    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
-    parts = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
-    lightning = [f"lightning.{part}" for part in parts]
-    for name in (*lightning, "httpx", "httpx2", "openai"):  # a line for each request
-        logging.getLogger(name).setLevel(logging.WARNING)
-    quieten_transformers()
-
-
-def quieten_transformers() -> None:
-    """Show only errors of transformers, here and in child processes, unless the user asks."""
-    from transformers.utils import logging as transformers_logging  # the annotation page needs none
-
-    transformers_logging.disable_progress_bar()  # of loading and saving a few megabytes
-    if os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error") == "error":
-        transformers_logging.set_verbosity_error()  # it read the variable when it was imported

@@ -12,7 +12,6 @@ from rlhf_lightning.app.benchmark import measured_benchmark
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
-    quieten,
     run_in_folder,
     run_job,
     say,
@@ -52,6 +51,7 @@ from rlhf_lightning.evaluation.human import (
 from rlhf_lightning.evaluation.reference_answers import against_references, find_references
 from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.precision import in_precision, set_matmul_precision
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.annotation.database import StoreError
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender

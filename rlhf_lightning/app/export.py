@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from rlhf_lightning.app.command_line import quieten_transformers, run_command, say
+from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
+from rlhf_lightning.models.quiet import quieten_transformers
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.hub import HubError, push_folder
 from rlhf_lightning.runs.lock import is_claimed

@@ -9,13 +9,14 @@ import json
 import sys
 from dataclasses import asdict, replace
 
-from rlhf_lightning.app.command_line import quieten_transformers, run_command, say
+from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.settings import PlanSettings
 from rlhf_lightning.app.memory_plan.report import Report, make_report
 from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
 from rlhf_lightning.app.memory_plan.simulation import simulate
 from rlhf_lightning.app.memory_plan.table import print_report
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.models.quiet import quieten_transformers
 
 
 def run(settings: PlanSettings) -> Report:

@@ -20,7 +20,6 @@ from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.command_line import (
     check_command_line,
     fail,
-    quieten,
     run_job,
     say,
     this_job,
@@ -62,6 +61,7 @@ from rlhf_lightning.distributed.launch import (
 )
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.checkpoint_state import check_adapters
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder

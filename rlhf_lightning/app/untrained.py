@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.command_line import quieten
 from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.building import seeded_init
@@ -13,6 +12,7 @@ from rlhf_lightning.models.factory import head_std, load_base, load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import add_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.manifest import source_fingerprint, write_manifest
 from rlhf_lightning.runs.replaced import replacing_folder

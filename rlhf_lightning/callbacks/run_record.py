@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.best_weights import BestWeights
+from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
@@ -225,6 +226,8 @@ class RunRecord(Callback):
         findings.write(self.folder, current_iteration(trainer))
         if current_iteration(trainer):
             write_report(self.folder)
+            if trainer.progress_bar_callback is not None and not trainer.interrupted:
+                print_verdict(summary, self.folder)
 
 
 def _written_by_loggers(trainer: Trainer, folder: Path) -> set[str]:

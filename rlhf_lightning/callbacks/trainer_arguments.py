@@ -26,6 +26,7 @@ from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.runs.folder import RunFolder
 
 STOPS_BY = "val/loss"  # early stopping
@@ -53,7 +54,9 @@ def trainer_arguments(
 
     The folder gets `metrics.csv` (a row an iteration), `samples.jsonl`, checkpoints that no kill
     can damage, the batch that a non-finite value stopped the run at, `summary.json` and
-    `report.html`. `fit(..., ckpt_path="last")` continues bit for bit from its newest checkpoint.
+    `report.html`, whose place is on the last screen if the Trainer shows progress.
+    `fit(..., ckpt_path="last")` continues bit for bit from its newest checkpoint. What Lightning
+    and transformers say in every run is silenced.
 
     Args:
         folder: folder of the run; a second run into it without `ckpt_path="last"` is refused.
@@ -79,6 +82,7 @@ def trainer_arguments(
             would be lost, or a doctor that goes back to an earlier checkpoint, which needs a new
             Trainer: `rlhf-train doctor=act` makes one.
     """
+    quieten(news=True)
     keeps = trainer.get("enable_checkpointing", True) is not False
     run = RunFolder(Path(folder))
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])

@@ -82,7 +82,7 @@ class PreferenceDataModule(RecordDataModule):
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         batch_size: Size,
-        max_length: Length = 1024,
+        max_length: Length | None = None,
         seed: Seed | None = None,
         path: PathOrName | None = None,
         kind: RecordKind | None = None,
@@ -195,7 +195,8 @@ class PromptDataModule(RecordDataModule):
         tokenizer: makes ids of them.
         batch_size: prompts of an iteration, over all ranks.
         num_iterations: iterations of the stage.
-        max_prompt_length: most tokens of a prompt.
+        max_prompt_length: most tokens of a prompt; None for 512, or less where the context of the
+            model that is trained has no room for them and a response.
         seed: seeds the order of the prompts.
         over_long: `"drop"` longer prompts, or `"truncate_left"`: keep their end.
         show_examples: how many decoded prompts to show before training.
@@ -208,6 +209,8 @@ class PromptDataModule(RecordDataModule):
     """
 
     kinds = ("prompts",)
+    _usual_length = 512
+    _leaves_room = True
     _with_row_ids = True
 
     @checked(but=("source",))
@@ -218,7 +221,7 @@ class PromptDataModule(RecordDataModule):
         *,
         batch_size: Size,
         num_iterations: Count | None = None,
-        max_prompt_length: Length = 512,
+        max_prompt_length: Length | None = None,
         seed: Seed | None = None,
         over_long: OverLong = "drop",
         show_examples: CountOrZero = 0,

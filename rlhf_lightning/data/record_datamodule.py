@@ -46,6 +46,8 @@ from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, world_size
+from rlhf_lightning.models.loading import load_config, loading_options
+from rlhf_lightning.runs.source import Source
 
 VALIDATION_BATCH_FACTOR = 2
 
@@ -79,7 +81,8 @@ class RecordDataModule(LightningDataModule):
         num_epochs: passes over the training rows, may be fractional; without both the stage has
             as many batches as the Trainer's `limit_train_batches`, `max_iterations` of
             `trainer_arguments`.
-        max_length: most tokens of a row, EOS included.
+        max_length: most tokens of a row, EOS included; None for 1,024, or less where the model that
+            is trained has a shorter context.
         over_long: `"drop"` longer rows, or `"truncate_left"`: cut their prompt from the left.
         seed: seeds the order of the rows; None takes that of the module that is trained.
         group_by_length: put rows of like length into a batch.
@@ -98,6 +101,8 @@ class RecordDataModule(LightningDataModule):
     """
 
     kinds: ClassVar[tuple[RecordKind, ...]] = ()
+    _usual_length: ClassVar[int] = 1024
+    _leaves_room: ClassVar[bool] = False  # for a response behind a row
 
     @checked(but=("source",))
     def __init__(
@@ -109,7 +114,7 @@ class RecordDataModule(LightningDataModule):
         kind: RecordKind | None = None,
         num_iterations: Count | None = None,
         num_epochs: Epochs | None = None,
-        max_length: Length = 1024,
+        max_length: Length | None = None,
         over_long: OverLong = "drop",
         seed: Seed | None = None,
         group_by_length: bool = True,
@@ -132,7 +137,8 @@ class RecordDataModule(LightningDataModule):
         self.source = as_source(source)
         self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)  # None where settings are checked
         self.batch_size = batch_size
-        self.max_length = max_length
+        self.max_length = max_length or self._usual_length
+        self._fits = max_length is None
         self.over_long = over_long
         self.loss_on = loss_on
         self._seed = seed
@@ -215,6 +221,8 @@ class RecordDataModule(LightningDataModule):
         if self._rows:
             return
         _check_tokenizer(self.tokenizer)  # not before: settings are checked without one
+        if self._fits:
+            self.max_length = _in_context(getattr(self.trainer, "lightning_module", None), self)
         rows: dict[Split, list[Any]] = {"train": [], "validation": []}
         records = {split: self._records(split) for split in rows}
         reports = {}
@@ -438,3 +446,16 @@ def _check_tokenizer(tokenizer: object) -> None:
             f"tokenizer={tokenizer!r} is {type(tokenizer).__name__}, expected a tokenizer of "
             "transformers: give module.tokenizer"
         )
+
+
+def _in_context(module: Any, data: RecordDataModule) -> int:
+    """Return the usual length of a row, or what the context of a module's model has room for."""
+    source: Source | None = getattr(module, "source", None)
+    if source is None:
+        return data.max_length
+    trusts = bool(module.hparams.get("trust_remote_code"))
+    options = loading_options(source.name, revision=source.revision, trust_remote_code=trusts)
+    config = load_config(source.name, options).get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or data.max_length
+    room = limit - (module.sampling.max_new_tokens if data._leaves_room else 0)
+    return min(data.max_length, room) if room > 0 else data.max_length

@@ -332,8 +332,8 @@ class RLHFModule(L.LightningModule):
         counts: Any,
         *,
         size: Tensor,
-    ) -> None:
-        """Take one optimizer step on a batch, and log it.
+    ) -> dict[str, Tensor]:
+        """Take one optimizer step on a batch, log it, and return its loss for the callbacks.
 
         Args:
             batch: this rank's share of the batch.
@@ -360,6 +360,7 @@ class RLHFModule(L.LightningModule):
             f"throughput/{self.unit}_per_second": float(size) / seconds,
         }
         self.log_dict(self.logged_names.with_nans(measures))
+        return {"loss": loss} if (loss := measured.get(f"{self.stage}/loss")) is not None else {}
 
     def reported(self, measured: Measured) -> Mapping[str, Tensor]:
         """Return the metrics from the sums of a step."""

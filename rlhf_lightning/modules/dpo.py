@@ -121,7 +121,7 @@ class DPOModule(RLHFModule):
             warn_of_weights(self.algorithm, [row.label for row in data.rows("train")])
         self.references.prepare(self, SPLITS)
 
-    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
+    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:
         """Take one optimizer step on the batch of pairs, or of unpaired rows."""
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
         parts = micro_batches(
@@ -133,7 +133,7 @@ class DPOModule(RLHFModule):
         counts: Any = num_pairs
         if self.algorithm.kind == "kto":
             term, counts = self.unpaired_loss, (num_pairs, self.reference_point(batch, num_pairs))
-        self.learn(batch, batch_idx, parts, term, counts, size=num_pairs)
+        return self.learn(batch, batch_idx, parts, term, counts, size=num_pairs)
 
     def loss(self, batch: PreferenceBatch, num_pairs: Tensor | float) -> tuple[Tensor, Measured]:
         """Return the sum of the pairs' losses over `num_pairs`, and further sums over the same."""

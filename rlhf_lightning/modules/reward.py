@@ -102,11 +102,11 @@ class RewardModule(RLHFModule):
         self.model = built
         place_on_ranks(built.root)
 
-    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
+    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:
         """Take one optimizer step on the batch of pairs."""
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
         parts = self._micro_batches(batch)
-        self.learn(batch, batch_idx, parts, self.loss, num_pairs, size=num_pairs)
+        return self.learn(batch, batch_idx, parts, self.loss, num_pairs, size=num_pairs)
 
     def loss(self, pairs: PreferenceBatch, num_pairs: Tensor) -> tuple[Tensor, Measured]:
         """Return the sum of the pairs' losses over `num_pairs`, and further sums over the same."""

@@ -92,12 +92,12 @@ class SFTModule(RLHFModule):
         hparams = {"sft": sft or SFTHparams()}
         return pretrained.of_one_model(cls, start, load_policy, "policy", hparams)
 
-    def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
+    def training_step(self, batch: SFTBatch, batch_idx: int) -> dict[str, Tensor]:
         """Take one optimizer step on the batch."""
         num_tokens = global_sum(batch.loss_mask.sum())
         size, packed = self.algorithm.micro_batch_size, packs(self.policy)
         parts = micro_batches(batch.attention_mask, size, packed=packed)
-        self.learn(batch, batch_idx, parts, self.term, num_tokens, size=num_tokens)
+        return self.learn(batch, batch_idx, parts, self.term, num_tokens, size=num_tokens)
 
     def term(self, micro_batch: SFTBatch, num_tokens: Tensor) -> tuple[Tensor, Measured]:
         """Return a micro-batch's share of the loss, with its measure."""

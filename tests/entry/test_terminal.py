@@ -174,7 +174,7 @@ def test_a_key_with_control_characters_reaches_no_terminal(tmp_path):
 def test_commands_silence_the_warnings_of_transformers_after_it_was_imported() -> None:
     script = (
         "from rlhf_lightning.app.train import main\n"
-        "from rlhf_lightning.app.command_line import quieten\n"
+        "from rlhf_lightning.models.quiet import quieten\n"
         "from transformers.utils.logging import get_verbosity\n"
         "quieten()\nprint(get_verbosity())"
     )
