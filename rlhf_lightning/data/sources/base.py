@@ -272,7 +272,7 @@ class HubSource(RowSource):
         hub_split = self.split if split == "train" else self.validation_split
         return None if hub_split is None else self._load_split(hub_split)
 
-    def _load_split(self, hub_split: str) -> Iterator[LocatedRow]:
+    def _load_split(self, part: str) -> Iterator[LocatedRow]:
         if Path(self.name).expanduser().is_file():
             raise ValueError(
                 f"dataset {self.name!r} is a local file, not a name on the hub: read it with "
@@ -282,16 +282,15 @@ class HubSource(RowSource):
         from datasets import load_dataset  # seconds to import: only those who ask pay
 
         try:
-            how = {"name": self.config, "split": hub_split, "revision": self.revision}
-            rows: Any = load_dataset(self.name, **how)
+            rows: Any = load_dataset(self.name, self.config, split=part, revision=self.revision)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"dataset {self.name!r} (config={self.config}, split={hub_split!r}, revision="
+                f"dataset {self.name!r} (config={self.config}, split={part!r}, revision="
                 f"{self.revision}) could not be loaded: {away or error}. Check name, config and "
                 "split, the network, and the access to a gated set"
             ) from error
         self._features = rows.features
-        source = f"{self.name}[{hub_split}]"
+        source = f"{self.name}[{part}]"
         for number, row in enumerate(rows, start=1):
             yield Location(source, number, "row"), row
 
