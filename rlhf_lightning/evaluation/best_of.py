@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -91,8 +91,11 @@ def sample_pool(
         found.append((answers.scores, answers.lengths, *extra))
         if read is not None:
             votes.append(read(answers.prompts, answers.completions))
-    pool = Pool(*(torch.tensor(x, dtype=torch.float64).T for x in zip(*found, strict=True)))
-    return replace(pool, votes=list(zip(*votes, strict=True)) if votes else None)
+    scores, token_counts, *golds = (
+        torch.tensor(x, dtype=torch.float64).T for x in zip(*found, strict=True)
+    )
+    by_prompt = list(zip(*votes, strict=True))
+    return Pool(scores, token_counts, golds[0] if golds else None, by_prompt or None)
 
 
 def measure_best_of(

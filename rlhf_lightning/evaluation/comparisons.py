@@ -1,12 +1,13 @@
-"""Win rates with several responses a prompt, and at equal length."""
+"""Win rates with several responses a prompt, at equal length, and of two runs prompt by prompt."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from scipy.optimize import minimize
 from scipy.special import expit
 from scipy.stats import t
@@ -122,11 +123,79 @@ def ratio_over_prompts(
 
     Source: Cochran 1977, "Sampling techniques", chapter 6 (a ratio of means).
     """
-    above, below = np.asarray(sums, np.float64), np.asarray(sizes, np.float64)
-    ratio = float(above.sum() / max(below.sum(), 1.0))
-    left = (above - ratio * below) / max(below.mean(), 1 / max(len(below), 1))
+    ratio, left = _ratio(np.asarray(sums, np.float64), np.asarray(sizes, np.float64))
     _, low, high = mean_over_prompts(left, confidence=confidence)
     return Interval(ratio, ratio + low, ratio + high)
+
+
+def _ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return the ratio of the sums, and what each prompt moves it by, times their number."""
+    ratio = float(sums.sum() / max(sizes.sum(), 1.0))
+    return ratio, (sums - ratio * sizes) / max(sizes.sum() / max(len(sizes), 1), 1e-9)
+
+
+def paired_differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], *, confidence: float
+) -> tuple[int, dict[str, Interval]]:
+    """Return how a second policy differs from a first on the prompts that both were asked.
+
+    Prompt by prompt, so that what makes a prompt easy or hard for both does not widen the
+    intervals; with one seed and decoding, both were sampled with the same noise.
+
+    Args:
+        first: values of the first's comparison with a baseline, see `values_of`.
+        second: values of the second's.
+        confidence: coverage of the two-sided intervals, which are over prompts.
+
+    Returns:
+        The number of prompts, and by name `gold_win_rate` and `score_win_rate` of the second over
+        the first, ties one half; `gold`, `score`, `kl_per_token`, `kl_per_response` and
+        `response_length`, the second's minus the first's. KL only from one baseline, whose
+        responses have the same lengths in both; score only if they have the same scores, too.
+    """
+    places = [{prompt: i for i, prompt in enumerate(one["prompts"])} for one in (first, second)]
+    both = [prompt for prompt in places[0] if prompt in places[1]]
+    if not both:
+        return 0, {}
+
+    def values(name: str) -> list[np.ndarray]:
+        """Return `[N, K]` and `[N, L]`: of the prompts of both; NaN is unknown."""
+        return [
+            np.array(one[name], np.float64).reshape(len(one["prompts"]), -1)[
+                [place[prompt] for prompt in both]
+            ]
+            for one, place in zip((first, second), places, strict=True)
+        ]
+
+    def same(name: str) -> bool:
+        one, other = values(name)
+        return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, equal_nan=True)
+
+    found: dict[str, Interval] = {}
+    one_baseline = same("baseline_length")
+    judges = ["gold"] if "gold" in first and "gold" in second else []
+    for judge in [*judges, *(["score"] if one_baseline and same("baseline_score") else [])]:
+        scores = values(judge)
+        known = ~np.isnan(np.concatenate(scores, 1)).any(1)
+        old, new = (score[known] for score in scores)
+        if known.any():
+            sides = torch.from_numpy(new), torch.from_numpy(old)
+            found[f"{judge}_win_rate"] = win_rate_over_prompts(*sides, confidence=confidence)
+            found[judge] = mean_over_prompts(new.mean(1) - old.mean(1), confidence=confidence)
+    lengths, kls = values("length"), values("kl")
+    if one_baseline and any(kl.any() for kl in kls):
+        pairs = zip(kls, lengths, strict=True)
+        (was, old), (now, new) = (_ratio(kl.sum(1), size.sum(1)) for kl, size in pairs)
+        moved = mean_over_prompts(new - old, confidence=confidence)
+        found["kl_per_token"] = Interval(*(now - was + end for end in (0.0, *moved[1:])))
+        found["kl_per_response"] = _difference(kls, confidence)
+    found["response_length"] = _difference(lengths, confidence)
+    return len(both), found
+
+
+def _difference(sides: Sequence[np.ndarray], confidence: float) -> Interval:
+    old, new = (side.mean(1) for side in sides)
+    return mean_over_prompts(new - old, confidence=confidence)
 
 
 def length_controlled_win_rate(

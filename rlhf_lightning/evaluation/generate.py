@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from typing import Any, Concatenate
 
 import torch
@@ -56,6 +57,7 @@ class PolicyAnswers:
         kl: KL of a response from the reference, nats.
         teacher_kl: KL of a response to the teacher, nats; empty without one.
         scores: scores of the responses.
+        gold: gold rewards of the responses, once measured; else empty.
         columns: columns of the prompts.
         answers_per_prompt: number of responses to each prompt.
     """
@@ -69,6 +71,7 @@ class PolicyAnswers:
     scores: list[float]
     columns: list[Mapping[str, Any]] = field(default_factory=list)
     teacher_kl: list[float] = field(default_factory=list)
+    gold: list[float] = field(default_factory=list)
     answers_per_prompt: int = 1
 
     def extend(
@@ -250,11 +253,19 @@ def _or_none(score: float) -> float | None:
 
 
 def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
-    """Return score and length of every response of both sides, for distributions.jsonl."""
+    """Return the values of every response of both sides, for distributions.jsonl.
+
+    Score, length, KL and, where it was measured, gold; `prompts` has a digest of each prompt, by
+    which `paired_differences` finds those of two runs.
+    """
+    asked = policy.prompts[:: policy.answers_per_prompt]
+    gold = {"gold": policy.gold, "baseline_gold": baseline.gold} if policy.gold else {}
     return {
         "held_out": "answers",
-        **{"score": policy.scores, "length": policy.lengths},
+        **{"score": policy.scores, "length": policy.lengths, "kl": policy.kl},
         **{"baseline_score": baseline.scores, "baseline_length": baseline.lengths},
+        **gold,
+        "prompts": [blake2b(prompt.encode(), digest_size=8).hexdigest() for prompt in asked],
     }
 
 

@@ -142,9 +142,9 @@ class HeldOutComparison:
         mine = self.ask_policy(policy, baseline, teacher)
         theirs = self.ask_baseline(baseline, teacher=teacher)
         count = len(mine.main.prompts) if num_samples is None else num_samples
+        metrics = self.measure(mine, theirs)
         samples = side_by_side(mine.main, theirs.main, count)
-        values = values_of(mine.main, theirs.main)
-        return Findings(self.measure(mine, theirs), samples, values)
+        return Findings(metrics, samples, values_of(mine.main, theirs.main))
 
     def measure(self, mine: SideResponses, theirs: SideResponses) -> dict[str, float]:
         """Return all metrics of the policy against the baseline, as `val/*`."""

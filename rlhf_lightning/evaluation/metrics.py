@@ -103,6 +103,7 @@ def _gold_measures(
     gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers
 ) -> dict[str, float]:
     my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
+    mine.gold, theirs.gold = my_gold, their_gold
     metrics = wins("gold", mine, theirs, my_gold, their_gold)
     metrics |= _mean(mine, my_gold).named("val/gold")
     metrics |= _mean(theirs, their_gold).named("val/baseline_gold")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_lightning.evaluation.comparisons import paired_differences
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart
 from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.reports.html import render, text
@@ -25,6 +27,7 @@ from rlhf_lightning.runs.metric_catalog import (
     quantity,
     show,
 )
+from rlhf_lightning.runs.outcome import FEW
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.saved_yaml import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
@@ -143,6 +146,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         facts=about_all(runs),
         intervals=any(ends(run.metrics, name) for run in runs for name in columns),
         exported=next((run for run in runs if run.folder.export.is_dir()), None),
+        paired=paired_with_first(runs),
         frontier=_frontier_chart(runs),
         curves=curves,
         more_curves=more,
@@ -160,6 +164,34 @@ def about_all(runs: Sequence[Run]) -> dict[str, str]:
         about["measured on"] = counted(prompts, "held-out prompt")
     others = [run.summary.about for run in runs[1:]]
     return {k: v for k, v in about.items() if all(o.get(k, v) == v for o in others)}
+
+
+def paired_with_first(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return of each later run how it differs from the first on the prompts of both.
+
+    `num_prompts`, and `rows` of name, value, interval and whether that excludes no difference; no
+    rows with fewer than 30 prompts. A run without responses by prompt is left out.
+    """
+    found, first = [], _values(runs[0])
+    for run in runs[1:] if first else ():
+        if not (values := _values(run)):
+            continue
+        count, differences = paired_differences(first, values, confidence=CONFIDENCE)
+        rows = []
+        for name, (value, low, high) in differences.items() if count >= FEW else ():
+            key, is_rate = f"val/{name}", name.endswith("_win_rate")
+            known = ends({f"{key}_low": low, f"{key}_high": high}, key)
+            shown = low > 0.5 or high < 0.5 if is_rate else low > 0 or high < 0
+            label = f"{quantity(key).label}, over the first" if is_rate else quantity(key).label
+            rows.append((label, "+" * (value > 0 and not is_rate) + show(key, value), known, shown))
+        found.append({"run": run, "num_prompts": count, "rows": rows})
+    return found
+
+
+def _values(run: Run) -> dict[str, Any]:
+    """Return the values of the last comparison with a baseline; {} of a run that has none."""
+    lines = [line for line in read_samples(run.folder.distributions) if "prompts" in line]
+    return lines[-1] if lines else {}
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:

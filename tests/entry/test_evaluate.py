@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf_lightning.app.build import assemble
+from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.evaluate_parts import choose_prompts
 from rlhf_lightning.app.evaluation import comparison_arguments
@@ -111,6 +112,9 @@ def test_an_evaluation_leaves_a_run_folder_with_every_measure(evaluated: RunFold
     assert line["score"][::2] == [sample["score"] for sample in samples]
     assert line["baseline_length"][::2] == [sample["baseline_length"] for sample in samples]
     assert sum(line["score"]) / 48 == pytest.approx(found["val/score"])
+    assert sum(line["gold"]) / 48 == pytest.approx(found["val/gold"])
+    assert sum(line["kl"]) / 48 == pytest.approx(found["val/kl_per_response"])
+    assert len(set(line["prompts"])) == 24
 
 
 def test_the_prompts_are_those_that_a_stage_asks_at_its_end(
@@ -159,6 +163,7 @@ def test_a_file_that_is_named_for_evaluation_is_used_whole_and_what_is_not_is_co
     assert verdict(summary).number == ""
 
 
+@pytest.mark.thorough
 def test_of_a_file_that_the_policy_was_trained_on_the_held_out_part_is_used(
     working_folder: Path,
 ) -> None:
@@ -166,21 +171,24 @@ def test_of_a_file_that_the_policy_was_trained_on_the_held_out_part_is_used(
     data = ["dataset=files", "dataset.name=mine"]
     made = run_of(working_folder / "ppo", "+experiment=ppo", *data, f"dataset.path={trained_on}")
     moved = shutil.copy(trained_on, working_folder / "moved.jsonl")
-
-    def part(*words: str) -> str | None:
-        settings = settings_of(*words, entry="evaluate")
-        return choose_prompts(settings, words).prompts.split
-
-    of_run = f"run={made.path}"
-    assert part(of_run, f"++dataset.path={moved}") == "validation"
-    assert part(of_run, f"++dataset.path={other}") == "all"
-    assert part(*data, f"dataset.path={moved}", f"policy={made.export}") == "validation"
-    trained_on.write_text(other.read_text())  # more rows, of which most were trained on
-    assert part(of_run, f"++dataset.path={trained_on}") == "validation"
     (working_folder / "folder").mkdir()
     for name in ("train", "test"):
         shutil.copy(other, working_folder / "folder" / f"{name}.jsonl")
-    assert part(*data, f"dataset.path={working_folder}/folder") == "validation"
+    of_run = settings_of(f"run={made.path}", f"++dataset.path={other}", entry="evaluate")
+    exported = [*data, f"dataset.path={other}", f"policy={made.export}"]
+    of_export = settings_of(*exported, entry="evaluate")
+
+    def part(settings: EvaluateSettings, path: Path | str) -> str | None:
+        named = settings.updated({"dataset.source.path": str(path)})
+        return choose_prompts(named, [f"++dataset.path={path}"]).prompts.split
+
+    for settings in (of_run, of_export):
+        assert part(settings, trained_on) == part(settings, moved) == "validation"
+        assert part(settings, other) == "all"
+        assert choose_prompts(settings, []).prompts.split == "validation"
+    trained_on.write_text(other.read_text())  # more rows, of which most were trained on
+    assert part(of_run, trained_on) == "validation"
+    assert part(of_run, working_folder / "folder") == "validation"
 
 
 def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: RunFolder) -> None:

@@ -9,6 +9,7 @@ import torch
 from rlhf_lightning.evaluation.comparisons import (
     length_controlled_win_rate,
     mean_over_prompts,
+    paired_differences,
     ratio_over_prompts,
     share_over_prompts,
     win_rate_over_prompts,
@@ -227,3 +228,54 @@ def test_unequal_or_missing_numbers_are_refused():
         win_rate_over_prompts(torch.tensor([[float("nan")]]), torch.zeros(1, 1), confidence=0.9)
     with pytest.raises(ValueError, match=r"\[1, 2\] numbers"):
         length_controlled_win_rate([1.0], [0.0, 1.0], [3], [3], confidence=0.95)
+
+
+def values_of_run(seed: int, gain: float, prompts: range) -> dict[str, list]:
+    """Values of a run whose responses gain on easy and hard prompts alike, and get longer."""
+    hard = np.random.default_rng(0).normal(0, 1, 1000)[list(prompts)]
+    rng = np.random.default_rng(seed)
+    length = rng.integers(5, 9, len(prompts)) + round(4 * gain)
+    gold = hard + gain + rng.normal(0, 0.3, len(prompts))
+    return {
+        "prompts": [f"p{i}" for i in prompts],
+        "gold": gold.tolist(),
+        "score": gold.tolist(),
+        "length": length.tolist(),
+        "kl": (0.1 * length * (1 + gain)).tolist(),
+        "baseline_length": [9] * len(prompts),
+        "baseline_score": hard.tolist(),
+    }
+
+
+def test_two_policies_are_compared_prompt_by_prompt():
+    first, second = values_of_run(1, 0.0, range(200)), values_of_run(2, 0.2, range(40, 240))
+    count, found = paired_differences(first, second, confidence=0.95)
+    assert count == 160
+    assert found["gold"].low > 0.1, "the same prompts"
+    both = zip(second["gold"][:160], first["gold"][40:], strict=True)
+    assert found["gold_win_rate"].mean == np.mean([new > old for new, old in both])
+    alone = [mean_over_prompts(one["gold"], confidence=0.95) for one in (first, second)]
+    assert alone[0].high > alone[1].low, "single intervals overlap"
+    lengths, kls = (
+        [np.array(second[name][:160]), np.array(first[name][40:])] for name in ("length", "kl")
+    )
+    assert found["response_length"].mean == pytest.approx(lengths[0].mean() - lengths[1].mean())
+    ratios = [kl.sum() / length.sum() for kl, length in zip(kls, lengths, strict=True)]
+    assert found["kl_per_token"].mean == pytest.approx(ratios[0] - ratios[1])
+    assert (
+        found["kl_per_token"].low < found["kl_per_token"].mean < found["kl_per_token"].high + 1e-9
+    )
+    back = paired_differences(second, first, confidence=0.95)[1]
+    assert back["gold"] == pytest.approx([-x for x in (found["gold"][i] for i in (0, 2, 1))])
+
+
+def test_another_reward_or_baseline_is_not_compared_and_other_prompts_are_not_paired():
+    first, second = values_of_run(1, 0.0, range(50)), values_of_run(2, 0.2, range(50))
+    other = {**second, "baseline_score": [1.0] * 50}
+    names = set(paired_differences(first, other, confidence=0.95)[1])
+    assert "score" not in names
+    assert {"gold", "kl_per_token"} <= names
+    longer = {**second, "baseline_length": [8] * 50}
+    names = set(paired_differences(first, longer, confidence=0.95)[1])
+    assert names == {"gold_win_rate", "gold", "response_length"}
+    assert paired_differences(first, values_of_run(2, 0, range(60, 99)), confidence=0.95) == (0, {})

@@ -13,9 +13,10 @@ from rlhf_lightning.reports.compare import (
     render_comparison,
     write_comparison,
 )
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.summary import Status, read_summary, write_summary
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run
+from tests.evaluation.test_comparisons import values_of_run
 
 
 def job(
@@ -131,3 +132,19 @@ def test_the_page_says_what_all_runs_have_in_common_and_what_the_small_figures_a
     assert "2,000 held-out prompts" in told
     assert "kl_coef" not in told
     assert "95 % intervals" in page
+
+
+def test_policies_of_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
+    folders = sweep(tmp_path)
+    assert "Prompt by prompt" not in render_comparison(folders)
+    for number, folder in enumerate(folders[:3]):
+        prompts = range(200) if number < 2 else range(180, 260)
+        values = values_of_run(number, 0.2 * number, prompts)
+        SamplesAppender(folder.distributions).append(8, [{"held_out": "answers", **values}])
+    page = render_comparison(folders)
+    paired = page[page.index("Prompt by prompt") : page.index("Win rate against KL")]
+    assert "200 prompts" in paired
+    assert "20 prompts in common: too few" in paired
+    assert "gold win rate, over the first" in paired
+    assert paired.count("<td>differs</td>") >= 3
+    assert "kl_coef=0.2" not in paired, "it has no values by prompt"
