@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
 from rlhf_lightning.rollout.generators import captured, captured_step
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
+from tests.builders.cpu_graphs import CpuGraph
 from tests.builders.models import MODEL_TYPES, PAD, config_fields, prompt_batch
 from tests.rollout.plain_generation import NOISE, ROWS, STOPS, generated, other_model, tiny
 
@@ -74,10 +76,86 @@ def test_in_bf16_the_steps_are_as_near_to_fp32_as_the_cached_generator_is(model_
     assert 0 < difference < 2 * distance
 
 
-def test_one_engine_serves_changed_weights_sizes_and_settings(monkeypatch):
+@pytest.fixture
+def graphs(monkeypatch) -> list[CpuGraph]:
+    """Let captures be made on a CPU; return those that there were."""
+    made: list[CpuGraph] = []
+
+    def captured_on_a_cpu(step, pool):
+        state = [x for x in vars(step).values() if isinstance(x, torch.Tensor)]
+        caches = [x for layer in step.in_place.in_place for x in (layer.keys, layer.values)]
+        for counter in (step.t, step.column):  # the next token may be one too many
+            counter.sub_(1)
+        made.append(CpuGraph(step, [*state, *caches]))
+        for counter in (step.t, step.column):
+            counter.add_(1)
+        return made[-1]
+
+    monkeypatch.setattr(captured, "_captured", captured_on_a_cpu)
+    monkeypatch.setattr(captured, "_on_another_stream", lambda step: step())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(CapturedGenerator, "_captures", lambda *_: True)
+    return made
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", *LLAMAS])
+def test_graphs_are_captured_once_and_give_the_bits_of_the_steps(model_type, graphs, monkeypatch):
+    monkeypatch.setattr(captured_step, "COLUMNS", 8)
+    monkeypatch.setattr(captured, "COLUMNS", 8)
+    model, prompts = tiny(model_type), prompt_batch([*ROWS, *ROWS[:3]], width=10)
+    engine, steps = (CapturedGenerator(STOPS, PAD, check_every=2, capture=c) for c in (None, False))
+    counts = []
+    for number in range(3):
+        with torch.no_grad():  # as an optimizer does
+            for parameter in model.parameters():
+                parameter.mul_(1.02)
+        noise = NOISE.at_iteration(number)
+        got, expected = (
+            one(model, prompts, noise=noise, temperature=0.9, max_new_tokens=14)
+            for one in (engine, steps)
+        )
+        assert torch.equal(got.sequences, expected.sequences)
+        assert torch.equal(got.logprobs, expected.logprobs)
+        counts.append(len(graphs))
+    assert counts[0] >= 3, "of other rows and columns"
+    assert engine._engine is not None
+    assert list(engine._engine.graphs.values()) == graphs, "each shape once"
+
+
+def test_graphs_follow_moved_weights_adapters_and_sampling(graphs, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    policy = add_policy(load_base(tmp_path, LoraHparams(r=4)), "policy", seed=1)
+    for parameter in policy.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    prompts, seen = prompt_batch(ROWS), []
+    engine = TruncatedGenerator((), PAD, decoding=Decoding())
+    steps = TruncatedGenerator((), PAD, decoding=Decoding())
+    steps.capture = False
+
+    def same(model, temperature=0.9) -> None:
+        got, expected = (call(e, model, prompts, temperature=temperature) for e in (engine, steps))
+        assert torch.equal(got.logprobs, expected.logprobs)
+        seen.append(got.sequences)
+        assert len(graphs) == len(seen), "captured anew, of one shape"
+
+    model = policy.base.model
+    with torch.no_grad(), policy.base.activated(None):
+        same(model)
+    with torch.no_grad(), policy.generating():
+        same(model)
+        same(model, temperature=0.5)
+        engine.decoding = steps.decoding = Decoding(top_k=2)
+        same(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.1  # elsewhere
+        same(model)
+    assert all(not torch.equal(a, b) for a, b in pairwise(seen))
+
+
+def test_one_engine_serves_changed_weights_sizes_and_settings(graphs, monkeypatch):
     monkeypatch.setattr(captured_step, "COLUMNS", 6)
     monkeypatch.setattr(captured, "COLUMNS", 6)
-    model, engine = tiny("llama"), Steps(STOPS, PAD, check_every=2)
+    model, engine = tiny("llama"), CapturedGenerator(STOPS, PAD, check_every=2)
     rows = [*ROWS, *ROWS[:3]]
     for count, width, length in ((15, 12, 14), (5, 9, 20), (15, 8, 3), (13, 10, 14)):
         with torch.no_grad():
