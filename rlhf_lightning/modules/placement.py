@@ -24,6 +24,7 @@ from rlhf_lightning.models.gpu_kernels import kernels_of, use_gpu_kernels
 from rlhf_lightning.models.memory import Arithmetic, free_bytes, tokens_that_fit
 from rlhf_lightning.models.micro_batching import TOKENS, set_token_budget
 from rlhf_lightning.models.precision import MIXED_BF16, release_freed_memory
+from rlhf_lightning.rollout.generators.captured import bytes_kept
 from rlhf_lightning.runs.source import Source
 
 T = TypeVar("T")
@@ -141,7 +142,8 @@ def set_micro_batch_tokens(module: L.LightningModule, models: Sequence[nn.Module
     arithmetic: Arithmetic = "mixed" if module.trainer.precision == MIXED_BF16 else "fp32"
     if sharded and getattr(module, "compute_dtype", None) == torch.bfloat16:
         arithmetic = "bf16"
-    free = free_bytes(module.device)
+    generator = getattr(module, "generator", None)
+    free = free_bytes(module.device) - bytes_kept(generator, module.device)
     fit = tokens_that_fit(models, free, arithmetic, sharded=sharded)
     tokens = -agreed_max(-fit, module.device)  # of the rank with the least
     set_token_budget(tokens)

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.attention import attention_backends, expect_varying_shapes
 from rlhf_lightning.models.factory import load_base
+from rlhf_lightning.models.gpu_kernels import fuse_layers, gpu_kernels
 from rlhf_lightning.models.lora import add_policy
 from rlhf_lightning.models.precision import in_precision
 from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
@@ -57,6 +58,20 @@ def test_log_probabilities_are_those_of_the_cached_generator(model_type):
     expected = call(CachedGenerator(STOPS, PAD), model, prompts)
     got = call(Steps(STOPS, PAD), model, prompts)
     torch.testing.assert_close(got.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["auto", "torch"])
+def test_llamas_layers_run_in_few_kernels_unless_the_plain_ones_are_asked_for(way, fused):
+    model, engine = tiny("llama"), Steps(STOPS, PAD)
+    expected = generated(model, prompt_batch(ROWS))
+    if fused:  # as on a GPU
+        fuse_layers(model, liger=False)
+    with gpu_kernels(way):
+        assert generated(model, prompt_batch(ROWS), engine=lambda *_: engine) == expected
+    assert engine._engine is not None
+    assert engine._engine.step is not None
+    assert (engine._engine.step.llama is not None) == (way == "auto")
 
 
 @pytest.mark.parametrize("model_type", LLAMAS)

@@ -69,6 +69,13 @@ def _rope(config: PretrainedConfig) -> object:
     return getattr(config, "rope_parameters", None)
 
 
+def bytes_kept(generator: Any, device: torch.device) -> int:
+    """Return what `generator` may keep of the memory of a GPU between two generations, at most."""
+    if not isinstance(generator, CapturedGenerator) or generator.capture is False:
+        return 0
+    return int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

@@ -22,6 +22,7 @@ from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from rlhf_lightning.models.gpu_kernels import fuses, is_fused
 from rlhf_lightning.rollout.generators.prepared_weights import PreparedWeights
 
 _ATTENTION = (
@@ -50,8 +51,11 @@ class LlamaDecoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, weights: PreparedWeights) -> LlamaDecoder | None:
-        """Return the decoder of `model`, or None where a part of it is not Llama's plain one."""
-        if type(model) not in _MODELS or type(model.lm_head) is not nn.Linear:
+        """Return the decoder of `model`, or None where a part of it is not Llama's plain one.
+
+        Nor is there one with `model.kernels=torch`.
+        """
+        if not fuses() or type(model) not in _MODELS or type(model.lm_head) is not nn.Linear:
             return None
         if not all(_is_plain(layer, weights) for layer in model.model.layers):
             return None
@@ -149,5 +153,8 @@ def _is_plain(layer: Any, weights: PreparedWeights) -> bool:
         all(type(norm) in _NORMS for norm in norms)
         and all(stack in weights.stacks for stack in stacks)
         and attention.config.hidden_act == "silu"
-        and not any("forward" in vars(part) for part in (layer, attention, mlp, *norms))
+        and all(
+            "forward" not in vars(part) or is_fused(part)
+            for part in (layer, attention, mlp, *norms)
+        )
     )
