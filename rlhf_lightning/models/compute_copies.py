@@ -34,23 +34,21 @@ def compute_copies(module: nn.Module, *, devices: Sequence[str] = ("cuda",)) -> 
         module: no optimizer changes its weights inside.
         devices: kinds of devices.
     """
+    on = [device for device in devices if torch.is_autocast_enabled(device)]
     changed: list[Any] = []
     try:
-        heads = [m.get_output_embeddings() for m in module.modules() if _is_decoder(m)]
-        for layer in module.modules():
+        decoders = [m for m in module.modules() if on and isinstance(m, PreTrainedModel)]
+        heads = [decoder.get_output_embeddings() for decoder in decoders]
+        for layer in module.modules() if on else ():
             if _is_plain(layer) and not any(layer is head for head in heads):
                 device = layer.weight.device.type
-                if device in devices and torch.is_autocast_enabled(device):
+                if device in on:
                     layer.forward = _forward(layer, torch.get_autocast_dtype(device))
                     changed.append(layer)
         yield
     finally:
         for layer in changed:
             del layer.forward
-
-
-def _is_decoder(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel)
 
 
 def _is_plain(layer: Any) -> bool:
