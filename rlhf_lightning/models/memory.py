@@ -44,8 +44,9 @@ def activation_bytes(
         fused: which of "norms" and "MLPs" are one kernel each, which keeps its inputs alone.
         checkpointing: a layer keeps its input, and one layer at a time all the rest.
     """
+    config = config.get_text_config()
     width, wide = config.hidden_size, 4 if arithmetic == "fp32" else 2
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1
     head_size = getattr(config, "head_dim", None) or width // heads
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head_size
     # Two norms: their fp32 input, and unless fused what is multiplied by the weight; then what five
@@ -70,8 +71,9 @@ def update_bytes(
 ) -> int:
     """Return the bytes that an update adds to placed weights, without its activations.
 
-    Gradients and Adam's state of what is trained, bf16 copies of its matrices or what FSDP2
-    gathers, and the head's tables.
+    Gradients and Adam's state of what is trained, bf16 copies of its matrices (a policy's a second
+    time, for captured decoding) or what FSDP2 gathers, and the head's tables. Key-value caches that
+    stay between rollouts are not known here.
 
     Args:
         roots: placed models.
@@ -86,10 +88,12 @@ def update_bytes(
             continue
         if sharded:
             total += (COPY + GRADIENT) * _gathered(root)
-        elif arithmetic == "mixed":
-            total += COPY * sum(p.numel() for p in trained if p.ndim > 1)
+        copies = COPY * sum(p.numel() for p in trained if p.ndim > 1)
+        total += copies if arithmetic == "mixed" and not sharded else 0
         for model in _decoders(root):
             head = model.get_output_embeddings()
+            if head is not None and arithmetic == "mixed" and not sharded:
+                total += copies
             if head is not None:  # chunks, the weight in bf16, its gradient in bf16 and in fp32
                 total += HEAD_TABLES * ON_GPU.chunk + 6 * int(head.weight.numel())
     return total

@@ -130,6 +130,10 @@ def test_a_program_says_what_differs_from_the_defaults():
             ("+experiment=ppo", "model.cpu_kernels=false", "model.micro_batches=tokens"),
             ('with cpu_kernels(enabled=False), micro_batching(way="tokens"):\n    L.seed_',),
         ),
+        (
+            ("+experiment=ppo", "model.kernels=torch"),
+            ('with gpu_kernels(way="torch"):\n    L.seed_',),
+        ),
         (("+experiment=dpo", "evaluation.gold=null"), ("trainer.fit(module, data)\nexport_model",)),
     ],
 )
