@@ -116,12 +116,12 @@ def parts() -> tuple[Part, ...]:
     here = "tests/rehearsal/test_mirror.py"
     return (
         _measured("engine_0.5b", "decode and update, 0.5B", 150, engine, ("--shape", "0.5b")),
-        _ppo("ppo_0.5b", "ours", "PPO iteration, 0.5B, default settings", 120),
+        _ppo("ppo_0.5b", "ours", "PPO iteration, 0.5B, default settings", 150),
         _ppo("trl_0.5b", "trl", "PPO iteration, 0.5B, TRL 1.12", 160),
         _measured(
             "engine_1b",
             "update, 1B",
-            90,
+            100,
             (*engine, "--parts", "update"),
             ("--shape", "1b"),
         ),

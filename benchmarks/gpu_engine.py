@@ -65,8 +65,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     set_matmul_precision("high")
     torch.set_num_threads(setting.options.threads)
     engine = Engine(setting)
-    names = [f"decode {name}" for name in ENGINES]
-    names += [f"update {way} {rows}" for way in WAYS for rows in engine.micro_batch[0]]
+    ways = {way: [f"update {way} {rows}" for rows in engine.micro_batch[0]] for way in WAYS}
+    # Layers that are fused once stay so.
+    names = ["decode eager", "decode generate", *ways["plain"], "decode default", *ways["default"]]
     found = engine.measured(
         [name for name in names if name.split()[0] in (setting.options.parts or name)]
     )
@@ -150,8 +151,12 @@ class Engine:
 
             return generate
 
+        def default() -> Callable[..., Any]:
+            use_gpu_kernels(self.model)  # as once a run has placed it
+            return ours(training_settings("ppo").rollout.build())
+
         return {
-            "default": lambda: ours(training_settings("ppo").rollout.build()),
+            "default": default,
             "eager": lambda: ours(CachedGenerator),
             "generate": self._transformers,
         }
@@ -224,7 +229,7 @@ class Engine:
 
     @contextmanager
     def _way(self, way: str, policy: PolicyModel) -> Iterator[None]:
-        """Compute as the Trainer does inside; after "default" layers stay fused."""
+        """Compute as the Trainer does inside."""
         with ExitStack() as together:
             together.enter_context(gpu_kernels("auto" if way == "default" else "torch"))
             together.enter_context(self._autocast())

@@ -112,7 +112,7 @@ def test_every_part_has_a_place_and_a_row_in_the_document_and_files_that_exist()
             assert not word.startswith("tests/") or (ROOT / word).is_file(), word
     assert len({part.result for part in parts}) == len(parts)
     measured = [part.limit for part in parts if not part.tests]
-    assert sum(measured) <= 540, "one call of at most ten minutes holds all measurements"
+    assert sum(measured) < 600, "one call of at most ten minutes holds all measurements"
     assert "tests/faults/test_memory.py" in gpu_day.gpu_tests()
 
 
