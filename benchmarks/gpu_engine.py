@@ -32,7 +32,7 @@ from benchmarks.workers.generation import prompt_batch
 from rlhf_lightning.models.compute_copies import compute_copies
 from rlhf_lightning.models.gpu_kernels import fused_parts, gpu_kernels, kernels_of, use_gpu_kernels
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.models.memory import ADAM, activation_bytes, update_bytes
+from rlhf_lightning.models.memory import ADAM, COPY, activation_bytes, update_bytes
 from rlhf_lightning.models.precision import MIXED_BF16, in_precision, set_matmul_precision
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
@@ -239,10 +239,10 @@ class Engine:
             yield
 
     def _planned(self, policy: PolicyModel, tokens: int) -> int:
-        """Return the peak by the formula that bounds micro-batches, without Adam's state."""
+        """Return the peak by the formula of micro-batches; here nothing is stepped or decoded."""
         weights = sum(parameter.numel() for parameter in policy.parameters())
         each = activation_bytes(policy.model.config, "mixed", fused=fused_parts(policy))
-        held = 4 * weights + update_bytes([policy], "mixed") - ADAM * weights
+        held = 4 * weights + update_bytes([policy], "mixed") - (ADAM + COPY) * weights
         return held + tokens * each
 
     def _share(self, rows: int, seconds: float) -> float | None:
