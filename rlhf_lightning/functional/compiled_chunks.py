@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKEND = "inductor"
 _fails = False
+_ran: set[Callable[..., Any]] = set()  # functions whose first call has succeeded
 
 
 def statistics(
@@ -61,7 +62,7 @@ def spread(
 def run_compiled(function: Callable[..., T], logits: Tensor, *arguments: Any) -> T | None:
     """Return what a function of this file gives, compiled once for any C.
 
-    None where this machine cannot compile, which is said once.
+    None where its first call fails, as on a machine without a compiler, which is said once.
     """
     global _fails
     if _fails:
@@ -71,17 +72,22 @@ def run_compiled(function: Callable[..., T], logits: Tensor, *arguments: Any) ->
             torch._dynamo.maybe_mark_dynamic(argument, 0)
     try:
         found: T = _compiled(function, BACKEND)(logits, *arguments)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of Dynamo, Inductor, Triton or the C compiler behind it
+        if function in _ran:
+            raise
         _fails = True
         first = (str(error).splitlines() or [""])[0]
         logger.warning("The head is not compiled, which costs time alone: %s", first)
         return None
+    _ran.add(function)
     return found
 
 
 @cache
 def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    return torch.compile(function, backend=backend, fullgraph=True)
+    return torch.compile(function, backend=backend)
 
 
 def _own(logits: Tensor, tokens: Tensor) -> Tensor:

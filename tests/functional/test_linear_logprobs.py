@@ -211,10 +211,12 @@ def test_saved_tensors_do_not_grow_with_the_vocabulary():
     assert saved_bytes(20_000) - saved_bytes(10_000) == 0
 
 
-def both_ways(rows: int, softcap: float | None, with_entropy: bool, *, dtype=torch.float64):
+def both_ways(
+    rows: int, softcap: float | None, with_entropy: bool, *, dtype=torch.float64, device="cpu"
+):
     """Return values and gradients, plain and compiled, of the first rows."""
-    hidden, weight, bias, tokens = head(dtype)
     mix = torch.randn(2, ROWS, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    hidden, weight, bias, tokens, mix = (x.to(device) for x in (*head(dtype), mix))
     found = []
     for compiled in (False, True):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
@@ -243,6 +245,7 @@ def graphs(monkeypatch):
     """The number of graphs compiled so far, differentiated as always but run as they are."""
     monkeypatch.setattr(compiled_chunks, "BACKEND", "aot_eager")
     monkeypatch.setattr(compiled_chunks, "_fails", False)
+    monkeypatch.setattr(compiled_chunks, "_ran", set())
     compiled_chunks._compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()
@@ -250,6 +253,7 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("softcap", "with_entropy"), [(None, False), (3.0, True)])
 def test_compiled_chunks_give_the_numbers_of_plain_ones_by_one_graph_a_function(
     softcap, with_entropy, graphs
@@ -261,13 +265,18 @@ def test_compiled_chunks_give_the_numbers_of_plain_ones_by_one_graph_a_function(
     assert graphs() == 2, "one forward and one backward, whatever the rows"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compiled_kernels_are_right_too(monkeypatch):
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_compiled_kernels_are_right_too(device, monkeypatch):
     monkeypatch.setattr(compiled_chunks, "_fails", False)
     for softcap, with_entropy in ((None, False), (3.0, True)):
         for rows in (70, 20):
-            plain, compiled = both_ways(rows, softcap, with_entropy, dtype=torch.float32)
+            plain, compiled = both_ways(
+                rows, softcap, with_entropy, dtype=torch.float32, device=device
+            )
             for ours, theirs in zip(compiled, plain, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert not compiled_chunks._fails
