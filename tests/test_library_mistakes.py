@@ -249,6 +249,7 @@ def test_what_lightning_tunes_has_its_own_setting_here(tuner, material, tmp_path
         getattr(Tuner(plain_trainer(tmp_path)), tuner)(module, datamodule=data)
 
 
+@pytest.mark.thorough
 def test_a_compiled_module_is_refused_and_its_decoder_can_be_compiled(material, tmp_path):
     module = SFTModule.from_pretrained(material["policy"])
     rows = [{"prompt": f"w{n}", "completion": "w3"} for n in range(2, 22)]
