@@ -67,6 +67,7 @@ def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count
         for count in (10, 40, 100)
         for mean in (0.5, 0.9, 0.95)
         for sizes in ([6], [1, 2, 3, 6, 15])
+        if count > 10 or mean < 0.95  # whose plain interval holds the truth by its width
     ],
 )
 def test_intervals_of_trials_that_share_prompts_hold_the_truth(count, mean, sizes):
@@ -81,8 +82,8 @@ def test_intervals_of_trials_that_share_prompts_hold_the_truth(count, mean, size
         above.append(low > mean)
         low, high = wilson_interval(won.sum(), size.sum(), confidence=0.95)
         plain.append(low <= mean <= high)
-    assert np.mean(inside) >= 0.91
-    assert np.mean(above) <= 0.06
+    assert np.mean(inside) >= 0.92
+    assert np.mean(above) <= 0.05
     assert np.mean(plain) < 0.85  # what it was
 
 
