@@ -50,11 +50,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import (
-    move_models,
-    set_micro_batch_tokens,
-    sharing_models,
-)
+from rlhf_lightning.modules.placement import move_models, set_micro_batch_tokens, sharing_models
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
