@@ -182,8 +182,8 @@ def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
     drawn = config.get("init_lora_weights", True)
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise _refusal(folder, f"is of the kind {kind}, and adapters here are LoRA")
-    if config.get("target_parameters"):
-        reason = "adapts parameters (target_parameters), and adapters here are those of modules"
+    if others := [p for p in config.get("target_parameters") or [] if not p.endswith(".weight")]:
+        reason = f"adapts {others[0]} (target_parameters), and adapters here are those of modules"
         raise _refusal(folder, reason)
     if scales := [key for key in _OTHER_SCALES if config.get(key)]:
         reason = f"sets {', '.join(scales)}, and adapters here are scaled by alpha / r everywhere"

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.adapter_files import load_policy_adapter, merge_adapter, save_adapter
+from rlhf_lightning.models.adapter_files import (
+    load_policy_adapter,
+    merge_adapter,
+    read_adapter,
+    save_adapter,
+)
 from rlhf_lightning.models.factory import load_base, load_policy
 from rlhf_lightning.models.lora import AdaptedPolicy
 from tests.builders.models import config_fields
@@ -98,6 +103,17 @@ def test_dense_layers_beside_experts_are_trained_merged_and_read_by_peft(model_t
         logits = theirs(input_ids=IDS).logits.log_softmax(-1).flatten(0, 1)[POSITIONS]
     got = logits.gather(1, TOKENS[:, None])[:, 0]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_peft_on_the_experts_is_refused_by_the_name_of_their_parameter(tmp_path):
+    folder = saved(tmp_path / "base", "mixtral", num_local_experts=4)
+    config = LoraConfig(target_parameters=["experts.down_proj"], target_modules=[])
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        ValueError, match=r"adapts experts\.down_proj \(target_parameters\).*merge it"
+    ):
+        read_adapter(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen3_next", "llama"])
