@@ -505,6 +505,6 @@ for name, effect in effects.items():
     print(f"{name:{width}}  {effect}")
 
 # %% [markdown]
-# The training loop itself is `PPOModule.training_step` in `rlhf_lightning/modules/ppo.py`;
+# The training loop itself is `OnPolicyModule.training_step` in `rlhf_lightning/modules/on_policy.py`;
 # `docs/implementation_details.md` lists every choice with its line. Next:
 # [reading a run](03_reading_a_run.ipynb).

@@ -109,7 +109,10 @@ class _Masked(_OfFields):
 
 @dataclass(frozen=True)
 class MaskedRatio(_Masked):
-    """SAO, IcePop: tokens whose ratio left the range are left out; see `masked_policy_loss`."""
+    """Tokens whose ratio left the range are left out; see `masked_policy_loss`.
+
+    SAO's. With the sampler as base it is IcePop's band, which also holds the updates.
+    """
 
     kind = "ratio"
     loss = staticmethod(partial(masked_policy_loss, kind=kind))
