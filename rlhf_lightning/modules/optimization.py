@@ -171,9 +171,7 @@ def with_schedule(
     check_optimizer(optimizer)
     _warn_of_unused_rate(optimizer)
     total = int(module.trainer.estimated_stepping_batches)
-    scheduler = IterationSchedule(
-        optimizer, lambda iteration: schedule.factor(iteration, total) * extra_factor()
-    )
+    scheduler = IterationSchedule(optimizer, schedule, total, extra_factor)
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 

@@ -310,13 +310,27 @@ class Rates(L.Callback):
 
 
 def test_a_finished_run_that_is_extended_goes_on_at_the_rates_of_the_longer_schedule(
-    material, tmp_path
+    material, tmp_path, caplog
 ):
     """Its own schedule ended at 0, and the checkpoint's optimizer holds that rate."""
     rates = Rates()
     train(material, tmp_path, max_iterations=2, callbacks=rates)
+    assert "iterations" not in caplog.text
     train(material, tmp_path, max_iterations=4, callbacks=rates, ckpt_path="last")
     assert rates.seen == [1e-3 * factor for factor in (1.0, 0.5, 0.5, 0.25)]
+    assert "this run has 4 iterations, that of the checkpoint had 2: the learning" in caplog.text
+    assert "at 0.5 of its full value where it would have been 0" in caplog.text
+
+
+def test_a_run_that_is_over_when_it_is_continued_says_so(material, tmp_path, caplog):
+    rates = Rates()
+    train(material, tmp_path, max_iterations=3, callbacks=rates)
+    for fewer in (3, 2):
+        caplog.clear()
+        train(material, tmp_path, max_iterations=fewer, callbacks=rates, ckpt_path="last")
+        assert f"3 iterations of training, and this run has {fewer}: it is over" in caplog.text
+        assert ("the checkpoint had 3" in caplog.text) == (fewer == 2)
+    assert len(rates.seen) == 3
 
 
 def test_a_run_with_other_pairs_keeps_its_reference_in_a_file_of_its_own(material, tmp_path):
