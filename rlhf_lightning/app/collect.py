@@ -22,7 +22,8 @@ from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.failures import exits_are_failures, record_failure
-from rlhf_lightning.app.prerequisites import prepare_inputs
+from rlhf_lightning.app.next_command import after_collecting
+from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
@@ -65,6 +66,7 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
         PeopleNeededError: if people have to label first.
     """
     check_folder(settings, folder)
+    check_world(settings, settings.candidates.policies.values())
     keep_secrets(settings, folder)
     prepare_inputs(settings, overrides)
     folder = _start(settings, folder)
@@ -78,7 +80,7 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     with claimed, computing(**settings.model.computing):
         try:
             write_summary(folder, summary)
-            return _collect(settings, folder, summary, publishing_to(settings, overrides))
+            return _collect(settings, folder, summary, overrides)
         except BaseException as error:
             if type(error).__name__ == WAITING:
                 begun = read_summary(folder)
@@ -90,13 +92,14 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
 
 @exits_are_failures()
 def _collect(
-    settings: CollectSettings, folder: RunFolder, summary: Summary, published: str | None
+    settings: CollectSettings, folder: RunFolder, summary: Summary, overrides: list[str]
 ) -> Summary:
     begun = time.perf_counter()
     quieten()
     set_matmul_precision(settings.trainer.matmul_precision)
     made = _demonstrations if settings.records == "demonstrations" else _preferences
     summary, metrics, told = made(settings, folder, summary)
+    published = publishing_to(settings, overrides)
     if published is not None:
         target = Path(published)
         with artifact_lock(target):
@@ -106,6 +109,7 @@ def _collect(
         status="completed",
         metrics=dict(sorted(metrics.items())),
         seconds={"total": time.perf_counter() - begun},
+        next=after_collecting(settings, folder, overrides, folder.path / DATA),
     )
     write_summary(folder, summary)
     write_report(folder)

@@ -14,7 +14,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.inherit import read_training
 from rlhf_lightning.app.config.saved import working_folder
-from rlhf_lightning.app.prerequisites import is_available, prepare_inputs
+from rlhf_lightning.app.prerequisites import check_world, is_available, prepare_inputs
 from rlhf_lightning.data.encode import OVER_LONG, EncodingReport, encode_prompt
 from rlhf_lightning.data.first_screen import (
     UNLIMITED,
@@ -62,6 +62,7 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     for side, value in sides.items():
         if value not in models.values() and not is_available(value):
             raise ConfigError(f"{side}={value} does not exist: give a model folder or a hub name")
+    check_world(settings, sides.values())
     used: set[str | None] = set(sides.values())
     if scorer is not None and (settings.benchmark is None or not sides):
         used.add(scorer.get("source"))

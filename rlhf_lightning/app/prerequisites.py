@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -29,12 +29,15 @@ from rlhf_lightning.app.config.validate import (
     without_unread,
 )
 from rlhf_lightning.app.untrained import write_untrained
+from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 from rlhf_lightning.runs.model_folder import is_adapter
+from rlhf_lightning.text.tokenizers import load_tokenizer
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -86,7 +89,7 @@ def prepare_inputs(
         if not is_built_in(settings, kind):
             made = ""
             if has_recipe:
-                command = f"+experiment={_maker(settings, kind, overrides)}"
+                command = f"+experiment={shlex.join(words_for(settings, kind, overrides))}"
                 made = f", or make it with  python -m rlhf_lightning.train {command}"
             raise ConfigError(
                 f"artifacts.{kind}={source} does not exist: give a folder or hub name"
@@ -105,6 +108,37 @@ def prepare_inputs(
 def _recipe(kind: str) -> TrainSettings:
     """Return the settings of the experiment that makes a `kind` model of the built-in world."""
     return load_settings(TrainSettings, "train", [f"+experiment={kind}"])
+
+
+def check_world(settings: Any, policies: Iterable[str | None]) -> None:
+    """Refuse the built-in world's records for a policy whose tokenizer does not know its words.
+
+    They are what every command reads if no dataset is chosen. A run that only shows that it runs
+    may read them.
+
+    Args:
+        settings: settings of a command.
+        policies: folders and hub names; what is missing is not looked at.
+
+    Raises:
+        ConfigError: with the policy and the words to write.
+    """
+    if settings.only_runs or settings.dataset.source.read().call is not DemoSource:
+        return
+    words = demo_tokenizer().get_vocab().keys()
+    for policy in filter(None, policies):
+        if is_available(policy) and not (Path(policy).is_dir() and words <= _words_of(policy)):
+            raise ConfigError(
+                f"dataset=demo is the built-in world, and {policy} is no model of it: give your "
+                "own records, with dataset=files dataset.name=NAME dataset.path=FILE and "
+                "model=pretrained, or another dataset="
+            )
+
+
+def _words_of(policy: str) -> Set[str]:
+    with suppress(OSError, ValueError):
+        return load_tokenizer(policy).get_vocab().keys()
+    return demo_tokenizer().get_vocab().keys()  # loading it names what it lacks
 
 
 def is_available(source: str) -> bool:
@@ -152,8 +186,17 @@ def _way_without(settings: RunSettings, source: str) -> str:
     return " (module.value=null module.value_head=zero does without)"
 
 
-def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
-    """Return the words by which an experiment makes a `kind` model for these settings."""
+def words_for(
+    settings: RunSettings, kind: str, overrides: Sequence[str], *, other_file: bool = True
+) -> list[str]:
+    """Return an experiment and the words by which it makes a `kind` model for these settings.
+
+    Args:
+        settings: settings of a command.
+        kind: key of `artifacts`, or experiment.
+        overrides: overrides of its command line.
+        other_file: ask for another file where that of the dataset has no records for it.
+    """
     sibling = "_".join([kind, *settings.name.split("_")[1:]])
     experiment = sibling if sibling in choices("experiment") else kind
     recipe = _recipe(kind)
@@ -167,13 +210,14 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     other = settings.select(f"dataset.{kind}_dataset")
     if other is not None and not any(word.startswith("dataset.family=") for word in words):
         words = [f"dataset={other}" if word.startswith("dataset=") else word for word in words]
-    elif not _holds(settings, kind):
+        words = [word for word in words if not word.lstrip("+").startswith("dataset.")]
+    elif other_file and not has_records(settings, kind):
         file = f"dataset.path={recipe.data.get('kind').upper()}"
         words = [file if word.startswith("dataset.path=") else word for word in words]
-    return shlex.join([experiment, *words, *config_dirs()])
+    return [experiment, *words, *config_dirs()]
 
 
-def _holds(settings: Any, kind: str) -> bool:
+def has_records(settings: Any, kind: str) -> bool:
     """Return whether the dataset's files have the records that a `kind` model learns from."""
     path, records = settings.select("dataset.path"), _recipe(kind).data.get("kind")
     if path is None or not Path(path).exists() or records is None:

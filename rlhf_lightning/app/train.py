@@ -42,7 +42,8 @@ from rlhf_lightning.app.failures import (
 )
 from rlhf_lightning.app.finalize import finish, finish_tracking
 from rlhf_lightning.app.fit import fit
-from rlhf_lightning.app.prerequisites import prepare_inputs
+from rlhf_lightning.app.next_command import after_training
+from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_summary import memory_advice, start_settings
 from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.app.sweep import in_sweep, should_continue
@@ -100,6 +101,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     first = global_rank() == 0
     if first:
         check_folder(settings, folder)
+        check_world(settings, [settings.start])
     keep_secrets(settings, folder if first else None)
 
     def prepared() -> str:
@@ -128,7 +130,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
             if first:
                 write_summary(folder, summary)
                 keep_changes(settings, folder, overrides)
-            return _train(settings, folder, checkpoint, summary)
+            return _train(settings, folder, checkpoint, summary, overrides)
         except BaseException as error:
             minutes = settings.strategy.timeout_minutes
             failure = explain_lost_rank(error, minutes) or explain_failure(
@@ -159,7 +161,11 @@ def _memory_advice(settings: TrainSettings, overrides: list[str], evaluates: boo
 
 @exits_are_failures()
 def _train(
-    settings: TrainSettings, folder: RunFolder, checkpoint: Path | None, summary: Summary
+    settings: TrainSettings,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    summary: Summary,
+    overrides: list[str],
 ) -> Summary:
     started = time.perf_counter()
     quieten()
@@ -195,6 +201,7 @@ def _train(
             seconds=seconds,
         )
         if parts.trainer.is_global_zero:
+            summary = replace(summary, next=after_training(settings, folder, overrides))
             write_summary(folder, summary)
             write_report(folder)
             finish_tracking(settings, folder, parts, findings, summary)

@@ -91,6 +91,8 @@ def _explain(
     metric: str, bound: str, value: float, threshold: float, metrics: Mapping[str, float | None]
 ) -> str:
     """Return the likely cause of a gate that failed, and what to try; "" where neither is known."""
+    if measured_value(metrics, "rollout/score_std_max") == 0:
+        return "Every response of the training got the same score: mend the reward first"
     if metric == "val/accuracy":
         if bound == "at_least":
             return explain_accuracy(value, metrics)

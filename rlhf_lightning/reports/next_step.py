@@ -1,4 +1,4 @@
-"""The recommended next step after a run, in a sentence."""
+"""The recommended next step after a run: a sentence, or one and a command on a second line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
 
-_COMPARE = (
-    "Read the samples. rlhf-evaluate run={run} compares it on other prompts, also by a language "
-    "model (judge=) or by people (human=export)."
-)
 _IN_PYTHON = (
     "Read the samples. compare(module, BASELINE, PROMPTS, reward=...) says whether its responses "
     "are better, on this page too. "
@@ -32,6 +28,9 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         return f"Mend the cause; {way} goes on from the last checkpoint."
     if not summary.judged:
         return "The same command without debug=fast trains."
+    for alert in summary.alerts:
+        if alert["level"] == "alarm" and alert["cleared_at"] is None:
+            return f"The doctor's alarm comes first. {alert['message']}. Try: {alert['remedy']}."
     stages = "stages" in summary.about
     failed = [
         f"{gate.name}: {gate.reason}" if stages else gate.reason
@@ -46,36 +45,25 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     trained = folder.metrics.is_file() or stages
     more = "held-out rows or a longer run" if trained else "held-out prompts or pairs"
     undecided = f"More {more} may decide it. " * (tone == "undecided")
-    template = _what_takes_it(summary, folder)
-    if not folder.config.is_file():
-        told = _IN_PYTHON if template == _COMPARE else ""
-        if "compared by" in summary.about:
-            told = "Read the samples. "
-        return f"{undecided}{told}export_model(module, FOLDER) exports it for the next stage."
-    made = next((p for p in (folder.export, folder.path / "data") if p.is_dir()), folder.path)
-    return undecided + template.format(place_of(made), run=place_of(folder.path))
+    return undecided + (summary.next or _without_a_command(summary, folder, trained=trained))
 
 
-def _what_takes_it(summary: Summary, folder: RunFolder) -> str:
-    """Return the command that takes what a run has made: records, a policy or a reward model."""
+def _without_a_command(summary: Summary, folder: RunFolder, *, trained: bool) -> str:
+    """Return what to do with what no command line has made, or with no model."""
     metrics = summary.metrics
-    if "collect/score_best" in metrics:
-        return "rlhf-train +experiment=sft data.path={} fine-tunes on them."
-    if "collect/train_records" in metrics:
-        return "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs."
     if "stages" in summary.about:
         return "Read the samples on the page of the last stage. rounds=2 trains once more."
-    if not folder.metrics.is_file():  # nothing was trained
-        if any(name.startswith("benchmark/") for name in metrics):
-            return ""
-        return "Read the samples." + _who_else(metrics)
-    if "val/accuracy" in metrics and "val/chosen_reward" not in metrics:
-        return "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it."
-    if "val/loss" not in metrics or "val/accuracy" in metrics:
-        return _COMPARE
-    if "baseline" not in summary.about and "val/baseline_loss" not in metrics:
-        return "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations."
-    return "rlhf-train +experiment=reward artifacts.sft={} trains a reward model from it."
+    if not folder.config.is_file():
+        is_policy = "val/chosen_reward" in metrics or not {"val/loss", "val/accuracy"} & set(
+            metrics
+        )
+        told = _IN_PYTHON if is_policy else ""
+        if "compared by" in summary.about:
+            told = "Read the samples. "
+        return f"{told}export_model(module, FOLDER) exports it for the next stage."
+    if trained or any(name.startswith(("benchmark/", "collect/")) for name in metrics):
+        return ""
+    return "Read the samples." + _who_else(metrics)
 
 
 def _who_else(metrics: Mapping[str, float | None]) -> str:

@@ -95,12 +95,27 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
 
 
+_STAGED = ".tmp-"
+
+
+def target_of(staging: Path) -> str:
+    """Return what a path of `staging_of` will be, as it can be typed; another path as it is."""
+    name, staged, _ = staging.name.removeprefix(".").partition(_STAGED)
+    return from_here(staging.with_name(name) if staged else staging)
+
+
+def from_here(path: Path) -> str:
+    """Return a path as short as it can be typed: below the working folder without that folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 def staging_of(path: Path) -> Path:
     """Return the path where a process writes the replacement of `path`; its folder must exist.
 
     Leftovers of dead processes of this machine are removed.
     """
-    head = f".{path.name}.tmp-{socket.gethostname()}-"
+    head = f".{path.name}{_STAGED}{socket.gethostname()}-"
     for left in path.parent.iterdir():
         number = left.name.removeprefix(head)
         if left.name.startswith(head) and number.isdecimal() and not _is_alive(int(number)):

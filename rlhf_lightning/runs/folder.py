@@ -17,6 +17,9 @@ from rlhf_lightning.runs.reading import loads, read_file
 
 ITERATION = "iteration"
 MOST_COLUMNS = 50_000  # of metrics.csv
+RESOLVED = (
+    "resolved.yaml"  # beside `config`, without interpolations and what is private: for the page
+)
 LONGEST_LINE = 2**24  # bytes, of samples.jsonl and distributions.jsonl
 
 
@@ -84,12 +87,6 @@ class RunFolder:
         """Make the folder if it is missing and return self."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self
-
-
-def from_here(path: Path) -> str:
-    """Return a path as short as it can be typed: below the working folder without that folder."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 class MetricsAppender:

@@ -71,6 +71,9 @@ class Summary:
         read: SHA-256 of the files and models that training was given, by key of the configuration.
         title: the kind of run in words, such as "PPO"; the stage where a run of an earlier
             version has none.
+        next: what to do with what it made: a sentence, and on a second line a command for the shell
+            and folder in which it was started; "" where a command line started nothing, and of an
+            earlier version.
     """
 
     stage: str
@@ -89,6 +92,7 @@ class Summary:
     judged: bool = True
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     title: str = ""
+    next: str = ""
 
     def __post_init__(self) -> None:
         """Check the two words, and fill in the title."""

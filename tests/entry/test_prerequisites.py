@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app import prerequisites
+from rlhf_lightning.app import collect, evaluate, prerequisites, train
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.evaluate_parts import prepare_sides
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import make_start
+
+RUNS = {"train": train.run, "collect": collect.run, "evaluate": evaluate.run}
 
 
 @pytest.fixture
@@ -245,3 +248,28 @@ def test_what_an_error_of_another_command_says_leads_to_its_start(entry, words, 
     Path("pairs.jsonl").write_text("\n".join(rows))
     done = made_in_order(words, entry)
     assert [one.partition(" ")[0] for one in done] == [f"+experiment={e}" for e in experiments]
+
+
+def test_the_built_in_world_is_no_data_for_another_model(tmp_path, monkeypatch):
+    """Its 24,000 pairs would train a real model for hours where no dataset is named."""
+    monkeypatch.chdir(tmp_path)
+    mine = make_start(Path("mine"))
+    settings = settings_of("+experiment=reward", f"artifacts.sft={mine}")
+    prerequisites.check_world(settings, [str(mine), None, "missing/policy/here"])
+    other = json.loads((mine / "tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    other["model"]["vocab"] = {f"x{word}" if i > 9 else word: i for word, i in vocabulary.items()}
+    (mine / "tokenizer.json").write_text(json.dumps(other))
+    refused = r"dataset=demo is the built-in world, and {} is no model of it: .*dataset=files"
+    for entry, words in {
+        "train": ["+experiment=reward", "artifacts.sft=mine"],
+        "collect": ["artifacts.sft=mine", "artifacts.base=null"],
+        "evaluate": ["policy=mine", "baseline=mine"],
+    }.items():
+        with pytest.raises(ConfigError, match=refused.format("mine")):
+            RUNS[entry](settings_of(*words, entry=entry), RunFolder(tmp_path / "run"), words)
+    hub = settings_of("+experiment=dpo", "model=smollm2_135m", "artifacts.sft=org/mine")
+    with pytest.raises(ConfigError, match=refused.format("org/mine")):
+        prerequisites.check_world(hub, [hub.start])
+    only_runs = settings_of("+experiment=reward", "artifacts.sft=mine", "debug=fast")
+    prerequisites.check_world(only_runs, [only_runs.start])

@@ -52,6 +52,14 @@ def test_accuracy_must_reach_its_bound_or_come_near_a_low_ceiling(accuracy, ceil
     assert verdict(ACCURACY, accuracy=accuracy, **found).passed is passed
 
 
+def test_where_the_score_never_varied_no_gate_asks_for_more_training():
+    gate = {"metric": "val/score_win_rate", "at_least": 0.6}
+    metrics = {"val/score_win_rate": 0.5, "rollout/score_std_max": 0.0}
+    (result,) = check_gates({"g": gate}, metrics)
+    assert "mend the reward" in result.reason
+    assert "iterations" not in result.reason
+
+
 def test_what_was_not_measured_fails_unless_it_is_optional():
     gate = {"metric": "val/x", "at_least": 0.0}
     assert not verdict(gate).passed

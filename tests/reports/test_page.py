@@ -223,7 +223,7 @@ def test_a_run_that_was_not_judged_shows_no_wins_and_names_no_next_stage(tmp_pat
     folder = fake_ppo_run(tmp_path, 5)
     summary = read_summary(folder)
     metrics = {**summary.metrics, "val/gold_tie_rate": 0.1}
-    write_summary(folder, replace(summary, metrics=metrics, gates=()))
+    write_summary(folder, replace(summary, metrics=metrics, gates=(), next="compare it"))
     judged = Outline(render_report(folder)).text
     assert "Comparisons, by the gold reward" in judged
     assert "Next:" in judged
@@ -239,26 +239,20 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
         return Outline(render_report(folder)).text.partition("What was run")[0]
 
     sft = fake_sft_run(tmp_path / "sft")
-    assert "artifacts.sft=" in top(sft)
-    sft.export.mkdir()
-    assert f"artifacts.sft={tmp_path.name}/sft/export" in top(sft)
+    assert "Next:" in top(sft, next="Train a reward model:\nrlhf-train 'a=<b>'")
+    assert '<pre class="command">rlhf-train &#39;a=&lt;b&gt;&#39;</pre>' in render_report(sft)
     assert "It left no checkpoint" in top(sft, status="failed", cause="disk full")
     sft.last_checkpoint.mkdir(parents=True)
     assert "resume=auto" in top(sft, status="failed", cause="disk full")
     ppo = fake_ppo_run(tmp_path / "ppo", 5)
     assert "Next: 0.352 is below 0.36" in top(ppo)  # a gate failed
-    assert f"rlhf-evaluate run={tmp_path.parent.name}/{tmp_path.name}/ppo" in top(ppo, gates=())
+    assert "Next: compare it" in top(ppo, gates=(), next="compare it")
     assert "It left no checkpoint" in top(ppo, status="failed", cause="disk full", judged=False)
     assert "Next:" in top(ppo, status="completed", cause=None, judged=True)
     lost = {"val/gold_win_rate": 0.2, "val/gold_win_rate_low": 0.1, "val/gold_win_rate_high": 0.3}
     assert "Do not build on it" in top(ppo, gates=(), metrics=lost)
-    collection = fake_sft_run(tmp_path / "collect")
-    (collection.path / "data").mkdir()
-    assert f"data.path={tmp_path.name}/collect/data" in top(
-        collection, stage="collect", metrics={"collect/train_records": 5.0}
-    )
     ppo.config.unlink()
-    told = top(ppo, gates=(), metrics={"val/score": 1.0})
+    told = top(ppo, gates=(), metrics={"val/score": 1.0}, next="")
     assert "compare(module" in told
     assert "export_model(module" in told
     reward = fake_reward_run(tmp_path / "reward", 20)
@@ -266,6 +260,16 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
     told = top(reward)
     assert "export_model(module" in told
     assert "compare(module" not in told  # which compares policies
+
+
+def test_an_alarm_of_the_doctor_that_was_not_cleared_is_what_to_do_next(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 5)
+    alert = {"detector": "constant_score", "raised_at": 2, "cleared_at": None, "level": "alarm"}
+    told = {"message": "5 iterations in a row", "cause": "c", "remedy": "score a few by hand"}
+    found = read_summary(folder)
+    for change, expected in (({}, "score a few by hand"), ({"cleared_at": 4}, "0.352 is below")):
+        write_summary(folder, replace(found, alerts=(alert | told | change,)))
+        assert expected in Outline(render_report(folder)).text.partition("Next:")[2][:90]
 
 
 @pytest.mark.parametrize(("count", "shown"), [(1, "1 "), (2, "2 "), (10_000, "10,000 ")])

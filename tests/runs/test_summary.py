@@ -38,6 +38,7 @@ KEYS = [
     "judged",
     "read",
     "title",
+    "next",
 ]
 
 

@@ -1,0 +1,131 @@
+"""The command that takes what a run has made, to be pasted where the run was started."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.app.config.compose import ConfigError, at, choices
+from rlhf_lightning.app.config.inherit import named_again
+from rlhf_lightning.app.config.saved import saved_config
+from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
+from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.prerequisites import has_records, words_for
+from rlhf_lightning.app.study.words import given, varied
+from rlhf_lightning.runs.atomic import from_here
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.saved_yaml import read_yaml
+
+_PLAIN = re.compile(r"[\w./:@+-]*/[\w./:@+-]*")  # a path that Hydra reads as it is
+_ELSEWHERE = "The next stage starts from it with {}."
+_COMPARE = (
+    "Read the samples. This compares it on other prompts; judge= asks a language model too, and "
+    "human=export people:"
+)
+
+
+def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> str:
+    """Return a sentence and, on a second line, the command for the model that a run has made.
+
+    Where no stage is known for which the dataset of the run has records, the sentence says which
+    key of the next command takes the model.
+    """
+    stage = settings.spec
+    if stage.trains_policy and stage.starts_from != "base":
+        again = [
+            varied(f"++{key}", value) for key, value in named_again("evaluate", settings).items()
+        ]
+        return _told(_COMPARE, "evaluate", [_word("run", folder.path), *again])
+    made = "sft" if stage.trains_policy else "reward"
+    made = "base" if settings.start is None else made
+    key = f"artifacts.{made}"
+    start = _word(key, folder.export)
+    kind, told = {
+        "base": ("sft", "Fine-tune this model on demonstrations:"),
+        "sft": ("reward", "Train a reward model from this policy:"),
+        "reward": ("ppo", "Train a policy against this reward model:"),
+    }[made]
+    another_file = settings.dataset.source.path.endswith(".FileSource")
+    if not (has_records(settings, kind) or another_file):
+        if f"ppo_{settings.name.partition('_')[2]}" not in choices("experiment"):
+            return _ELSEWHERE.format(start)
+        kind, told = "ppo", "Train this policy:"
+    words = [w for w in _words(settings, kind, folder, overrides) if not w.startswith(f"{key}=")]
+    if any(word.endswith("=PREFERENCES") for word in words):
+        told = f"{told[:-1]}; PREFERENCES is your file of pairs:"
+    return _checked(told, [*words, start]) or _ELSEWHERE.format(start)
+
+
+def after_collecting(settings: Any, folder: RunFolder, overrides: Sequence[str], data: Path) -> str:
+    """Return the same for records, which `data` holds."""
+    if settings.run is not None:  # its dataset and its models are that run's
+        earlier = RunFolder(Path(settings.run))
+        file = earlier.config.with_name("overrides.yaml")
+        overrides = [*(map(str, read_yaml(file)) if file.is_file() else ()), *overrides]
+        folder = earlier
+    if settings.records == "preferences":
+        words = _words(settings, "reward", folder, overrides, records=True)
+        return _checked("Train a reward model on the pairs:", [*words, _word("data.path", data)])
+    source = {"_target_": "rlhf_lightning.FileSource", "path": str(from_here(data))}
+    sampled = settings.candidates.policies.get("sft") or settings.artifacts.sft
+    words = [
+        w
+        for w in _words(settings, "sft", folder, overrides, records=True)
+        if "artifacts.base=" not in w
+    ]
+    words += [_word("artifacts.base", Path(sampled)), varied("data.source", source)]
+    return _checked("Fine-tune on them:", words)
+
+
+def _words(
+    settings: RunSettings,
+    kind: str,
+    folder: RunFolder,
+    overrides: Sequence[str],
+    *,
+    records: bool = False,
+) -> list[str]:
+    """Return the words of the training, with model and dataset of the run."""
+    words = list(dict.fromkeys(words_for(settings, kind, overrides, other_file=not records)))
+    file = folder.config.with_name("hydra.yaml")
+    chosen = at(saved_config(file), "hydra.runtime.choices") if file.is_file() else None
+    for group in ("dataset", "model"):
+        named = (chosen or {}).get(group)
+        if words[0] == kind and named not in (None, "demo") and not _has(words, group):
+            words.insert(1, f"{group}={named}")
+    return [f"+experiment={words[0]}", *words[1:]]
+
+
+def _has(words: Sequence[str], key: str) -> bool:
+    return any(word.lstrip("+").startswith(f"{key}=") for word in words)
+
+
+def _checked(told: str, words: list[str]) -> str:
+    """Return sentence and command; "" if what is carried over does not compose there."""
+    try:
+        if len(words) > 2:
+            load_settings(TrainSettings, "train", [w for w in words if not w.startswith("--")])
+    except ConfigError:
+        return ""
+    return _told(told, "train", words)
+
+
+def _told(told: str, command: str, words: list[str]) -> str:
+    return f"{told}\n{shlex.join([*_program(command), *words])}"
+
+
+def _program(command: str) -> list[str]:
+    """Return the words that start a command of ours from this shell."""
+    if shutil.which(f"rlhf-{command}"):
+        return [f"rlhf-{command}"]
+    return [from_here(Path(sys.executable)), "-m", f"rlhf_lightning.{command}"]
+
+
+def _word(key: str, path: Path) -> str:
+    where = from_here(path)
+    return f"{key}={where}" if _PLAIN.fullmatch(where) else given(key, where)

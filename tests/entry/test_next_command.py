@@ -1,0 +1,144 @@
+"""The command that a run's page prints under "Next": it composes where the run was started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_lightning.app.config.compose import composed
+from rlhf_lightning.app.next_command import after_collecting, after_training
+from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.command_lines import LENGTH_REWARD, settings_of
+from tests.entry.test_run_of_training import run_of
+
+PRETRAINED = ["model=pretrained", "dataset=files", "dataset.name=mine"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, keys in {"demos": ["completion"], "pairs": ["chosen", "rejected"]}.items():
+        rows = [{"prompt": f"Say {n}.", **{key: f"{n} {key}" for key in keys}} for n in range(40)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "reward.py").write_text(LENGTH_REWARD)
+
+
+def printed(words: list[str], place: str = "outputs/a run/1") -> tuple[str, list[str]]:
+    """Return what is told after a run of these words, and the words of the command."""
+    folder = run_of(Path(place), *words)
+    with_hydra = composed("train", words)
+    runtime = {"choices": dict(with_hydra.hydra.runtime.choices), "cwd": str(Path.cwd())}
+    text = yaml.safe_dump({"hydra": {"runtime": runtime}})
+    folder.config.with_name("hydra.yaml").write_text(text)
+    folder.export.mkdir()
+    told, _, command = after_training(settings_of(*words), folder, words).partition("\n")
+    assert not command or command.startswith("rlhf-") or " -m rlhf_lightning." in command
+    return told, shlex.split(command)
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "wanted"),
+    [
+        ("base", ["+experiment=base", "seed=3"], ["+experiment=sft", "seed=3"]),
+        (
+            "sft",
+            ["+experiment=sft", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.base=org/m"],
+            ["+experiment=reward", *PRETRAINED, "dataset.path=PREFERENCES"],
+        ),
+        pytest.param(
+            "sft",
+            ["+experiment=sft", *PRETRAINED, "dataset.path=pairs.jsonl", "artifacts.base=org/m"],
+            ["+experiment=reward", *PRETRAINED, "dataset.path=pairs.jsonl"],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "sft",
+            [
+                *("+experiment=sft", "model=smollm2_135m", "lora=lora", "dataset=ultrachat"),
+                "dataset.hub_name=data/ultrachat",
+            ],
+            ["+experiment=reward", "model=smollm2_135m", "lora=lora", "dataset=ultrafeedback"],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "sft",
+            ["+experiment=sft_smollm2_sentiment", "dataset.positive=a", "dataset.negative=b"],
+            ["+experiment=reward_smollm2_sentiment", "dataset.positive=a", "dataset.negative=b"],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "sft",
+            ["+experiment=sft_smollm2_gsm8k", "dataset.path=demos.jsonl"],
+            ["+experiment=ppo_smollm2_gsm8k", "dataset.path=demos.jsonl"],
+            marks=pytest.mark.thorough,
+        ),
+        (
+            "reward",
+            ["+experiment=reward", *PRETRAINED, "dataset.path=pairs.jsonl", "artifacts.sft=org/m"],
+            ["+experiment=ppo", *PRETRAINED, "dataset.path=pairs.jsonl", "artifacts.sft=org/m"],
+        ),
+    ],
+)
+def test_the_next_stage_has_the_model_and_the_dataset_of_the_run(key, words, wanted):
+    told, command = printed(words)
+    start = command.index("+experiment=" + wanted[0].partition("=")[2])
+    assert sorted(command[start:-1]) == sorted(wanted)
+    settings = settings_of(*command[start:])
+    assert settings.artifacts.of(key) == "outputs/a run/1/export"
+    assert settings.model.name == settings_of(*words).model.name
+    assert ("your file of pairs" in told) == ("dataset.path=PREFERENCES" in wanted)
+
+
+@pytest.mark.thorough
+def test_where_no_stage_is_known_to_have_records_the_key_is_named():
+    told, command = printed(["+experiment=sft_smollm2_shell", "dataset.path=demos.jsonl"])
+    assert told == "The next stage starts from it with artifacts.sft='outputs/a run/1/export'."
+    assert not command
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["+experiment=dpo"], marks=pytest.mark.thorough),
+        [
+            *("+experiment=grpo", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.sft=org/m"),
+            *("artifacts.reward=null", "scorer=function", "scorer.function=reward.py:score"),
+        ],
+    ],
+)
+def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_with(words):
+    told, command = printed(words, "outputs/grpo/1")
+    assert "compares it" in told
+    settings = settings_of(*command[command.index("run=outputs/grpo/1") :], entry="evaluate")
+    assert settings.policy == "outputs/grpo/1/export"
+    assert settings.dataset.name == settings_of(*words).dataset.name
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        pytest.param(["annotator=demo"], "+experiment=reward", marks=pytest.mark.thorough),
+        (["records=demonstrations", "artifacts.reward=org/r"], "+experiment=sft"),
+        pytest.param(
+            [*PRETRAINED, "dataset.path=demos.jsonl", "annotator=page"],
+            "+experiment=reward",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_the_stage_after_a_collection_reads_its_records(words, wanted):
+    words = [*words, "artifacts.sft=org/policy", "artifacts.base=null"]
+    folder = RunFolder(Path("outputs/collect/1"))
+    settings = settings_of(*words, entry="collect")
+    _, _, command = after_collecting(settings, folder, words, folder.path / "data").partition("\n")
+    read = shlex.split(command)
+    stage = settings_of(*read[read.index(wanted) :])
+    own = stage.data.get("source") or {}
+    assert "outputs/collect/1/data" in (stage.data.get("path"), own.get("path"))
+    assert stage.start == "org/policy"
+    assert stage.dataset.name == settings.dataset.name
