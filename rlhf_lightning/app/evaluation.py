@@ -117,6 +117,23 @@ def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyMo
     return policy
 
 
+def answers_of(
+    settings: TrainSettings, parts: TrainingComponents, baseline: PolicyModel, num_prompts: int
+) -> list[dict[str, Any]]:
+    """Return responses of both policies to some held-out prompts, which nothing judges."""
+    if not num_prompts:
+        return []
+    asked = comparison_arguments(settings, num_prompts=num_prompts)
+    asked |= {"safety": None, "gold": None, "over_long": "drop"}
+    comparison = held_out_comparison(
+        settings.data.source.build(), parts.sampling, scorer=None, **asked
+    )
+    if comparison is None:
+        return []
+    policies = placed(parts, parts.module.policy), placed(parts, baseline)
+    return comparison.findings(*policies).samples
+
+
 def compare(settings: TrainSettings, parts: TrainingComponents, baseline: PolicyModel) -> Findings:
     """Compare the trained policy with `baseline` on held-out prompts.
 

@@ -5,6 +5,7 @@ Legend: B rows, R response.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,7 @@ from typing import Any, Concatenate
 import torch
 from torch import Tensor
 
-from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.batches import CONVERSATION, RENDERED, PromptBatch
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, unsharded, world_size
 from rlhf_lightning.functional.diversity import distinct_n
@@ -27,6 +28,7 @@ from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
 from rlhf_lightning.rollout.teachers import Teacher
+from rlhf_lightning.text.messages import read_by_people
 
 # (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
 GoldReward = Callable[Concatenate[Any, Any, Any, ...], list[float]]
@@ -252,6 +254,18 @@ def _or_none(score: float) -> float | None:
     return None if math.isnan(score) else score
 
 
+def _shown(answers: PolicyAnswers, row: int) -> dict[str, str]:
+    """Return `prompt` and, where there is one, `system` of a response, as people read them."""
+    written = answers.columns[row].get(CONVERSATION) if answers.columns else None
+    if written in (None, "", RENDERED):
+        return {"prompt": answers.prompts[row]}
+    found = json.loads(str(written))
+    if found and isinstance(found[-1], list):  # behind the template's further variables
+        found = found[-1]
+    system, prompt = read_by_people(found)
+    return {"system": system, "prompt": prompt} if system else {"prompt": prompt}
+
+
 def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
     """Return the values of every response of both sides, for distributions.jsonl.
 
@@ -276,7 +290,7 @@ def side_by_side(
     mine, theirs = policy.answers_per_prompt, baseline.answers_per_prompt
     return [
         {
-            "prompt": policy.prompts[row],
+            **_shown(policy, row),
             "response": policy.completions[row],
             "baseline_response": baseline.completions[row // mine * theirs],
             "score": _or_none(policy.scores[row]),

@@ -23,8 +23,8 @@ class Rounding(NamedTuple):
     Args:
         error: norm of what was lost, over that of the weights.
         kept: the part of what training changed that is still there, along its own direction: 1
-            where all of it is, 0 where the weights have fallen back to those before; None where
-            these are not known.
+            where all of it is, 0 where the weights are back at those before, or beyond; None
+            where these are not known.
     """
 
     error: float
@@ -80,7 +80,7 @@ def measure_rounding(
             change += float(delta.square().sum(dtype=torch.float64))
             kept += float(((short - former) * delta).sum(dtype=torch.float64))
     error = (lost / size) ** 0.5 if size else 0.0
-    return Rounding(error, kept / change if change else None)
+    return Rounding(error, max(kept / change, 0.0) if change else None)
 
 
 class _Stored:

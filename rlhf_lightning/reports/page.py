@@ -40,7 +40,7 @@ from rlhf_lightning.runs.doctor_log import (
     coverage_of,
     read_events,
 )
-from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
+from rlhf_lightning.runs.folder import ITERATION, RESOLVED, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import counted, duration, percent, quantity
 from rlhf_lightning.runs.reading import read_file
 from rlhf_lightning.runs.secrets import redacted_yaml
@@ -264,9 +264,9 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
 
 
 def _settings(summary: Summary | None, folder: RunFolder) -> str:
-    """Return seed, versions, commit, what differs from the experiment, and the configuration.
+    """Return what the user has set, seed, versions and commit, and the configuration.
 
-    The configuration is folded and without its secrets.
+    The configuration is folded, without interpolations and without its secrets.
     """
     facts: dict[str, object] = {}
     if summary is not None:
@@ -277,14 +277,15 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
             "versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()),
         }
     facts = {name: value for name, value in facts.items() if value not in (None, "")}
-    files = {}
+    files, changes = {}, read_changes(folder)
+    resolved = folder.config.with_name(RESOLVED)
     for title, path in (
-        ("Overrides of this run", folder.config.with_name("overrides.yaml")),
-        ("The whole configuration", folder.config),
+        ("Words of the command line", folder.config.with_name("overrides.yaml")),
+        ("The whole configuration", resolved if resolved.is_file() else folder.config),
     ):
         content = read_file(path).decode("utf-8", "replace").strip() if path.is_file() else ""
         if content not in ("", "[]"):
             files[title] = redacted_yaml(content)
     if not facts and not files:
         return ""
-    return render("settings.html", facts=facts, changes=read_changes(folder), files=files)
+    return render("settings.html", facts=facts, changes=changes, files=files)

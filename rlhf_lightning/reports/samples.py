@@ -82,7 +82,11 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
         many = "one" if count == 1 else count
         lead = f"From iteration {last}: the {many} with the highest score, the {many} with the "
         lead, css = f"{lead}lowest.", "ends"
-    return render("samples.html", lead=lead, cards=cards, css=css)
+    systems = {str(s.get("system") or "") for s in latest}
+    system = systems.pop() if len(systems) == 1 else ""
+    for card, sample in zip(cards, latest, strict=False) if compared and not system else ():
+        card["system"] = str(sample.get("system") or "")
+    return render("samples.html", lead=lead, cards=cards, css=css, system=system)
 
 
 def _card(

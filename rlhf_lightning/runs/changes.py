@@ -1,9 +1,9 @@
-"""`.hydra/changes.json`: in what a run differs from its experiment as it is shipped."""
+"""`.hydra/changes.json`: what the user has set, where it is not as the experiment is shipped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,18 +30,26 @@ class Change:
     value: str
 
 
-def find_changes(default: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
-    """Return the values of `config` that differ, without folders and secrets.
+def find_changes(
+    keys: Iterable[str], default: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[Change]:
+    """Return the values of `config` that a user has set and that differ, without secrets.
 
     Args:
-        default: the configuration as it is shipped; plain values, interpolations as written.
+        keys: dotted keys of values and groups that the user named, in their order.
+        default: the configuration as it is shipped; plain values.
         config: the configuration of the run, in the same form.
     """
     old, new = (dict(flatten(public_config(c, c))) for c in (default, config))
-    keys = [key for key in (*new, *(k for k in old if k not in new)) if key != "seed"]
+    asked = [
+        found
+        for key in dict.fromkeys(keys)
+        for found in dict.fromkeys((*new, *old))
+        if found == key or found.startswith(f"{key}.")
+    ]
     return [
         Change(key, show(before), show(after))
-        for key in keys
+        for key in asked
         if (before := _value(old, key)) != (after := _value(new, key))
         and not (_says_nothing(before) and _says_nothing(after))
         # A group in place of a value, or the other way round: its keys, or that key, say it.

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_lightning.runs.atomic import link_atomically
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RESOLVED, RunFolder
 from rlhf_lightning.runs.lock import LOCK, FolderTakenError, is_signed
 from rlhf_lightning.runs.resume import newest_complete_in
 from rlhf_lightning.runs.summary import Summary, read_summary
 
 HYDRA = ".hydra"  # and in it what Hydra writes
-_SAVED = ("config.yaml", "hydra.yaml", "overrides.yaml")
+_SAVED = ("config.yaml", "hydra.yaml", "overrides.yaml", RESOLVED)
 
 
 ELSEWHERE = "choose another folder (hydra.run.dir=, in Python that of trainer_arguments)"

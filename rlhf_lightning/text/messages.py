@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -35,3 +35,26 @@ def fields_of(template: str, name: str) -> tuple[str, ...]:
     if not names and name != "system":
         raise ValueError(f"{name}={template!r} has no {{field}}, so it is the same for every row")
     return names
+
+
+def read_by_people(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the system text that a conversation begins with, and the rest, without a template.
+
+    Of several messages each begins with its role; what is no text is JSON.
+    """
+    first = messages[0] if messages else {}
+    is_system = first.get("role") in ("system", "developer")
+    rest = [
+        (str(m.get("role")), told)
+        for m in messages[is_system:]
+        if (told := m.get("content")) or (told := {k: v for k, v in m.items() if k != "role"})
+    ]
+    texts = [f"{role}: {_text(told)}" for role, told in rest]
+    alone = len(rest) == 1 and rest[0][0] == "user"
+    return _text(first.get("content")) if is_system else "", (
+        _text(rest[0][1]) if alone else "\n\n".join(texts)
+    )
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

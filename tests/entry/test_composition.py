@@ -3,11 +3,17 @@
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
 
 from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, register
+from rlhf_lightning.app.config.save import keep_changes, keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.hparams import UnusualHparamWarning
+from rlhf_lightning.reports.page import render_report
+from rlhf_lightning.runs.changes import read_changes
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import Summary, write_summary
 from tests.builders.command_lines import settings_of
 
 
@@ -30,6 +36,34 @@ def test_presets_set_the_articles_values_and_warn_of_what_is_unusual(preset):
         ppo = composed("+experiment=ppo", f"+preset={preset}").hparams
     assert (ppo.gamma, ppo.vf_coef, ppo.gae_lambda, ppo.num_ppo_epochs) == (0.99, 0.5, 0.95, 4)
     assert ppo.kl_coef == (0.05 if preset == "article_step_by_step" else 0.1)
+
+
+@pytest.mark.thorough
+def test_a_page_begins_with_what_the_user_has_set_and_folds_the_rest_resolved(tmp_path):
+    words = ["+experiment=dpo", "model=pretrained", "dataset=files", "dataset.name=mine"]
+    words += ["dataset.path=pairs.jsonl", "module.dpo.beta=0.3", "seed=3", "logger=none"]
+    words += ["artifacts.sft=org/m", "trainer.precision=bf16-mixed"]
+    register()
+    folder = RunFolder(tmp_path)
+    folder.config.parent.mkdir()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        settings = load_settings(TrainSettings, "train", words)
+        keep_secrets(settings, folder)
+        keep_changes(settings, folder, words)
+    assert {c.key: (c.default, c.value) for c in read_changes(folder) or ()} == {
+        "model": ("demo", "pretrained"),
+        "dataset": ("demo", "files"),
+        "logger": ("wandb", "none"),
+        "dataset.name": ("demo_seed1", "mine"),
+        "dataset.path": ("not set", "pairs.jsonl"),
+        "module.dpo.beta": ("0.5", "0.3"),
+        "artifacts.sft": ("artifacts/demo_seed1/sft", "org/m"),
+        "trainer.precision": ("32-true", "bf16-mixed"),
+    }
+    write_summary(folder, Summary("dpo", "completed", 3))
+    page = render_report(folder)
+    assert "${" not in page
+    assert page.index("set by you") < page.index("<dt>seed") < page.index("max_length: 1024")
 
 
 @pytest.mark.thorough

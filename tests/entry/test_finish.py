@@ -52,6 +52,18 @@ def test_the_optimizer_s_state_is_saved_and_dropped_before_it_would_reach_host_m
     assert len(saved["state"]) > 3
 
 
+def test_sft_without_a_judge_shows_ten_responses_before_and_after(tmp_path, start):
+    made = completed(
+        tmp_path / "run", "sft", start, "evaluation.gold=null", "evaluation.num_samples=24",
+        "evaluation.num_prompts=24", "evaluation.max_new_tokens=4",
+    )  # fmt: skip
+    shown = [s for s in read_samples(made.samples) if "baseline_response" in s]
+    assert len(shown) == 10
+    page = made.report.read_text()
+    assert page.count(">before · ") == page.count(">after · ") == 10
+    assert "val/kl_per_token" not in read_summary(made).metrics, "ten prompts measure nothing"
+
+
 def agreed():
     return {name for name in os.environ if name.startswith(PREFIX)}
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlhf_lightning.data.encode import prompt_columns
+from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.comparisons import (
     length_controlled_win_rate,
     mean_over_prompts,
@@ -17,7 +19,11 @@ from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, rows_of, wins
 from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
 from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.reports.page import render_report
 from rlhf_lightning.reports.samples import figures
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+from rlhf_lightning.runs.summary import Summary, write_summary
+from tests.builders.tokenizers import family_tokenizer
 from tests.evaluation.spoken import answers
 
 
@@ -46,6 +52,31 @@ def test_the_report_learns_of_both_answers_how_long_they_are_and_whether_they_we
     assert [row["baseline_length"] for row in shown] == [2, 4]
     assert figures(shown[1], "baseline_") == "score 0 · 4 tokens · cut off"
     assert "cut off" not in figures(shown[0], "baseline_")
+
+
+def test_samples_of_conversations_have_no_tokens_of_a_template_and_the_system_text_once(tmp_path):
+    system, user = ({"role": r, "content": f"{r} text"} for r in ("system", "user"))
+    turns = [system, user, {"role": "assistant", "content": "yes"}, {**user, "content": "why?"}]
+    columns = [
+        prompt_columns(PromptRecord(tuple(messages)), family_tokenizer("chatml", "bpe"))
+        | {"x": None}
+        for messages in ([system, user], turns)
+    ]
+    assert "<|im_start|>" in columns[0]["prompt"]
+    mine = replace(answers(["a", "b"]), columns=columns)
+    shown = side_by_side(mine, answers(["c", "d"]), 2)
+    assert [row["prompt"] for row in shown] == [
+        "user text",
+        "user: user text\n\nassistant: yes\n\nuser: why?",
+    ]
+    folder = RunFolder(tmp_path)
+    write_summary(folder, Summary("evaluate", "completed", 1))
+    SamplesAppender(folder.samples).append(0, shown)
+    page = render_report(folder)
+    assert page.count("system text") == 1
+    assert "im_start" not in page
+    SamplesAppender(folder.samples).append(0, [{**shown[0], "system": "another"}])
+    assert render_report(folder).count("system text") == 2
 
 
 def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_over_tokens():

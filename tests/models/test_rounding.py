@@ -35,6 +35,12 @@ def test_rounding_keeps_large_steps_and_falls_back_from_small_ones(tmp_path, ste
     assert found.error == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_nothing_is_kept_where_weights_are_rounded_away_from_what_they_learnt(tmp_path):
+    save_file({"w": torch.tensor([1.001])}, tmp_path / "model.safetensors")
+    found = measure_rounding({"w": torch.tensor([1.002])}, str(tmp_path), BF16, revision=None)
+    assert found.kept == 0  # and not -100 %
+
+
 def test_what_was_kept_is_not_told_where_nobody_knows_the_weights_before(tmp_path: Path):
     for start in (None, str(tmp_path), "org/of-nobody"):
         found = measure_rounding({"w": grid(4, 4) / 3}, start, BF16, revision=None)
