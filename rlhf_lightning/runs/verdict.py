@@ -368,7 +368,8 @@ def _changes(metrics: Metrics) -> list[Fact]:
             notes = filter(None, (fact.note, "; ".join(filter(None, (of, now)))))
             facts.append(replace(fact, note=", ".join(notes)))
     if (kl := figure(metrics, "val/kl_per_token")) is not None:
-        note = f"nats a token{interval(metrics, 'val/kl_per_token')}"
+        known = ends(metrics, "val/kl_per_token")
+        note = "nats a token" + f", 95 % interval {known}" * bool(known)
         if (of_response := figure(metrics, "val/kl_per_response")) is not None:
             note += f"; {number(of_response)} a response"
         facts.insert(1, Fact("KL from the baseline", number(kl), note))
