@@ -105,7 +105,7 @@ class _Layer:
         qkv = qkv.view(slots, -1, size)  # [S, G * Q + 2 G, D]
         turned, value = qkv[:, : queries + groups], qkv[:, queries + groups :]
         if hasattr(self.attention, "q_norm"):
-            parts = turned.split([queries, groups], 1)
+            parts = torch.split(turned, [queries, groups], 1)
             norms = (self.attention.q_norm, self.attention.k_norm)
             turned = torch.cat([_normed(x, norm) for x, norm in zip(parts, norms, strict=True)], 1)
         # The halves of a rotation change places, and `sin` has the sign of the first.

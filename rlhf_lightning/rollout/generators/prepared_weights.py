@@ -132,17 +132,19 @@ class PreparedWeights:
         dtype = _compute_dtype(plain[0].weight)
         weight = plain[0].weight.new_empty((sum(sizes), plain[0].in_features), dtype=dtype)
         bias = None if plain[0].bias is None else weight.new_empty(sum(sizes))
-        biases = [None] * len(plain) if bias is None else bias.split(sizes)
         self.stacks[tuple(plain)] = weight, bias
-        self.copies.update(zip(plain, zip(weight.split(sizes), biases, strict=True), strict=True))
+        weights = torch.split(weight, sizes)
+        biases = [None] * len(plain) if bias is None else torch.split(bias, sizes)
+        for module, own, added in zip(plain, weights, biases, strict=True):
+            self.copies[module] = own, added
 
     def _forward_of(self, module: Linear) -> Forward | None:
         if module not in self.copies:
             dtype = _compute_dtype(module.weight)
             if module.weight.dtype == dtype:
                 return None
-            bias = None if module.bias is None else module.bias.detach().to(dtype)
-            self.copies[module] = module.weight.detach().to(dtype), bias
+            own = None if module.bias is None else module.bias.detach().to(dtype)
+            self.copies[module] = module.weight.detach().to(dtype), own
         weight, bias = self.copies[module]
         return _cast_forward(weight.t() if isinstance(module, Conv1D) else weight, bias)
 
