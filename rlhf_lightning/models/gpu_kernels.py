@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,8 @@ def use_gpu_kernels(root: nn.Module) -> None:
 
 def is_fused(module: nn.Module) -> bool:
     """Return whether `module` has a `forward` of this file, which computes what its class does."""
-    own = vars(module).get("forward")
-    return isinstance(own, MethodType) and own.__func__ in (*PARTS, _rotating(type(module)))
+    own, of_class = vars(module).get("forward"), cast("Any", type(module))
+    return isinstance(own, MethodType) and own.__func__ in (*PARTS, _rotating(of_class))
 
 
 def fused_parts(root: nn.Module) -> set[str]:
