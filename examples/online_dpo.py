@@ -16,8 +16,9 @@ class OnlineDPOModule(rlhf.PolicyGradientModule):
 
     def policy_loss(self, micro_batch, counts):  # noqa: ANN001, ANN201
         """Return -log sigmoid(kl_coef * margin), the mean over the prompts of all ranks."""
-        gains = self.statistics(micro_batch).logprobs - micro_batch.ref_logprobs  # [b, R]
-        gains = micro_batch.by_group(gains.sum(-1))  # [prompts, responses]
+        new = self.statistics(micro_batch).logprobs  # [b, R], 0 off the mask, as all of these
+        gains = (new - micro_batch.ref_logprobs).sum(-1)
+        gains = micro_batch.by_group(gains)  # [prompts, responses]
         rewards = micro_batch.by_group(micro_batch.rewards.sum(-1))
         scored = micro_batch.by_group(micro_batch.scored)
         best = rewards.where(scored, -torch.inf).argmax(1, keepdim=True)
@@ -25,7 +26,9 @@ class OnlineDPOModule(rlhf.PolicyGradientModule):
         margins = (gains.gather(1, best) - gains.gather(1, worst))[best != worst]  # a tie: no pair
         losses = -torch.nn.functional.logsigmoid(self.controls.kl_coef * margins)
         loss = losses.sum() / (counts.num_sequences / micro_batch.group_size)
-        return loss, {"grpo/policy_loss": loss}
+        moved = new.detach() - micro_batch.logprobs  # since the rollout, for target_approx_kl
+        approx_kl = (moved.expm1() - moved).sum() / counts.num_tokens
+        return loss, {"grpo/policy_loss": loss, "grpo/approx_kl": approx_kl}
 
 
 if __name__ == "__main__":

@@ -100,9 +100,13 @@ def test_online_dpo_is_its_formula_whatever_the_micro_batches(unscored):
         module.policy_loss(rollout[torn[0]], counts_of(rollout))
 
 
-def test_it_learns_what_is_preferred():
-    module = tiny_grpo(cls=Seen, grpo=grpo_hparams(num_epochs=4, micro_batch_size=5))
+def test_it_learns_what_is_preferred_and_measures_how_far_it_went():
+    grpo = grpo_hparams(num_epochs=4, micro_batch_size=5, target_approx_kl=100.0)
+    module = tiny_grpo(cls=Seen, grpo=grpo)
     fit(module, [group_prompts()])
+    moved = [step["grpo/approx_kl"] for step in module.steps]
+    assert moved[0] == pytest.approx(0, abs=1e-6)
+    assert all(later > 1e-5 for later in moved[1:])
     losses = [step["grpo/policy_loss"] for step in module.steps]
     assert losses[0] == pytest.approx(math.log(2))
     assert losses == sorted(losses, reverse=True)
