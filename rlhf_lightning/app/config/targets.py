@@ -300,7 +300,7 @@ def resolve(name: str, where: str) -> Any:
         allowed = inspect.isclass(found) or inspect.isfunction(found)
         allowed &= str(getattr(found, "__module__", "")).partition(".")[0] == root
     if not allowed or (root in LIBRARIES and not inspect.isclass(found)):
-        raise TargetError(_refusal(where, name))
+        raise TargetError(_refusal(where, name) + _home(found, name))
     return found
 
 
@@ -324,12 +324,27 @@ def _holder(path: str, where: str, name: str) -> ModuleType | type:
             with contextlib.suppress(TargetError):
                 cls: type = resolve(path, where)
                 return cls
-            raise TargetError(_refusal(where, name)) from None
+            home = _home(getattr(sys.modules[package], last), path)
+            raise TargetError(_refusal(where, name) + home) from None
         folder = getattr(sys.modules.get(package), "__path__", [])
         known = [module.name for module in pkgutil.iter_modules(folder)]
         raise TargetError(
             f"{where}._target_={name} cannot be imported: {error}{did_you_mean(last, known)}"
         ) from error
+
+
+def _home(found: object, name: str) -> str:
+    """Return the rest of a refusal where a module that the user trusts only imports the name."""
+    home = str(getattr(found, "__module__", ""))
+    known = inspect.isclass(found) or inspect.isfunction(found)
+    if (
+        not known
+        or not name.startswith(trusted_targets() or ("\0",))
+        or name.startswith(f"{home}.")
+    ):
+        return ""
+    module, _, last = name.rpartition(".")
+    return f". {module} only imports {last}: name and list it as {home}.{found.__qualname__}"  # type: ignore[attr-defined]
 
 
 def _refusal(where: str, name: str) -> str:
