@@ -34,6 +34,8 @@ COMPOSITION = [
     Mistake("+experiment=ppo logger=mlflow", "logger=", "mlflow", "tensorboard, wandb"),
     Mistake("+experiment=ppo sed=1", "sed", "unknown key", "did you mean seed"),
     Mistake("+experiment=sft trainer.max_epochs=2", "max_epochs", "here it is", "data.num_epochs"),
+    Mistake("+experiment=grpo trainer.max_epochs=2", "max_epochs", "here", "data.num_iterations"),
+    Mistake("+experiment=ppo num_train_epochs=2", "epochs", "here", "data.num_iterations is the"),
     Mistake("+experiment=ppo lr=1e-5", "key lr:", "here it is", "module.ppo.learning_rate"),
     Mistake("+experiment=dpo learning_rate=1", "key", "it is", "module.dpo.learning_rate"),
     Mistake(

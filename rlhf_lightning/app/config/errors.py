@@ -181,6 +181,9 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
         keys = []
     if ours := _ours(path, keys):
         return f"unknown key {path}: here it is {' or '.join(ours)}"
+    length = "data.num_iterations"
+    if length in keys and path.rpartition(".")[2].lower() in _THEIRS["data.num_epochs"].split():
+        return f"unknown key {path}: here {length} is the length, in batches of data.batch_size"
     return f"unknown key {path}{did_you_mean(path, keys)}"
 
 
