@@ -24,8 +24,9 @@ from rlhf_lightning.runs.saved_yaml import read_yaml
 _PLAIN = re.compile(r"[\w./:@+-]*/[\w./:@+-]*")  # a path that Hydra reads as it is
 _ELSEWHERE = "The next stage starts from it with {}."
 _COMPARE = (
-    "Read the samples. This compares it on other prompts; judge= asks a language model too, and "
-    "human=export people:"
+    "Read the samples. This compares it again on the prompts that training held out; "
+    "++dataset.path= asks those of another file, judge= a language model too, and human=export "
+    "people:"
 )
 
 

@@ -113,10 +113,11 @@ def test_where_no_stage_is_known_to_have_records_the_key_is_named():
 )
 def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_with(words):
     told, command = printed(words, "outputs/grpo/1")
-    assert "compares it" in told
+    assert "compares it again on the prompts that training held out" in told
     settings = settings_of(*command[command.index("run=outputs/grpo/1") :], entry="evaluate")
     assert settings.policy == "outputs/grpo/1/export"
-    assert settings.dataset.name == settings_of(*words).dataset.name
+    assert settings.dataset == settings_of(*words).dataset
+    assert settings.prompts.split in (None, "auto")
 
 
 @pytest.mark.parametrize(
