@@ -127,7 +127,10 @@ class RecordDataModule(LightningDataModule):
         """Check the numbers; nothing is read yet."""
         super().__init__()
         if num_iterations is not None and num_epochs is not None:
-            raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
+            raise ValueError(
+                f"{num_iterations=} and {num_epochs=}: give exactly one; the other is None, null "
+                "on a command line (data.num_epochs=null)"
+            )
         self.kind: RecordKind = kind or self.kinds[0]
         if self.kind not in self.kinds:
             names = " or ".join(map(repr, self.kinds))

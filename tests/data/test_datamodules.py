@@ -149,7 +149,7 @@ def test_data_that_nobody_gave_a_length_say_so_when_they_are_asked(tokenizer):
         ({"batch_size": 0}, "batch_size=0 must be"),
         ({"max_length": -1}, "max_length=-1 must be"),
         ({"num_epochs": float("nan")}, "num_epochs=nan must be"),
-        ({"num_iterations": 3}, "give exactly one"),
+        ({"num_iterations": 3}, r"exactly one; .*data\.num_epochs=null"),
         ({"over_long": "cut"}, "'drop' or 'truncate_left'"),
         ({"kind": "preferences"}, "use 'demonstrations' or 'texts'"),
         ({"max_validation_rows": 0}, "max_validation_rows=0 must be"),
