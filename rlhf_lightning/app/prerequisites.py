@@ -219,8 +219,11 @@ def words_for(
 
 def has_records(settings: Any, kind: str) -> bool:
     """Return whether the dataset's files have the records that a `kind` model learns from."""
-    path, records = settings.select("dataset.path"), _recipe(kind).data.get("kind")
-    if path is None or not Path(path).exists() or records is None:
+    path = settings.select("dataset.path")
+    if path is None or not Path(path).exists():
+        return True
+    records = _recipe(kind).data.get("kind")
+    if records is None:
         return True
     try:
         return bool(settings.dataset.source.build().records(records, "train"))

@@ -134,7 +134,7 @@ def naming_source(source: str | Path) -> Iterator[None]:
         unknown = isinstance(error, RuntimeError) and not known
         if no_memory or unknown:
             raise
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).rstrip(".")
         if "custom code" in reason:
             raise ValueError(
                 f"cannot load {source}: it needs Python code of its repository, which is not run. "

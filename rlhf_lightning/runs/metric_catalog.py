@@ -247,7 +247,9 @@ def is_known(name: str) -> bool:
     if plain != name and is_known(plain):
         return True
     plain = plain.removesuffix("_low").removesuffix("_high")
-    return plain in QUANTITIES or any(fnmatchcase(name, family) for family in FAMILIES)
+    return plain in QUANTITIES or any(
+        fnmatchcase(one, family) for one in (name, plain) for family in FAMILIES
+    )
 
 
 def part_key(key: str, kind: str, name: str) -> str:

@@ -23,6 +23,7 @@ SMALL = [
     "+dataset.source.num_validation_preferences=64",
 ]
 BATCH = "data.batch_size=16"
+pytestmark = pytest.mark.timeout(300)  # the fixture runs four commands
 ONE_STEP = ["module.ppo.num_ppo_epochs=1", "module.ppo.num_minibatches=1"]  # an iteration
 
 
