@@ -170,6 +170,7 @@ def needed(made: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "FunctionScorer": {"function": length},
         "RewardModelScorer": {"load": no_arguments},
         "CachedGenerator": ids,
+        "CapturedGenerator": ids,
         "TransformersGenerator": ids,
         "WeightedScorer": {"scorers": {"a": FunctionScorer(length)}},
         "FirstRecords": {"source": FileSource(made["prompts"]), "num_records": 2, "num_copies": 1},

@@ -102,7 +102,10 @@ DISEASES: dict[str, Disease] = {
         FEW_ITERATIONS,
     ),
     "stale_engine": Disease(
-        (f"rollout._target_={PLANTED}.StaleGenerator",), ("engine_weights",), 8, FEW_ITERATIONS
+        ("rollout=cached", f"rollout._target_={PLANTED}.StaleGenerator"),
+        ("engine_weights",),
+        8,
+        FEW_ITERATIONS,
     ),
     "no_learning": Disease(("module.ppo.learning_rate=1.0e-7",), ("kl_low",), 12, FEW_ITERATIONS),
     "constant_reward": Disease(
