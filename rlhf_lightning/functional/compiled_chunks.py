@@ -1,4 +1,4 @@
-"""What a head does with a chunk of logits, in a form of which a compiler makes one or two passes.
+"""Log-probabilities and gradients of a chunk of logits, for a compiler to fuse into few passes.
 
 Plain, each step reads and writes a table in fp32. The formulas are those of `linear_logprobs`; a
 token's own column is found by comparing instead of by a scatter, which would be a pass of its own.

@@ -71,9 +71,8 @@ def update_bytes(
 ) -> int:
     """Return the bytes that an update adds to placed weights, without its activations.
 
-    Gradients and Adam's state of what is trained, bf16 copies of its matrices (a policy's a second
-    time, for captured decoding) or what FSDP2 gathers, and the head's tables. Key-value caches that
-    stay between rollouts are not known here.
+    Gradients and Adam's state of what is trained, bf16 copies of its matrices or what FSDP2
+    gathers, and the head's tables; not what captured decoding keeps (`captured.bytes_kept`).
 
     Args:
         roots: placed models.
@@ -88,12 +87,10 @@ def update_bytes(
             continue
         if sharded:
             total += (COPY + GRADIENT) * _gathered(root)
-        copies = COPY * sum(p.numel() for p in trained if p.ndim > 1)
-        total += copies if arithmetic == "mixed" and not sharded else 0
+        elif arithmetic == "mixed":
+            total += COPY * sum(p.numel() for p in trained if p.ndim > 1)
         for model in _decoders(root):
             head = model.get_output_embeddings()
-            if head is not None and arithmetic == "mixed" and not sharded:
-                total += copies
             if head is not None:  # chunks, the weight in bf16, its gradient in bf16 and in fp32
                 total += HEAD_TABLES * ON_GPU.chunk + 6 * int(head.weight.numel())
     return total

@@ -58,7 +58,7 @@ class LoadedPolicy:
 
     @cached_property
     def generator(self) -> TruncatedGenerator:
-        """What samples from it; `decoding` may be set before each call."""
+        """The engine that samples from it; `decoding` may be set before each call."""
         pad = int(self.tokenizer.pad_token_id)  # type: ignore[arg-type]
         return TruncatedGenerator(self.stop_ids, pad, decoding=Decoding())
 

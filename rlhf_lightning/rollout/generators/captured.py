@@ -10,7 +10,6 @@ Legend: B rows, S slots in use, T columns in use, P padded prompt, R response.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -58,15 +57,15 @@ def why_not_captured(config: PretrainedConfig, columns: int | None = None) -> st
     narrow = min((window for window in windows if window is not None), default=None)
     if narrow is not None and (columns is None or narrow < columns):
         return f"it attends within sliding windows of {narrow} tokens"
-    if re.search(r"'rope_type': '(\w*dynamic\w*|longrope)'", str(_rope(config))):
+    rope = getattr(config, "rope_parameters", None) or {}  # of all layers, or by type of layer
+    kinds = [
+        part.get("rope_type") or "" for part in (rope, *rope.values()) if isinstance(part, dict)
+    ]
+    if any("dynamic" in kind or kind == "longrope" for kind in kinds):
         return "its rotary embedding depends on the longest row"
     if any(getattr(config, name, None) for name in _EXPERTS):
         return "it routes tokens to experts"
     return None
-
-
-def _rope(config: PretrainedConfig) -> object:
-    return getattr(config, "rope_parameters", None)
 
 
 def bytes_kept(generator: Any, device: torch.device) -> int:
