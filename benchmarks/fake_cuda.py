@@ -68,9 +68,7 @@ def fake_cuda() -> Iterator[None]:
         patch("rlhf_lightning.models.heads.check_head_split", lambda _: None),
         patch("torch.nn.functional.scaled_dot_product_attention", _attention),
         # A build for the CPU lacks the kernel, and would take it apart.
-        patch(
-            "rlhf_lightning.models.gpu_kernels.rms_norm", lambda x, _, w, e: _RMSNorm.apply(x, w)
-        ),
+        patch("torch.nn.functional.rms_norm", _rms_norm),
         FakeTensorMode(),
     ):
         yield
@@ -119,6 +117,10 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return torch.ops.fake_cuda.flash_backward(*grads, *ctx.saved_tensors)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, epsilon: float) -> Tensor:
+    return _RMSNorm.apply(x, x.new_ones(shape) if weight is None else weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):

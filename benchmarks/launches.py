@@ -19,10 +19,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,8 +34,9 @@ from benchmarks.shapes import SHAPES
 from rlhf_lightning.models.compute_copies import compute_copies
 from rlhf_lightning.models.gpu_kernels import use_gpu_kernels
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.rollout.generators import prepared_weights
+from rlhf_lightning.rollout.generators.captured_step import Step
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
-from rlhf_lightning.rollout.noise import sample_unchecked
 
 FEW, MORE = 2, 3  # layers that are counted
 ROWS, COLUMNS = 64, 512  # of generation
@@ -67,30 +71,29 @@ class Counting(TorchDispatchMode):
 
 
 def token(network: Any) -> Counting:
-    """Count one token of each of `ROWS` rows."""
+    """Count a captured step: one token of each of `ROWS` rows."""
     config = network.eval().config
-    cache = InPlaceCache(config, slots=ROWS, prompt_columns=0, max_columns=COLUMNS + 1)
+    cache = InPlaceCache(config, slots=ROWS, prompt_columns=COLUMNS, max_columns=COLUMNS)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (ROWS, config.num_key_value_heads, COLUMNS + 1, width)
-    for layer in cache.in_place:
-        states = torch.empty(shape, device=DEVICE, dtype=torch.bfloat16)
-        layer.lazy_initialization(states, states)
-    cache.use(first_row=0, rows=ROWS, start=0, end=0)
-    cache.reserve(COLUMNS + 1)
-    cache.use(first_row=0, rows=ROWS, start=0, end=COLUMNS)
-    mask = torch.ones(ROWS, 1, 1, COLUMNS + 1, dtype=torch.bool, device=DEVICE)
-    ids = torch.zeros(ROWS, 1, dtype=torch.long, device=DEVICE)
-    uniform = torch.zeros(ROWS, device=DEVICE, dtype=torch.float64)
-    with Counting() as counting, torch.no_grad():
-        output: Any = network(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        sample_unchecked(output.logits[:, -1], uniform, temperature=1.0)
+    states = torch.empty(ROWS, config.num_key_value_heads, 1, width, device=DEVICE)
+    running: Any = SimpleNamespace(
+        rows=torch.arange(ROWS, device=DEVICE), width=1, lengths=torch.ones(ROWS).long()
+    )
+    plain = patch.object(prepared_weights, "PLAIN", (*prepared_weights.PLAIN, FakeTensor))
+    with plain, autocast(), torch.no_grad():
+        cache.use(first_row=0, rows=ROWS, start=0, end=0)
+        for layer in cache.in_place:
+            layer.update(states, states)
+        weights = prepared_weights.PreparedWeights(network)
+        step = Step(network, cache, (ROWS, COLUMNS, COLUMNS), [1], 0, weights)
+        uniform = torch.zeros(ROWS, COLUMNS, device=DEVICE, dtype=torch.float64)
+        step.start(running, uniform, 1.0, lambda logits, _: logits)
+        step.fit_columns(COLUMNS)
+        with weights.in_use():
+            step.t += 1
+            step()  # the run before a capture
+            with Counting() as counting:
+                step()
     return counting
 
 
@@ -131,7 +134,7 @@ def main(shapes: list[str]) -> None:
     with fake_cuda():
         for shape in shapes:
             counts = {
-                "token": launches(shape, token, torch.bfloat16),
+                "token": launches(shape, token, torch.float32),
                 "update": launches(shape, update, torch.float32),
             }
             found[shape] = {

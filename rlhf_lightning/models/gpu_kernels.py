@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 WAYS = ("auto", "torch")
@@ -138,7 +137,7 @@ def torch_norm(self: Any, hidden_states: Tensor) -> Tensor:
     dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
     with torch.autocast(DEVICE, enabled=False):
         states, weight = hidden_states.to(dtype), self.weight.to(dtype)
-        return rms_norm(states, weight.shape, weight, self.variance_epsilon)
+        return nn.functional.rms_norm(states, weight.shape, weight, self.variance_epsilon)
 
 
 def torch_norm_before_matrices(self: Any, hidden_states: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.shapes import SHAPES
 from rlhf_lightning.rollout.generators import prepared_weights
 from rlhf_lightning.rollout.generators.captured_step import COLUMNS, Step
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
@@ -168,7 +167,7 @@ FAULTS = ("item", "decision", "mask", "host", "upload", "download", "counter", "
 
 
 def main() -> None:
-    """Write the problems of each step to the file that is named, and how many kernels they take."""
+    """Write the problems of each step to the file that is named."""
     found: dict[str, Any] = {}
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
     plain = (*prepared_weights.PLAIN, FakeTensor)
@@ -181,29 +180,8 @@ def main() -> None:
         llama = AutoConfig.for_model(**config_fields("llama"))
         for fault in FAULTS:
             found[fault] = problems_of(new_step(llama, torch.float32, broken(fault)))
-        with autocast():
-            found["kernels"] = kernels(
-                new_step(AutoConfig.for_model(**SHAPES["0.5b"]), torch.float32)
-            )
     with open(sys.argv[1], "w", encoding="utf-8") as file:
         json.dump(found, file)
-
-
-def kernels(step: Step) -> int:
-    """Return how many operations of a step compute something: all but views."""
-    with torch.no_grad(), step.weights.in_use(), Watching() as watching:
-        step()
-    calls = [call for call in watching.calls if call.startswith(("aten", "fake_cuda"))]
-    return sum(not call.startswith(VIEWS) for call in calls)
-
-
-VIEWS = tuple(
-    f"aten::{name} "
-    for name in (
-        *("view", "_unsafe_view", "slice", "select", "unsqueeze", "squeeze", "expand", "t"),
-        *("transpose", "permute", "split", "split_with_sizes", "detach", "alias", "as_strided"),
-    )
-)
 
 
 if __name__ == "__main__":

@@ -59,9 +59,3 @@ def test_nothing_in_the_step_waits_copies_or_changes_from_one_token_to_the_next(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_is_put_into_the_step_is_found(problems, fault):
     assert any(FAULTS[fault] in problem for problem in problems[fault]), problems[fault]
-
-
-def test_a_token_through_24_layers_takes_few_kernels(problems):
-    # As transformers writes the layers it takes 1,159. A norm counts as six here, which CUDA
-    # computes in one.
-    assert 300 < problems["kernels"] <= 800
