@@ -17,9 +17,8 @@ class OnlineDPOModule(rlhf.PolicyGradientModule):
     def policy_loss(self, micro_batch, counts):  # noqa: ANN001, ANN201
         """Return -log sigmoid(kl_coef * margin), the mean over the prompts of all ranks."""
         new = self.statistics(micro_batch).logprobs  # [b, R], 0 off the mask, as all of these
-        gains = (new - micro_batch.ref_logprobs).sum(-1)
-        gains = micro_batch.by_group(gains)  # [prompts, responses]
-        rewards = micro_batch.by_group(micro_batch.rewards.sum(-1))
+        gains = micro_batch.by_group((new - micro_batch.ref_logprobs).sum(-1))
+        rewards = micro_batch.by_group(micro_batch.rewards.sum(-1))  # [prompts, responses]
         scored = micro_batch.by_group(micro_batch.scored)
         best = rewards.where(scored, -torch.inf).argmax(1, keepdim=True)
         worst = rewards.where(scored, torch.inf).argmin(1, keepdim=True)
