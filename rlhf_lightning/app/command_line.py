@@ -30,6 +30,7 @@ from rlhf_lightning.app.config.compose import (
 from rlhf_lightning.app.config.errors import composition, in_todays_keys
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.config.withdrawn import withdrawn
 from rlhf_lightning.app.failures import exit_with
 from rlhf_lightning.app.leftovers import ending_without_them
 from rlhf_lightning.app.sweep import SweepEnd
@@ -80,6 +81,8 @@ def _arguments() -> list[str]:
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
     words = in_todays_keys(words)
+    if gone := withdrawn(words):
+        fail(gone)
     if wrong := next(filter(_HYPHENS.match, words), None):
         fail(
             f"{wrong}: settings are written KEY=VALUE without hyphens (${{args_no_hyphens}} in the "

@@ -1,0 +1,24 @@
+"""Settings and choices that are gone, with what is written instead: an error names it.
+
+A key ends a word's name (`rollout.restart`), or is a choice (`rollout=vllm_server`). A `*` at its
+end stands for every key below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WITHDRAWN: dict[str, str] = {
+    # a key, or a choice: what is written instead
+}
+
+
+def withdrawn(words: Sequence[str]) -> str | None:
+    """Return the error of the first word of a command line that is no longer read, or None."""
+    for word in words:
+        key, _, value = word.lstrip("+~").partition("=")
+        for gone, instead in WITHDRAWN.items():
+            below = gone.endswith("*") and key.startswith(gone[:-1])
+            if below or gone in (key, f"{key}={value}"):
+                return f"{word} was withdrawn: {instead}"
+    return None

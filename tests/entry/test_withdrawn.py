@@ -1,0 +1,32 @@
+"""Each setting, call and form that was withdrawn is refused with what is written instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.app.command_line import check_command_line
+from rlhf_lightning.app.config.withdrawn import WITHDRAWN
+
+# What is called, and a part of the error: the line to write. A row a withdrawn call or form.
+CALLS: list[tuple[str, Callable[[Path], object], str]] = []
+
+
+@pytest.mark.parametrize("gone", WITHDRAWN)
+def test_a_withdrawn_setting_is_refused_with_its_replacement(gone, monkeypatch, capsys):
+    word = gone.replace("*", "any") if "=" in gone else f"{gone.replace('*', 'any')}=1"
+    monkeypatch.setattr(sys, "argv", ["rlhf-train", "+experiment=ppo", word])
+    with pytest.raises(SystemExit) as caught:
+        check_command_line("train")
+    assert caught.value.code == 2
+    assert f"{word} was withdrawn: {WITHDRAWN[gone]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "call", "instead"), CALLS, ids=[name for name, *_ in CALLS])
+def test_a_withdrawn_call_or_form_is_refused_with_its_replacement(name, call, instead, tmp_path):
+    with pytest.raises((TypeError, ValueError, AttributeError, SystemExit)) as caught:
+        call(tmp_path)
+    assert instead in str(caught.value)
