@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from rlhf_lightning.text.limits import limited
-
 THOUGHT = "reasoning_content"
 THOUGHTS = (THOUGHT, "reasoning", "thinking")
 # What a template raises at a conversation that it was not made for.
@@ -93,8 +91,7 @@ def form_of(tokenizer: Any) -> Form:
 
 def apply(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Return what the chat template makes of messages that have its form."""
-    with limited():
-        return str(tokenizer.apply_chat_template(list(conversation), tokenize=False, **options))
+    return str(tokenizer.apply_chat_template(list(conversation), tokenize=False, **options))
 
 
 def is_spelled(content: str, text: str) -> bool:
