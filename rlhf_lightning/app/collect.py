@@ -21,7 +21,7 @@ from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_secrets
-from rlhf_lightning.app.failures import exits_are_failures, record_failure
+from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
@@ -49,7 +49,6 @@ WAITING = "PeopleNeededError"  # by name: what raises it is imported late
 DATA = "data"
 
 
-@exits_are_failures()
 def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> Summary:
     """Collect, from the settings to the published records.
 
@@ -90,7 +89,6 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
             raise
 
 
-@exits_are_failures()
 def _collect(
     settings: CollectSettings, folder: RunFolder, summary: Summary, overrides: list[str]
 ) -> Summary:

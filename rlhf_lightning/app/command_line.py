@@ -32,9 +32,7 @@ from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.config.withdrawn import withdrawn
 from rlhf_lightning.app.failures import exit_with
-from rlhf_lightning.app.leftovers import ending_without_them
 from rlhf_lightning.app.sweep import SweepEnd
-from rlhf_lightning.app.terminal import outlast_terminal
 from rlhf_lightning.distributed.launch import end_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.public_config import without_folders
@@ -74,10 +72,9 @@ def started(folder: RunFolder, summary: Summary, lines: Mapping[str, object]) ->
 def _arguments() -> list[str]:
     """Return the arguments of the command line.
 
-    From here on no output that fails ends the process. A `~` at the beginning of a path is the
-    home folder, which a shell does not see behind `=`. Former keys of `module` are read as today's.
+    A `~` at the beginning of a path is the home folder, which a shell does not see behind `=`.
+    Former keys of `module` are read as today's.
     """
-    outlast_terminal()
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
     words = in_todays_keys(words)
@@ -131,7 +128,7 @@ def run_command(entry: str, run: Callable[[Any], object], config: str | None = N
     """
     words = [f"++{one}" if one.startswith(f"{entry}.") else one for one in _arguments()]
     register()
-    with ending_without_them(), ended_in_one_line(), stopping_on_signals():
+    with ended_in_one_line(), stopping_on_signals():
         run(load_settings(COMMANDS[entry], config or entry, with_run(entry, words)))
 
 
@@ -168,16 +165,17 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
         entry: the command, and its file in `conf/`.
         job: called with the composed configuration, once for each job of a sweep.
     """
-    with ending_without_them():
-        try:
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
-        except SystemExit as error:
-            if error.code == 1:
-                # Without `on_multirun_end` where the sweeper raised, as Optuna's does if no trial
-                # completed.
-                SweepEnd.finish()
-            raise
-        end_process()
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
+    except SystemExit as error:
+        if error.code == 1:
+            # Without `on_multirun_end` where the sweeper raised, as Optuna's does if no trial
+            # completed.
+            SweepEnd.finish()
+        if isinstance(error.code, int):
+            end_process(error.code)
+        raise
+    end_process()
 
 
 def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]], object]) -> None:

@@ -31,7 +31,7 @@ from rlhf_lightning.app.evaluate_parts import (
     prepare_sides,
     reward_spread,
 )
-from rlhf_lightning.app.failures import exits_are_failures, record_failure
+from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
@@ -72,7 +72,6 @@ prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
 
 
-@exits_are_failures()
 def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> Summary:
     """Evaluate, from the settings to the report.
 
@@ -106,7 +105,6 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
             raise
 
 
-@exits_are_failures()
 def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begun = time.perf_counter()
     quieten()

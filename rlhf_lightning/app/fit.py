@@ -10,12 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlhf_lightning.app.build import assemble
-from rlhf_lightning.app.failures import watch_children
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.callbacks.wandb_content import wandb_loggers
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import Summary
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ class DropsOptimizerState(Checkpoint):
 
 
 def fit(
-    folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None, summary: Summary
+    folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None
 ) -> TrainingComponents:
     """Train to the end; after a rollback of the doctor, continue from there with its changes.
 
@@ -43,7 +41,6 @@ def fit(
         folder: folder of the run.
         parts: parts of the first fit.
         checkpoint: checkpoint to continue; None starts from the beginning.
-        summary: summary while the run is under way.
 
     Returns:
         The parts of the last fit, which hold the trained models.
@@ -52,7 +49,6 @@ def fit(
         RunStoppedError: on every rank, if the doctor stops the run.
     """
     while True:
-        watch_children(parts.trainer, folder, summary)
         _fit_once(parts, checkpoint)
         doctor = doctor_of(parts.trainer)
         if doctor is None or doctor.request is None:

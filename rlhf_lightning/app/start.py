@@ -12,7 +12,6 @@ import hydra
 from rlhf_lightning import __version__
 from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.app.config.help import help_text, register_help
-from rlhf_lightning.app.terminal import outlast_terminal
 from rlhf_lightning.distributed.process import prepare_process
 
 
@@ -23,8 +22,9 @@ def start(command: str, module: str | None = None) -> None:
         command: its name, and its file in `conf/`.
         module: the file of `app` that has its `main`; None for that of its name.
     """
+    # In one order with the other stream and with child processes, whatever the locale can show.
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)  # type: ignore[union-attr]
     if {"-h", "--help"} & set(sys.argv[1:]):
-        outlast_terminal()
         print(help_text(command), flush=True)  # noqa: T201
         return
     if "--version" in sys.argv[1:]:

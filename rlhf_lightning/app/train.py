@@ -35,9 +35,7 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices, check_run
 from rlhf_lightning.app.failures import (
     exit_with,
-    exits_are_failures,
     explain_failure,
-    explain_lost_rank,
     record_failure,
 )
 from rlhf_lightning.app.finalize import finish, finish_tracking
@@ -53,7 +51,6 @@ from rlhf_lightning.callbacks.wandb_content import early_end_alerted
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     as_single_run,
-    begin,
     broadcast_from_rank0,
     forget_ranks,
     global_rank,
@@ -78,7 +75,6 @@ register_help()
 prepare_process()
 
 
-@exits_are_failures()
 @own_agreements()
 @stopping_on_signals()
 def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Summary:
@@ -132,10 +128,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
                 keep_changes(settings, folder, overrides)
             return _train(settings, folder, checkpoint, summary, overrides)
         except BaseException as error:
-            minutes = settings.strategy.timeout_minutes
-            failure = explain_lost_rank(error, minutes) or explain_failure(
-                error, folder, partial(_memory_advice, settings, overrides)
-            )
+            failure = explain_failure(error, folder, partial(_memory_advice, settings, overrides))
             if first:
                 ended = replace(summary, seconds={"total": _total(summary, begun)})
                 record_failure(folder, ended, failure or error)
@@ -159,7 +152,6 @@ def _memory_advice(settings: TrainSettings, overrides: list[str], evaluates: boo
     return memory_advice(settings, overrides, evaluates=evaluates)
 
 
-@exits_are_failures()
 def _train(
     settings: TrainSettings,
     folder: RunFolder,
@@ -182,7 +174,7 @@ def _train(
         print_start(settings.title if named else settings.name, folder, lines)
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
-    parts = fit(folder, parts, checkpoint, summary)
+    parts = fit(folder, parts, checkpoint)
     fitted = time.perf_counter()
     with early_end_alerted(parts.trainer):
         findings, gates = finish(settings, folder, parts)
@@ -276,10 +268,7 @@ def _job(cfg: Any) -> float | None:
 
 def main() -> None:
     """Run the command line."""
-    try:
-        begin()
-    except ValueError as error:
-        fail(str(error))
+    adopt_rank()
     broadcast_from_rank0("launch time", launch_time)
     if AS_PYTHON in sys.argv:
         sys.argv.remove(AS_PYTHON)

@@ -10,10 +10,9 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
-from threading import Event, Thread
 from typing import Any, cast
 
 import torch
@@ -27,8 +26,6 @@ from rlhf_lightning.functional.masked import zero_off_mask
 
 BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
 REPLICATE, SHARD = "replicate", "shard"
-_END = "rlhf/end/{}"  # why a rank ended
-_A_MOMENT = timedelta(seconds=1)
 MEETING_PATIENCE = timedelta(minutes=10)  # for the first rank to start
 
 
@@ -128,7 +125,7 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def end_rank() -> None:
+def end_rank(code: int = 0) -> None:
     """End this process, if it is one of several ranks, in order: group, exit handlers, output.
 
     Left to the interpreter's shutdown, a process with a group of Gloo aborts now and then
@@ -136,67 +133,12 @@ def end_rank() -> None:
     """
     if not (dist.is_available() and dist.is_initialized() and world_size() > 1):
         return
-    dist.destroy_process_group()
+    if code != 1:  # after a failure another rank may be gone, and NCCL would wait for it
+        dist.destroy_process_group()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
-
-
-def exchange_failure_reasons(word: str, patience: timedelta) -> dict[int, str]:
-    """Tell the other ranks why this one ends, and return what they say until all have spoken.
-
-    It leaves the process group, so that a rank that waits for this one need not wait any longer.
-
-    Args:
-        word: why this rank ends.
-        patience: how long the others have.
-
-    Returns:
-        By rank; one that says nothing is missing.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    ours, size = rank(), world_size()
-    try:
-        store.set(_END.format(ours), word)
-        if dist.get_backend() == "gloo":  # ending NCCL after a failure may hang itself
-            dist.destroy_process_group()
-    except RuntimeError:  # the rank that keeps the store is gone
-        return {}
-    return _heard(store, ours, size, patience, presumed=word)
-
-
-def failure_reasons_so_far() -> dict[int, str]:
-    """Return what other ranks said in their roll calls."""
-    store = dist.distributed_c10d._get_default_store()
-    return _heard(store, rank(), world_size(), _A_MOMENT, presumed="")
-
-
-def _heard(
-    store: Any, ours: int, size: int, patience: timedelta, *, presumed: str
-) -> dict[int, str]:
-    """Return what others say until all have spoken, or patience is at its end.
-
-    A thread asks: no call of the store has a limit where the rank that keeps it is frozen. The
-    other ranks behind such a store are presumed to say what this one says.
-    """
-    others = [r for r in range(size) if r != ours]
-    heard: dict[int, str] = {}
-    answered, enough = Event(), Event()
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            while len(heard) < len(others) and not enough.wait(0.05):
-                for other in others:
-                    if store.check([_END.format(other)]):
-                        heard[other] = store.get(_END.format(other)).decode()
-                answered.set()
-
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(patience.total_seconds())
-    enough.set()
-    return heard.copy() if answered.is_set() else dict.fromkeys(others[1:], presumed)
+    os._exit(code)
 
 
 def agreed_max(value: int, device: torch.device) -> int:

@@ -17,23 +17,21 @@ PREFIX = "RLHF_AGREED_"
 TIME_FORMAT = "%Y-%m-%d_%H-%M-%S"
 # What torchrun, Slurm and Lightning set for a rank; an independent process must not inherit it.
 RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE"),
+    *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
-_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "SUBMITIT_", PREFIX)
+# Names of torchrun, submitit's local executor (which may run inside of a Slurm job) and `srun`.
+_TASK = (
+    ("RANK", "SUBMITIT_LOCAL_GLOBALID", "SLURM_PROCID"),
+    ("LOCAL_RANK", "SUBMITIT_LOCAL_LOCALID", "SLURM_LOCALID"),
+    ("NODE_RANK", "SUBMITIT_LOCAL_NODEID", "SLURM_NODEID"),
+    ("WORLD_SIZE", "SUBMITIT_LOCAL_NTASKS", "SLURM_STEP_NUM_TASKS"),
+)
 PATIENCE = timedelta(minutes=10)
 _HOSTS = re.compile(r"^([^\[,]*)\[([^\],-]+)[^\]]*\]")
-_STARTED = PREFIX + "STARTED_AT"  # seconds since 1970
+_STARTED = time.time()
 
 
 def global_rank(environment: Mapping[str, str] = os.environ) -> int:
@@ -52,95 +50,47 @@ def launch_time() -> str:
     return os.environ.get(_variable("launch time")) or datetime.now().strftime(TIME_FORMAT)
 
 
-def begin() -> None:
-    """Note when the command was started and which rank this is; later processes inherit it.
-
-    Raises:
-        ValueError: if the environment names a rank of a run and not how to meet the others.
-    """
-    os.environ.setdefault(_STARTED, str(time.time()))
-    adopt_rank()
-    _check_rank(os.environ)
-
-
-def _check_rank(environment: Mapping[str, str]) -> None:
-    found = {name: environment[name] for name in _MEETING if name in environment}
-    told = " ".join(f"{name}={value}" for name, value in found.items())
-    fix = f"set all of {', '.join(_MEETING)}, as torchrun does, or unset RANK and WORLD_SIZE"
-    try:
-        rank, size = int(found.get("RANK", "0")), int(found.get("WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise ValueError(f"{told} in the environment is no number: {fix}") from error
-    started_by_lightning = "RANK" not in found and "LOCAL_RANK" in environment
-    if started_by_lightning or (rank == 0 and size == 1):
-        return
-    if len(found) < len(_MEETING) or not 0 <= rank < size:
-        raise ValueError(
-            f"{told} in the environment names one of several processes, and this one would train "
-            f"alone on all data: {fix}"
-        )
-
-
 def started() -> float:
-    """Return when the run was started, in seconds since 1970; of a Slurm job its start."""
-    return float(os.environ.get(_STARTED, time.time()))
+    """Return when this process was started, in seconds since 1970; of a Slurm job its start."""
+    job = os.environ.get("SLURM_JOB_START_TIME") if _is_task(os.environ, "SLURM") else None
+    return float(job or _STARTED)
+
+
+def _is_task(environment: Mapping[str, str], launcher: str) -> bool:
+    """Return whether it is one: a batch script has the number of tasks too, and no step."""
+    return all(names[1 + (launcher == "SLURM")] in environment for names in _TASK)
 
 
 def adopt_rank() -> None:
     """Take over the place that Slurm's `srun`, or submitit, has given to this process.
 
     It is written into the variables that torchrun sets, which are left alone if they are there.
-    A batch script has the number of tasks too, but is none of them: only a step counts.
     """
     environment = os.environ
     if any(name in environment for name in ("RANK", "LOCAL_RANK")):
         return
-    task = _local_task(environment) or _slurm_task(environment)  # one may be inside the other
-    if task is None:
+    if _is_task(environment, "SUBMITIT"):
+        task = {names[0]: environment[names[1]] for names in _TASK}
+        job, host = environment["SUBMITIT_LOCAL_JOB_ID"], "127.0.0.1"
+    elif _is_task(environment, "SLURM"):
+        task = {names[0]: environment[names[2]] for names in _TASK}
+        job = environment["SLURM_JOB_ID"]
+        host = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    else:
         if "SLURM_NTASKS" in environment:  # Lightning would take it for a task of `srun`
             environment["SLURM_JOB_NAME"] = "interactive"
         return
-    environment[_STARTED] = environment.get("SLURM_JOB_START_TIME", str(time.time()))
     if int(task["WORLD_SIZE"]) > 1:
         environment.update(task)
-
-
-def _slurm_task(environment: Mapping[str, str]) -> dict[str, str] | None:
-    if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
-        return None
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "NODE_RANK": environment["SLURM_NODEID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
-        "MASTER_PORT": environment.get("MASTER_PORT") or _port(environment["SLURM_JOB_ID"]),
-    }
-
-
-def _local_task(environment: Mapping[str, str]) -> dict[str, str] | None:
-    if "SUBMITIT_LOCAL_GLOBALID" not in environment:
-        return None
-    return {
-        "RANK": environment["SUBMITIT_LOCAL_GLOBALID"],
-        "LOCAL_RANK": environment["SUBMITIT_LOCAL_LOCALID"],
-        "NODE_RANK": environment["SUBMITIT_LOCAL_NODEID"],
-        "WORLD_SIZE": environment["SUBMITIT_LOCAL_NTASKS"],
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": _port(environment["SUBMITIT_LOCAL_JOB_ID"]),
-    }
+        environment.setdefault("MASTER_ADDR", first_host(host))
+        # All tasks of a job know it; the one after it must be free too.
+        port = 20_000 + 2 * (int(re.sub(r"\D", "", job) or "0") % 10_000)
+        environment.setdefault("MASTER_PORT", str(port))
 
 
 def first_host(nodes: str) -> str:
     """Return the first of Slurm's list of nodes, such as `gpu[003-007,9],login1`."""
     return _HOSTS.sub(r"\1\2", nodes, count=1).partition(",")[0]
-
-
-def _port(job: str) -> str:
-    """Return a port that all tasks of a job know; the one after it must be free too."""
-    digits = int(re.sub(r"\D", "", job) or "0")
-    return str(20_000 + 2 * (digits % 10_000))
 
 
 def broadcast_from_rank0(
@@ -162,19 +112,13 @@ def broadcast_from_rank0(
     """
     variable = _variable(what)
     if variable not in os.environ:
-        shared = _exchanged if started_by_others() else _alone
-        os.environ[variable] = shared(what, make, patience)
+        if started_by_others():
+            from rlhf_lightning.distributed.collectives import value_of_rank_0
+
+            os.environ[variable] = value_of_rank_0(what, make, patience)
+        else:
+            os.environ[variable] = make()
     return os.environ[variable]
-
-
-def _alone(what: str, make: Callable[[], str], patience: timedelta) -> str:
-    return make()
-
-
-def _exchanged(what: str, make: Callable[[], str], patience: timedelta) -> str:
-    from rlhf_lightning.distributed.collectives import value_of_rank_0
-
-    return value_of_rank_0(what, make, patience)
 
 
 def _variable(what: str) -> str:
@@ -207,36 +151,29 @@ def as_single_run(overrides: Sequence[str]) -> None:
 
 @contextmanager
 def own_agreements() -> Iterator[None]:
-    """Drop what the processes of a run agreed on, also of one that was refused before it began."""
+    """Drop what a run's processes agreed on, so that the next run in this process has its own."""
     try:
         yield
     finally:
-        forget_agreements()
-
-
-def forget_agreements() -> None:
-    """Drop what one run's processes agreed on, so that the next run in this process has its own."""
-    for name in [name for name in os.environ if name.startswith(PREFIX)]:
-        # The folder of the whole sweep has its name from it, and its job's time counts from it.
-        if name not in (_variable("launch time"), _STARTED):
-            del os.environ[name]
+        for name in [name for name in os.environ if name.startswith(PREFIX)]:
+            if name != _variable("launch time"):  # the folder of a whole sweep has its name from it
+                del os.environ[name]
 
 
 def forget_ranks() -> None:
-    """End this job's process group and agreements, so that the next job of a sweep has its own."""
-    forget_agreements()
+    """End this job's process group, so that the next job of a sweep has its own."""
     if "torch" in sys.modules:
         from rlhf_lightning.distributed.collectives import leave_process_group
 
         leave_process_group()
     if not started_by_others():
-        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in _OF_LIGHTNING:
             os.environ.pop(name, None)
 
 
-def end_process() -> None:
+def end_process(code: int = 0) -> None:
     """End this process in order if it is one of several ranks; else return."""
     if "torch" in sys.modules:
         from rlhf_lightning.distributed.collectives import end_rank
 
-        end_rank()
+        end_rank(code)

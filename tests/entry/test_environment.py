@@ -1,7 +1,8 @@
-"""The environment in which people start a command: ranks, Slurm's shells, -OO, and `~`."""
+"""The environment in which people start a command: Slurm's shells, -OO, output, and `~`."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -12,56 +13,17 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.start import start
-from rlhf_lightning.app.train import main
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, adopt_rank
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.replaced import replacing_folder
-from tests.builders.command_lines import environment
+from tests.builders.command_lines import environment, small_sft, train
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*RANK_VARIABLES, "RLHF_AGREED_STARTED_AT", "RLHF_AGREED_LAUNCH_TIME"):
+    for name in (*RANK_VARIABLES, "RLHF_AGREED_LAUNCH_TIME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-
-
-MET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-LONELY = [
-    {"RANK": "1", "WORLD_SIZE": "2"},
-    {"RANK": "0", "WORLD_SIZE": "2"},
-    {"RANK": "1"},
-    {"WORLD_SIZE": "2"},
-    {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-    {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
-    {"RANK": "2", "WORLD_SIZE": "2", **MET},
-    {"RANK": "-1", "WORLD_SIZE": "2", **MET},
-    {"RANK": "one", "WORLD_SIZE": "2", **MET},
-]
-
-
-@pytest.mark.parametrize("variables", LONELY, ids=str)
-def test_a_rank_that_cannot_meet_the_others_does_not_train_alone(variables, monkeypatch, capsys):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train", "+experiment=base"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert all(f"{name}={value}" in line for name, value in variables.items() if name in line)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [{}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}],
-    ids=str,
-)
-def test_one_process_and_the_children_of_lightning_go_on(variables, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    adopt_rank()
 
 
 def test_a_shell_inside_salloc_is_one_process(monkeypatch):
@@ -108,3 +70,46 @@ def test_the_home_folder_is_read_behind_a_key_and_from_python(tmp_path, monkeypa
     with replacing_folder("~/made") as staging:
         staging.mkdir()
     assert (tmp_path / "made").is_dir()
+
+
+@pytest.mark.parametrize("extra", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["as it is", "unbuffered"])
+def test_lines_are_in_order_with_errors_and_child_processes(tmp_path, extra):
+    program = (
+        "import subprocess, sys\n"
+        "from rlhf_lightning.app.start import start\n"
+        "sys.argv = ['train', '--version']\n"
+        "start('train')\n"
+        "print('\u2581 second', file=sys.stderr)\n"
+        "print('\u2581 third')\n"
+        "subprocess.run([sys.executable, '-c', 'print(\"fourth\")'], check=True)\n"
+        "print('fifth')"
+    )
+    with (tmp_path / "out").open("wb") as out:
+        own = environment() | extra | {"PYTHONIOENCODING": "ascii"}
+        subprocess.run([sys.executable, "-c", program], env=own, stdout=out, stderr=out, check=True)
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == ["second", "third", "fourth", "fifth"]
+    assert lines[0].startswith("rlhf_lightning ")
+
+
+@pytest.mark.thorough
+def test_commands_silence_the_warnings_of_transformers_after_it_was_imported() -> None:
+    script = (
+        "from rlhf_lightning.app.train import main\n"
+        "from rlhf_lightning.models.quiet import quieten\n"
+        "from transformers.utils.logging import get_verbosity\n"
+        "quieten()\nprint(get_verbosity())"
+    )
+    unset = {k: v for k, v in os.environ.items() if k != "TRANSFORMERS_VERBOSITY"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, env=unset, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(done.stdout) == logging.ERROR
+
+
+@pytest.mark.thorough
+def test_a_run_with_adapters_does_not_tell_that_their_frozen_base_is_in_eval_mode(start, tmp_path):
+    done = train(tmp_path, *small_sft(start, "lora=lora"))
+    assert done.returncode == 0, done.stderr
+    assert "eval mode" not in done.stdout + done.stderr

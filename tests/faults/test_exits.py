@@ -1,8 +1,9 @@
-"""What a run calls may not end it in silence; a machine without the accelerator is told early."""
+"""The end of a command that is stopped; a machine without the accelerator is told early."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -19,11 +20,7 @@ from rlhf_lightning.app.evaluate import run as evaluate
 from rlhf_lightning.app.failures import (
     INTERRUPTED,
     STOPPED,
-    RunFailedError,
-    cause_of,
     exit_with,
-    exits_are_failures,
-    is_expected,
     record_failure,
 )
 from rlhf_lightning.runs.folder import RunFolder
@@ -31,24 +28,6 @@ from rlhf_lightning.runs.resume import unfinished_runs
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import new_summary, read_summary
 from tests.builders.command_lines import overrides_of, settings_of, summary, train
-
-
-@pytest.mark.parametrize("code", [0, None, 3, "done"])
-def test_leaving_the_process_is_a_failure_that_names_the_place(code):
-    def impatient_callback():
-        sys.exit(code)
-
-    @exits_are_failures()
-    def run():
-        impatient_callback()
-
-    with pytest.raises(RunFailedError) as caught:
-        run()
-    text = cause_of(caught.value)
-    assert text.startswith(
-        f"sys.exit({code!r}) was called in impatient_callback ({__file__}, line "
-    )
-    assert is_expected(caught.value)
 
 
 @pytest.mark.thorough
@@ -65,16 +44,14 @@ def test_a_process_that_ends_without_a_word_leaves_a_run_that_the_next_command_n
     assert f"{left.path} never ended" in caplog.text
 
 
-def test_an_interrupt_that_lightning_makes_an_exit_of_is_an_interrupt():
-    @exits_are_failures()
-    def run():
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            sys.exit(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
+def test_torchrun_is_told_why_a_rank_ended(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        exit_with(KeyError("nobody knows this"))
+    assert ended.value.code == 1
+    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert message == "KeyError: 'nobody knows this'"
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {message}"
 
 
 class InterruptedFile(io.BytesIO):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_lightning.app import finalize
-from rlhf_lightning.app.failures import explain_failure, is_out_of_memory
+from rlhf_lightning.app.failures import explain_failure
 from rlhf_lightning.app.run_summary import memory_advice
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import SMALL, run_folder, summary, train
@@ -49,6 +49,11 @@ def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(tmp_pat
     assert (folder / "checkpoints" / "iteration=000001.ckpt").is_file()
 
 
+def out_of_memory(error: BaseException) -> bool:
+    failure = explain_failure(error, RunFolder("nowhere"), lambda evaluates: "change x")
+    return str(failure).startswith("out of memory (") and str(failure).endswith(". change x")
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -63,10 +68,10 @@ def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(tmp_pat
     ],
 )
 def test_what_counts_as_out_of_memory(error, expected):
-    assert is_out_of_memory(error) is expected
+    assert out_of_memory(error) is expected
     wrapped = RuntimeError("while scoring")
     wrapped.__cause__ = error
-    assert is_out_of_memory(wrapped) is expected
+    assert out_of_memory(wrapped) is expected
 
 
 class TooLarge(torch.optim.SGD):
@@ -94,4 +99,4 @@ def test_what_runs_out_of_memory_after_training_is_told_the_settings_of_the_eval
 def test_cuda_says_it_in_its_own_words():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, device="cuda")
-    assert is_out_of_memory(caught.value)
+    assert out_of_memory(caught.value)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import time
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-
-HANGS = "this rank hangs now"
 
 
 class Trouble(Callback):
@@ -16,8 +12,7 @@ class Trouble(Callback):
 
     Args:
         rank: which one.
-        what: "raises" an error, "hangs" outside of every exchange between ranks, or has a "full
-            disk" (a limit on the size of its files).
+        what: "raises" an error, or has a "full disk" (a limit on the size of its files).
     """
 
     def __init__(self, rank: int, what: str) -> None:
@@ -31,7 +26,4 @@ class Trouble(Callback):
             return
         if self.what == "raises":
             raise KeyError("nobody knows this")
-        if self.what == "hangs":
-            os.write(1, f"{HANGS}\n".encode())
-            time.sleep(600)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
