@@ -36,7 +36,6 @@ from rlhf_lightning.app.sweep import SweepEnd
 from rlhf_lightning.distributed.launch import end_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.public_config import without_folders
-from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, write_summary
 
@@ -46,8 +45,8 @@ _HYPHENS = re.compile(r"--(?!(?:cfg|package|info)=)[\w.]+=")  # those are Hydra'
 
 
 def fail(message: str, status: int = MISTAKE) -> NoReturn:
-    """Write `message` without its secrets as an error, and end the process."""
-    sys.stderr.write(f"error: {redacted(message)}\n")
+    """Write `message` as an error, and end the process."""
+    sys.stderr.write(f"error: {message}\n")
     raise SystemExit(status)
 
 

@@ -21,7 +21,7 @@ from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder
-from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.config.save import keep_configuration
 from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
     Sides,
@@ -89,7 +89,7 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     if settings.human == "import":
         return import_labels(settings)
     check_folder(settings, folder)
-    keep_secrets(settings, folder)
+    keep_configuration(settings, folder)
     settings = prepare_sides(choose_prompts(settings, overrides), overrides)
     summary = new_summary(
         "evaluate", seed=settings.seed, config_hash=settings.config_hash, title="evaluation"

@@ -18,7 +18,6 @@ from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import Status, Summary, read_summary, write_summary
 
@@ -65,7 +64,7 @@ def cause_of(error: BaseException) -> str:
     error = _unwrapped(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    text = redacted(_one_line(error))
+    text = _one_line(error)
     return text if text and _is_expected(error) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
@@ -84,7 +83,7 @@ def record_failure(
             about = read_summary(folder).about
         write_summary(folder, replace(summary, status=status, cause=cause_of(error), about=about))
         if status == "failed":
-            write_text(folder.traceback, redacted("".join(traceback.format_exception(error))))
+            write_text(folder.traceback, "".join(traceback.format_exception(error)))
             error.add_note(f"the traceback is in {folder.traceback}")
         elif resumes:
             error.add_note(f"resume=auto continues {folder.path}")
@@ -108,7 +107,7 @@ def exit_with(error: BaseException) -> NoReturn:
     else:
         word, code = "error", 1
         if not _is_expected(_unwrapped(error)):
-            sys.stderr.write(redacted("".join(traceback.format_exception(error))))
+            sys.stderr.write("".join(traceback.format_exception(error)))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

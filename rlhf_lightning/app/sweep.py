@@ -18,7 +18,6 @@ from rlhf_lightning.reports.compare import write_comparison
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.saved_yaml import read_yaml
-from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import new_summary, read_summary
 
 
@@ -106,7 +105,7 @@ def finish_sweep(sweep: Path) -> None:
         return
     lines = [f"{len(failed)} of {len(runs)} jobs failed:"]
     lines += [f"  {run.name}  {' '.join(_overrides(run))}: {why}" for run, why in failed]
-    sys.stderr.write(redacted("\n".join(lines)) + "\n")
+    sys.stderr.write("\n".join(lines) + "\n")
     raise SystemExit(1)
 
 

@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.local_files import digests_of
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
-from rlhf_lightning.app.config.save import keep_changes, keep_secrets
+from rlhf_lightning.app.config.save import keep_changes, keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices, check_run
 from rlhf_lightning.app.failures import (
@@ -98,7 +98,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     if first:
         check_folder(settings, folder)
         check_world(settings, [settings.start])
-    keep_secrets(settings, folder if first else None)
+        keep_configuration(settings, folder)
 
     def prepared() -> str:
         return json.dumps(prepare_inputs(settings, overrides).artifacts.models())

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION, RunFolder
 from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES
-from rlhf_lightning.runs.secrets import redacted
+from rlhf_lightning.runs.public_config import public_words
 from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def is_logged_in() -> bool:
         wandb.setup(wandb.Settings(silent=True))  # otherwise it asks the host for the user's name
         return wandb.login(prompt=False, verify=False)
     except Exception as error:  # of a key or a variable WANDB_*: it must not end a run
-        logger.warning("Weights & Biases: %s", redacted(str(error)))
+        logger.warning("Weights & Biases: %s", error)
         return False
 
 
@@ -118,7 +118,7 @@ class IterationWandbLogger(WandbLogger):
     @rank_zero_only
     def alert(self, title: str, text: str, level: AlertLevel = "WARN") -> None:
         """Send an alert to the subscribers of the W&B project."""
-        self.guarded(lambda: self.experiment.alert(title, redacted(text), level))
+        self.guarded(lambda: self.experiment.alert(title, text, level))
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -224,7 +224,6 @@ def wandb_logger(
     """
     if mode not in MODES:
         raise ValueError(f"logger.mode={mode!r}, expected one of {', '.join(MODES)}")
-    command = " ".join(sys.argv)
     _keep_files_in(folder)
     id_file = folder.create().wandb / _RUN_ID
     # An agent of a W&B sweep says itself which run it has begun.
@@ -248,7 +247,7 @@ def wandb_logger(
             show_warnings=False,
             init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
             # W&B records the command line, whatever it contains.
-            x_disable_meta=redacted(command) != command,
+            x_disable_meta=public_words(sys.argv) != sys.argv,
         ),
     )
 

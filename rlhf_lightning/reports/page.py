@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
@@ -42,8 +43,9 @@ from rlhf_lightning.runs.doctor_log import (
 )
 from rlhf_lightning.runs.folder import ITERATION, RESOLVED, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import counted, duration, percent, quantity
+from rlhf_lightning.runs.public_config import public_config, public_words
 from rlhf_lightning.runs.reading import read_file
-from rlhf_lightning.runs.secrets import redacted_yaml
+from rlhf_lightning.runs.saved_yaml import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import verdict
 
@@ -278,14 +280,25 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
         }
     facts = {name: value for name, value in facts.items() if value not in (None, "")}
     files, changes = {}, read_changes(folder)
-    resolved = folder.config.with_name(RESOLVED)
-    for title, path in (
-        ("Words of the command line", folder.config.with_name("overrides.yaml")),
-        ("The whole configuration", resolved if resolved.is_file() else folder.config),
-    ):
-        content = read_file(path).decode("utf-8", "replace").strip() if path.is_file() else ""
-        if content not in ("", "[]"):
-            files[title] = redacted_yaml(content)
+    words, resolved = (folder.config.with_name(name) for name in ("overrides.yaml", RESOLVED))
+    if given := _saved(words):
+        files["Words of the command line"] = _yaml(public_words([str(word) for word in given]))
+    if resolved.is_file():
+        files["The whole configuration"] = read_file(resolved).decode("utf-8", "replace").strip()
+    elif isinstance(config := _saved(folder.config), dict):
+        files["The whole configuration"] = _yaml(public_config(config, config))
     if not facts and not files:
         return ""
     return render("settings.html", facts=facts, changes=changes, files=files)
+
+
+def _saved(file: Path) -> Any:
+    """Return what a YAML file holds, None if it is missing or damaged."""
+    try:
+        return read_yaml(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _yaml(content: object) -> str:
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).strip()

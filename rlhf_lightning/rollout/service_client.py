@@ -12,8 +12,6 @@ from urllib.request import getproxies_environment
 
 import httpx
 
-from rlhf_lightning.runs.secrets import learn_secrets
-
 MOST_BYTES = 32 * 2**20  # of a body: scores of some thousand responses are a hundredth of it
 _PACKED = ("gzip", "x-gzip", "deflate")
 _OF_TRANSFER = (b"content-encoding", b"content-length", b"transfer-encoding")
@@ -121,5 +119,4 @@ def key_in(setting: str, name: str | None) -> str | None:
             f"{setting}={name}: that environment variable holds no key: export it before the run, "
             f"or set {setting}=null for a service that wants none"
         )
-    learn_secrets({"api_key": key}, environment={})
     return key

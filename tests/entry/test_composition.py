@@ -6,7 +6,7 @@ import pytest
 from hydra import initialize_config_dir
 
 from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, register
-from rlhf_lightning.app.config.save import keep_changes, keep_secrets
+from rlhf_lightning.app.config.save import keep_changes, keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.hparams import UnusualHparamWarning
@@ -48,7 +48,7 @@ def test_a_page_begins_with_what_the_user_has_set_and_folds_the_rest_resolved(tm
     folder.config.parent.mkdir()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         settings = load_settings(TrainSettings, "train", words)
-        keep_secrets(settings, folder)
+        keep_configuration(settings, folder)
         keep_changes(settings, folder, words)
     assert {c.key: (c.default, c.value) for c in read_changes(folder) or ()} == {
         "model": ("demo", "pretrained"),

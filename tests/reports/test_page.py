@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -110,7 +111,7 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path):
     for extra in ({}, {"baseline_response": HOSTILE}):
         sample = {"prompt": HOSTILE, "response": HOSTILE, "domain": HOSTILE, "score": HOSTILE}
         SamplesAppender(folder.samples).append(7 + len(extra), [sample | extra])
-        folder.config.write_text(HOSTILE)
+        folder.config.write_text(json.dumps({"note": HOSTILE}))
         page = render_report(folder)
         outline = Outline(page)
         assert not outline.tags & {"script", "img"}

@@ -1,4 +1,4 @@
-"""Saved configurations: without secrets, and with their differences from what is shipped."""
+"""Saved configurations, and their differences from what is shipped."""
 
 from __future__ import annotations
 
@@ -16,37 +16,26 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings, with_environment
-from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import ABSENT, Change, find_changes, write_changes
 from rlhf_lightning.runs.folder import RESOLVED, RunFolder
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.secrets import learn_secrets, redact_files, redact_logs
 
 logger = logging.getLogger(__name__)
 
 
-def keep_secrets(settings: RunSettings, folder: RunFolder | None) -> None:
-    """Remove secrets of the settings and of the environment from saved files and every log.
+def keep_configuration(settings: RunSettings, folder: RunFolder) -> None:
+    """Write the configuration as pages show it, without interpolations and secrets.
 
     What the configuration reads from the environment is saved as its value, unless it is a secret:
     reading the folder later must not need the environment.
-
-    Args:
-        settings: settings of the run.
-        folder: folder of the run, in whose `.hydra/` the configuration is; None rewrites no file.
     """
-    learn_secrets(settings.resolved, settings.written)
-    redact_logs()
-    if folder is not None and folder.config.parent.is_dir():
+    if folder.config.parent.is_dir():
         shown = public_config(settings.resolved, settings.written)
         text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
         write_text(folder.config.with_name(RESOLVED), text)
-    if folder is not None:
-        if folder.config.is_file() and "${oc.env" in folder.config.read_text("utf-8"):
-            write_settings(folder.config, settings)
-        saved = folder.config.parent.glob("*.yaml")
-        redact_files(*saved, *([folder.path.parent / "multirun.yaml"] if in_sweep() else []))
+    if folder.config.is_file() and "${oc.env" in folder.config.read_text("utf-8"):
+        write_settings(folder.config, settings)
 
 
 def keep_changes(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> None:

@@ -44,8 +44,8 @@ from rlhf_lightning.app.stages.spec import Stage, find_stage
 from rlhf_lightning.arguments import Seed
 from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams, Precision
 from rlhf_lightning.misfit import misfit
+from rlhf_lightning.runs.public_config import is_secret
 from rlhf_lightning.runs.resume import config_hash
-from rlhf_lightning.runs.secrets import is_secret
 
 # `${oc.env:NAME}` or `${oc.env:NAME,DEFAULT}`, whose default may hold other interpolations.
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*((?:[^{}]|\{[^{}]*\})*))?\}")
@@ -79,7 +79,7 @@ def with_environment(node: Any, key: str = "") -> Any:
         value = os.environ.get(name)
         if value is None:
             value = found[0] if default is None else with_environment(default, key).strip("'\"")
-        return found[0] if is_secret(name, value) or is_secret(key, value) else str(value)
+        return found[0] if is_secret(name) or is_secret(key) else str(value)
 
     return _FROM_ENVIRONMENT.sub(value_of, node)
 

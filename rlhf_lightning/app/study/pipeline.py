@@ -18,7 +18,7 @@ from rlhf_lightning.app.command_line import say, this_job
 from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.run_claim import check_folder, continues, hydra_log
-from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.config.save import keep_configuration
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.study.engine import (
     STOPPED,
@@ -60,7 +60,7 @@ def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
     """
     check_pipeline(settings)
     check_folder(settings, folder)
-    keep_secrets(settings, folder)
+    keep_configuration(settings, folder)
     folder = RunFolder(where_to_run(settings, folder).path.resolve())
     steps = plan(settings, folder.path)
     judged: dict[str, Summary] = {}

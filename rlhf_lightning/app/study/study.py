@@ -20,7 +20,7 @@ from rlhf_lightning.app.config.commands import EvaluateSettings, StudySettings
 from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.run_claim import check_folder
-from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.config.save import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.prerequisites import prepare_inputs
@@ -59,7 +59,7 @@ def run(settings: StudySettings, folder: RunFolder) -> Summary:
         RuntimeError: if a model that runs start from cannot be trained.
     """
     check_folder(settings, folder)
-    keep_secrets(settings, folder)
+    keep_configuration(settings, folder)
     folder = RunFolder(folder.path.resolve())
     runs = plan(settings, folder.path)
 
