@@ -20,13 +20,8 @@ from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
-<<<<<<< HEAD
-from rlhf_lightning.app.config.save import keep_secrets
-from rlhf_lightning.app.failures import record_failure
-=======
 from rlhf_lightning.app.config.save import keep_configuration
-from rlhf_lightning.app.failures import exits_are_failures, record_failure
->>>>>>> 7d1a6bce (Secrets are removed from what leaves the machine by the names of their keys alone)
+from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
