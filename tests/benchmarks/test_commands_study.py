@@ -1,4 +1,4 @@
-"""The rule of `rlhf-study commands`; tests/entry/test_reproductions.py runs the study."""
+"""The rule of the study `commands`."""
 
 from __future__ import annotations
 

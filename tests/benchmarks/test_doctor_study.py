@@ -1,4 +1,4 @@
-"""The rewards, pairs and table of `rlhf-study doctor`; its runs need a real model."""
+"""The rewards, pairs and table of the study `doctor`; its runs need a real model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from benchmarks.studies.doctor import pairs, rewards, table
-from rlhf_lightning.app.config.compose import conf_dir
+from benchmarks.studies.doctor.run import STUDY
 from rlhf_lightning.doctor.catalog import DETECTORS
 
 
@@ -67,8 +66,7 @@ def row(iteration: int, kl: float, **more: float) -> dict[str, float]:
 
 
 def test_what_is_due_are_detectors_and_rows_of_the_study_and_halves_part_them():
-    study = yaml.safe_load((conf_dir() / "study" / "doctor.yaml").read_text())
-    runs = [name for name in study["runs"] if name.startswith(("healthy", "sick"))]
+    runs = [name for name in STUDY.rows if name.startswith(("healthy", "sick"))]
     assert {name for name in runs if name.startswith("sick")} == table.DUE.keys()
     assert all(DETECTORS.keys() >= set(due) for due in table.DUE.values())
     assert len(runs) == 16

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-
 from rlhf_lightning.evaluation.overoptimization import Law, Point
+
 from rlhf_lightning.reports.overoptimization import (
     _dots,
     laws_table,

@@ -1,4 +1,4 @@
-"""Print what the doctor said in the runs of `rlhf-study doctor`, misses first.
+"""Print what the doctor said in the runs of the study `doctor`, misses first.
 
     python -m benchmarks.studies.doctor.table outputs/studies/doctor [--set NAME=VALUE ...]
 
@@ -69,7 +69,7 @@ def _said(first: Mapping[str, int]) -> str:
 def runs_of(study: Path) -> dict[str, list[dict[str, float]]]:
     """Return the metrics of the newest attempt of each run of PPO and its relatives."""
     found = {}
-    for row in sorted(study.glob("runs/*")):
+    for row in sorted(study.glob("*")):
         if row.name.startswith(("healthy", "sick")):
             files = sorted(row.glob("**/metrics.csv"), key=lambda path: path.stat().st_mtime)
             if files:

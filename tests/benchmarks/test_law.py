@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from rlhf_lightning.evaluation.overoptimization import (
+from benchmarks.studies.law import (
     Law,
     Point,
     fit_law,

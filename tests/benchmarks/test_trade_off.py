@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_lightning.evaluation.trade_off import (
+from benchmarks.studies.trade_off import (
     Measured,
     difference,
     gain_at,

@@ -9,14 +9,17 @@ same prompts, so their errors are not independent, and this bound holds for any 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import NormalDist, fmean, stdev
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from scipy import stats
 
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
+
+if TYPE_CHECKING:
+    from benchmarks.studies.run import Results
 
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
@@ -132,3 +135,52 @@ def difference(ours: Measured, theirs: Measured) -> Measured:
     what helps one hurts the other.
     """
     return Measured(ours.kl, ours.gain - theirs.gain, math.hypot(ours.sd, theirs.sd))
+
+
+def comparison(results: Results, at_kl: Sequence[float], *, gain: str = "val/gold_win_rate") -> str:
+    """Return each row's gain at equal KL, and its differences from the first row, in Markdown.
+
+    A row is compared where all its seeds ended and measured `gain`. The interval of a difference is
+    of 95 %; correct it for the number of differences. KL of the best of n is an upper bound.
+    """
+    curves = _curves(results, gain)
+    if not curves:
+        return ""
+    same = not gain.endswith("gold_win_rate")  # seeds of the built-in world have other prompts
+    lines = [["row", *(f"KL {kl:g}" for kl in at_kl)], ["---"] * (1 + len(at_kl))]
+    for name, seeds in curves.items():
+        at = [[gain_at(points, kl) for points in seeds.values()] for kl in at_kl]
+        lines.append(
+            [name, *(_shown([v for v in of if v is not None], len(of), same) for of in at)]
+        )
+    first, *others = curves
+    lines += [[""], ["difference", f"from {first}"], ["---", "---"]]
+    for name in others:
+        seeds = [s for s in curves[name] if s in curves[first]]
+        both = [(curves[name][seed], curves[first][seed]) for seed in seeds]
+        reach = common_range([curve for pair in both for curve in pair])
+        if reach is not None:
+            means = [[mean_gain(curve, *reach) for curve in pair] for pair in both]
+            found = [difference(a, b) for a, b in means if a is not None and b is not None]
+            where = f"KL {reach[0]:.2f} to {reach[1]:.2f}"
+            lines.append([name, f"{_shown(found, len(found), same)} on average from {where}"])
+    return "\n".join("| " + " | ".join(line) + " |" if line != [""] else "" for line in lines)
+
+
+def _curves(results: Results, gain: str) -> Mapping[str, Mapping[int, list[Measured]]]:
+    curves: dict[str, dict[int, list[Measured]]] = {}
+    for (row, _), seeds in results.items():
+        for seed, one in seeds.items():
+            kl, value = one.metrics.get("val/kl_per_token"), one.metrics.get(gain)
+            low, high = (one.metrics.get(f"{gain}_{end}") for end in ("low", "high"))
+            if kl is not None and value is not None:
+                sd = 0.0 if low is None or high is None else prompt_error(low, high)
+                curves.setdefault(row, {}).setdefault(seed, []).append(Measured(kl, value, sd))
+    return curves
+
+
+def _shown(values: Sequence[Measured], wanted: int, same_prompts: bool) -> str:
+    if len(values) < wanted or not values:
+        return f"reached by {len(values)} of {wanted} seeds"
+    found = over_seeds(values, same_prompts=same_prompts)
+    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"

@@ -1,0 +1,87 @@
+"""The studies: every command line composes, a study runs to its table and continues."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.studies.run import Row, Study, main, runs_of
+from rlhf_lightning.app.config.commands import COMMANDS
+from rlhf_lightning.app.config.compose import register
+from rlhf_lightning.app.config.validate import load_settings
+from tests.builders.command_lines import environment, overrides_of
+
+NAMES = (
+    "arguments", "commands", "doctor.run", "gsm8k_gemma2", "gsm8k_qwen", "objectives",
+    "objectives_tuning", "overoptimization", "safety", "sao", "sentiment", "staleness",
+    "tldr_pythia",
+)  # fmt: skip
+
+
+def study(name: str) -> Study:
+    return importlib.import_module(f"benchmarks.studies.{name}").STUDY
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_start_from_rows_above_them(name):
+    above: set[str] = set()
+    for row, content in study(name).rows.items():
+        assert set(content.starts_from.values()) <= above
+        above.add(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_line_of_a_study_composes(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "tests.own.,benchmarks.studies.")
+    register()
+    own = study(name)
+    for run in runs_of(own, tmp_path, own.seeds[:1], {}):
+        command = own.rows[run.row].command
+        load_settings(COMMANDS[command], command, list(run.command[3:]))
+
+
+def test_a_setting_has_the_names_and_values_of_what_varies():
+    row = Row(["+experiment=ppo"], vary={"module.ppo.kl_coef": [0.1, 0.2], "+rollout.lag": [1]})
+    assert row.settings() == {
+        "kl_coef=0.1 lag=1": ["module.ppo.kl_coef=0.1", "+rollout.lag=1"],
+        "kl_coef=0.2 lag=1": ["module.ppo.kl_coef=0.2", "+rollout.lag=1"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_study_names_what_failed_keeps_what_is_done_and_writes_its_table(
+    tmp_path, start, monkeypatch, capsys
+):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    words = [*overrides_of("ppo", start), "artifacts.reward=null", "gates=none"]
+    rows = {
+        "good": Row(words),
+        "later": Row(words, starts_from={"sft": "good"}),
+        "bad": Row([*words, "scorer.function=nowhere.py:score"]),
+    }
+    tiny = Study("tiny", rows, measure=("val/gold_win_rate",))
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit, match="1 of 3 runs have not completed: bad"):
+        main(tiny, [f"--out={out}"])
+    assert (out / "made/good/seed_1/config.json").is_file()
+    first = out / "good/seed_1/summary.json"
+    before = first.stat().st_mtime_ns
+    with pytest.raises(SystemExit):
+        main(tiny, [f"--out={out}"])
+    assert first.stat().st_mtime_ns == before
+    rate = json.loads(first.read_text())["metrics"]["val/gold_win_rate"]
+    assert f"| good |  | 1 of 1 | {rate:.3f} (" in (out / "table.md").read_text()
+    with pytest.raises(SystemExit, match="another --out"):
+        main(tiny, [f"--out={out}", "train:trainer.validations=0"])
+
+
+def test_a_study_has_help_without_running_anything(tmp_path):
+    line = [sys.executable, "-m", "benchmarks.studies.objectives", "--help"]
+    assert b"--seeds" in subprocess.run(line, capture_output=True, check=True).stdout
