@@ -85,7 +85,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_workers": (0, 1024),
     "show_examples": (0, 10**19),
     "num_epochs": (0.1, 1e9),
-    "timeout_seconds": (0.1, 1e9),
     "validation_fraction": (0, 0.99),
     "warmup_fraction": (0, 0.99),
 }

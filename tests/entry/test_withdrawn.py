@@ -10,9 +10,18 @@ import pytest
 
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.withdrawn import WITHDRAWN
+from rlhf_lightning.rollout.scorers.base import FunctionScorer
 
 # What is called, and a part of the error: the line to write. A row a withdrawn call or form.
-CALLS: list[tuple[str, Callable[[Path], object], str]] = []
+CALLS: list[tuple[str, Callable[[Path], object], str]] = [
+    ("timeout_seconds", lambda _: FunctionScorer(len, timeout_seconds=1.0), "timeout_seconds"),
+    ("lambda p, c", lambda _: FunctionScorer(lambda p, c: []), "def NAME(prompts, completions"),
+    (
+        "verl's form",
+        lambda _: FunctionScorer(lambda solution_str=None, **k: []),
+        "def NAME(prompts",
+    ),
+]
 
 
 @pytest.mark.parametrize("gone", WITHDRAWN)

@@ -359,7 +359,7 @@ def test_two_different_scores_that_the_clip_makes_one_are_named(caplog, scores, 
 
 
 def test_scores_of_a_function_are_not_clipped_unless_it_is_asked_for():
-    function = FunctionScorer(lambda p, c: [10.0 + row for row, _ in enumerate(c)])
+    function = FunctionScorer(lambda completions: [10.0 + row for row, _ in enumerate(completions)])
     model = TokenScorer(some_score)
 
     class SaysSoOnceBuilt(TokenScorer):

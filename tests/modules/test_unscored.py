@@ -194,7 +194,9 @@ def test_one_batch_without_scores_takes_no_step_and_the_run_goes_on():
 
 
 def test_scores_that_are_not_finite_in_every_iteration_do_not_end_well():
-    module = tiny_module(scorer=FunctionScorer(lambda p, c: [3e38] * len(c)), ppo=ppo_hparams())
+    module = tiny_module(
+        scorer=FunctionScorer(lambda completions: [3e38] * len(completions)), ppo=ppo_hparams()
+    )
     module.scorer = Infinite(module.scorer)
     with pytest.raises(RuntimeError, match="no optimizer step"):
         fit(module, 2)

@@ -216,12 +216,3 @@ def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experimen
     total = f"+scorer._target_={base}.WeightedScorer"
     with pytest.raises(ConfigError, match=r"scorer\.scorers\.mine: .*queries"):
         check("scorer=none", total, f"+scorer.scorers={both}", *value_head)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("value", ["0", "-1", "null", "true", "soon", ".inf"])
-def test_a_time_limit_that_cannot_be_is_refused(value, tmp_path):
-    (tmp_path / "mine.py").write_text("def f(prompts, completions): return [0]\n")
-    words = ["scorer=function", f"scorer.function={tmp_path}/mine.py:f", "artifacts.reward=null"]
-    with pytest.raises(ConfigError, match=r"scorer\.timeout_seconds"):
-        settings_of("+experiment=grpo", *words, f"scorer.timeout_seconds={value}")

@@ -1,19 +1,21 @@
-"""How reward functions are called, and what they may return."""
+"""How reward functions are found and called, and what they may return."""
 
 from __future__ import annotations
 
 import asyncio
 import datetime
 import functools
-import itertools
 import math
+import time
+from dataclasses import replace
 
 import numpy as np
-import pandas
 import pytest
 import torch
 
+from rlhf_lightning.rollout.scorers import functions
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, Scores, WeightedScorer
+from rlhf_lightning.rollout.scorers.functions import load_function
 from tests.builders.models import EOS, prompt_batch
 from tests.rollout.answers import responses_of
 
@@ -22,20 +24,19 @@ RESPONSES = [[7, 8, EOS], [9, 10, EOS]]
 PROMPTS, COMPLETIONS = ["w3 w4 w5", "w6"], ["w7 w8", "w9 w10"]
 
 
-def scored(function, *, timeout_seconds=30.0, **columns):
+def scored(function, **columns):
     answers = responses_of(prompt_batch(ROWS, **columns), RESPONSES)
-    return FunctionScorer(function, timeout_seconds=timeout_seconds)(answers).total.tolist()
+    return FunctionScorer(function)(answers).total.tolist()
+
+
+def returning(values):
+    return lambda prompts, completions: values
 
 
 def right(prompts, completions) -> list[float]:
     assert prompts == PROMPTS
     assert completions == COMPLETIONS
     return [1.0, 2.0]
-
-
-class Network(torch.nn.Module):
-    def forward(self, completions, prompts):
-        return torch.tensor(right(prompts, completions))
 
 
 class Checker:
@@ -45,89 +46,23 @@ class Checker:
     def method(self, completions, prompts):
         return right(prompts, completions)
 
-    @classmethod
-    def of_class(cls, *, completions, prompts):
-        return right(prompts, completions)
 
-
-def swapped(completions, prompts, **columns):
-    return right(prompts, completions)
-
-
-def with_weight(weight, completions, prompts, answer=None):
+def with_answer(weight, completions, prompts, answer):
     assert weight == 2.0
     assert answer == ["a", "b"]
-    return right(prompts, completions)
-
-
-def plainly_wrapped(function):
-    def wrapper(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-def adapted(function):
-    @functools.wraps(function)
-    def wrapper(prompts, completions, **columns):
-        return right(prompts, completions)
-
-    return wrapper
-
-
-def openrlhf(queries, prompts, labels):
-    raise AssertionError
-
-
-def by_name(answer, completions, prompts):
-    assert answer == ["a", "b"]
-    return right(prompts, completions)
-
-
-def positional_only(completions, prompts, /, answer):
-    return by_name(answer, completions, prompts)
-
-
-def by_kind(completions, least, answer):
-    assert least == 2
-    return by_name(answer, completions, PROMPTS)
-
-
-def by_dispatch(completions, prompts):
     return right(prompts, completions)
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        swapped,
-        Network(),
-        by_name,
-        positional_only,
-        lambda p, c: right(p, c),
-        lambda p, c, **k: right(p, c),
-        lambda a, b: right(a, b),
-        lambda x, y: right(x, y),
-        lambda q, r: right(q, r),
-        lambda _, c, answer: right(PROMPTS, c),
-        lambda _, completions: right(PROMPTS, completions),
-        lambda prompts, c, **k: right(prompts, c),
-        lambda *both: right(*both),
+        lambda completions, prompts, **columns: right(prompts, completions),
         lambda *args, **k: right(k["prompts"], k["completions"]),
-        lambda **k: right(k["prompts"], k["completions"]),
         lambda completions: right(PROMPTS, completions),
-        lambda completions, answer=None, prompts=(): by_name(answer, completions, prompts),
-        lambda *, completions, prompts, answer: by_name(answer, completions, prompts),
         Checker(),
         Checker().method,
-        Checker.of_class,
-        functools.partial(with_weight, 2.0),
-        functools.partial(with_weight, weight=2.0),
-        eval("lambda completions, least=2, answer=None, /: by_kind(completions, least, answer)"),
-        functools.singledispatch(by_dispatch),
-        plainly_wrapped(swapped),
-        functools.wraps(swapped)(plainly_wrapped(swapped)),
-        adapted(openrlhf),
+        functools.partial(with_answer, 2.0),
+        functools.partial(with_answer, weight=2.0),
     ],
 )
 def test_prompts_and_completions_arrive_under_their_names_in_any_order(function):
@@ -135,202 +70,157 @@ def test_prompts_and_completions_arrive_under_their_names_in_any_order(function)
 
 
 @pytest.mark.parametrize(
-    ("function", "name"),
+    "function",
     [
-        (openrlhf, "openrlhf"),
-        (lambda queries, prompts, labels, **k: [], "queries"),
-        (lambda prompts, responses: [], "responses"),
-        (lambda data_source, solution_str, ground_truth: [], "solution_str"),
-        (lambda c, p: [], r"\(c, p\)"),
-        (lambda r, q: [], r"\(r, q\)"),
-        (lambda y, x: [], r"\(y, x\)"),
-        (lambda a, q: [], r"\(a, q\)"),
-        (lambda o, i, **k: [], r"\(o, i, \*\*k\)"),
-        (lambda r, **k: [], r"\(r, \*\*k\)"),
-        (lambda prompts: [], "prompts"),
-        (lambda: [], r"takes \(\)"),
-        (functools.partial(openrlhf, labels=[]), "openrlhf"),
-        (Checker, "Checker"),
-        (len, "len"),
+        lambda queries, prompts, labels: [],
+        lambda data_source=None, solution_str=None, **k: [],
+        lambda p, c: [],
+        lambda prompts, completions, /: [],
+        lambda prompts: [],
+        lambda *both: [],
+        Checker,
+        len,
     ],
 )
-def test_a_function_with_other_names_is_refused_where_it_is_given(function, name):
-    with pytest.raises(ValueError, match=name):
+def test_a_function_without_completions_is_refused_where_it_is_given(function):
+    with pytest.raises(ValueError, match=r"reward function .*prompts, completions, \*\*columns"):
         FunctionScorer(function)
 
 
-def test_a_function_whose_optional_parameters_may_mean_the_completions_is_refused():
-    def verl(data_source=None, solution_str=None, **others):
-        return [0.0, 0.0]
-
-    with pytest.raises(ValueError, match="'solution_str'"):
-        scored(verl, data_source=["a", "b"])
-    assert scored(verl, data_source=["a", "b"], solution_str=["c", "d"]) == [0, 0]
-
-
 def test_a_column_of_the_name_of_the_completions_is_refused():
-    with pytest.raises(ValueError, match=r"column 'completions'.*rename"):
-        scored(lambda p, c: [1, 2], completions=["a", "b"])
+    with pytest.raises(ValueError, match="'completions'"):
+        scored(returning([1, 2]), completions=["a", "b"])
 
 
-def test_columns_keep_their_types_and_are_copies():
+def test_a_function_gets_copies_of_the_columns_it_names_in_their_types():
     given = {
         "flag": [True, False],
         "day": [datetime.date(2026, 1, 2), None],
-        "answers": [["a"], ["b", "c"]],
         "nested": [{"k": [1]}, {"k": [2]}],
     }
-    batch = prompt_batch(ROWS, **given)
+    batch = prompt_batch(ROWS, **given, other=["x", "y"])
+    seen = []
 
-    def function(prompts, completions, flag, day, answers, nested):
-        assert {"flag": flag, "day": day, "answers": answers, "nested": nested} == given
-        answers[0].append("z")
+    def function(prompts, completions, flag, nested, **rest):
+        seen.append({"flag": list(flag), "nested": str(nested), **rest})
         nested[1]["k"].clear()
+        for texts in (prompts, completions, flag):
+            texts.clear()
         return [0, 0]
 
-    FunctionScorer(function)(responses_of(batch, RESPONSES))
-    assert batch.columns["answers"] == (["a"], ["b", "c"])
+    answers = responses_of(batch, RESPONSES)
+    both = {"one": FunctionScorer(function), "two": FunctionScorer(function)}
+    WeightedScorer(both)(answers)
+    assert seen[0] == seen[1] == {**given, "nested": str(given["nested"]), "other": ["x", "y"]}
     assert batch.columns["nested"] == ({"k": [1]}, {"k": [2]})
+    assert answers.completions == tuple(COMPLETIONS)
 
 
-async def slowly(prompts, completions):
-    await asyncio.sleep(0.01)
-    return right(prompts, completions)
+def test_a_function_gets_the_domains_where_there_are_some():
+    seen = []
+
+    def function(prompts, completions, **columns):
+        seen.append(columns)
+        return [0.0] * len(completions)
+
+    given = responses_of(prompt_batch(ROWS), RESPONSES)
+    with_domains = replace(given, prompts=replace(given.prompts, domains=("a", "b")))
+    for answers in (with_domains, given):
+        FunctionScorer(function)(answers)
+    assert seen == [{"domain": ["a", "b"]}, {}]
+    assert FunctionScorer(right)(with_domains).total.tolist() == [1.0, 2.0]
 
 
-class AsyncChecker:
-    async def __call__(self, completions, **columns):
-        return [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "function", [slowly, AsyncChecker(), functools.partial(slowly), lambda p, c: slowly(p, c)]
-)
-def test_an_asynchronous_function_is_awaited_also_where_a_loop_runs(function):
-    assert scored(function) == [1.0, 2.0]
+def test_an_asynchronous_function_is_awaited_also_where_a_loop_runs():
+    async def slowly(prompts, completions):
+        await asyncio.sleep(0.01)
+        return right(prompts, completions)
 
     async def notebook():
-        return scored(function)
+        return scored(slowly)
 
-    assert asyncio.run(notebook()) == [1.0, 2.0]
+    assert scored(slowly) == asyncio.run(notebook()) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
     "values",
     [
+        (True, 2),
+        np.array([1.0, 2.0], dtype=np.float32),
         np.array([[1.0], [2.0]]),
         torch.tensor([[1.0], [2.0]], requires_grad=True),
-        torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
         [[1.0], (2,)],
         [torch.tensor(1.0), np.float16(2)],
-        (value for value in (1, 2)),
-        {"a": 1, "b": 2}.values(),
-        pandas.DataFrame({"score": [1.0, 2.0]}),
-        pandas.Series([1, 2]),
-        range(1, 3),
     ],
 )
-def test_rows_of_one_number_arrays_and_generators_are_scores(values):
-    assert scored(lambda p, c: values) == [1.0, 2.0]
+def test_lists_arrays_and_tensors_of_one_number_a_row_are_scores(values):
+    assert scored(returning(values)) == [1.0, 2.0]
 
 
 def test_none_is_nan_and_said_not_to_apply():
     answers = responses_of(prompt_batch(ROWS), RESPONSES)
     for values in ([None, 3], np.ma.array([0.0, 3.0], mask=[True, False])):
-        found = FunctionScorer(lambda p, c, values=values: values)(answers)
+        found = FunctionScorer(returning(values), name="one")(answers)
         assert math.isnan(found.total[0])
         assert found.total[1] == 3
         assert found.applies.tolist() == [False, True]
+        assert found.components["one"] is found.total
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "message"),
     [
-        {0.5, 1.5},
-        frozenset({1, 2}),
-        {1: 1, 2: 2}.keys(),
-        "12",
-        b"12",
-        bytearray(b"12"),
-        pandas.DataFrame([[1.0, 2.0], [3.0, 4.0]]),
-        None,
-        1.5,
-        torch.tensor(1.0),
-        np.array([[1.0, 2.0], [3.0, 4.0]]),
-        [[1.0, 2.0], [3.0, 4.0]],
-        [1 + 2j, 1.0],
-        ["1", "2"],
-        [torch.zeros(2), 1.0],
-        itertools.count(),
-        [1.0],
-        [1.0, -1e39],
-        [np.float64("nan"), 1.0],
-        [[None, 1], 2],
+        ({0.5, 1.5}, "set"),
+        ({1: 1, 2: 2}, "dict"),
+        ("12", "str"),
+        ((value for value in (1, 2)), "generator"),
+        (None, "NoneType"),
+        (torch.tensor(1.0), "Tensor"),
+        ([1.0], "1 scores for 2 completions"),
+        (np.ones((2, 2)), r"\[1.0, 1.0\] for completion 0"),
+        ([1.0, math.nan], r"nan for completion 1 \('w9 w10'\)"),
+        ([math.inf, 1.0], "inf for completion 0"),
+        ([1.0, -1e39], r"-1e\+39 for completion 1"),
+        ([10**400, 1.0], "for completion 0"),
+        (["1", 2.0], "'1' for completion 0"),
+        ([np.str_("1.5"), 2.0], "for completion 0"),
+        ([1 + 2j, 1.0], "for completion 0"),
+        ([[None, 1], 2], "for completion 0"),
     ],
 )
-def test_what_are_no_scores_is_refused_by_the_name_of_the_function(values):
-    def mine(prompts, completions):
-        return values
-
-    with pytest.raises(ValueError, match="reward function mine returned"):
-        scored(mine)
+def test_what_are_no_scores_is_refused_by_the_name_of_the_function(values, message):
+    with pytest.raises(ValueError, match=f"reward function mine returned .*{message}"):
+        FunctionScorer(returning(values), name="mine")(responses_of(prompt_batch(ROWS), RESPONSES))
 
 
-class Own(BaseException):
-    pass
-
-
-class UnprintableError(Exception):
-    def __str__(self):
-        raise ValueError
-
-
-def deep(n):
-    return deep(n + 1)
-
-
-@pytest.mark.parametrize(
-    ("raised", "name"),
-    [
-        (Own("gone"), "Own: gone"),
-        (UnprintableError(), "UnprintableError"),
-        (SystemExit(0), "SystemExit: 0"),
-        (GeneratorExit(), "GeneratorExit"),
-        (asyncio.CancelledError(), "CancelledError"),
-        (RecursionError("deep"), "RecursionError"),
-        (ValueError("two\nlines"), "two lines"),
-    ],
-)
+@pytest.mark.parametrize("raised", [ValueError("two\nlines"), SystemExit("two lines")])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_whatever_it_raises_is_an_error_with_its_name(raised, name, asynchronous):
-    def mine(prompts, completions):
+def test_what_it_raises_is_an_error_with_its_name_the_response_and_the_columns(
+    raised, asynchronous
+):
+    def mine(prompts, completions, **columns):
         raise raised
 
-    async def later(prompts, completions):
+    async def later(prompts, completions, **columns):
         raise raised
 
-    if asynchronous and isinstance(raised, asyncio.CancelledError | GeneratorExit):
-        pytest.skip("no coroutine raises these by itself")
     later.__name__ = "mine"
-    with pytest.raises(RuntimeError, match=f"reward function mine raised .*{name}"):
-        scored(later if asynchronous else mine)
+    name = type(raised).__name__
+    with pytest.raises(RuntimeError, match=f"mine raised {name}: two lines.*w7 w8.*answer"):
+        scored(later if asynchronous else mine, answer=["a", "b"])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda prompts, completions: [len(c[0]["content"]) for c in completions],
-        lambda prompts, completions: [c[-1]["content"].count("w") for c in completions],
-    ],
-)
-def test_a_function_of_messages_is_told_that_completions_are_texts(function):
-    with pytest.raises(RuntimeError, match=r"TypeError.*completions \(texts, no lists of messages"):
-        scored(function)
+def test_a_function_that_reads_messages_or_lacks_a_column_is_told_what_it_was_given():
+    def messages(completions, **columns):
+        return [float("yes" in c[0]["content"]) for c in completions]
 
+    def lacking(completions, answr):
+        return []
 
-def test_an_endless_recursion_is_named():
-    with pytest.raises(RuntimeError, match="RecursionError"):
-        scored(lambda p, c: deep(0))
+    for function in (messages, lacking):
+        with pytest.raises(RuntimeError, match=r"TypeError.*no lists of messages.*\['answer'\]"):
+            scored(function, answer=["a", "b"])
 
 
 def test_ctrl_c_is_passed_on():
@@ -339,6 +229,60 @@ def test_ctrl_c_is_passed_on():
 
     with pytest.raises(KeyboardInterrupt):
         scored(interrupted)
+
+
+def test_a_call_that_takes_long_is_named_again_after_each_doubling(monkeypatch, caplog):
+    monkeypatch.setattr(functions, "SLOW_SECONDS", 0.1)
+
+    def slow(prompts, completions):
+        time.sleep(0.3)
+        return [1.0, 2.0]
+
+    assert scored(slow) == [1.0, 2.0]
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(" is ")[0] for text in said] == ["reward function slow"] * 2
+    time.sleep(0.2)
+    assert len(caplog.records) == 2, "it has returned"
+
+
+def test_a_function_is_found_by_file_and_by_dotted_name(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def short(prompts, completions):\n    return [-len(c) for c in completions]\n")
+    answers = responses_of(prompt_batch(ROWS), RESPONSES)
+    scores = FunctionScorer(f"{file}:short")(answers)
+    assert scores.total.tolist() == [-5.0, -6.0]
+    assert set(scores.components) == {"short"}
+    dotted = FunctionScorer("tests.rollout.test_score_functions.right")
+    assert dotted(answers).total.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
+        ("def score(:\n", "SyntaxError"),
+        ("1 / 0\n", "ZeroDivisionError"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=rf"mine\.py:score': {message}"):
+        FunctionScorer(f"{tmp_path}/mine.py:score")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.py:f", "no file nowhere.py; give 'path.py:name' or 'package.module.name'"),
+        ("no.such.module.f", "No module named 'no'"),
+        ("f", "give 'path.py:name'"),
+        ("math.nothing", "'nothing' is no callable there"),
+        ("math.pi", "'pi' is no callable there"),
+    ],
+)
+def test_a_function_that_is_not_there_is_an_error(path, message):
+    with pytest.raises(ValueError, match=f"reward function '{path}'.*{message}"):
+        load_function(path)
 
 
 class Fixed:
@@ -356,8 +300,8 @@ class Fixed:
 def test_a_sum_leaves_out_what_does_not_apply():
     prompts = prompt_batch([[3]] * 4, domains=["", "", "", "code"])
     answers = responses_of(prompts, [[7, EOS]] * 4)
-    one = FunctionScorer(lambda p, c: [1, None, None, None], name="one")
-    two = FunctionScorer(lambda p, c: [10, 20, None, 30], name="two")
+    one = FunctionScorer(returning([1, None, None, None]), name="one")
+    two = FunctionScorer(returning([10, 20, None, 30]), name="two")
     scorer = WeightedScorer(
         {"one": one, "two": two}, weights={"two": 0.5}, domain_weights={"code": {"two": 0.0}}
     )

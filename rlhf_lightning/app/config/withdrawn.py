@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 WITHDRAWN: dict[str, str] = {
     # a key, or a choice: what is written instead
+    "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
 }
 
 

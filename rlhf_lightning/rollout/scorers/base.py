@@ -14,20 +14,19 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, Seconds, checked
+from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, checked
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.rollout.scorers.containment import contained
 from rlhf_lightning.rollout.scorers.functions import (
     OURS,
-    CallForm,
     RewardFunction,
-    listed,
+    call_function,
     load_function,
+    names_taken,
     read_scores,
 )
 from rlhf_lightning.text.decoding import response_texts
@@ -255,93 +254,68 @@ class RewardModelScorer:
 class FunctionScorer:
     """Any Python callable `(prompts, completions, **columns) -> one number a completion`.
 
-    Prompts and completions are lists of texts. They and the columns are passed by keyword, where
-    the function has these names; see `CallForm.of` for other parameters. Columns have the types of
-    the data. The function may be async. It may return None for a response to which it does not
-    apply; the response is then not trained on.
+    Prompts and completions are lists of texts, columns have the types of the data. All are passed
+    by keyword: those that the function names, or all if it has `**columns`. It may be async. It may
+    return None for a response to which it does not apply; the response is then not trained on. A
+    call that takes 30 seconds is named, and again each time that this doubles.
 
     Args:
         function: the callable, or `path.py:name`, or a dotted name.
         name: name of the component.
-        timeout_seconds: longest time of one call.
 
     Raises:
-        ValueError: if there is no such function, or its parameters have other names.
+        ValueError: if there is no such function, or it does not take `completions` by keyword.
     """
 
     loads_no_model = True
     words = "a reward function ({function})"
 
     @checked
-    def __init__(
-        self,
-        function: RewardFunction | CodeName,
-        *,
-        name: str | None = None,
-        timeout_seconds: Seconds = 300.0,
-    ) -> None:
+    def __init__(self, function: RewardFunction | CodeName, *, name: str | None = None) -> None:
         self.function_name = function if isinstance(function, str) else None
-        if isinstance(function, str):
-            self.function: RewardFunction = load_function(function, seconds=timeout_seconds)
-        else:
-            self.function = function
+        self.function: RewardFunction = (
+            load_function(function) if isinstance(function, str) else function
+        )
         named = getattr(self.function, "func", self.function)  # of functools.partial
         self.name = name or str(getattr(named, "__name__", type(named).__name__))
-        self.timeout_seconds = timeout_seconds
         place = Path(function).name if isinstance(function, str) else self.name
         self._what = f"reward function {place}"
-        self._form = CallForm.of(self.function, self._what)
+        self._names = names_taken(self.function, self._what)
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Return no models."""
         return []
 
+    @torch.no_grad()
     def __call__(self, responses: Responses) -> Scores:
         """Return the function's numbers; NaN where it does not apply.
 
         Raises:
-            TimeoutError: if it does not return in time.
-            RuntimeError: if it raises; the error names the function and the columns it was given.
-            ValueError: if it needs a column that is missing, or returns something else than a
-                finite number or None for each completion.
+            RuntimeError: if it raises.
+            ValueError: if it returns something else than a finite number or None for each
+                completion.
         """
-        what, completions = self._what, responses.completions
-        values = self._values(responses)
-        columns = sorted(set(values) - set(OURS))
-        positional, keyword = self._form.arguments(values, what)
-
-        kind, found = contained(
-            lambda: self.function(*positional, **keyword),
-            lambda returned: (type(returned).__name__, listed(returned, len(completions))),
-            what,
-            seconds=self.timeout_seconds,
-            about=(
-                f"{len(completions)} prompts and completions (texts, no lists of messages; the "
-                f"first prompt: {values['prompts'][0][:200]!r}) and the columns {columns}"
-            ),
-        )
-        if found is None:
-            raise ValueError(
-                f"{what} returned {kind}, which is no list of scores: return a list with one "
-                "number a completion"
-            )
-        total = read_scores(found, completions, what).to(responses.sequences.device)
+        returned = call_function(self.function, self._values(responses), self._names, self._what)
+        scores = read_scores(returned, responses.completions, self._what)
+        total = scores.to(responses.sequences.device)
         return Scores(total, {self.name: total}, ~total.isnan())
 
     def _values(self, responses: Responses) -> dict[str, list[Any]]:
         """Return copies, which the function may change."""
-        hidden = ("prompt", CONVERSATION)
-        columns = {k: v for k, v in responses.prompts.columns.items() if k not in hidden}
+        columns = responses.prompts.columns
         for name in OURS:
             if name in columns:
                 raise ValueError(
                     f"{self._what}: the prompts have a column {name!r}, which is the name of the "
                     f"{name} themselves: rename the column"
                 )
-        values = {k: [deepcopy(value) for value in v] for k, v in columns.items()}
-        values["prompts"] = list(responses.prompts.columns["prompt"])
+        hidden = ("prompt", CONVERSATION)
+        values = {
+            k: [deepcopy(value) for value in v] for k, v in columns.items() if k not in hidden
+        }
+        values["prompts"] = list(columns["prompt"])
         values["completions"] = list(responses.completions)
-        if any(responses.prompts.domains) or "domain" in self._form.keywords:
+        if any(responses.prompts.domains) or "domain" in (self._names or ()):
             values["domain"] = list(responses.prompts.domains)
         return values
 
