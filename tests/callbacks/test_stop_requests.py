@@ -114,7 +114,7 @@ def test_a_run_of_the_library_that_is_told_to_stop_says_when_and_is_recorded_as_
     told = [RunRecord(folder), Send(signal.SIGTERM, 3)]
     with pytest.raises(RunStoppedError):
         run(tmp_path, callbacks=told)
-    said = "SIGTERM: the run stops, with a checkpoint, after this iteration, which takes up to "
+    said = "SIGTERM: the run stops, with a checkpoint, after this iteration\n"
     assert capfd.readouterr().err.count(said) == 1
     assert read_summary(folder).status == "stopped"
     assert "SIGTERM" in (read_summary(folder).cause or "")

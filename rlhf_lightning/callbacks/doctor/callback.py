@@ -298,11 +298,6 @@ class Doctor(Callback):
 
     # -- going back and ending ----------------------------------------------------------------
 
-    @property
-    def ends_fit(self) -> bool:
-        """True if the doctor ended this fit; at a resume its own state decides."""
-        return self.request is not None
-
     def hand_over(self, checkpoint: int) -> Handover:
         """Return what the fit that starts from `checkpoint` has to know of this one."""
         policy = self.policy
