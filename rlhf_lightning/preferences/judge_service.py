@@ -21,8 +21,8 @@ from rlhf_lightning.arguments import (
 )
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotators import AnnotationError
-from rlhf_lightning.rollout.scorers.hparams import check_url
-from rlhf_lightning.rollout.service_client import ServiceClient, key_in, root_cause, unused_proxy
+from rlhf_lightning.rollout.scorers.hparams import check_url, key_in
+from rlhf_lightning.rollout.service_client import ServiceClient, root_cause, unused_proxy
 from rlhf_lightning.runs.reading import loads
 
 NUM_SHOWN = 200  # characters of an error that a service sent

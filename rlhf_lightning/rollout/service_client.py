@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -103,20 +102,3 @@ def unused_proxy(url: str) -> str:
     return f". {names} of the environment is not used: give an address that needs none" * bool(
         names
     )
-
-
-def key_in(setting: str, name: str | None) -> str | None:
-    """Return the key of a service in the environment variable `name`; None where it has no name.
-
-    Raises:
-        ValueError: naming the setting, if the variable holds no key.
-    """
-    if name is None:
-        return None
-    key = os.environ.get(name, "").strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(
-            f"{setting}={name}: that environment variable holds no key: export it before the run, "
-            f"or set {setting}=null for a service that wants none"
-        )
-    return key

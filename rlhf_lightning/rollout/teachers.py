@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,10 +23,9 @@ from rlhf_lightning.batches import CONVERSATION, RENDERED
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.rollout.scorers.base import Responses, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, check_url
-from rlhf_lightning.rollout.scorers.http import Advice, JsonService, ServiceError, on_every_rank
+from rlhf_lightning.rollout.scorers.http import ServiceError, ask_service, on_every_rank
 from rlhf_lightning.text.decoding import decoded
 from rlhf_lightning.text.messages import Text, as_text, fields_of
 from rlhf_lightning.text.tokens import TextEncoder, prompt_ids
@@ -36,17 +34,11 @@ VLLM_MINUS_INFINITY = -9999.0  # which JSON cannot hold
 LARGEST = 1e-3  # log-probability, after rounding in a low precision
 NUM_PROBED = 4096  # tokens whose text a server must read as the policy's tokenizer does
 KEY = "VLLM_API_KEY"
-SECONDS = 600.0  # of a call, all requests and retries together
+SECONDS = 600.0  # of a request: the server queues what it is sent at once
 NUM_AT_ONCE = 32  # requests: the server batches them
-ADVICE = Advice(
-    late="",
-    large="It must return one log-probability a token",
-    no_json="Check that teacher= is the address of a server of vLLM",
-    redirects="give the final address as teacher=",
-    too_large="Shorten the responses",
-    refused="Check that teacher= is a server of vLLM, with /tokenize beside /v1, and that its "
-    "context has room for a row",
-    no_token=f"Put its key into the environment variable {KEY}",
+FIX = (
+    "check that teacher= is a server of vLLM, with /tokenize beside /v1, that its context has room "
+    f"for a row, and that its key is in the environment variable {KEY}"
 )
 Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -372,21 +364,9 @@ class ServerTeacher:
 
     def _asked(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the replies to requests, in their order."""
-        named = KEY if os.environ.get(KEY, "").strip() else None
-        # The server queues what it is sent at once: one limit for all, which is that of a call.
-        hparams = HttpScorerHparams(url=self.url + path, token_env=named, timeout=SECONDS)
-        service = JsonService(hparams, ADVICE)
-        deadline = time.monotonic() + hparams.deadline
-
-        async def all_of_them() -> list[Any]:
-            async with service.client() as client:
-                return await request_all(
-                    lambda body: service.post(client, body, deadline=deadline),
-                    bodies,
-                    concurrency=NUM_AT_ONCE,
-                )
-
-        return run_async(all_of_them)
+        key = os.environ.get(KEY, "").strip() or None
+        hparams = HttpScorerHparams(url=self.url + path, timeout=SECONDS, concurrency=NUM_AT_ONCE)
+        return ask_service(hparams, bodies, key=key, fix=FIX)
 
     def _read(self, reply: Any, ids: Sequence[int], length: int) -> list[float]:
         """Return the log-probabilities of the last `length` of the ids that were sent."""

@@ -118,14 +118,14 @@ def test_answers_that_are_empty_are_scored_as_empty_texts(start, tmp_path):
     assert {sample["response"] for sample in read_samples(folder.samples)} == {""}
 
 
-def test_a_reward_service_that_never_answers_ends_the_run_at_its_deadline(start, tmp_path):
+def test_a_reward_service_that_never_answers_ends_the_run_after_its_retries(start, tmp_path):
     folder = RunFolder(tmp_path / "run").create()
-    limits = {"timeout": 0.3, "deadline": 1, "max_retries": 1, "backoff": 0.01}
+    limits = {"timeout": 0.3, "max_retries": 1}
     given = ["artifacts.reward=null", *(f"scorer.{key}={value}" for key, value in limits.items())]
     own = [o for o in overrides_of("ppo", start) if not o.startswith("scorer")]
     with serving(slow(5.0)) as server:
         settings = settings_of(*own, "scorer=http", f"scorer.url={server.url}", *given)
-        with pytest.raises(RuntimeError, match=r"0\.3 s"):
+        with pytest.raises(RuntimeError, match="did not answer: ReadTimeout"):
             run(settings, folder, [])
     summary = read_summary(folder)
     assert summary.status == "failed"

@@ -210,9 +210,9 @@ def of(value: object) -> Any:
         (broken(of(12.5)), r"12\.5 as a log-probability, .* without --logprobs-mode"),
         (
             failing(404, "no such page"),
-            "HTTP 404: 'no such page'. Check that teacher= is a server of",
+            "HTTP 404 'no such page': check that teacher= is a server of",
         ),
-        (failing(401, "who?"), "Put its key into the environment variable VLLM_API_KEY"),
+        (failing(401, "who?"), "its key is in the environment variable VLLM_API_KEY"),
     ],
 )
 def test_what_is_no_server_of_vllm_is_named(behaviour, problem, monkeypatch):
@@ -291,7 +291,7 @@ def test_vllm_itself_says_what_its_model_says(tmp_path: Path):
             for _ in range(2):  # the second time from its prefix cache
                 said = teacher(answers(), **PLAIN).logprobs
                 torch.testing.assert_close(said, expected, rtol=0, atol=1e-4)
-        with pytest.raises(ServiceError, match=r"HTTP 400.*context has room for a row"):
+        with pytest.raises(ServiceError, match=r"HTTP 400.*its context has room for a row"):
             teacher(answers(hint=["w3 " * 90] * 3), **PLAIN)
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -132,7 +132,6 @@ class Endurance:
             "scorer=http",
             f"scorer.url=http://127.0.0.1:{self.port}/score",
             f"scorer.timeout={TIMEOUT}",
-            "scorer.backoff=0.01",
             "scorer.max_retries=8",
         ]
 

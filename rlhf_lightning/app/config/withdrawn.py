@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 WITHDRAWN: dict[str, str] = {
     # a key, or a choice: what is written instead
+    "scorer.backoff": "waits double from 0.5 s; scorer.max_retries=N ends them",
+    "scorer.deadline": "scorer.timeout=SECONDS of a request and scorer.max_retries=N bound a call",
+    "scorer.max_backoff": "waits double from 0.5 to 30 s; scorer.max_retries=N ends them",
     "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
 }
 

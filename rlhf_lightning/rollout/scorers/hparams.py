@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -93,6 +94,23 @@ def check_url(url: str, key: str, secret: str) -> None:
         )
 
 
+def key_in(setting: str, name: str | None) -> str | None:
+    """Return the key of a service in the environment variable `name`; None where it has no name.
+
+    Raises:
+        ValueError: naming the setting, if the variable holds no key.
+    """
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(
+            f"{setting}={name}: that environment variable holds no key: export it before the run, "
+            f"or set {setting}=null for a service that wants none"
+        )
+    return key
+
+
 @dataclass(frozen=True)
 class HttpScorerHparams(Checked):
     """Settings of a reward service's client.
@@ -101,11 +119,8 @@ class HttpScorerHparams(Checked):
         url: `http://` or `https://`; without a password in it.
         batch_size: responses in one request.
         concurrency: largest number of requests at once.
-        timeout: seconds for one request, from the connection to the last byte.
-        deadline: seconds for one call of the scorer, all requests and retries together.
+        timeout: seconds without a byte of the reply.
         max_retries: further attempts after a connection error, a time-out, 429 or 5xx.
-        backoff: seconds before the first retry; doubles each time.
-        max_backoff: longest wait between two attempts, in seconds.
         token_env: name of the environment variable that holds the bearer token; None sends none.
         mean, std: the score is (value - mean) / std.
         thoughts: `drop` sends a response that thinks without its thoughts, `keep` sends them too.
@@ -115,10 +130,7 @@ class HttpScorerHparams(Checked):
     batch_size: Count = 64
     concurrency: Annotated[int, Field(ge=1, le=256)] = 4
     timeout: Seconds = 60.0
-    deadline: Seconds = 600.0
     max_retries: CountOrZero = 5
-    backoff: AtLeast0 = 0.5
-    max_backoff: AtLeast0 = 30.0
     token_env: SecretName | None = None
     mean: float = 0.0
     std: Above0 = 1.0

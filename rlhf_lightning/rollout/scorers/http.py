@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -18,192 +16,83 @@ from torch import nn
 from rlhf_lightning.arguments import JsonObject, Name, checked
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
-from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.functions import LARGEST
-from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
-from rlhf_lightning.rollout.service_client import (
-    MOST_BYTES,
-    ServiceClient,
-    key_in,
-    root_cause,
-    unused_proxy,
-)
-from rlhf_lightning.runs.reading import loads
+from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, key_in
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import ResponseText
 
 Result = TypeVar("Result")
-NUM_SHOWN = 200  # characters of a reply in an error
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a retry; they double
+FIX = "check the service, and scorer.url, scorer.request, scorer.token_env and scorer.timeout"
 
 
 class ServiceError(RuntimeError):
-    """A reward service gave no usable reply."""
+    """A service gave no usable reply."""
 
 
-class _UnavailableError(Exception):
-    """One attempt failed in a way that may pass; `wait` is what the server asked for."""
+def ask_service(
+    hparams: HttpScorerHparams,
+    bodies: Sequence[Mapping[str, Any]],
+    *,
+    key: str | None = None,
+    fix: str = FIX,
+) -> list[Any]:
+    """Return the JSON of a service's replies to requests, in their order.
 
-    def __init__(self, what: str, wait: float = 0.0) -> None:
-        super().__init__(what)
-        self.wait = wait
-
-
-class Advice(NamedTuple):
-    """The fix that a message about a service names, one field for each kind of failure."""
-
-    late: str = ", or raise scorer.timeout, scorer.deadline or scorer.max_retries"
-    large: str = "It must return scores only; fewer responses a request are scorer.batch_size"
-    no_json: str = "Check that scorer.url is the path that scores"
-    redirects: str = "give the final address as scorer.url"
-    too_large: str = "Lower scorer.batch_size"
-    refused: str = (
-        "Check scorer.url, scorer.request and scorer.extra against what the service expects"
-    )
-    no_token: str = "Name the environment variable that holds its token with scorer.token_env"
-
-
-class JsonService:
-    """Posts JSON and returns the JSON of the reply.
+    Connection errors, time-outs, 429 and 5xx are tried again. The service is asked directly:
+    without `trust_env` no proxy of the environment sees the texts.
 
     Args:
         hparams: address, limits and retries.
-        advice: the fixes that messages name.
+        bodies: JSON of each request.
+        key: bearer token.
+        fix: ends the error of a request that is refused.
 
     Raises:
-        ValueError: if `token_env` names a variable that is not set, or holds no usable token.
+        ServiceError: in one line, if a request gets no reply, or none that is JSON.
     """
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    verify = ssl.create_default_context() if hparams.url.startswith("https:") else False
+    with (
+        ThreadPoolExecutor(hparams.concurrency) as pool,
+        # Closed first: after Ctrl-C nothing is tried again.
+        httpx.Client(
+            headers=headers, timeout=hparams.timeout, trust_env=False, verify=verify
+        ) as client,
+    ):
+        return list(pool.map(lambda body: _reply(client, hparams, body, fix), bodies))
 
-    def __init__(self, hparams: HttpScorerHparams, advice: Advice | None = None) -> None:
-        self.hparams = hparams
-        self.advice = advice or Advice()
-        self.url = hparams.url
-        self._token = key_in("scorer.token_env", hparams.token_env)
-        self._jitter = random.Random()
 
-    def client(self) -> ServiceClient:
-        """Return the connections for one call of the scorer.
-
-        The service is asked directly and as its URL says: without `trust_env` no proxy of the
-        environment sees the texts, or stands between a rank and a service on its own machine, and
-        no password of `.netrc` is sent. Certificates are those of the system or `SSL_CERT_FILE`.
-        """
-        secure = self.url.startswith("https:")
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        return ServiceClient(
-            headers=headers,
-            trust_env=False,
-            verify=ssl.create_default_context() if secure else False,
-        )
-
-    async def post(self, client: ServiceClient, body: Mapping[str, Any], *, deadline: float) -> Any:
-        """Return the reply to one request.
-
-        Args:
-            client: client that keeps the connections.
-            body: the content, as JSON.
-            deadline: `time.monotonic()` at which the last attempt ends.
-
-        Raises:
-            ServiceError: if no attempt succeeded, or a reply cannot be used.
-        """
-        payload = json.dumps(body, ensure_ascii=False).encode()
-        started = time.monotonic()
-        attempt = 0
-        while True:
-            try:
-                return await self._attempt(client, payload, deadline)
-            except _UnavailableError as error:
-                attempt += 1
-                wait = max(self._backoff(attempt), error.wait)
-                if attempt > self.hparams.max_retries or time.monotonic() + wait >= deadline:
-                    raise ServiceError(
-                        f"{self.url} did not answer: {error} ({attempt} attempts in "
-                        f"{time.monotonic() - started:.1f} s). Check the service{self.advice.late}"
-                    ) from error
-                await asyncio.sleep(wait)
-
-    def _backoff(self, attempt: int) -> float:
-        """Return seconds before the next attempt; the jitter keeps ranks from asking in step."""
-        longest = min(self.hparams.backoff * 2.0 ** (attempt - 1), self.hparams.max_backoff)
-        return longest * self._jitter.uniform(0.5, 1.0)
-
-    async def _attempt(self, client: ServiceClient, payload: bytes, deadline: float) -> Any:
-        seconds = min(self.hparams.timeout, deadline - time.monotonic())
-        if seconds <= 0:
-            raise _UnavailableError(f"its {self.hparams.deadline:g} s (deadline) are over")
+def _reply(
+    client: httpx.Client, hparams: HttpScorerHparams, body: Mapping[str, Any], fix: str
+) -> Any:
+    content = json.dumps(body, default=as_text).encode()
+    failure, wait = "", FIRST_WAIT
+    for attempt in range(hparams.max_retries + 1):
+        if attempt:
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
         try:
-            async with asyncio.timeout(seconds):
-                reply = await client.post(self.url, content=payload)
-        except TimeoutError as error:
-            raise _UnavailableError(f"no reply within {seconds:.3g} s") from error
-        except httpx.InvalidURL as error:
-            raise ServiceError(f"url={self.url}: {error}: correct it") from error
+            reply = client.post(hparams.url, content=content)
         except httpx.RequestError as error:
-            cause = root_cause(error)
-            if isinstance(cause, ssl.SSLCertVerificationError):
-                raise ServiceError(
-                    f"{self.url}: its certificate is not trusted ({cause}): add its authority to "
-                    "the system's certificates, or set SSL_CERT_FILE"
-                ) from error
-            found = f"{type(cause).__name__}: {cause}{unused_proxy(self.url)}"
-            raise _UnavailableError(found) from error
-        status, body = reply.status_code, reply.content
-        if len(body) > MOST_BYTES:
-            raise ServiceError(
-                f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
-                f"{self._shown(body)}. {self.advice.large}"
-            )
-        if status == 429 or status >= 500:
-            what = f"HTTP {status}: {self._shown(body)}"
-            raise _UnavailableError(what, _seconds(reply.headers.get("Retry-After")))
-        if not 200 <= status < 300:
-            raise ServiceError(
-                f"{self.url} refused the request with HTTP {status}: "
-                f"{self._shown(body)}. {self._advice(status)}"
-            )
+            failure = f"{type(error).__name__} {error}"
+            continue
+        told = f"HTTP {reply.status_code} {' '.join(reply.text[:400].split())!r:.200}"
+        if reply.status_code == 429 or reply.status_code >= 500:
+            failure = told
+            continue
         try:
-            return loads(body)
-        except ValueError as error:
-            raise ServiceError(
-                f"{self.url} answered HTTP {status} with something that is no JSON, or too deep: "
-                f"{self._shown(body)}. {self.advice.no_json}"
-            ) from error
-
-    def _advice(self, status: int) -> str:
-        if status in (401, 403):
-            if self.hparams.token_env is None:
-                return self.advice.no_token
-            return f"Check the token in the environment variable {self.hparams.token_env}"
-        if 300 <= status < 400:
-            return f"It redirects, which is not followed: {self.advice.redirects}"
-        if status == 413:
-            return self.advice.too_large
-        return self.advice.refused
-
-    def _shown(self, body: bytes) -> str:
-        return self.shown(" ".join(body[: 8 * NUM_SHOWN].decode(errors="replace").split()))
-
-    def shown(self, value: Any) -> str:
-        """Return a value of a reply in a few characters, without the token."""
-        text = repr(value)
-        if self._token:
-            text = text.replace(self._token, "***")
-        return text if len(text) <= NUM_SHOWN else f"{text[:NUM_SHOWN]}..."
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Return the seconds that a Retry-After header asks for, as a number or a date; 0 for none."""
-    try:
-        seconds = float(retry_after or 0)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(str(retry_after)).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return 0.0
-    return seconds if seconds > 0 else 0.0
+            if reply.is_success:
+                return reply.json()
+        except (ValueError, RecursionError):
+            told += ", which is no JSON"
+        raise ServiceError(f"{hparams.url} answered {told}: {fix}")
+    raise ServiceError(
+        f"{hparams.url} did not answer: {failure} ({hparams.max_retries + 1} attempts): {fix}"
+    )
 
 
 def on_every_rank(ask: Callable[[], Result], device: torch.device, elsewhere: str) -> Result:
@@ -226,9 +115,6 @@ def on_every_rank(ask: Callable[[], Result], device: torch.device, elsewhere: st
     if agreed_max(int(failure is not None), device):
         raise failure or ServiceError(f"{elsewhere}: see its error")
     return found[0]
-
-
-Rows = Mapping[str, Sequence[Any]]
 
 
 class HttpScorer:
@@ -265,7 +151,7 @@ class HttpScorer:
     ) -> None:
         self.hparams = HttpScorerHparams(**hparams)
         self.normalized = (self.hparams.mean, self.hparams.std) != (0.0, 1.0)
-        self.service = JsonService(self.hparams)
+        self._key = key_in("scorer.token_env", self.hparams.token_env)
         default = {"prompts": "prompts", "completions": "completions"}
         self.request = default if request is None else dict(request)
         self.extra = dict(extra or {})
@@ -287,26 +173,27 @@ class HttpScorer:
             ServiceError: on every rank, if the service failed on one of them.
             ValueError: if `request` names a column that the prompts do not have.
         """
-        rows = self._rows(responses)
-        device = responses.sequences.device
-        values = on_every_rank(
-            lambda: run_async(lambda: self._ask(rows, len(responses.prompts))),
-            device,
-            f"another rank got no scores from {self.hparams.url}",
-        )
-        scores = torch.tensor(values, device=device)
+        rows, size = self._rows(responses), self.hparams.batch_size
+        count, device = len(responses.prompts), responses.sequences.device
+        parts = [slice(first, first + size) for first in range(0, count, size)]
+        bodies = [{k: v[part] for k, v in rows.items()} | self.extra for part in parts]
+
+        def ask() -> list[float]:
+            replies = ask_service(self.hparams, bodies, key=self._key)
+            sizes = [len(range(count)[part]) for part in parts]
+            found = map(self._scores, replies, sizes)
+            return [score for scores in found for score in scores]
+
+        elsewhere = f"another rank got no scores from {self.hparams.url}"
+        scores = torch.tensor(on_every_rank(ask, device, elsewhere), device=device)
         total = (scores - self.hparams.mean) / self.hparams.std
         return Scores(total, {self.name: total})
 
-    def _rows(self, responses: Responses) -> Rows:
+    def _rows(self, responses: Responses) -> dict[str, Sequence[Any]]:
         """Return what is sent, by JSON key."""
         texts = response_texts_of(responses, thoughts=self.hparams.thoughts)
         known: dict[str, Sequence[Any]] = {
-            **{
-                name: json.loads(json.dumps(values, default=as_text))
-                for name, values in responses.prompts.columns.items()
-                if name != CONVERSATION
-            },
+            **{k: v for k, v in responses.prompts.columns.items() if k != CONVERSATION},
             "prompts": [row.prompt for row in texts],
             "completions": [row.completion for row in texts],
             "texts": [row.prompt + row.completion for row in texts],
@@ -320,67 +207,25 @@ class HttpScorer:
                 )
         return {key: known[content] for key, content in self.request.items()}
 
-    async def _ask(self, rows: Rows, num_rows: int) -> list[float]:
-        """Return one number a row; the requests of a call share its deadline."""
-        deadline = time.monotonic() + self.hparams.deadline
-        size = self.hparams.batch_size
-        async with self.service.client() as client:
-
-            async def scores_of(first: int) -> list[float]:
-                batch = {key: list(values[first : first + size]) for key, values in rows.items()}
-                reply = await self.service.post(client, batch | self.extra, deadline=deadline)
-                return self._scores(reply, first, min(size, num_rows - first))
-
-            starts = range(0, num_rows, size)
-            found = await request_all(scores_of, starts, concurrency=self.hparams.concurrency)
-        return [score for scores in found for score in scores]
-
-    def _scores(self, reply: Any, first: int, count: int) -> list[float]:
-        """Return the scores in a reply about `count` rows from row `first` on.
-
-        Raises:
-            ServiceError: if scores are missing, too many or not finite.
-        """
-        found = self._find(reply, self.path)
-        if not isinstance(found, list) or len(found) != count:
-            got = f"{len(found)} scores" if isinstance(found, list) else type(found).__name__
+    def _scores(self, reply: Any, count: int) -> list[float]:
+        """Return the scores in a reply about `count` rows."""
+        found = reply
+        try:
+            for key in self.path:
+                found = [item[key] for item in found] if isinstance(found, list) else found[key]
+        except (KeyError, TypeError, IndexError):
+            found = None
+        fits = isinstance(found, list) and len(found) == count
+        if not fits or not all(type(x) in (int, float) and abs(x) <= LARGEST for x in found):
+            place = f" under {'.'.join(self.path)}" if self.path else ""
             raise ServiceError(
-                f"{self.hparams.url} returned {got} for {count} responses: it must return a list "
-                f"with one number a response, in their order{self._where()}"
+                f"{self.hparams.url} returned {reply!r:.200} for {count} responses: it must return "
+                f"a list of finite numbers{place}, one a response; scorer.response=KEY.KEY is "
+                "their place"
             )
-        for row, value in enumerate(found):
-            if not _is_finite(value):
-                raise ServiceError(
-                    f"{self.hparams.url} returned {self.service.shown(value)} as the score of "
-                    f"response {first + row}: it must return finite numbers of float32"
-                    f"{self._where()}"
-                )
-        return [float(value) for value in found]
-
-    def _find(self, node: Any, path: tuple[str, ...]) -> Any:
-        if not path:
-            return node
-        if isinstance(node, list):
-            return [self._find(item, path) for item in node]
-        if isinstance(node, dict) and path[0] in node:
-            return self._find(node[path[0]], path[1:])
-        keys = isinstance(node, dict)
-        there = f"the keys {self.service.shown(sorted(node))}" if keys else self.service.shown(node)
-        raise ServiceError(
-            f"{self.hparams.url} answered without {path[0]!r}, there is {there}: name the place of "
-            "the scores with scorer.response=KEY.KEY"
-        )
-
-    def _where(self) -> str:
-        return f", under {'.'.join(self.path)}" if self.path else ""
+        return [float(score) for score in found]
 
 
 def _messages(row: ResponseText) -> list[dict[str, str]]:
     given = [{"role": "user", "content": row.prompt}] if row.messages is None else row.messages
     return [*given, {"role": "assistant", "content": row.completion}]
-
-
-def _is_finite(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= LARGEST
