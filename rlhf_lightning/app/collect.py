@@ -38,9 +38,8 @@ from rlhf_lightning.preferences.publishing import (
 )
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import artifact_lock, claim_run
+from rlhf_lightning.runs.lock import artifact_lock, claim_run, drop_unused
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
-from rlhf_lightning.runs.taken import drop_unused
 
 register()
 prepare_process()

@@ -41,7 +41,7 @@ from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_p
 from rlhf_lightning.rollout.scorers.base import reward_of
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, content_digest, read_manifest
-from rlhf_lightning.runs.taken import summary_or_none
+from rlhf_lightning.runs.summary import summary_or_none
 
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
 

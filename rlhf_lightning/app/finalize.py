@@ -40,7 +40,7 @@ from rlhf_lightning.runs.manifest import (
     read_manifest,
     source_fingerprint,
 )
-from rlhf_lightning.runs.replaced import replacing_folder
+from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.summary import GateResult, Summary
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.prerequisites import has_records, words_for
 from rlhf_lightning.app.study.words import given, varied
-from rlhf_lightning.runs.atomic import from_here
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, from_here
 from rlhf_lightning.runs.saved_yaml import read_yaml
 
 _PLAIN = re.compile(r"[\w./:@+-]*/[\w./:@+-]*")  # a path that Hydra reads as it is

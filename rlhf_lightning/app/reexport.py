@@ -27,11 +27,10 @@ from rlhf_lightning.modules.checkpoint_state import KEY, check_scales
 from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import ManifestError, content_digest
-from rlhf_lightning.runs.replaced import replacing_folder
+from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.source import Source
-from rlhf_lightning.runs.summary import read_summary
-from rlhf_lightning.runs.taken import summary_or_none
+from rlhf_lightning.runs.summary import read_summary, summary_or_none
 
 Model = PolicyModel | ScalarHeadModel
 

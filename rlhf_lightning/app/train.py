@@ -63,11 +63,16 @@ from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.checkpoint_state import check_adapters
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.lock import claim_run, drop_unused
 from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
-from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
-from rlhf_lightning.runs.taken import drop_unused, spent_seconds
+from rlhf_lightning.runs.summary import (
+    Summary,
+    new_summary,
+    read_summary,
+    spent_seconds,
+    write_summary,
+)
 
 AS_PYTHON = "--as-python"
 register()

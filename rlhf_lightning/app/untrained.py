@@ -15,7 +15,7 @@ from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.manifest import source_fingerprint, write_manifest
-from rlhf_lightning.runs.replaced import replacing_folder
+from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.text.tokenizers import (
     load_tokenizer,
     stop_ids,

@@ -28,7 +28,7 @@ from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
-from rlhf_lightning.runs.lock import FolderTakenError, claim_run
+from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run
 from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
@@ -37,9 +37,9 @@ from rlhf_lightning.runs.summary import (
     Summary,
     new_summary,
     read_summary,
+    spent_seconds,
     write_summary,
 )
-from rlhf_lightning.runs.taken import check_free, spent_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlhf_lightning.runs.atomic import naming_full_disk, remove, sync_folder, write_text
+from rlhf_lightning.runs.atomic import remove, sync_folder, write_text
 from rlhf_lightning.runs.resume import CHECKSUMS, META, checksum, read_data
 
 _MODEL = "state_dict"
@@ -55,8 +55,7 @@ def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
         path: folder of the checkpoint.
 
     Raises:
-        DiskFullError: on every rank, if there is no room; `path` is then unchanged.
-        OSError: on every rank, if what was written cannot be read back.
+        OSError: if there is no room, or what was written cannot be read back; `path` is unchanged.
     """
     staging = path.with_name(f".{path.name}.tmp-sharded")
     first = dist.get_rank() == 0
@@ -67,16 +66,15 @@ def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
     shared, alike = _split(checkpoint)
     rest = {k: v for k, v in checkpoint.items() if k not in (_MODEL, _OPTIMIZERS)} | {_ALIKE: alike}
     try:
-        with naming_full_disk(path):
-            _write_shared(shared, staging)
-            sums: list[Any] = [None] * dist.get_world_size()
-            own = sorted(staging.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
-            dist.all_gather_object(sums, {file.name: checksum(file) for file in own})
-        outcome: list[OSError | None] = [None]
+        _write_shared(shared, staging)
+        sums: list[Any] = [None] * dist.get_world_size()
+        own = sorted(staging.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
+        dist.all_gather_object(sums, {file.name: checksum(file) for file in own})
+        outcome: list[Exception | None] = [None]
         if first:
             try:
                 _complete(staging, path, rest, sums, set(shared))
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # torch.save raises the latter
                 outcome = [error]
         dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
@@ -254,19 +252,18 @@ def _complete(
     names: set[str],
 ) -> None:
     """Add what is alike and the checksums, check that all is there, and give it its name."""
-    with naming_full_disk(path):
-        with (staging / META).open("wb") as file:
-            torch.save(rest, file)
-            file.flush()
-            os.fsync(file.fileno())
-        every = {META: checksum(staging / META)}
-        for of_rank in sums:
-            every |= of_rank
-        write_text(staging / CHECKSUMS, json.dumps(every, indent=1))
-        _check(staging, names, path)
-        remove(path)
-        staging.rename(path)
-        sync_folder(path.parent)
+    with (staging / META).open("wb") as file:
+        torch.save(rest, file)
+        file.flush()
+        os.fsync(file.fileno())
+    every = {META: checksum(staging / META)}
+    for of_rank in sums:
+        every |= of_rank
+    write_text(staging / CHECKSUMS, json.dumps(every, indent=1))
+    _check(staging, names, path)
+    remove(path)
+    staging.rename(path)
+    sync_folder(path.parent)
 
 
 def _check(staging: Path, written: set[str], path: Path) -> None:

@@ -32,9 +32,9 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.rounding import Rounding, base_dtype, measure_rounding
 from rlhf_lightning.models.transformers_4 import name_old_tokenizer
-from rlhf_lightning.runs.atomic import follow_umask, target_of
+from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.hub import hub_snapshot
-from rlhf_lightning.runs.replaced import check_replaceable, replacing_folder
+from rlhf_lightning.runs.publish import check_replaceable, replacing_folder
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
 from rlhf_lightning.text.tokenizers import stop_ids
@@ -144,7 +144,7 @@ class Trained:
             weights = weights_by_file_name(model, state)
             revision = self.origin["revision"]
             cost = measure_rounding(weights, self._start, chosen, revision=revision)
-            if _loses_much(cost, target_of(folder), insists=dtype != "auto"):
+            if _loses_much(cost, insists=dtype != "auto"):
                 chosen, cost = torch.float32, None
         stops = stop_ids(self.tokenizer, self._start, revision=self.origin["revision"])
         options = {"stop_ids": stops, "base_dtype": base}
@@ -181,15 +181,15 @@ class Trained:
             self.source.check()
 
 
-def _loses_much(cost: Rounding, folder: str, *, insists: bool) -> bool:
+def _loses_much(cost: Rounding, *, insists: bool) -> bool:
     """Return whether the weights stay in fp32, because rounding would lose what was learnt."""
     if cost.kept is None or cost.kept >= LEAST_KEPT:
         return False
     lost = f"bf16 keeps {100 * cost.kept:.0f} % of what training changed"
     if insists:
-        logger.warning("%s: %s, export.dtype=fp32 keeps all of it", folder, lost)
+        logger.warning("%s, export.dtype=fp32 keeps all of it", lost)
         return False
-    logger.warning("%s stays in fp32: %s (export.dtype=bf16 insists)", folder, lost)
+    logger.warning("the export stays in fp32: %s (export.dtype=bf16 insists)", lost)
     return True
 
 

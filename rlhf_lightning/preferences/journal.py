@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.records import LabRecord, RecordT, from_row, to_row
-from rlhf_lightning.runs.atomic import naming_full_disk, sync_folder, write_text
+from rlhf_lightning.runs.atomic import sync_folder, write_text
 from rlhf_lightning.runs.reading import loads, read_file
 
 ItemT = TypeVar("ItemT")
@@ -54,7 +54,7 @@ class Journal(Generic[ItemT]):
             self._is_whole = True
         new = not self.path.exists()
         text = "".join(line + "\n" for line in lines)
-        with naming_full_disk(self.path), self.path.open("ab") as file:
+        with self.path.open("ab") as file:
             # JSON escapes what UTF-8 does not have, a lone surrogate, in the same way.
             file.write(text.encode("utf-8", "backslashreplace"))
             file.flush()

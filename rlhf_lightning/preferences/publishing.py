@@ -26,7 +26,7 @@ from rlhf_lightning.preferences.reliability import (
 )
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import to_json
-from rlhf_lightning.runs.replaced import replacing_folder
+from rlhf_lightning.runs.publish import replacing_folder
 
 
 def write_collection(

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from rlhf_lightning.runs.atomic import from_here
+from rlhf_lightning.runs.folder import from_here
 from rlhf_lightning.runs.metric_catalog import counted, duration, number, percent
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.runs.atomic import naming_full_disk, write_text
+from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.reading import loads, read_file
 
 ITERATION = "iteration"
@@ -89,6 +89,12 @@ class RunFolder:
         return self
 
 
+def from_here(path: Path) -> str:
+    """Return a path as short as it can be typed: below the working folder without that folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 class MetricsAppender:
     """Append rows to `metrics.csv`, one an iteration, each flushed when it is written.
 
@@ -120,7 +126,7 @@ class MetricsAppender:
         if new or not self.path.exists():
             self._widen(new)
         cells = [str(iteration), *(_cell(values.get(name)) for name in self._columns[1:])]
-        with naming_full_disk(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(_line(cells))
             file.flush()
 
@@ -175,10 +181,7 @@ class SamplesAppender:
         lines = [to_json({ITERATION: iteration, **sample}) + "\n" for sample in samples]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A lone surrogate, which UTF-8 does not have, is written as its JSON escape.
-        with (
-            naming_full_disk(self.path),
-            self.path.open("a", encoding="utf-8", errors="backslashreplace") as file,
-        ):
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(lines)
             file.flush()
 

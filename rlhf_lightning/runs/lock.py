@@ -1,66 +1,57 @@
-"""Locks that the kernel gives back when their process ends, however it ends."""
+"""Who may write where: locks that end with their process, and the guard of a run folder."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
+import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import lock_descriptor, unlock_descriptor
 
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import summary_or_none
+
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"  # in a run folder
-_SIGNATURE = "process {} on {}"
-_OURS = re.compile(rb"(process \d+(, \d+)* on \S*)?")  # empty between its making and its signature
-_EVERY_SECONDS = 30.0
+HYDRA = ".hydra"  # and in it what Hydra writes
 _POLL_SECONDS = 0.2
 _taken: dict[Path, int] = {}  # run folders, with the descriptors of their locks
 
 
+class FolderTakenError(FileExistsError, RuntimeError):
+    """A folder belongs to another run or program; nothing in it was touched."""
+
+
 @contextmanager
 def artifact_lock(
-    folder: Path | str,
-    *,
-    report: Callable[[str], None] = logger.warning,
+    folder: Path | str, *, report: Callable[[str], None] = logger.warning
 ) -> Iterator[None]:
     """Hold the lock of an artifact folder; wait for its holder, and say so.
 
-    The lock is that of `filelock` on `.<name>.lock` beside the folder. The kernel drops it when the
-    holder dies, so a lock left by a killed process does not exist; the lock file itself stays,
-    because deleting it would let two processes lock two different files of one name. Look for the
-    artifact again once the lock is held: the other process may have made it.
+    Look for the artifact again once the lock is held: the other process may have made it.
 
     Args:
         folder: the artifact folder, which need not exist.
-        report: gets the waiting message, at once and then every 30 seconds.
+        report: gets the waiting message.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.parent / f".{folder.name}.lock"
-    lock, owner = _open(path), os.getpid()
-    started = due = time.monotonic()
+    path = folder.with_name(f".{folder.name}.lock")
+    if (lock := _acquire(path)) is None:
+        report(f"waiting for {_holder(path)}, which is making {folder}")
+    while lock is None:
+        time.sleep(_POLL_SECONDS)
+        lock = _acquire(path)
     try:
-        while not lock_descriptor(lock, blocking=False):
-            if (now := time.monotonic()) >= due:
-                waited, due = now - started, now + _EVERY_SECONDS
-                report(
-                    f"waiting for {_holder(path)}, which is making {folder} ({waited:.0f} s so far)"
-                )
-            time.sleep(_POLL_SECONDS)
-        sign(path)
         yield
     finally:
-        _release(lock, owner)
-
-
-class FolderTakenError(FileExistsError, RuntimeError):
-    """A folder belongs to another run or program; nothing in it was touched."""
+        _release(lock)
 
 
 @contextmanager
@@ -72,18 +63,17 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
 
     Args:
         folder: made if it is missing.
-        check: raises where the folder is not free; called before anything is written, and again
-            once the lock is held.
+        check: raises where the folder is not free; called before anything is written.
 
     Raises:
         FolderTakenError: if a living process writes into the folder.
     """
-    lock = _taken.pop(Path(folder).resolve(), None) or _claim(Path(folder), check)
-    owner = os.getpid()
+    take_run(folder, check)
+    lock = _taken.pop(Path(folder).resolve())
     try:
         yield lock
     finally:
-        _release(lock, owner)
+        _release(lock)
 
 
 def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> None:
@@ -91,9 +81,17 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
 
     The arguments and what is raised are those of `claim_run`.
     """
-    key = Path(folder).resolve()
-    if key not in _taken:
-        _taken[key] = _claim(Path(folder), check)
+    folder = Path(folder)
+    if (key := folder.resolve()) in _taken:
+        return
+    check()
+    folder.mkdir(parents=True, exist_ok=True)
+    if (lock := _acquire(folder / LOCK)) is None:
+        raise FolderTakenError(
+            f"the run folder {folder} is in use by {_holder(folder / LOCK)}: wait for it to end, "
+            "end it, or choose another folder with hydra.run.dir="
+        )
+    _taken[key] = lock
 
 
 def is_claimed(folder: Path | str) -> bool:
@@ -102,60 +100,81 @@ def is_claimed(folder: Path | str) -> bool:
     if Path(folder).resolve() in _taken or not path.exists():
         return False
     try:
-        lock = _open(path)
+        if (lock := _acquire(path)) is not None:
+            _release(lock)
     except OSError:  # a folder that cannot be written to
         return False
-    free = lock_descriptor(lock, blocking=False)
-    _release(lock)
-    return not free
+    return lock is None
 
 
-def is_signed(folder: Path | str) -> bool:
-    """Return whether a run has claimed the folder, now or earlier."""
-    path = Path(folder) / LOCK
-    content = path.read_bytes() if path.is_file() else b""
-    return content != b"" and _OURS.fullmatch(content) is not None
+def check_free(
+    folder: RunFolder,
+    stage: str,
+    *,
+    log: str = "",
+    begun: bool = False,
+    loggers: Collection[str] = (),
+) -> None:
+    """Check that a new run may write into a folder; nothing is written here.
 
+    It may if the folder is missing or empty, or belongs to a run of the same kind that ended before
+    its first checkpoint: nothing in it can be lost. Foreign files are never touched.
 
-def sign(path: Path, *others: int) -> None:
-    """Write into a lock's file which processes hold it: this one and those that inherited it."""
-    processes = ", ".join(map(str, (os.getpid(), *others)))
-    path.write_text(_SIGNATURE.format(processes, socket.gethostname()))
+    Args:
+        folder: folder of the run.
+        stage: stage of the run.
+        log: name of Hydra's log, which a run has written before its summary.
+        begun: whether Hydra may have written there by now, as in the folder of a sweep's job.
+        loggers: names of what loggers of the run write there, which a Trainer starts first.
 
-
-def _claim(folder: Path, check: Callable[[], None]) -> int:
-    check()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
-    lock = _open(path)
-    try:
-        if not lock_descriptor(lock, blocking=False):
-            raise FolderTakenError(
-                f"the run folder {folder} is in use by {_holder(path)}: wait for it to end, "
-                "end it, or choose another folder with hydra.run.dir="
-            )
-        check()  # another run may have begun and ended in between
-        sign(path)
-    except BaseException:
-        _release(lock)
-        raise
-    return lock
-
-
-def _open(path: Path) -> int:
-    if path.exists() and not (path.is_file() and _OURS.fullmatch(path.read_bytes())):
+    Raises:
+        FolderTakenError: if it may not.
+    """
+    summary, ours = summary_or_none(folder), {LOCK, *loggers}
+    if begun or (folder.path / LOCK).is_file():  # by a run that ended before its summary
+        ours |= {HYDRA, log}
+    if summary is None:
+        found = sorted(set(os.listdir(folder.path)) - ours) if folder.path.exists() else []
+    elif summary.status == "completed" or summary.stage != stage:
+        found = [f"a run ({summary.stage}, {summary.status})"]
+    else:
+        found = sorted(path.name for path in folder.checkpoints.glob("iteration=*.ckpt"))
+    if found:
         raise FolderTakenError(
-            f"{path} is there already, and is no lock of ours: move it away, or use another folder"
+            f"the folder {folder.path} holds {found[-1]}: continue a run with resume=auto or "
+            f"ckpt_path={folder.last_checkpoint}, or choose another folder (hydra.run.dir=, in "
+            "Python that of trainer_arguments)"
         )
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
 
 
-def _release(lock: int, owner: int | None = None) -> None:
-    """Close a lock; a forked process that ends leaves it with the `owner`."""
-    with suppress(OSError):  # other code closed it: that error comes first
-        if owner in (None, os.getpid()):
-            unlock_descriptor(lock)  # also for processes that inherited it, such as data loaders
-        os.close(lock)
+def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool = False) -> None:
+    """Remove a folder that has nothing but Hydra's files, whose run continues in another.
+
+    Args:
+        folder: folder that the command has taken.
+        instead: folder in which the run continues.
+        log: name of Hydra's log.
+        link: leave a link to it, for a sweep that counts the runs in its folder.
+    """
+    if folder.path.is_dir() and set(os.listdir(folder.path)) <= {LOCK, HYDRA, log}:
+        shutil.rmtree(folder.path)
+    if link and not folder.path.exists():
+        folder.path.symlink_to(os.path.relpath(instead.path, folder.path.parent))
+
+
+def _acquire(path: Path) -> int | None:
+    """Return the descriptor of a lock that is ours now, None if another process holds it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    if lock_descriptor(lock, blocking=False):
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        return lock
+    os.close(lock)
+    return None
+
+
+def _release(lock: int) -> None:
+    unlock_descriptor(lock)  # also for processes that inherited it, such as data loaders
+    os.close(lock)
 
 
 def _holder(path: Path) -> str:

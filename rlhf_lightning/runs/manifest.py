@@ -15,8 +15,8 @@ from pathlib import Path
 from rlhf_lightning.runs.atomic import link_or_copy, write_text
 from rlhf_lightning.runs.folder import to_json
 from rlhf_lightning.runs.model_folder import check_model_folder
+from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.reading import parse, read_file
-from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"

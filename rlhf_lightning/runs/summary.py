@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -157,6 +156,20 @@ def read_summary(folder: RunFolder) -> Summary:
         ) from error
 
 
+def summary_or_none(folder: RunFolder) -> Summary | None:
+    """Return the summary of a run, None where there is none that can be read."""
+    try:
+        return read_summary(folder)
+    except (OSError, ValueError):
+        return None
+
+
+def spent_seconds(folder: RunFolder) -> float:
+    """Return the seconds of a run so far; those of a process that was killed are not known."""
+    summary = summary_or_none(folder)
+    return 0.0 if summary is None else summary.seconds.get("total", 0.0)
+
+
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide results."""
     versions = {"python": platform.python_version()}
@@ -169,23 +182,11 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """Return the commit of the working folder, with `-dirty` if tracked files differ, or None.
-
-    The working folder may come from someone else: no program of its settings or hooks is run.
-    """
+    """Return the commit of the working folder, with `-dirty` if tracked files differ, or None."""
     where = folder or Path.cwd()
     commit = _git(where, "rev-parse", "HEAD")
-    if not commit:
-        return None
-    named = _git(where, "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
-    filters = {name.rpartition(".")[0] for name in (named or "").splitlines()}
-    without = [f"{each}.{key}=" for each in filters for key in ("clean", "process")]
-    without += [f"{each}.required=false" for each in filters]
-    without += ["core.fsmonitor=false", f"core.hooksPath={os.devnull}"]
-    settings = [word for setting in without for word in ("-c", setting)]
-    status = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
-    changed = _git(where, "--no-optional-locks", *settings, *status)
-    return f"{commit}-dirty" if changed else commit
+    status = ("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if commit and _git(where, *status) else commit or None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -15,7 +15,7 @@ from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.start import start
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, adopt_rank
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.replaced import replacing_folder
+from rlhf_lightning.runs.publish import replacing_folder
 from tests.builders.command_lines import environment, small_sft, train
 
 

@@ -124,29 +124,3 @@ def test_a_summary_killed_while_it_is_written_is_the_old_or_the_new(tmp_path):
         assert found.seed is not None
         assert found.seed >= seen
         assert set(found.metrics.values()) == {float(found.seed)}
-
-
-def test_a_working_folder_of_someone_else_runs_no_program_for_its_commit(tmp_path):
-    folder, proof = tmp_path / "theirs", tmp_path / "PROOF"
-    program = tmp_path / "evil.sh"
-    program.write_text(f"#!/bin/sh\ntouch {proof}\ncat\n")
-    program.chmod(0o755)
-    folder.mkdir()
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder)]
-    (folder / "file").write_text("1")
-    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True)
-    (folder / ".git" / "info" / "attributes").write_text("* filter=evil.one\n")
-    hook = folder / ".git" / "hooks" / "post-index-change"
-    hook.parent.mkdir(exist_ok=True)
-    hook.symlink_to(program)
-    os.utime(folder / "file", (1, 1))  # git writes its index anew where a file looks changed
-    for key in ("core.fsmonitor", "filter.evil.one.clean"):
-        subprocess.run([*git, "config", key, str(program)], check=True)
-    subprocess.run([*git, "config", "filter.evil.one.required", "true"], check=True)
-    clean = git_commit(folder)
-    assert clean is not None
-    assert "dirty" not in clean
-    (folder / "file").write_text("2")
-    assert git_commit(folder) == f"{clean}-dirty"
-    assert not proof.exists()

@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.config.validate import check_overrides_are_read, read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
-from rlhf_lightning.runs.taken import summary_or_none
+from rlhf_lightning.runs.summary import summary_or_none
 
 # Of a group all keys are taken over (None) or these alone, which the command reads.
 _MODEL = ("name", "chat_template", "chat_template_arguments", "revision", "trust_remote_code")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,7 +11,6 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.command_line import fail
@@ -21,20 +21,12 @@ from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import FolderTakenError, take_run
-from rlhf_lightning.runs.replaced import check_replaceable
+from rlhf_lightning.runs.lock import LOCK, FolderTakenError, check_free, take_run
+from rlhf_lightning.runs.publish import check_replaceable
 from rlhf_lightning.runs.resume import unfinished_runs
-from rlhf_lightning.runs.taken import (
-    HYDRA,
-    check_free,
-    check_free_sweep,
-    check_no_links,
-    summary_or_none,
-)
+from rlhf_lightning.runs.summary import summary_or_none
 
-_FOLDER = "${hydra.runtime.output_dir}"  # of a run, as Hydra's settings write it
 _PUBLISHING = ("artifacts.publish", "paths.publish")
-_NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
 
 
 class ClaimFolder(Callback):
@@ -64,8 +56,7 @@ class ClaimFolder(Callback):
         hydra = config.hydra
         try:
             folder = Path(str(hydra[kind].dir))
-            _check_where_hydra_writes(hydra)
-            check = partial(check_free_sweep, folder)
+            check = partial(_check_free_sweep, folder)
             if kind == "run":
                 words = list(hydra.overrides.task)
                 settings = command_settings(
@@ -86,7 +77,6 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
         FolderTakenError: if another run is complete there or could be continued, or if the folder
             has foreign files.
     """
-    check_no_links(folder, hydra_log())
     if not continues(settings, folder):
         begun = in_sweep() or not HydraConfig.initialized()
         check_free(folder, settings.kind, log=hydra_log(), begun=begun)
@@ -95,46 +85,18 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
         check_replaceable(target, key="artifacts.publish=")
 
 
+def _check_free_sweep(folder: Path) -> None:
+    found = sorted(set(os.listdir(folder)) - {LOCK}) if folder.exists() else []
+    if found:
+        raise FolderTakenError(
+            f"the folder {folder} is not empty, it holds e.g. {found[0]}: "
+            "choose another folder with hydra.sweep.dir="
+        )
+
+
 def hydra_log() -> str:
     """Return the name of the log that Hydra keeps in a run folder."""
     return f"{HydraConfig.get().job.name}.log" if HydraConfig.initialized() else ""
-
-
-def _check_where_hydra_writes(hydra: Any) -> None:
-    """Check that Hydra writes into folders of runs alone.
-
-    Raises:
-        ConfigError: if a setting of its leads elsewhere.
-    """
-    if hydra.output_subdir not in (HYDRA, None):
-        raise ConfigError(
-            f"hydra.output_subdir={hydra.output_subdir} would put the configuration where no "
-            "command finds it: leave it out"
-        )
-    written = OmegaConf.to_container(hydra, resolve=False)
-    assert isinstance(written, dict)
-    subdir, words = str(written["sweep"]["subdir"]), str(written["job"].get("override_dirname"))
-    if not _is_inside(subdir.replace("${hydra.job.override_dirname}", words)):
-        raise ConfigError(
-            f"hydra.sweep.subdir={subdir} is no folder inside that of the sweep: give each job a "
-            "different one, such as ${hydra.job.num}"
-        )
-    for group in ("job_logging", "hydra_logging"):
-        for name, handler in ((written[group] or {}).get("handlers") or {}).items():
-            file = handler.get("filename", _FOLDER + "/x")
-            inside = file.replace("${hydra.job.name}", str(written["job"]["name"]))
-            if not (inside.startswith(_FOLDER) and _is_inside(inside.removeprefix(_FOLDER)[1:])):
-                raise ConfigError(
-                    f"hydra.{group}.handlers.{name}.filename={inside} is no file of the run "
-                    "folder: leave it out, and hydra.job.name="
-                )
-
-
-def _is_inside(path: str) -> bool:
-    """Return whether a path, as written, stays in its folder whatever other settings say."""
-    plain = _NUMBER.sub("0", path)
-    parts = Path(plain).parts
-    return bool(parts) and not ("$" in plain or ".." in parts or Path(plain).is_absolute())
 
 
 def continues(settings: RunSettings, folder: RunFolder) -> bool:
@@ -185,13 +147,5 @@ def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:
 
     try:
         broadcast_from_rank0("free folder", taken)
-    except FolderTakenError as error:
-        fail(str(error))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        fail(
-            f"{key}={folder} cannot be written ({reason}: {error.filename}): give a folder that "
-            "can, with it or with paths.outputs="
-        )
-    except RuntimeError as error:  # of the first rank
-        fail(str(error))
+    except (OSError, RuntimeError) as error:  # the latter of the first rank
+        fail(str(error) if isinstance(error, RuntimeError) else f"{key}={folder}: {error}")

@@ -13,7 +13,7 @@ from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.resume import checkpoint_problem
 from rlhf_lightning.runs.saved_yaml import read_yaml
-from rlhf_lightning.runs.taken import summary_or_none
+from rlhf_lightning.runs.summary import summary_or_none
 
 MOST_SUBSTITUTIONS = 10_000
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")

@@ -34,8 +34,14 @@ from rlhf_lightning.runs.lock import LOCK, FolderTakenError, claim_run, sign
 from rlhf_lightning.runs.manifest import content_digest
 from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.stopping import RunStoppedError, stop_behind, stopping_on_signals
-from rlhf_lightning.runs.summary import Status, Summary, new_summary, read_summary, write_summary
-from rlhf_lightning.runs.taken import summary_or_none
+from rlhf_lightning.runs.summary import (
+    Status,
+    Summary,
+    new_summary,
+    read_summary,
+    summary_or_none,
+    write_summary,
+)
 
 ATTEMPTS = "attempts.jsonl"  # a line at the start of each attempt, and one at its end
 LOG = "log.txt"  # of the newest attempt, of runs that do not print to the terminal

@@ -33,9 +33,15 @@ from rlhf_lightning.app.study.steps import Step, accepted, check_pipeline, plan
 from rlhf_lightning.app.study.words import as_overrides
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import drop_unused
 from rlhf_lightning.runs.metric_catalog import duration
-from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
-from rlhf_lightning.runs.taken import drop_unused, summary_or_none
+from rlhf_lightning.runs.summary import (
+    GateResult,
+    Summary,
+    read_summary,
+    summary_or_none,
+    write_summary,
+)
 
 register()
 GATE_FAILED = 4  # exit status

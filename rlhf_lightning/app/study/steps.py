@@ -33,7 +33,7 @@ from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, is_claimed
 from rlhf_lightning.runs.resume import newest_complete_checkpoint
-from rlhf_lightning.runs.taken import summary_or_none
+from rlhf_lightning.runs.summary import summary_or_none
 
 TRAINED = ("base", "sft", "reward", "ppo")
 LATER = STAGES[2:]  # what the rounds after the first run

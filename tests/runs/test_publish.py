@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from rlhf_lightning.runs.lock import FolderTakenError
-from rlhf_lightning.runs.replaced import WRITTEN, check_replaceable, replacing_folder
+from rlhf_lightning.runs.publish import WRITTEN, replacing_folder
 
 
 def write(folder: Path, **files: str) -> None:
@@ -51,12 +48,6 @@ def test_a_folder_or_file_of_somebody_else_is_refused_as_it_is(tmp_path, mine):
     assert [p.name for p in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_folder_below_a_file_is_refused_before_anything_is_written(tmp_path):
-    (tmp_path / "target").write_text("mine")
-    with pytest.raises(FolderTakenError, match="target, a file"):
-        check_replaceable(tmp_path / "target/in/it")
-
-
 def test_an_empty_folder_and_a_link_to_one_are_written_to(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
@@ -66,21 +57,23 @@ def test_an_empty_folder_and_a_link_to_one_are_written_to(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "link"]
 
 
-def test_what_a_killed_publication_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    host = socket.gethostname()
-    dead = [f".sft.tmp-{host}-{ended.pid}"]
-    kept = [
-        f".sft.tmp-{ended.pid}",
-        f".sft.tmp-{host}-{os.getppid()}",
-        f".sft.tmp-elsewhere-{ended.pid}",
-        ".sft2.tmp-1",
-    ]
-    for name in (*dead, *kept):
-        (tmp_path / name).mkdir()
+def test_a_file_that_was_added_is_not_taken_for_a_new_one_of_its_name(tmp_path):
+    target = tmp_path / "sft"
+    write(target, config="1")
+    (target / "shard").write_text("mine")
+    with pytest.raises(FolderTakenError, match="shard"):
+        write(target, config="2", shard="2")
+    assert (target / "shard").read_text() == "mine"
+    assert (target / "config").read_text() == "1"
+
+
+def test_what_a_killed_publication_left_is_removed(tmp_path):
+    (tmp_path / ".sft.tmp-new").mkdir()
+    (tmp_path / ".sft.tmp-new/half").write_text("")
+    (tmp_path / ".sft.tmp-99").mkdir()
     write(tmp_path / "sft", config="1")
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["sft", *kept])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".sft.tmp-99", "sft"]
+    assert names(tmp_path / "sft") == [WRITTEN, "config"]
 
 
 def test_a_block_that_fails_leaves_the_former_folder(tmp_path):
