@@ -60,7 +60,6 @@ from rlhf_lightning.distributed.launch import (
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
-from rlhf_lightning.modules.checkpoint_state import check_adapters
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run, drop_unused
@@ -212,7 +211,7 @@ def _agreed_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder
     def start() -> str:
         chosen, checkpoint = _where_to_start(settings, folder)
         if checkpoint is not None:
-            check_adapters(check_checkpoint(checkpoint), settings.lora)
+            check_checkpoint(checkpoint)
         return json.dumps([str(chosen.path), None if checkpoint is None else str(checkpoint)])
 
     path, checkpoint = json.loads(broadcast_from_rank0("start", start))

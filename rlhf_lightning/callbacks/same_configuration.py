@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks
 from rlhf_lightning.runs.resume import CONFIG_HASH
-from rlhf_lightning.runs.source import Source
 
 
 class SameConfiguration(Callback):
@@ -50,33 +48,31 @@ class SameSources(Callback):
     They are not in the checkpoint; they are read from their source again.
 
     Args:
-        fingerprints: fingerprint of each model that the scorer loads, by its folder or hub name.
+        models: fingerprint of each model that the scorer loads, by its folder or hub name.
         functions: SHA-256 of the file of each reward function, by its name.
     """
 
-    MODELS, FUNCTIONS = "scorer_fingerprints", "reward_functions"  # keys in a checkpoint
-
-    def __init__(self, fingerprints: Mapping[str, str], functions: Mapping[str, str]) -> None:
-        self.found = {self.MODELS: dict(fingerprints), self.FUNCTIONS: dict(functions)}
+    def __init__(self, models: Mapping[str, str], functions: Mapping[str, str]) -> None:
+        # By what it is, and its key in a checkpoint.
+        self.found = {
+            ("reward model", "scorer_fingerprints"): dict(models),
+            ("reward function", "reward_functions"): dict(functions),
+        }
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the ranks, and the models with those that were loaded since.
+        """Compare the ranks.
 
         Raises:
             RuntimeError: on every rank, if they differ.
         """
-        for name, fingerprint in self.found[self.MODELS].items():
-            if Path(name).is_dir():
-                Source(name, fingerprint, "the scorer's model").check()
-        check_same_on_all_ranks("reward model", str(self.found[self.MODELS]))
-        check_same_on_all_ranks("reward function", str(self.found[self.FUNCTIONS]))
+        for (what, _), found in self.found.items():
+            check_same_on_all_ranks(what, str(found))
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the fingerprints."""
-        for key, found in self.found.items():
-            checkpoint[key] = sorted(found.values())
+        checkpoint |= {key: sorted(found.values()) for (_, key), found in self.found.items()}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -86,14 +82,13 @@ class SameSources(Callback):
         Raises:
             ValueError: if one has changed; the same models may be in other folders.
         """
-        for key, what in ((self.MODELS, "model"), (self.FUNCTIONS, "function")):
-            saved, now = checkpoint.get(key), self.found[key]
-            if saved is None or saved == sorted(now.values()):
+        for (what, key), found in self.found.items():
+            saved = checkpoint.get(key)
+            if saved is None or saved == sorted(found.values()):
                 continue
-            changed = [f"{where} ({v[:12]})" for where, v in now.items() if v not in saved]
+            changed = [f"{where} ({v[:12]})" for where, v in found.items() if v not in saved]
             raise ValueError(
-                f"the checkpoint was trained with the reward {what} "
-                f"{', '.join(v[:12] for v in saved)}, now the scorer is "
-                f"{', '.join(changed) or 'without it'}: resume with the one it started with, or "
-                "start a new run with resume=never"
+                f"the checkpoint was trained with the {what} {', '.join(v[:12] for v in saved)}, "
+                f"now the scorer is {', '.join(changed) or 'without it'}: resume with the one it "
+                "started with, or start a new run with resume=never"
             )

@@ -47,7 +47,6 @@ from rlhf_lightning.modules.rewards import as_scorer
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.http import ServiceError
 from rlhf_lightning.rollout.teachers import Teacher
-from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.runs.summary import GateResult
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 
@@ -331,7 +330,6 @@ class _Side:
     precision: AbstractContextManager[Any]
 
 
-@reads_one_model
 def _load(source: str | Path) -> tuple[PolicyModel, PreTrainedTokenizerBase]:
     return frozen(load_policy(source)), load_tokenizer(source)
 

@@ -26,7 +26,6 @@ from rlhf_lightning.models.whole_weights import check_artifact
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder
 from rlhf_lightning.runs.reading import read_json
-from rlhf_lightning.runs.source import reads_one_model
 
 CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
@@ -130,7 +129,6 @@ def _names(base: AdaptedBase) -> tuple[list[str], list[str]]:
     return sorted(names), parameters
 
 
-@reads_one_model
 def read_adapter(folder: Path) -> AdapterFiles:
     """Return the content of an adapter folder.
 

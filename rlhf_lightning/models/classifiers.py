@@ -20,7 +20,6 @@ from rlhf_lightning.functional.sequences import last_token_index
 from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.whole_weights import listed, load_whole
-from rlhf_lightning.runs.source import reads_one_model
 
 DTYPES = ("float32", "bfloat16", "auto")
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
@@ -97,7 +96,6 @@ class SequenceClassifier(nn.Module):
         return logits.float() + self.offset
 
 
-@reads_one_model
 def load_classifier(
     source: str | Path, *, revision: str | None = None, dtype: str = "float32"
 ) -> SequenceClassifier:

@@ -29,7 +29,6 @@ from rlhf_lightning.models.loading import load_config, loading_options, reward_n
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
-from rlhf_lightning.runs.source import reads_one_model
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Head = Literal["stored", "zero", "reward"]
@@ -44,7 +43,6 @@ def set_dropout(config: PretrainedConfig, probability: float) -> PretrainedConfi
 
 
 @checked
-@reads_one_model
 def load_policy(
     source: PathOrName | None = None,
     *,
@@ -105,7 +103,6 @@ def load_policy(
 
 
 @checked
-@reads_one_model
 def load_base(
     source: PathOrName,
     lora: LoraHparams,
@@ -153,7 +150,6 @@ def _four_bit() -> dict[str, Any]:
 
 
 @checked
-@reads_one_model
 def load_scalar_model(
     source: PathOrName,
     *,

@@ -66,7 +66,11 @@ def load_states(
         ValueError: if the source or the scale of an adapter of `model` has changed since, or if
             the checkpoint lacks a part.
     """
-    check_fingerprint(checkpoint, fingerprint)
+    if (saved := checkpoint.get(KEY, "")) != fingerprint:
+        raise ValueError(
+            f"the checkpoint was trained against reference {saved[:12]}, the model's source is now "
+            f"{fingerprint[:12]}: use the model it started from"
+        )
     check_scales(checkpoint, model)
     for name, part in parts.items():
         if name not in checkpoint:
@@ -77,7 +81,7 @@ def load_states(
         part.load_state_dict(checkpoint[name])
 
 
-def check_adapters(checkpoint: Mapping[str, Any], lora: object) -> None:
+def check_adapters(checkpoint: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
     """Check that adapters are continued as adapters on the same matrices, and whole models as such.
 
     Args:
@@ -89,25 +93,19 @@ def check_adapters(checkpoint: Mapping[str, Any], lora: object) -> None:
     """
     kept = checkpoint.get(HYPER_PARAMETERS) or {}
     saved = kept.get("lora")
-    if "lora" not in kept or not (saved or lora):
-        return
-    if saved is None:
+    key = "target_modules"
+    if "lora" in kept and (saved and saved[key]) != (lora and lora[key]):
         raise ValueError(
-            "the checkpoint holds whole models, and lora=lora asks for adapters: continue it with "
-            "lora=none, or start again from its export"
+            f"the checkpoint was trained with {_words(saved)}, and this run has {_words(lora)}: "
+            "continue it with the former (in Python LoraHparams), or start from its export"
         )
-    if lora is None:
-        given = f"lora.r={saved['r']} lora.alpha={saved['alpha']}"
-        raise ValueError(
-            f"the checkpoint holds adapters, and this run trains whole models: continue it with "
-            f"lora=lora {given} (in Python lora=LoraHparams(...))"
-        )
-    now = lora["target_modules"] if isinstance(lora, Mapping) else lora.target_modules  # type: ignore[attr-defined]
-    if saved["target_modules"] != now:
-        raise ValueError(
-            f"the adapters of the checkpoint are on {saved['target_modules']}, "
-            f"lora.target_modules={now} asks for others: use the former"
-        )
+
+
+def _words(lora: Mapping[str, Any] | None) -> str:
+    if not lora:
+        return "lora=none"
+    keys = ("r", "alpha", "target_modules")
+    return " ".join(["lora=lora", *(f"lora.{key}={lora[key]}" for key in keys)])
 
 
 def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> None:
@@ -141,20 +139,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
         inner = _flat(value) if isinstance(value, Mapping) else {"": value}
         found |= {f"{name}.{key}" if key else name: item for key, item in inner.items()}
     return found
-
-
-def check_fingerprint(checkpoint: dict[str, Any], fingerprint: str) -> None:
-    """Check that a run resumes from the source it started from.
-
-    Raises:
-        ValueError: if the source has changed since.
-    """
-    saved = checkpoint.get(KEY, "")
-    if saved != fingerprint:
-        raise ValueError(
-            f"the checkpoint was trained against reference {saved[:12]}, the model's source is now "
-            f"{fingerprint[:12]}: use the model it started from"
-        )
 
 
 def check_scales(checkpoint: Mapping[str, Any], model: nn.Module | None) -> None:

@@ -36,7 +36,6 @@ from rlhf_lightning.preferences.journal import Journal, write_records
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses
-from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
@@ -63,7 +62,6 @@ class LoadedPolicy:
         return TruncatedGenerator(self.stop_ids, pad, decoding=Decoding())
 
 
-@reads_one_model
 def load_candidate_policy(
     source: str,
     *,

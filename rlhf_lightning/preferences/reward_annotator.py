@@ -33,13 +33,11 @@ from rlhf_lightning.preferences.records import (
     answered,
     completion_of,
 )
-from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-@reads_one_model
 def _load(source: str | Path, revision: str | None, precision: str | None) -> tuple[Any, Any]:
     model = load_scalar_model(source, revision=revision, precision=precision)
     return load_tokenizer(source, revision=revision), model

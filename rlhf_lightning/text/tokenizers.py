@@ -28,7 +28,6 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.models.loading import load_config, loading_options, naming_source
 from rlhf_lightning.models.whole_weights import listed
-from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.template_date import leading_settings, with_fixed_date
 from rlhf_lightning.text.turn_end import turn_end
 
@@ -40,7 +39,6 @@ GENERATION_CONFIG = "generation_config.json"
 _OUR_TEMPLATES = Path(__file__).with_name("chat_templates")
 
 
-@reads_one_model
 def load_tokenizer(
     source: str | Path,
     *,
@@ -194,7 +192,6 @@ def _change_templates(tokenizer: Any, change: Callable[[str], str]) -> None:
         tokenizer.chat_template = change(found)
 
 
-@reads_one_model
 def as_saved(source: str, options: dict[str, Any]) -> Any:
     """Return the tokenizer that the checkpoint describes, with a fixed date in its chat template.
 

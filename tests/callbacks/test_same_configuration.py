@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
-from safetensors.torch import load_file, save_file
 
 from rlhf_lightning.app.build import function_digests
 from rlhf_lightning.app.train import run
@@ -24,7 +21,6 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.modules.base import SameStart
 from rlhf_lightning.rollout.scorers.functions import load_function
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import ManifestError
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.runs import completed, settings_for
@@ -135,28 +131,3 @@ def test_ranks_with_another_reward_or_start_are_refused_on_each(monkeypatch):
         SameStart().on_fit_start(NONE, module)
 
     assert ["same start" in text for text in refusals(monkeypatch, start)] == [True, True]
-
-
-class Swap(Callback):
-    """Puts other weights where the run started from, while it trains."""
-
-    def __init__(self, folder: str) -> None:
-        self.file = Path(folder) / "model.safetensors"
-
-    def on_train_end(self, *_: object) -> None:
-        weights = {k: v * 1.25 for k, v in load_file(self.file).items()}
-        save_file(weights, self.file, metadata={"format": "pt"})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("lora", [[], ["lora=lora"]], ids=["whole", "lora"])
-def test_a_start_that_was_replaced_meanwhile_is_refused_by_name(lora, start, tmp_path, monkeypatch):
-    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "tests.")
-    mine = tmp_path / "start"
-    shutil.copytree(start, mine)
-    swap = f"+callbacks.extra.swap._target_={__name__}.Swap"
-    with pytest.raises(ManifestError, match=r"artifacts\.base=.*is another model now"):
-        completed(
-            tmp_path / "run", "sft", mine, *lora, swap, f"+callbacks.extra.swap.folder={mine}"
-        )
-    assert not (tmp_path / "run" / "export").exists()

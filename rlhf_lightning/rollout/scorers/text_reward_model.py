@@ -29,7 +29,6 @@ from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.models.loading import loading_options, reward_normalization
 from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
-from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.reward_texts import (
     ClassifierInputs,
     LastTokenInputs,
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 10**9  # tokenizers without a limit say 10**30
 
 
-@reads_one_model
 def _load(source: str, scorer: TextRewardModelScorer) -> tuple[Any, SequenceClassifier]:
     revision = scorer.revision if scorer.tokenizer_source == source else None
     tokenizer = load_fast_tokenizer(scorer.tokenizer_source, revision=revision)
