@@ -60,18 +60,6 @@ def link_or_copy(source: Path | str, target: Path | str) -> None:
         shutil.copy2(source, target)
 
 
-def take_along(source: Path, target: Path) -> None:
-    """Put the file or folder `source` at `target` as well, in one step, linked where possible."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    if source.is_dir():
-        shutil.copytree(source, staging, copy_function=link_or_copy)
-    else:
-        link_or_copy(source, staging)
-    staging.rename(target)
-    sync_folder(target.parent)
-
-
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder, which loses its name before it loses its content."""
     if path.is_dir() and not path.is_symlink():

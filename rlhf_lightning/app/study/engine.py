@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.settings import RunSettings
 from rlhf_lightning.app.study.words import key_of
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time, own_environment
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import LOCK, FolderTakenError, claim_run, sign
+from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.manifest import content_digest
 from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.stopping import RunStoppedError, stop_behind, stopping_on_signals
@@ -333,7 +333,7 @@ class Engine:
     """
 
     def __init__(self, folder: RunFolder, claim: int, *, jobs: int = 1, logged: bool) -> None:
-        self.lock, self.claim = folder.path / LOCK, claim
+        self.claim = claim
         self.jobs, self.logged = jobs, logged
         self.environment = own_environment()
         if logged:
@@ -393,7 +393,6 @@ class Engine:
                 pass_fds=[self.claim],
             )
         self.begun[process.pid] = (run, process, time.monotonic())
-        sign(self.lock, *self.begun)
 
     def _ended(self) -> Iterator[tuple[Run, float]]:
         """Wait a moment, and yield the runs whose processes have ended, with their seconds."""
@@ -402,7 +401,6 @@ class Engine:
             found, status, used = os.wait4(pid, os.WNOHANG)  # with the processes that it started
             if found:
                 del self.begun[pid]
-                sign(self.lock, *self.begun)
                 process.returncode = os.waitstatus_to_exitcode(status)
                 seconds = time.monotonic() - started
                 run.note_end(process.returncode, seconds, used)
