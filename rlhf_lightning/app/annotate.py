@@ -13,9 +13,12 @@ from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import AnnotateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.annotation.assignment import iso_time
-from rlhf_lightning.preferences.annotation.database import StoreError
-from rlhf_lightning.preferences.annotation.store import LabelStore, describe_store
+from rlhf_lightning.preferences.annotation.store import (
+    LabelStore,
+    StoreError,
+    describe_store,
+    iso_time,
+)
 from rlhf_lightning.runs.stopping import RunStoppedError
 
 
@@ -49,13 +52,13 @@ def run(settings: AnnotateSettings) -> None:
 
 def _keep_question(settings: AnnotateSettings, store: LabelStore) -> None:
     question = f"{settings.page.title} {settings.page.instructions}".strip()
-    asked = store.question()
-    if asked not in (None, question) and not settings.add:
+    asked = next(iter(store.noted("question")), question)
+    if asked != question and next(store.labels(at_page=True), None) and not settings.add:
         raise ConfigError(
             f"page.title and page.instructions ask {question!r}, labels in store={store.path} "
             f"answer {asked!r}: ask that, name another store, or set add=true"
         )
-    store.note_question(question)
+    store.note("question", question)
 
 
 def _import(settings: AnnotateSettings, store: LabelStore) -> None:
@@ -70,14 +73,14 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     held = {pair.pair_id for pair in store.pairs()}
     is_other = bool(held and found.pairs) and held.isdisjoint(x.pair_id for x in found.pairs)
     if is_other and not settings.add:
-        files = ", ".join(store.imports()) or "another file"
+        files = ", ".join(store.noted("import %")) or "another file"
         raise ConfigError(
             f"file={settings.file} shares no pair with store={settings.store}, which holds "
             f"{len(held)} pairs of {files}: give another store, or add=true to label both in one"
         )
-    pairs = store.add_pairs(found.pairs, ratings_per_pair=settings.ratings_per_pair)
+    pairs = store.add_pairs(found.pairs, labels_per_pair=settings.labels_per_pair)
     if found.pairs:
-        store.note_import(settings.file)
+        store.note(f"import {settings.file.resolve()}", str(settings.file))
     labels = store.add_labels(found.labels)
     gold = sum(pair.gold is not None for pair in found.pairs)
     again = len(found.labels) - labels
@@ -103,7 +106,7 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
 
     assert settings.file is not None
     assert settings.format != "auto"
-    if os.path.lexists(settings.file) and _digest(settings.file) not in store.exports():
+    if os.path.lexists(settings.file) and _digest(settings.file) not in store.noted("export %"):
         raise ConfigError(
             f"file={settings.file} is there already, and no export of this store: give another name"
         )
@@ -111,7 +114,7 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
     written = write_collection(
         settings.file, found, format=settings.format, level=settings.labels, method=settings.method
     )
-    store.note_export(str(settings.file.resolve()), _digest(settings.file))
+    store.note(f"export {settings.file.resolve()}", _digest(settings.file))
     left_out = ", ".join(f"{number} {what}" for what, number in written.left_out.most_common())
     say(f"{settings.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
 
@@ -123,7 +126,7 @@ def _digest(file: Path) -> str:
 def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
     try:
         # of the extra `annotate`, which may be missing
-        from rlhf_lightning.preferences.annotation.server.serve import PortError, serve
+        from rlhf_lightning.preferences.annotation.page import PortError, serve
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the page needs {error.name}: pip install -e '.[annotate]' in the checkout"
@@ -140,12 +143,12 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
         )
         if progress.wanted and progress.done >= progress.wanted:
             say(
-                "Nothing is left to label: every pair has its ratings. Another store with "
+                "Nothing is left to label: every pair has its labels. Another store with "
                 "file=PAIRS starts over; action=export writes the labels"
             )
 
     try:
-        serve(store, settings.page, settings.sharing, announce=announce)
+        serve(store, announce=announce, **settings.page.model_dump())
     except PortError as error:
         raise ConfigError(str(error)) from error
     except (KeyboardInterrupt, RunStoppedError):

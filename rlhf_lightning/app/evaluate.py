@@ -52,7 +52,7 @@ from rlhf_lightning.evaluation.reference_answers import against_references, find
 from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.precision import in_precision, set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
-from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run

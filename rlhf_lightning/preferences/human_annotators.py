@@ -114,7 +114,7 @@ class PageAnnotators:
             by_count[count].append(pair)
         with LabelStore(folder / STORE) as store:
             for count, pairs in sorted(by_count.items(), reverse=True):
-                store.add_pairs(pairs, ratings_per_pair=count)
+                store.add_pairs(pairs, labels_per_pair=count)
             given = [x for x in store.labels() if x.kind == "person" and x.pair_id in wanted]
         counts = Counter(label.pair_id for label in given if label.choice != "skip")
         missing = sum(max(count - counts[pair_id], 0) for pair_id, count in wanted.items())

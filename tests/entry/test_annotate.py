@@ -13,7 +13,6 @@ from typing import NamedTuple
 import pytest
 
 from rlhf_lightning.app.annotate import main
-from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from tests.builders.labels import make_pairs
 from tests.preferences.page_server import Client, serving
@@ -36,7 +35,6 @@ ROWS = [
 @pytest.fixture
 def annotate(working_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Callable[..., Said]:
     """Run the command line in this process, in an empty folder."""
-    monkeypatch.delenv("RLHF_ANNOTATE_TOKEN", raising=False)
 
     def run(*arguments: str) -> Said:
         monkeypatch.setattr(sys, "argv", ["rlhf-annotate", *arguments])
@@ -70,10 +68,8 @@ def write_rows(path: Path) -> Path:
             ["action=export", "file=x"],
             "format=auto tells what is read: export needs pairs, labels,",
         ),
-        (["ratings_per_pair=0"], "ratings_per_pair=0 must be"),
-        (["sharing.gold_share=2"], "sharing.gold_share=2 must be <= 1"),
+        (["labels_per_pair=0"], "labels_per_pair=0 must be"),
         (["page.port=x"], "page.port='x' is str, expected int"),
-        (["page.host=0.0.0.0"], "page.host=0.0.0.0 and hosts=none"),
         (["file=none.jsonl"], "none.jsonl: there is no such file or folder. Fix: check"),
     ],
 )
@@ -83,14 +79,6 @@ def test_a_mistake_is_one_line_that_names_the_key(annotate, arguments, message: 
     assert result.stderr.startswith(f"error: {message}"), result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
-
-
-def test_a_short_token_is_refused_and_never_told(annotate, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RLHF_ANNOTATE_TOKEN", "s3cr3t")
-    result = annotate()
-    assert result.returncode == 2
-    assert "page.token has 6 characters, which can be guessed" in result.stderr
-    assert "s3cr3t" not in result.stderr + result.stdout
 
 
 def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_them(
@@ -106,7 +94,7 @@ def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_the
     assert "0 new pairs of 3 (0 with a known answer), 0 new labels of 3" in again.stdout
     status = annotate("action=status")
     assert "labels.sqlite: 3 of 3 labels, pairs of in.jsonl\n" in status.stdout
-    assert status.stdout.splitlines()[2].split() == ["in.jsonl", "person", "3", "0", "-", "-", "-"]
+    assert status.stdout.splitlines()[3].split() == ["in.jsonl", "person", "3", "0", "-", "-", "-"]
     export = ["action=export", "file=out/chosen.jsonl", "format=trl"]
     written = annotate(*export)
     assert written.stdout == "out/chosen.jsonl: 3 rows\n", written.stderr
@@ -123,12 +111,12 @@ def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_the
 @pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the server end as soon as it is up."""
-    from rlhf_lightning.preferences.annotation.server import serve as server
+    from rlhf_lightning.preferences.annotation import page
 
-    def serve(store, settings, sharing, *, announce) -> None:
+    def serve(store, *, announce, **settings) -> None:
         announce("http://here/")
 
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(page, "serve", serve)
 
 
 def test_served_preferences_are_labelled_anew_unless_they_are_to_be_kept(
@@ -147,7 +135,7 @@ def test_served_preferences_are_labelled_anew_unless_they_are_to_be_kept(
     kept = annotate("file=in.jsonl", "known=labels", "store=x.sqlite")
     assert "3 new labels of 3\n" in kept.stdout
     assert "3 of 3 labels are there, in x.sqlite" in kept.stdout
-    assert "Nothing is left to label: every pair has its ratings." in kept.stdout
+    assert "Nothing is left to label: every pair has its labels." in kept.stdout
     gold = annotate("file=in.jsonl", "known=gold", "store=y.sqlite")
     assert "(3 with a known answer), 0 new labels of 0\n" in gold.stdout
     assert "left out" not in gold.stdout
@@ -205,13 +193,11 @@ def test_pairs_of_another_file_are_refused_by_name_unless_they_are_to_be_added(
     assert annotate(action, "file=b.jsonl").returncode == 0
 
 
-def answered(store: Path, answer: str, name: str = "Ann") -> str:
-    """Label one pair as the page does; return which answer was shown first."""
+def answered(store: Path) -> None:
+    """Label one pair as the page does."""
     with LabelStore(store) as labels:
-        rater, _ = labels.enter(name)
-        task = labels.next_task(rater, Sharing())
-        assert labels.label(rater, task.assignment_id, answer, Sharing()) == "kept"
-    return task.shown_first
+        task = labels.next_task("Ann")
+        assert labels.label("Ann", task.pair.pair_id, "first")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +210,7 @@ def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
     assert annotate("file=a.jsonl").returncode == 0
     assert annotate("file=a.jsonl", other).returncode == 0, "nobody has labelled yet"
     assert annotate("page.title=Which is true?").returncode == 0
-    answered(tmp_path / "outputs/annotate/labels.sqlite", "left")
+    answered(tmp_path / "outputs/annotate/labels.sqlite")
     (tmp_path / "more.jsonl").write_text(
         (tmp_path / "a.jsonl").read_text() + json.dumps(ROWS[0] | {"prompt": "more"}) + "\n"
     )
@@ -237,19 +223,6 @@ def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
     assert annotate("page.title=Which is true?").returncode == 0
     assert annotate(other, "add=true").returncode == 0
     assert annotate(other).returncode == 0
-
-
-def test_the_status_has_how_often_each_rater_chose_what_was_shown_first(annotate, tmp_path: Path):
-    write_rows(tmp_path / "a.jsonl")
-    annotate("action=import", "file=a.jsonl", "known=ignore", "ratings_per_pair=3")
-    store = tmp_path / "outputs/annotate/labels.sqlite"
-    for name, choices in {"Ann": "left left right", "Bo": "left left left", "Cy": "tie"}.items():
-        for choice in choices.split():
-            answered(store, choice, name)
-    rows = {line.split()[0]: line for line in annotate("action=status").stdout.splitlines()[2:]}
-    assert rows["Ann"].endswith("  2 of 3")
-    assert rows["Bo"].endswith("  3 of 3")
-    assert rows["Cy"].endswith("  -")
 
 
 @pytest.mark.parametrize("action", [["status"], ["export", "file=out.jsonl", "format=trl"]])

@@ -198,7 +198,7 @@ def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: 
     key = {row["pair_id"]: row for row in map(json.loads, (human / KEY).read_text().splitlines())}
     pairs = list(read_records(Pair, human / PAIRS))
     with LabelStore(human / STORE) as store:
-        store.add_pairs(pairs, ratings_per_pair=1)
+        store.add_pairs(pairs, labels_per_pair=1)
         store.add_labels(
             Label(p.pair_id, "ann", key[p.pair_id]["policy_side"], "person", "first", now())
             for p in pairs

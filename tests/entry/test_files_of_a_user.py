@@ -21,8 +21,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.report import run as report
-from rlhf_lightning.preferences.annotation.database import StoreError
-from rlhf_lightning.preferences.annotation.store import LabelStore
+from rlhf_lightning.preferences.annotation.store import LabelStore, StoreError
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.summary import Summary, write_summary
@@ -54,9 +53,6 @@ NAMES = sorted(
         "comparison.html",
         "out.jsonl",
         "labels.sqlite",
-        "labels.sqlite-wal",
-        "labels.sqlite-shm",
-        "labels.sqlite-journal",
     ]
 )
 LOOKS = ["mine\n", "process of my thesis\n", '{"name": "my application"}', "<!doctype html>\n"]
@@ -65,7 +61,7 @@ LOOKS = ["mine\n", "process of my thesis\n", '{"name": "my application"}', "<!do
 def export_labels(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as other:
         with LabelStore(Path(other, "labels.sqlite")) as store:
-            store.add_pairs(make_pairs(2), ratings_per_pair=1)
+            store.add_pairs(make_pairs(2), labels_per_pair=1)
         words = [f"store={other}/labels.sqlite", "format=pairs", f"file={folder}/out.jsonl"]
         annotate(load_settings(AnnotateSettings, "annotate", ["action=export", *words]))
 
@@ -90,8 +86,6 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     st.sampled_from(sorted(WRITERS)),
     st.dictionaries(st.sampled_from(NAMES), st.sampled_from(LOOKS), max_size=4),
 )
-@example("store", {"labels.sqlite-wal": LOOKS[0]})
-@example("store", {"labels.sqlite-journal": LOOKS[0]})
 @example("labels", {"out.jsonl": LOOKS[0]})
 @example("comparison", {"comparison.html": LOOKS[3]})
 def test_whatever_stands_in_a_folder_stays(writer, theirs):
@@ -129,7 +123,7 @@ def test_the_database_of_another_program_is_not_written_to(tmp_path):
         for end in ("", "-wal"):  # as the program left it when it was killed
             shutil.copy2(tmp_path / f"theirs.sqlite{end}", tmp_path / f"left.sqlite{end}")
     before = files(tmp_path)
-    with pytest.raises(StoreError, match="is a SQLite file of something else"):
+    with pytest.raises(StoreError, match="is no store of labels"):
         LabelStore(tmp_path / "left.sqlite")
     (tmp_path / "left.sqlite-shm").unlink()  # an index, which each reader makes
     assert files(tmp_path) == before

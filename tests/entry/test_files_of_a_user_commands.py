@@ -56,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
     rows = ({"prompt": p.prompt, "chosen": "a", "rejected": "b"} for p in make_pairs(3))
     (root / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with LabelStore(root / "store.sqlite") as store:
-        store.add_pairs(make_pairs(3), ratings_per_pair=1)
+        store.add_pairs(make_pairs(3), labels_per_pair=1)
     return root
 
 

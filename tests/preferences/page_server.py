@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,18 +17,16 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.journal import write_records
 from rlhf_lightning.preferences.records import Label, Pair
 
-CSRF_TOKEN = re.compile(r'name="csrf_token" value="([0-9a-f]{64})"')
-ASSIGNMENT = re.compile(r'name="assignment" value="(\d+)"')
+PAIR = re.compile(r'name="pair" value="(\w+)"')
 
 
 @dataclass
 class Server:
-    """A running page: its address, its file, its process and what that writes to stderr."""
+    """A running page: its address with the token, its file and its process."""
 
     url: str
     store: Path
     process: subprocess.Popen[str]
-    log: Path
 
     @property
     def port(self) -> int:
@@ -48,12 +45,7 @@ class Server:
 
 @contextmanager
 def serving(
-    folder: Path,
-    pairs: Sequence[Pair] = (),
-    *settings: str,
-    token: str = "",
-    port: int = 0,
-    preexec_fn: Callable[[], None] | None = None,
+    folder: Path, pairs: Sequence[Pair] = (), *settings: str, port: int = 0
 ) -> Iterator[Server]:
     """Run the page on the store in `folder`, with these pairs added."""
     store = folder / "labels.sqlite"
@@ -63,16 +55,7 @@ def serving(
         write_records(file, pairs)
         command.append(f"file={file}")
     command += [f"page.port={port}", *settings]
-    log = folder / "log"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=os.environ | {"RLHF_ANNOTATE_TOKEN": token},
-            preexec_fn=preexec_fn,
-        )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         said = []
@@ -81,8 +64,8 @@ def serving(
             if line.startswith("http://"):
                 break
         else:
-            raise AssertionError(f"ended with {process.wait(10)}: {said} {log.read_text()}")
-        yield Server(line.strip(), store, process, log)
+            raise AssertionError(f"ended with {process.wait(10)}: {said}")
+        yield Server(line.strip(), store, process)
     finally:
         process.kill()
         process.wait(10)
@@ -116,22 +99,17 @@ class Client:
     def post(self, path: str, form: dict[str, str], **headers: str) -> Reply:
         return self._send("POST", path, urlencode(form), headers)
 
-    def sign_in(self, name: str, token: str = "") -> Reply:
-        word = csrf_token_of(self.get().text)
-        reply = self.post("/start", {"csrf_token": word, "name": name, "token": token})
-        return self.get(reply.headers["Location"]) if reply.status == 303 else reply
+    def sign_in(self, name: str) -> Reply:
+        parts = urlsplit(self.url)
+        assert self.get(f"/?{parts.query}").status == 303
+        reply = self.post("/start", {"name": name})
+        return self.get() if reply.status == 303 else reply
 
     def answer(self, page: str, what: str) -> Reply:
-        """Answer the pair on this page, and return the next page; as a browser without scripts."""
+        """Answer the pair on this page, and return the next page."""
         reply = self.post("/label", answer_form(page, what))
         assert (reply.status, reply.headers["Location"]) == (303, "/")
         return self.get()
-
-    def answer_at_once(self, page: str, what: str) -> Reply:
-        """Do the same as the page's script does it."""
-        reply = self.post("/label", answer_form(page, what) | {"at_once": "1"})
-        assert reply.status == 200
-        return reply
 
     def close(self) -> None:
         self._connection.close()
@@ -150,12 +128,6 @@ class Client:
 
 
 def answer_form(page: str, what: str) -> dict[str, str]:
-    found = ASSIGNMENT.search(page)
+    found = PAIR.search(page)
     assert found is not None, page
-    return {"csrf_token": csrf_token_of(page), "assignment": found.group(1), "answer": what}
-
-
-def csrf_token_of(page: str) -> str:
-    found = CSRF_TOKEN.search(page)
-    assert found is not None, page
-    return found.group(1)
+    return {"pair": found.group(1), "answer": what}

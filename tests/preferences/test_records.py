@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhf_lightning.data.errors import BadRecordError, Location
-from rlhf_lightning.preferences.annotation.assignment import Task
-from rlhf_lightning.preferences.annotation.server.app import task_values
+from rlhf_lightning.preferences.annotation.page import task_values
+from rlhf_lightning.preferences.annotation.store import Task
 from rlhf_lightning.preferences.journal import write_records
 from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.records import (
@@ -179,13 +179,13 @@ def test_calls_of_tools_can_be_read() -> None:
     line = '{"name": "f", "arguments": {"a": "ü"}}'
     assert readable((*CHAT, turn)) == f"{readable(CHAT)}\n\nassistant: {line}\n{line}"
     assert readable(({**turn, "content": "Look."},)) == f"assistant: Look.\n{line}\n{line}"
-    shown = task_values(Task(1, Pair.make((*CHAT, turn), "a", "b"), "first", 0.0))["turns"]
-    assert shown[-1] == {"role": "assistant", "content": f"{line}\n{line}"}
+    shown = task_values(Task(Pair.make((*CHAT, turn), "a", "b"), "first"))["turns"]
+    assert shown[-1] == ("assistant", f"{line}\n{line}")
 
 
 def test_raters_and_judges_are_shown_no_thoughts_unless_they_are_kept() -> None:
     pair = Pair.make("p", "<think>a</think>\nYes.", "<think>b</think>\nNo.")
-    task = Task(1, pair, "first", 0.0)
+    task = Task(pair, "first")
     assert task_values(task)["answers"] == ["Yes.", "No."]
     assert task_values(task, "keep")["answers"] == [pair.first, pair.second]
     for thoughts, count in (({}, 0), ({"thoughts": "keep"}, 4)):

@@ -1,20 +1,26 @@
-"""Pairs are shared exactly, answers mean the pair, and what was acknowledged is there."""
+"""Pairs are shared among raters, choices mean the pair, and what was confirmed is there."""
 
 from __future__ import annotations
 
+import signal
+import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.preferences.annotation.assignment import Answer, Sharing, Task
-from rlhf_lightning.preferences.annotation.database import StoreError
-from rlhf_lightning.preferences.annotation.store import LabelStore, describe_store
-from rlhf_lightning.preferences.records import Label
+from rlhf_lightning.preferences.annotation.store import (
+    LabelStore,
+    StoreError,
+    Task,
+    describe_store,
+)
+from rlhf_lightning.preferences.records import Choice, Label
 from tests.builders.labels import make_pair, make_pairs
-from tests.preferences.invariants import check_store
 
-NO_GOLD = Sharing(gold_share=0.0, lease_seconds=60.0)
+RATER = Path(__file__).with_name("labelling_process.py")
 
 
 class Clock:
@@ -36,210 +42,128 @@ def clock() -> Clock:
 def store(tmp_path: Path, clock: Clock):
     with LabelStore(tmp_path / "labels.sqlite", clock=clock) as opened:
         yield opened
-    check_store(tmp_path / "labels.sqlite")
 
 
-def task_of(store: LabelStore, rater: int, sharing: Sharing = NO_GOLD) -> Task:
-    task = store.next_task(rater, sharing)
+def task_of(store: LabelStore, rater: str) -> Task:
+    task = store.next_task(rater)
     assert task is not None
     return task
 
 
-def answer(store: LabelStore, rater: int, what: Answer, sharing: Sharing = NO_GOLD) -> Task:
-    task = task_of(store, rater, sharing)
-    assert store.label(rater, task.assignment_id, what, sharing) == "kept"
+def answer(store: LabelStore, rater: str, choice: Choice = "first", **values) -> Task:
+    task = task_of(store, rater)
+    assert store.label(rater, task.pair.pair_id, choice, **values)
     return task
 
 
-def test_a_pair_gets_as_many_ratings_as_were_asked_for_and_each_from_another_person(store):
-    store.add_pairs(make_pairs(5), ratings_per_pair=2)
-    raters = [store.enter(name)[0] for name in ("Ann", "Bob", "Cem")]
+def test_a_pair_gets_as_many_labels_as_were_asked_for_and_each_from_another_person(store):
+    store.add_pairs(make_pairs(5), labels_per_pair=2)
     for _ in range(20):
-        for rater in raters:
-            if store.next_task(rater, NO_GOLD) is not None:
-                answer(store, rater, "left")
+        for rater in ("Ann", "Bob", "Cem"):
+            if store.next_task(rater) is not None:
+                answer(store, rater)
     labels = list(store.labels())
-    assert Counter(label.pair_id for label in labels) == {p.pair_id: 2 for p in make_pairs(5)}
-    assert len({(label.pair_id, label.annotator) for label in labels}) == 10
-    assert store.progress() == store.progress().__class__(10, 10, 0, 0)
+    assert Counter(x.pair_id for x in labels) == {p.pair_id: 2 for p in make_pairs(5)}
+    assert len({(x.pair_id, x.annotator) for x in labels}) == 10
+    progress = store.progress("Ann")
+    assert (progress.wanted, progress.done) == (10, 10)
+    assert progress.own == sum(x.annotator == "Ann" for x in labels)
 
 
-def test_the_answer_is_about_the_pair_wherever_it_was_shown(store):
-    store.add_pairs(make_pairs(40), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    shown = {}
-    for number in range(40):
-        task = answer(store, ann, "left" if number % 2 else "right")
-        shown[task.pair.pair_id] = (task.shown_first, number % 2)
-    assert {order for order, _ in shown.values()} == {"first", "second"}
-    for label in store.labels():
-        order, left = shown[label.pair_id]
-        assert label.order == order
-        assert label.choice == (order if left else {"first": "second"}.get(order, "first"))
-        assert label.shown_first_won is bool(left)
-
-
-def test_the_order_is_random_for_each_rater_and_the_same_when_the_page_is_loaded_again(store):
-    store.add_pairs(make_pairs(80), ratings_per_pair=3)
-    orders = []
-    for name in ("Ann", "Bob"):
-        rater = store.enter(name)[0]
-        orders.append([])
+def test_order_of_pairs_and_of_responses_is_random_by_rater_and_the_same_on_reload(store):
+    store.add_pairs(make_pairs(80), labels_per_pair=3)
+    orders, names = [], []
+    for rater in ("Ann", "Bob"):
         for _ in range(80):
             assert task_of(store, rater) == task_of(store, rater)
-            orders[-1].append(answer(store, rater, "tie").shown_first)
-    for order in orders:
-        assert 24 < order.count("first") < 56
-    assert orders[0] != orders[1]
+            task = answer(store, rater)
+            orders.append(task.shown_first)
+            names.append(task.pair.pair_id)
+        assert 24 < orders[-80:].count("first") < 56
+    assert orders[:80] != orders[80:]
+    assert names[:80] != names[80:]
+    assert sorted(names[:80]) == sorted(names[80:])
+    for label, order in zip(store.labels(), orders, strict=True):
+        assert (label.order, label.choice) == (order, "first")
 
 
-def test_a_lease_keeps_a_pair_and_its_end_gives_it_to_somebody_else(store, clock):
-    store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
-    held = task_of(store, ann)
-    assert store.next_task(bob, NO_GOLD) is None
-    clock.now += 61
-    assert answer(store, bob, "left").pair == held.pair
-    assert store.label(ann, held.assignment_id, "right", NO_GOLD) == "gone"
-    assert [label.annotator for label in store.labels()] == ["Bob"]
+def test_a_pair_on_a_screen_is_not_shown_to_another_for_ten_minutes(store, clock):
+    store.add_pairs(make_pairs(1), labels_per_pair=2)
+    held = task_of(store, "Ann")
+    clock.now += 599
+    assert store.next_task("Bob") is None
+    clock.now += 2
+    assert answer(store, "Bob").pair == held.pair
+    assert task_of(store, "Ann").pair == held.pair
+    answer(store, "Ann")
+    assert store.next_task("Bob") is None
 
 
-def test_a_late_answer_counts_if_nobody_took_the_pair_meanwhile(store, clock):
-    store.add_pairs(make_pairs(2), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    held = task_of(store, ann)
+def test_a_late_label_is_kept_without_a_time(store, clock):
+    store.add_pairs(make_pairs(1), labels_per_pair=1)
+    held = task_of(store, "Ann")
     clock.now += 3600
-    assert store.label(ann, held.assignment_id, "left", NO_GOLD, seconds=40.0) == "kept"
-    assert next(store.labels()).seconds == 40.0
-    assert store.next_task(ann, NO_GOLD).pair == make_pair(1)
+    answer(store, "Bob")
+    assert store.label("Ann", held.pair.pair_id, "second")
+    assert [(x.annotator, x.seconds) for x in store.labels()] == [("Bob", 0.0), ("Ann", None)]
+    assert (store.progress().done, store.progress().wanted) == (1, 1)
 
 
-def test_who_comes_back_after_the_lease_gets_the_same_pair_first(store, clock):
-    store.add_pairs(make_pairs(3), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    first = answer(store, ann, "left")
-    held = task_of(store, ann)
-    clock.now += 3600
-    assert task_of(store, ann).pair == held.pair != first.pair
+def test_time_and_reason_are_kept(store, clock):
+    store.add_pairs(make_pairs(2), labels_per_pair=1)
+    for reason in ("  shorter ", ""):
+        task_of(store, "Ann")
+        clock.now += 7
+        answer(store, "Ann", reason=reason)
+    assert [(x.seconds, x.reason) for x in store.labels()] == [(7.0, "shorter"), (7.0, None)]
 
 
-def test_an_answer_sent_twice_is_one_label_and_another_answer_is_told_apart(store):
-    store.add_pairs(make_pairs(2), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    task = answer(store, ann, "left")
-    assert store.label(ann, task.assignment_id, "left", NO_GOLD) == "repeated"
-    for other in ("right", "both_bad", "skip"):
-        assert store.label(ann, task.assignment_id, other, NO_GOLD) == "differs"
-    assert [label.choice for label in store.labels()] == [task.shown_first]
-    assert store.undo(ann, NO_GOLD)
-    assert store.label(ann, task.assignment_id, "left", NO_GOLD) == "undone"
-    assert list(store.labels()) == []
+def test_a_label_sent_twice_is_one_label_and_the_first_stays(store):
+    store.add_pairs(make_pairs(2), labels_per_pair=1)
+    pair = answer(store, "Ann", "first").pair
+    for choice in ("first", "second", "skip"):
+        assert not store.label("Ann", pair.pair_id, choice)
+    assert [x.choice for x in store.labels()] == ["first"]
+    with pytest.raises(StoreError, match="import the pairs first"):
+        store.label("Ann", "unknown", "first")
 
 
-def test_nobody_answers_for_another_rater(store):
-    store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
-    task = task_of(store, ann)
-    assert store.label(bob, task.assignment_id, "left", NO_GOLD) == "gone"
-    assert store.label(ann, 10_000, "left", NO_GOLD) == "gone"
-    assert list(store.labels()) == []
-
-
-def test_undo_gives_the_same_pair_in_the_same_order_back_and_then_goes_on(store):
-    store.add_pairs(make_pairs(30), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    answered = [answer(store, ann, "left") for _ in range(3)]
-    waiting = task_of(store, ann)
-    assert store.undo(ann, NO_GOLD)
-    assert store.undo(ann, NO_GOLD)
+def test_undo_gives_the_same_pair_back_with_what_was_said_and_then_goes_on(store):
+    store.add_pairs(make_pairs(30), labels_per_pair=1)
+    answered = [answer(store, "Ann", "second", reason=f"{n}") for n in range(3)]
+    task_of(store, "Bob")
+    assert store.undo("Ann")
+    assert store.undo("Ann")
     assert len(list(store.labels())) == 1
-    for before in (answered[1], answered[2]):
-        task = task_of(store, ann)
-        assert (task.pair, task.shown_first) == (before.pair, before.shown_first)
-        assert task.assignment_id != before.assignment_id
-        assert task.before.choice == before.shown_first
-        assert store.label(ann, task.assignment_id, "right", NO_GOLD) == "kept"
-    assert task_of(store, ann) == waiting
-    last = [label for label in store.labels() if label.pair_id == answered[2].pair.pair_id]
-    assert [label.shown_first_won for label in last] == [False]
-
-
-def test_undo_has_nothing_to_take_back_before_the_first_label(store):
-    store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    assert not store.undo(store.enter("Ann")[0], NO_GOLD)
-
-
-def test_nobody_takes_a_pair_between_undo_and_the_new_answer(store):
-    store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
-    answer(store, ann, "left")
-    assert store.undo(ann, NO_GOLD)
-    assert store.next_task(bob, NO_GOLD) is None
-    answer(store, ann, "right")
+    task = answer(store, "Ann", "tie")
+    assert (task.pair, task.shown_first) == (answered[1].pair, answered[1].shown_first)
+    assert (task.choice, task.reason) == ("second", "1")
+    assert answer(store, "Ann").pair == answered[2].pair
+    assert not store.undo("Cem")
 
 
 def test_a_skipped_pair_goes_to_others_and_does_not_come_back(store):
-    store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
-    skipped = answer(store, ann, "skip")
-    assert store.next_task(ann, NO_GOLD) is None
-    assert answer(store, bob, "left").pair == skipped.pair
-    assert not store.undo(ann, NO_GOLD), "the pair is complete: another label would be too many"
-    assert store.progress(ann) == store.progress().__class__(1, 1, 0, 1)
-
-
-def test_a_skip_can_be_taken_back_while_the_pair_is_open(store):
-    store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    answer(store, ann, "skip")
-    assert store.undo(ann, NO_GOLD)
-    answer(store, ann, "left")
-    assert store.progress(ann).labelled == 1
-
-
-def test_gold_questions_are_mixed_in_at_their_share_and_asked_of_everybody(store):
-    store.add_pairs(make_pairs(200, gold=40), ratings_per_pair=1)
-    gold = {pair.pair_id for pair in store.pairs() if pair.gold}
-    sharing = Sharing(gold_share=0.2)
-    for name in ("Ann", "Bob"):
-        rater = store.enter(name)[0]
-        seen = [answer(store, rater, "left", sharing).pair.pair_id for _ in range(100)]
-        assert len(seen) == len(set(seen))
-        assert 9 <= len(gold & set(seen)) <= 33
-    both = Counter(label.pair_id for label in store.labels() if label.pair_id in gold)
-    assert max(both.values()) == 2
-    assert store.progress().done == sum(label.pair_id not in gold for label in store.labels())
-
-
-def test_a_store_of_gold_questions_alone_asks_them(store):
-    store.add_pairs(make_pairs(0, gold=2), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    assert [answer(store, ann, "left").pair.gold for _ in range(2)] == ["first", "first"]
-    assert store.next_task(ann, NO_GOLD) is None
-
-
-def test_time_and_reason_are_kept_and_impossible_times_are_replaced(store, clock):
-    store.add_pairs(make_pairs(3), ratings_per_pair=1)
-    ann = store.enter("Ann")[0]
-    for seconds, reason in ((2.5, "  shorter "), (900.0, ""), (float("nan"), None)):
-        task = task_of(store, ann)
-        clock.now += 7
-        store.label(ann, task.assignment_id, "left", NO_GOLD, seconds=seconds, reason=reason)
-    kept = [(label.seconds, label.reason) for label in store.labels()]
-    assert kept == [(2.5, "shorter"), (7.0, None), (7.0, None)]
+    store.add_pairs(make_pairs(1), labels_per_pair=1)
+    skipped = answer(store, "Ann", "skip")
+    assert store.next_task("Ann") is None
+    assert store.progress().done == 0
+    assert answer(store, "Bob").pair == skipped.pair
+    assert store.progress().done == 1
+    assert store.undo("Ann")
+    assert store.progress("Ann").own == 0
 
 
 def test_adding_pairs_again_changes_nothing(store):
     pairs = make_pairs(3)
-    assert store.add_pairs(pairs, ratings_per_pair=2) == 3
-    assert store.add_pairs([*pairs, make_pair(9)], ratings_per_pair=5) == 1
+    assert store.add_pairs(pairs, labels_per_pair=2) == 3
+    assert store.add_pairs([*pairs, make_pair(9)], labels_per_pair=5) == 1
     assert store.progress().wanted == 11
     assert list(store.pairs()) == [*pairs, make_pair(9)]
 
 
-def test_labels_from_elsewhere_count_as_ratings_if_a_person_gave_them(store):
+def test_labels_from_elsewhere_count_if_a_person_gave_them(store):
     pairs = make_pairs(2)
-    store.add_pairs(pairs, ratings_per_pair=1)
+    store.add_pairs(pairs, labels_per_pair=1)
     time = "2026-11-02T09:30:00+00:00"
     given = [
         Label(pairs[0].pair_id, "Ann", "second", "person", "first", time),
@@ -248,38 +172,137 @@ def test_labels_from_elsewhere_count_as_ratings_if_a_person_gave_them(store):
     assert store.add_labels(given) == 2
     assert store.add_labels(given) == 0
     assert list(store.labels()) == given
-    bob = store.enter("Bob")[0]
-    assert answer(store, bob, "left").pair == pairs[1]
-    assert store.next_task(bob, NO_GOLD) is None
-    with pytest.raises(StoreError, match="which the store does not have: import the pairs first"):
+    assert list(store.labels(at_page=True)) == []
+    assert not store.undo("Ann")
+    assert answer(store, "Bob").pair == pairs[1]
+    assert store.next_task("Bob") is None
+    with pytest.raises(StoreError, match="import the pairs first"):
         store.add_labels([Label("unknown", "Ann", "tie", "person", "first", time)])
 
 
 def test_one_person_is_one_rater_however_the_name_is_written(store):
-    assert store.enter("Ann Lee")[1], "new"
-    assert not store.enter(" ann  lee ")[1]
-    assert store.enter("Ann  Lee")[0] == store.enter(" ann lee ")[0] == store.enter("Ann Lee")[0]
-    assert store.enter("Ann L\u0065\u0301")[0] == store.enter("Ann L\u00e9")[0]
-    assert store.enter("J\u00fcrgen")[0] == store.enter("J\u00dcRGEN")[0]
+    store.add_pairs(make_pairs(2), labels_per_pair=1)
+    for name in ("Ann Lee", "J\u00dcRGEN"):
+        answer(store, store.enter(name))
+    assert store.enter(" ann  lee ") == "Ann Lee"
+    assert store.enter("ju\u0308rgen") == "J\u00dcRGEN"
     for bad in ("", "   ", "x" * 61, "Ann\u202e", "Ann\x00"):
         with pytest.raises(StoreError, match="name"):
-            store.enter(bad)[0]
+            store.enter(bad)
 
 
 def test_a_change_that_fails_changes_nothing_and_the_next_one_works(store):
-    with pytest.raises(StoreError, match="could not take that"):
-        store.add_pairs([make_pair(1), make_pair(2, domain="\ud800")], ratings_per_pair=1)
+    with pytest.raises(StoreError):
+        store.add_pairs([make_pair(1), make_pair(2, domain="\ud800")], labels_per_pair=1)
     assert list(store.pairs()) == []
-    assert store.progress().wanted == 0
-    assert store.add_pairs([make_pair(1)], ratings_per_pair=1) == 1
+    assert store.add_pairs([make_pair(1)], labels_per_pair=1) == 1
 
 
-def test_the_status_says_how_often_a_rater_chose_what_was_shown_first(tmp_path: Path):
-    with LabelStore(tmp_path / "labels.sqlite") as store:
-        store.add_pairs(make_pairs(6), ratings_per_pair=1)
-        ann = store.enter("Ann")[0]
-        for answer in ("left", "left", "left", "right", "tie", "skip"):
-            task = store.next_task(ann, Sharing())
-            assert task is not None
-            store.label(ann, task.assignment_id, answer, Sharing())
-        assert describe_store(store).splitlines()[-1].endswith("  3 of 4")
+def test_a_full_disk_confirms_nothing_and_labelling_goes_on_when_there_is_room(store):
+    """SQLite is told that the disk ends here, which it answers as it does a disk that does."""
+    store.add_pairs(make_pairs(100), labels_per_pair=1)
+    (size,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {size}").fetchone()
+    kept = 0
+
+    def label_all() -> None:
+        nonlocal kept
+        for _ in range(100):
+            answer(store, "Ann", reason="x" * 900)
+            kept += 1
+
+    with pytest.raises(StoreError, match="full"):
+        label_all()
+    assert len(list(store.labels())) == store.progress().done == kept < 100
+    store._db.execute("PRAGMA max_page_count = 100000").fetchone()
+    answer(store, "Ann")
+    assert len(list(store.labels())) == kept + 1
+
+
+def test_the_status_shows_agreement_known_answers_and_what_was_shown_first(store):
+    store.add_pairs(make_pairs(3, gold=1), labels_per_pair=2)
+    for rater, choices in {"Ann": ["first"] * 4, "Bob": ["first"] * 3 + ["second"]}.items():
+        for pair, choice in zip(make_pairs(3, gold=1), choices, strict=True):
+            assert store.label(rater, pair.pair_id, choice)
+    lines = describe_store(store).splitlines()
+    assert lines[0].endswith("8 of 8 labels")
+    assert lines[1] == "Agreement: 75% on 4 pairs with several labels, kappa -0.14"
+    ann, bob = (line.split() for line in lines[3:])
+    assert ann[:4] == ["Ann", "person", "4", "0"]
+    assert (ann[5:8], bob[5:8]) == (["1", "of", "1"], ["0", "of", "1"])
+    firsts = sum(x.shown_first_won for x in store.labels() if x.annotator == "Ann")
+    assert ann[8:] == [str(firsts), "of", "4"]
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
+    for name, text in {"short.txt": "mine", "long.txt": "These are my notes. " * 60}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(StoreError, match=name):
+            LabelStore(tmp_path / name)
+        assert (tmp_path / name).read_text() == text
+    db = sqlite3.connect(tmp_path / "other.sqlite")
+    db.execute("CREATE TABLE mine (a)")
+    db.commit()
+    with pytest.raises(StoreError, match="no store of labels"):
+        LabelStore(tmp_path / "other.sqlite")
+    assert db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 1
+    db.close()
+
+
+def test_a_store_of_another_version_is_refused_with_the_way_out(tmp_path: Path):
+    LabelStore(tmp_path / "old.sqlite").close()
+    db = sqlite3.connect(tmp_path / "old.sqlite")
+    db.execute("PRAGMA user_version = 1")
+    db.close()
+    with pytest.raises(StoreError, match="with the release that wrote it"):
+        LabelStore(tmp_path / "old.sqlite")
+
+
+def test_a_store_holds_its_token_for_its_owner_alone(store):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in store.path.parent.iterdir()}
+    assert len(modes) > 1
+    assert set(modes.values()) == {0o600}
+    with LabelStore(store.path) as again:
+        assert again.token == store.token
+
+
+def start(store: Path, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(RATER), str(store), name]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.timeout(90)
+def test_processes_that_label_at_once_never_exceed_the_labels_and_lose_nothing(tmp_path: Path):
+    path = tmp_path / "labels.sqlite"
+    with LabelStore(path) as store:
+        store.add_pairs(make_pairs(60), labels_per_pair=2)
+    raters = [start(path, f"rater {n}") for n in range(3)]
+    told = [process.communicate(timeout=80)[0].split() for process in raters]
+    assert [process.returncode for process in raters] == [0, 0, 0]
+    with LabelStore(path) as store:
+        labels = list(store.labels())
+    assert {(x.annotator, x.pair_id) for x in labels} == {
+        (f"rater {n}", pair) for n, pairs in enumerate(told) for pair in pairs
+    }
+    assert max(Counter(x.pair_id for x in labels).values()) == 2
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_process_loses_no_label_that_it_told_of(tmp_path: Path):
+    path = tmp_path / "labels.sqlite"
+    with LabelStore(path) as store:
+        store.add_pairs(make_pairs(500), labels_per_pair=1)
+    told: list[str] = []
+    for number in (1, 7, 20):
+        process = start(path, "Ann")
+        assert process.stdout is not None
+        told += [process.stdout.readline().strip() for _ in range(number)]
+        process.send_signal(signal.SIGKILL)
+        told += process.communicate()[0].split()
+        with LabelStore(path) as store:
+            kept = [label.pair_id for label in store.labels()]
+        assert set(told) <= set(kept)
+        # One may have been committed and not yet told.
+        assert len(kept) - len(told) in (0, 1)
+        told = kept
+    assert len(told) == len(set(told)) >= 28

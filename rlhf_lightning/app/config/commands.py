@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -27,7 +26,6 @@ from rlhf_lightning.app.config.groups import (
     Split,
     Target,
     builds,
-    hparams_of,
 )
 from rlhf_lightning.app.config.settings import (
     CommandSettings,
@@ -37,19 +35,12 @@ from rlhf_lightning.app.config.settings import (
     TrainSettings,
 )
 from rlhf_lightning.arguments import Count, Seed
-from rlhf_lightning.preferences.annotation.assignment import Sharing
-from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.runs.resume import config_hash
+from rlhf_lightning.text.thoughts import Thoughts
 
 
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
-
-
-def _hosts_joined(page: Any) -> Any:
-    if not isinstance(page, Mapping) or not isinstance(page.get("hosts"), list):
-        return page
-    return {**page, "hosts": ",".join(map(str, page["hosts"]))}
 
 
 class PromptsSettings(Settings):
@@ -436,7 +427,13 @@ class DashboardSettings(CommandSettings):
         return runs
 
 
-_Page: Any = Annotated[hparams_of(PageSettings, "page"), BeforeValidator(_hosts_joined)]
+class PageSettings(Settings):
+    """The page where people label pairs."""
+
+    title: str = "Which answer is better?"
+    instructions: str = ""
+    thoughts: Thoughts = "drop"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
 
 
 class AnnotateSettings(CommandSettings):
@@ -451,10 +448,8 @@ class AnnotateSettings(CommandSettings):
     add: bool = False
     labels: Literal["aggregated", "raw"] = "aggregated"
     method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
-    ratings_per_pair: Count = 1
-    sharing: hparams_of(Sharing, "sharing")  # type: ignore[valid-type]
-    # It knows the token.
-    page: _Page = Field(repr=False)
+    labels_per_pair: Count = 1
+    page: PageSettings
 
     @model_validator(mode="after")
     def _check_file(self) -> Self:

@@ -14,6 +14,11 @@ WITHDRAWN: dict[str, str] = {
     "scorer.deadline": "scorer.timeout=SECONDS of a request and scorer.max_retries=N bound a call",
     "scorer.max_backoff": "waits double from 0.5 to 30 s; scorer.max_retries=N ends them",
     "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
+    "ratings_per_pair": "write labels_per_pair=N",
+    "sharing.*": "pairs with a known answer are asked like all others",
+    "page.host": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",
+    "page.hosts": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",
+    "page.token": "the page prints its address with the token of the store",
 }
 
 

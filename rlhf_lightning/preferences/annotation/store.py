@@ -1,38 +1,112 @@
-"""The store of labels: pairs in, people's judgements out, shared among raters, never lost.
+"""The store of labels: pairs in, people's choices out.
 
-What a method returns is on the disk. Several processes may have one store open: a server and, say,
-an export.
+What a method returns is on the disk: SQLite with a write-ahead log and `synchronous=FULL`. A
+confirmed label survives a killed process. Several processes may have one store open.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 import sqlite3
-import threading
 import time
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import TypeVar, cast
+from typing import Any
 
 from rlhf_lightning.data.errors import Location
-from rlhf_lightning.preferences.annotation import assignment as rules
-from rlhf_lightning.preferences.annotation.assignment import LABELS, Answer, Outcome, Sharing, Task
-from rlhf_lightning.preferences.annotation.database import (
-    StoreError,
-    connect,
-    file_ids,
-    transaction,
-)
-from rlhf_lightning.preferences.records import Label, Pair, from_row, to_row
+from rlhf_lightning.preferences.agreement import collect_votes, fleiss_kappa, raw_agreement
+from rlhf_lightning.preferences.records import Choice, Label, Pair, Side, from_row, to_row
 
-ResultT = TypeVar("ResultT")
-_NEWEST = (
-    "SELECT * FROM assignments WHERE rater_id = ? AND state = 'open' AND expires > ? "
-    "ORDER BY assignment_id DESC LIMIT 1"
+APPLICATION_ID = 0x524C4846  # "RLHF"
+VERSION = 2
+SHOWN_SECONDS = 600.0  # a pair on a rater's screen is not shown to another rater for so long
+LONGEST_NAME = 60
+TABLES = """
+CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE pairs (
+  position INTEGER PRIMARY KEY, pair_id TEXT NOT NULL UNIQUE, record TEXT NOT NULL,
+  wanted INTEGER NOT NULL
+);
+CREATE TABLE labels (
+  label_id INTEGER PRIMARY KEY AUTOINCREMENT, at_page INTEGER NOT NULL,
+  pair_id TEXT NOT NULL, annotator TEXT NOT NULL, choice TEXT NOT NULL, kind TEXT NOT NULL,
+  "order" TEXT NOT NULL, created TEXT NOT NULL, seconds REAL, reason TEXT, margin REAL,
+  UNIQUE (pair_id, annotator)
+);
+CREATE TABLE shown (
+  annotator TEXT PRIMARY KEY, pair_id TEXT NOT NULL, since REAL NOT NULL, choice TEXT, reason TEXT
+)"""
+_OWNER = "PRAGMA application_id"
+_COLUMNS = tuple(field.name for field in fields(Label))
+_INSERT = (
+    "INSERT OR IGNORE INTO labels (at_page, " + ", ".join(f'"{name}"' for name in _COLUMNS) + ") "
+    f"VALUES (?{', ?' * len(_COLUMNS)})"
 )
+_VOTES = (
+    "SELECT count(*) FROM labels WHERE pair_id = pairs.pair_id AND kind = 'person' "
+    "AND choice != 'skip'"
+)
+_NEXT = f"""
+SELECT pair_id FROM pairs WHERE wanted > ({_VOTES})
+  AND NOT EXISTS (SELECT 1 FROM labels WHERE pair_id = pairs.pair_id AND annotator = :name)
+  AND pair_id NOT IN (SELECT pair_id FROM shown WHERE annotator != :name AND since > :since)
+ORDER BY place(:name, pair_id) LIMIT 1"""
+
+
+class StoreError(Exception):
+    """The store cannot be used, or does not take what it is given; the message says why."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A pair on the screen of a rater.
+
+    Args:
+        pair: pair to be shown.
+        shown_first: the response of the pair that is on the left.
+        choice: the choice that the rater took back, or None.
+        reason: the reason given with it.
+    """
+
+    pair: Pair
+    shown_first: Side
+    choice: Choice | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Labels wanted of people and given, and those of one rater (skips among them)."""
+
+    wanted: int
+    done: int
+    own: int
+
+
+def iso_time(seconds: float) -> str:
+    """Return seconds since 1970 as text, with the zone."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _is_empty(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+
+
+def _place(*texts: str) -> int:
+    return int.from_bytes(hashlib.blake2b("/".join(texts).encode(), digest_size=7).digest(), "big")
+
+
+def side_shown_first(rater: str, pair_id: str) -> Side:
+    """Return the response that a rater sees on the left: random, and the same every time."""
+    return "first" if _place("order", rater, pair_id) % 2 else "second"
 
 
 class LabelStore:
@@ -50,11 +124,14 @@ class LabelStore:
         """Open the file."""
         self.path = Path(path)
         self._clock = clock
-        self._reader = connect(self.path, read_only=True)
-        self._writer = connect(self.path)
-        self._reading, self._writing = threading.Lock(), threading.Lock()
-        self._target = self.path.resolve()
-        self._file_ids = file_ids(self.path, self._target)
+        with self._errors():
+            self._check_free()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch(mode=0o600)  # it holds the token
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            self._db.create_function("place", 2, _place, deterministic=True)
+            self._prepare()
 
     def __enter__(self) -> LabelStore:
         return self
@@ -63,304 +140,243 @@ class LabelStore:
         self.close()
 
     def close(self) -> None:
-        """Finish what is being written, and close the file."""
-        with self._writing, self._reading:
-            self._writer.close()
-            self._reader.close()
+        """Close the file."""
+        self._db.close()
 
     @property
-    def secret(self) -> str:
-        """A random text that belongs to this store, for signing cookies."""
-        return self._noted("secret")[0]
+    def token(self) -> str:
+        """The random text that opens the page of this store."""
+        return self.noted("token")[0]
 
-    def add_pairs(self, pairs: Iterable[Pair], *, ratings_per_pair: int) -> int:
-        """Add pairs behind those that are there, and return how many were new.
+    def add_pairs(self, pairs: Iterable[Pair], *, labels_per_pair: int) -> int:
+        """Add pairs, and return how many were new.
 
         Args:
-            pairs: served in this order; one whose name is known is left as it is.
-            ratings_per_pair: labels of different people that each of them gets; gold questions are
-                asked of all raters.
+            pairs: one whose name is known is left as it is.
+            labels_per_pair: labels of different people that each of them gets.
 
         Raises:
             StoreError: if a text cannot be stored.
         """
-        rows = [
-            (
-                pair.pair_id,
-                json.dumps(to_row(pair), ensure_ascii=False),
-                pair.gold is not None,
-                0 if pair.gold is not None else ratings_per_pair,
+        insert = "INSERT OR IGNORE INTO pairs (pair_id, record, wanted) VALUES (?, ?, ?)"
+        with self._change() as db:
+            return sum(
+                db.execute(
+                    insert,
+                    (pair.pair_id, json.dumps(to_row(pair), ensure_ascii=False), labels_per_pair),
+                ).rowcount
+                for pair in pairs
             )
-            for pair in pairs
-        ]
-
-        def change(db: sqlite3.Connection) -> int:
-            added = 0
-            for row in rows:
-                cursor = db.execute(
-                    "INSERT INTO pairs (pair_id, record, is_gold, wanted) VALUES (?, ?, ?, ?) "
-                    "ON CONFLICT (pair_id) DO NOTHING",
-                    row,
-                )
-                added += cursor.rowcount
-                if cursor.rowcount:
-                    db.execute("UPDATE totals SET wanted = wanted + ?", (row[3],))
-            return added
-
-        return self._write(change)
 
     def add_labels(self, labels: Iterable[Label]) -> int:
         """Add labels that were given elsewhere, and return how many were new.
 
-        A label of a rater who has one on that pair is left out. Those of people count towards the
-        ratings that were asked for.
+        A label of an annotator who has one on that pair is left out.
 
         Raises:
             StoreError: if a label's pair is unknown.
         """
-        given = list(labels)
-        return self._write(lambda db: sum(rules.insert_label(db, label) for label in given))
+        with self._change() as db:
+            return sum(self._insert(db, label, at_page=False) for label in labels)
 
-    def enter(self, name: str) -> tuple[int, bool]:
-        """Return the number of the one of this name, made if there is none, and whether it is new.
-
-        Case and the number of spaces make no other name.
+    def enter(self, name: str) -> str:
+        """Return a rater's name as the store spells it, whatever its case and spaces.
 
         Raises:
-            StoreError: if the name is empty or too long, or that of an annotator who is no person.
+            StoreError: if the name is empty, too long, or has characters that cannot be seen.
         """
-        clean = rules.clean_name(name)
+        clean = " ".join(unicodedata.normalize("NFC", name).split())
+        if not 0 < len(clean) <= LONGEST_NAME or not clean.isprintable():
+            raise StoreError(f"a name has 1 to {LONGEST_NAME} visible characters")
+        known = self._rows("SELECT annotator FROM labels UNION SELECT annotator FROM shown")
+        return {row[0].casefold(): row[0] for row in known}.get(clean.casefold(), clean)
 
-        def change(db: sqlite3.Connection) -> tuple[int, bool]:
-            # SQLite folds the case of ASCII alone.
-            known = db.execute("SELECT rater_id, kind, name FROM raters").fetchall()
-            alike = [row for row in known if row["name"].casefold() == clean.casefold()]
-            row = max(alike, key=lambda row: row["name"] == clean, default=None)
-            if row is not None and row["kind"] != "person":
-                raise StoreError(f"{clean} is the name of a {row['kind']}: choose another name")
-            if row is not None:
-                return cast(int, row[0]), False
-            return rules.insert_rater(db, clean, "person", self._clock()), True
+    def next_task(self, rater: str) -> Task | None:
+        """Return what the rater is to label now, the same until it is labelled; None at the end.
 
-        return self._write(change)
-
-    def next_task(self, rater_id: int, sharing: Sharing) -> Task | None:
-        """Return what the rater is to label now, the same until it is labelled; None at the end."""
-        now = self._clock()
-        found = self._read(_NEWEST, (rater_id, now))
-        if found:
-            return self._task(found[0])
-        row = self._write(lambda db: rules.assign(db, rater_id, sharing, now))
-        return None if row is None else self._task(row)
-
-    def label(
-        self,
-        rater_id: int,
-        assignment_id: int,
-        answer: Answer,
-        sharing: Sharing,
-        *,
-        seconds: float | None = None,
-        reason: str | None = None,
-    ) -> Outcome:
-        """Save a rater's answer, and choose the next pair with it.
-
-        Args:
-            rater_id: row id of the rater.
-            assignment_id: id of a `Task` of this rater.
-            answer: about what is on the left and on the right of the screen.
-            sharing: rules of sharing pairs.
-            seconds: time that the rater took; None takes the time since the pair was served.
-            reason: comment of the rater, or None.
-
-        Returns:
-            `kept`; `repeated` if it is there already; `differs` if another answer is there, which
-            stays; `undone` if it was taken back elsewhere; `gone` if the lease had ended and others
-            have completed the pair, or it never was this rater's.
+        The next pair is the first by a hash of rater and pair.
         """
         now = self._clock()
-
-        def change(db: sqlite3.Connection) -> Outcome:
-            query = "SELECT * FROM assignments WHERE assignment_id = ? AND rater_id = ?"
-            row = rules.one(db, query, assignment_id, rater_id)
+        own = "SELECT * FROM shown WHERE annotator = ? AND since > ?"
+        show = "INSERT OR REPLACE INTO shown VALUES (?, ?, ?, NULL, NULL) RETURNING *"
+        with self._change() as db:
+            row = db.execute(own, (rater, now - SHOWN_SECONDS)).fetchone()
             if row is None:
-                return "gone"
-            if row["state"] == "undone":
-                return "undone"
-            if row["state"] == "labelled":
-                query = "SELECT choice FROM labels WHERE assignment_id = ?"
-                given = rules.one(db, query, assignment_id)[0]
-                return (
-                    "repeated"
-                    if given == rules.choice_of(answer, row["shown_first"])
-                    else "differs"
-                )
-            if row["state"] != "open" and not rules.renew(db, row, sharing, now):
-                return "gone"
-            rules.insert_answer(db, row, answer, seconds, reason, now)
-            rules.assign(db, rater_id, sharing, now)
-            return "kept"
+                given = {"name": rater, "since": now - SHOWN_SECONDS}
+                found = db.execute(_NEXT, given).fetchone()
+                if found is None:
+                    return None
+                row = db.execute(show, (rater, found[0], now)).fetchone()
+        (record,) = self._rows("SELECT record FROM pairs WHERE pair_id = ?", row["pair_id"])
+        shown_first = side_shown_first(rater, row["pair_id"])
+        return Task(self._pair(record[0]), shown_first, row["choice"], row["reason"])
 
-        return self._write(change)
+    def label(self, rater: str, pair_id: str, choice: Choice, *, reason: str | None = None) -> bool:
+        """Keep a rater's choice; return False if the rater has labelled this pair before.
 
-    def undo(self, rater_id: int, sharing: Sharing) -> bool:
-        """Take the rater's last label back, so that its pair is the next task.
+        The label's `seconds` is the time since the pair was shown, unless that is too long to have
+        been spent on it.
 
-        Returns:
-            Whether there was one; a skipped pair that others have completed stays skipped.
+        Raises:
+            StoreError: if the pair is unknown.
         """
         now = self._clock()
+        with self._change() as db:
+            gone = "DELETE FROM shown WHERE annotator = ? AND pair_id = ? RETURNING since"
+            row = db.execute(gone, (rater, pair_id)).fetchall()
+            took = now - row[0]["since"] if row else SHOWN_SECONDS
+            label = Label(
+                pair_id,
+                rater,
+                choice,
+                "person",
+                side_shown_first(rater, pair_id),
+                iso_time(now),
+                seconds=round(took, 3) if 0 <= took < SHOWN_SECONDS else None,
+                reason=(reason or "").strip() or None,
+            )
+            return self._insert(db, label, at_page=True)
 
-        def change(db: sqlite3.Connection) -> bool:
-            rules.expire(db, now)
-            label = db.execute(
-                "SELECT * FROM labels WHERE rater_id = ? AND undone IS NULL "
-                "AND assignment_id IS NOT NULL ORDER BY label_id DESC LIMIT 1",
-                (rater_id,),
-            ).fetchone()
-            return label is not None and rules.take_back(db, label, sharing, now)
+    def undo(self, rater: str) -> bool:
+        """Take the rater's last label at the page back, so that its pair is shown next."""
+        last = "SELECT max(label_id) FROM labels WHERE annotator = ? AND at_page"
+        take = f"DELETE FROM labels WHERE label_id = ({last}) RETURNING pair_id, choice, reason"
+        with self._change() as db:
+            rows = db.execute(take, (rater,)).fetchall()
+            for row in rows:
+                values = (rater, row["pair_id"], self._clock(), row["choice"], row["reason"])
+                db.execute("INSERT OR REPLACE INTO shown VALUES (?, ?, ?, ?, ?)", values)
+        return bool(rows)
 
-        return self._write(change)
-
-    def progress(self, rater_id: int | None = None) -> rules.Progress:
+    def progress(self, rater: str = "") -> Progress:
         """Return the progress of the whole store and of this rater."""
-        own = self._read("SELECT labelled, skipped FROM raters WHERE rater_id = ?", (rater_id,))
-        labelled, skipped = own[0] if own else (0, 0)
-        wanted, done = self._read("SELECT wanted, done FROM totals")[0]
-        return rules.Progress(wanted, done, labelled, skipped)
-
-    def rater_name(self, rater_id: int) -> str:
-        """Return the name of the rater of this number."""
-        rows = self._read("SELECT name FROM raters WHERE rater_id = ?", (rater_id,))
-        return cast(str, rows[0][0])
+        query = (
+            f"SELECT total(wanted), total(min(wanted, ({_VOTES}))), "
+            "(SELECT count(*) FROM labels WHERE annotator = ? AND at_page) FROM pairs"
+        )
+        return Progress(*map(int, self._rows(query, rater)[0]))
 
     def pairs(self) -> Iterator[Pair]:
-        """Yield all pairs in their order."""
-        for row in self._read("SELECT record FROM pairs ORDER BY position"):
+        """Yield all pairs in the order in which they were added."""
+        for row in self._rows("SELECT record FROM pairs ORDER BY position"):
             yield self._pair(row["record"])
 
-    def labels(self) -> Iterator[Label]:
-        """Yield all labels that were not taken back, in the order in which they were given."""
-        for row in self._read(f"{LABELS} WHERE undone IS NULL ORDER BY label_id"):
-            yield rules.as_label(row)
+    def labels(self, *, at_page: bool = False) -> Iterator[Label]:
+        """Yield all labels, or those that were given at the page, in the order they were given."""
+        for row in self._rows("SELECT * FROM labels WHERE at_page >= ? ORDER BY label_id", at_page):
+            yield Label(**{name: row[name] for name in _COLUMNS})
 
-    def exports(self) -> list[str]:
-        """Return the digests of the files that `note_export` recorded."""
-        return self._noted("export %")
+    def note(self, key: str, value: str) -> None:
+        """Keep a text under a key."""
+        with self._change() as db:
+            db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))
 
-    def note_export(self, file: str, digest: str) -> None:
-        """Keep what an export has written into a file, which a later one may replace."""
-        self._note(f"export {file}", digest)
-
-    def imports(self) -> list[str]:
-        """Return the names of the files that `note_import` recorded."""
-        return self._noted("import %")
-
-    def note_import(self, file: Path) -> None:
-        """Keep the name of a file whose pairs were added."""
-        self._note(f"import {file.resolve()}", str(file))
-
-    def question(self) -> str | None:
-        """Return the question under which people have labelled; None before the first label."""
-        labelled = "SELECT 1 FROM labels WHERE assignment_id IS NOT NULL AND undone IS NULL LIMIT 1"
-        return next(iter(self._noted("question")), None) if self._read(labelled) else None
-
-    def note_question(self, text: str) -> None:
-        """Keep the question that raters are asked from now on."""
-        self._note("question", text)
-
-    def _note(self, key: str, value: str) -> None:
-        insert = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
-        self._write(lambda db: db.execute(insert, (key, value)))
-
-    def _noted(self, like: str) -> list[str]:
-        rows = self._read("SELECT value FROM meta WHERE key LIKE ? ORDER BY key", (like,))
+    def noted(self, like: str) -> list[str]:
+        """Return the texts whose keys are like this, `%` for any characters."""
+        rows = self._rows("SELECT value FROM notes WHERE key LIKE ? ORDER BY key", like)
         return [str(row[0]) for row in rows]
 
-    def first_shown_chosen(self) -> dict[str, str]:
-        """Return how often each rater at the page chose the response that was shown first."""
-        rows = self._read(
-            "SELECT name, sum(choice = shown_first), count(*) FROM labels JOIN raters USING "
-            "(rater_id) WHERE undone IS NULL AND assignment_id IS NOT NULL "
-            "AND choice IN ('first', 'second') GROUP BY name"
-        )
-        return {name: f"{first} of {all_}" for name, first, all_ in rows}
+    def _check_free(self) -> None:
+        """Raise if the file is something else, before SQLite may write to it."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if 0 < size < 512:  # SQLite takes it for an empty file
+            raise StoreError(f"{self.path} is no store of labels: give another name")
+        if size:
+            address = f"{self.path.absolute().as_uri()}?mode=ro"
+            with closing(sqlite3.connect(address, uri=True)) as db:
+                if not _is_empty(db) and db.execute(_OWNER).fetchone()[0] != APPLICATION_ID:
+                    raise StoreError(f"{self.path} is no store of labels: give another name")
 
-    def _task(self, row: sqlite3.Row) -> Task:
-        record = self._read("SELECT record FROM pairs WHERE position = ?", (row["position"],))
-        before = None
-        if row["redoes"] is not None:
-            before = rules.as_label(self._read(f"{LABELS} WHERE label_id = ?", (row["redoes"],))[0])
-        pair = self._pair(record[0]["record"])
-        return Task(row["assignment_id"], pair, row["shown_first"], row["served"], before)
-
-    def _pair(self, text: str) -> Pair:
-        try:
-            row = json.loads(text)
-        except ValueError as error:
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("PRAGMA fullfsync = ON")  # macOS: through the disk's own cache as well
+        with self._change() as db:
+            if _is_empty(db):
+                for statement in TABLES.split(";\n"):
+                    db.execute(statement)
+                token = secrets.token_urlsafe(24)
+                db.execute("INSERT INTO notes VALUES ('token', ?)", (token,))
+                db.execute(f"{_OWNER} = {APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {VERSION}")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version != VERSION:
             raise StoreError(
-                f"{self.path} is damaged (a pair is no JSON): take a copy of it that is whole"
-            ) from error
-        return from_row(Pair, row, Location(str(self.path)))
+                f"{self.path} has tables of version {version}, this release reads {VERSION}: "
+                "export the labels with the release that wrote it, and import them into a new store"
+            )
 
-    def _read(self, query: str, values: tuple[object, ...] = ()) -> list[sqlite3.Row]:
-        self._check_place()
-        try:
-            with self._reading:
-                return self._reader.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            what = str(error).partition(" with text")[0]  # behind it stand raw bytes of the file
+    def _insert(self, db: sqlite3.Connection, label: Label, *, at_page: bool) -> bool:
+        if not db.execute("SELECT 1 FROM pairs WHERE pair_id = ?", (label.pair_id,)).fetchone():
             raise StoreError(
-                f"{self.path} cannot be read ({what}): take a copy of it that is whole, or what "
-                "sqlite3's .recover saves"
-            ) from error
+                f"a label of {label.annotator} is about the pair {label.pair_id}, which the store "
+                "does not have: import the pairs first"
+            )
+        values = (at_page, *(getattr(label, name) for name in _COLUMNS))
+        return bool(db.execute(_INSERT, values).rowcount)
 
-    def _write(self, change: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        self._check_place()
+    def _pair(self, record: str) -> Pair:
+        with self._errors():
+            return from_row(Pair, json.loads(record), Location(str(self.path)))
+
+    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        with self._errors():
+            return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """Make what is done inside one change, on the disk at the end, undone after an error."""
+        with self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk ends the transaction by itself
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            with self._writing, transaction(self._writer):
-                result = change(self._writer)
-        except (sqlite3.Error, UnicodeEncodeError) as error:
-            raise StoreError(f"{self.path} could not take that: {error}") from error
-        self._check_place()
-        return result
+            yield
+        except (OSError, sqlite3.Error, UnicodeEncodeError, json.JSONDecodeError) as error:
+            what = str(error).partition(" with text")[0]  # raw bytes of the file are behind it
+            raise StoreError(f"{self.path} cannot be used as a store of labels: {what}") from error
 
-    def _check_place(self) -> None:
-        """Raise if the path leads to another file than the one that is open."""
-        if file_ids(self.path, self._target) == self._file_ids:
-            return
-        with self._reading, suppress(sqlite3.Error):  # what was confirmed is partly in the log
-            self._reader.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        raise StoreError(
-            f"{self.path} was moved, removed or replaced while it was open: put the file back, or "
-            "give store= its new place, and start the page again"
-        )
+
+def describe_agreement(store: LabelStore) -> str:
+    """Return how far people agree on the pairs that several of them labelled, as a line."""
+    counts = collect_votes(x for x in store.labels() if x.kind == "person").counts
+    several = counts[counts.sum(1) >= 2]
+    if not len(several):
+        return "Agreement: no pair has two labels yet"
+    share, kappa = raw_agreement(several), fleiss_kappa(several)
+    return f"Agreement: {share:.0%} on {len(several)} pairs with several labels, kappa {kappa:.2f}"
 
 
 def describe_store(store: LabelStore) -> str:
-    """Return progress and every annotator's numbers, as lines for a terminal."""
+    """Return progress, agreement and every annotator's numbers, as lines for a terminal."""
     progress = store.progress()
     gold = {pair.pair_id: pair.gold for pair in store.pairs() if pair.gold is not None}
+    at_page = {(x.pair_id, x.annotator) for x in store.labels(at_page=True)}
     labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
     for label in store.labels():
         labels[label.annotator, label.kind].append(label)
-    rows = [
-        ("annotator", "kind", "labels", "skips", "seconds", "known answers found", "first shown")
-    ]
-    first_shown = store.first_shown_chosen()
+    rows = [["annotator", "kind", "labels", "skips", "seconds", "known answers", "first shown"]]
     for (name, kind), given in labels.items():
-        judged = [label for label in given if label.choice != "skip"]
-        seconds = [label.seconds for label in judged if label.seconds is not None]
-        asked = [label for label in judged if label.pair_id in gold]
-        right = sum(label.choice == gold[label.pair_id] for label in asked)
-        found = f"{right} of {len(asked)}" if asked else "-"
+        judged = [x for x in given if x.choice != "skip"]
+        seconds = [x.seconds for x in judged if x.seconds is not None]
+        found = [x.choice == gold[x.pair_id] for x in judged if x.pair_id in gold]
+        here = (x.shown_first_won for x in judged if (x.pair_id, x.annotator) in at_page)
+        sides = [won for won in here if won is not None]
         took = f"{median(seconds):.1f}" if seconds else "-"
         counts = str(len(judged)), str(len(given) - len(judged))
-        rows.append((name, kind, *counts, took, found, first_shown.get(name, "-")))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"{store.path}: {progress.done} of {progress.wanted} labels"]
-    if files := store.imports():
-        lines[0] += f", pairs of {', '.join(files)}"
+        rows.append([name, kind, *counts, took, _of(found), _of(sides)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    imports = ", ".join(store.noted("import %"))
+    total = f"{store.path}: {progress.done} of {progress.wanted} labels"
+    lines = [total + (f", pairs of {imports}" if imports else ""), describe_agreement(store)]
     for row in rows:
         cells = [
             cell.ljust(width) if column < 2 else cell.rjust(width)
@@ -368,3 +384,7 @@ def describe_store(store: LabelStore) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _of(hits: list[bool]) -> str:
+    return f"{sum(hits)} of {len(hits)}" if hits else "-"
