@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
@@ -25,7 +25,6 @@ from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalar
 from rlhf_lightning.models.whole_weights import check_artifact
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder
-from rlhf_lightning.runs.reading import read_json
 
 CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
@@ -146,64 +145,44 @@ def read_adapter(folder: Path) -> AdapterFiles:
                 f"{folder} is no adapter folder (no {name}): train one with lora=lora, which "
                 "writes the adapter beside the merged model"
             )
+    file = folder / EXTRA
     try:
-        config: dict[str, Any] = read_json(folder / CONFIG)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
-    _check_kind(config, folder)
-    try:
-        file = folder / EXTRA
-        extra = read_json(file) if file.is_file() else {}
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        extra = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         tensors = {k.removeprefix(_PREFIX): v for k, v in load_file(folder / WEIGHTS).items()}
-        targets: Any = config["target_modules"] or config.get("target_parameters")
-        lora = LoraHparams(
-            r=int(config["r"]),
-            alpha=int(config["lora_alpha"]),
-            target_modules=targets if isinstance(targets, str) else ",".join(sorted(targets)),
-        )
-        is_scalar = extra.get("kind", "scalar" if "score.weight" in tensors else "policy")
-        found = AdapterFiles(
-            lora=lora,
-            tensors=tensors,
-            is_scalar=is_scalar == "scalar",
-            reward_offset=float(extra.get("reward_offset", 0.0)),
-            base=str(extra.get("base", config.get("base_model_name_or_path") or "")),
-            base_fingerprint=str(extra.get("base_fingerprint", "")),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        offset = float(extra.get("reward_offset", 0.0))
+    except Exception as error:
         raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
-    _check_tensors(tensors, folder)
-    return found
+    if problem := _problem(config, tensors):
+        raise ValueError(
+            f"the adapter in {folder} {problem}, and adapters here are lora_A and lora_B of "
+            "matrices, scaled by alpha / r, on a base as it was: merge it into its base with PEFT "
+            "(merge_and_unload), and use the whole model"
+        )
+    targets = config.target_modules or config.target_parameters
+    names = targets if isinstance(targets, str) else ",".join(sorted(targets))
+    return AdapterFiles(
+        lora=LoraHparams(r=config.r, alpha=config.lora_alpha, target_modules=names),
+        tensors=tensors,
+        is_scalar="score.weight" in tensors,
+        reward_offset=offset,
+        base=str(extra.get("base", config.base_model_name_or_path or "")),
+        base_fingerprint=str(extra.get("base_fingerprint", "")),
+    )
 
 
-def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
-    drawn = config.get("init_lora_weights", True)
-    if (kind := config.get("peft_type", "LORA")) != "LORA":
-        raise _refusal(folder, f"is of the kind {kind}, and adapters here are LoRA")
-    if others := [p for p in config.get("target_parameters") or [] if not p.endswith(".weight")]:
-        reason = f"adapts {others[0]} (target_parameters), and adapters here are those of modules"
-        raise _refusal(folder, reason)
-    if scales := [key for key in _OTHER_SCALES if config.get(key)]:
-        reason = f"sets {', '.join(scales)}, and adapters here are scaled by alpha / r everywhere"
-        raise _refusal(folder, reason)
-    if drawn not in _DRAWN_BESIDE_THE_BASE:
-        reason = f"has init_lora_weights={drawn!r}, with which PEFT changed the base's weights"
-        raise _refusal(folder, reason)
-
-
-def _check_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def _problem(config: Any, tensors: Mapping[str, Tensor]) -> str | None:
+    """Return what the formula alpha / r * B A on the base does not say of an adapter."""
+    if not isinstance(config, LoraConfig):
+        return f"is of the kind {config.peft_type.value}"
+    if scales := [key for key in _OTHER_SCALES if getattr(config, key, None)]:
+        return f"sets {', '.join(scales)}"
+    if (drawn := config.init_lora_weights) not in _DRAWN_BESIDE_THE_BASE:
+        return f"has init_lora_weights={drawn!r}"
     halves = (".lora_A.weight", ".lora_B.weight")
     others = [name for name in tensors if not name.endswith(halves) and name != "score.weight"]
-    if others:
-        reason = f"holds {others[0]}, and adapters here are lora_A and lora_B of matrices alone"
-        raise _refusal(folder, reason)
-
-
-def _refusal(folder: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"the adapter in {folder} {reason}: merge it into its base with PEFT (merge_and_unload), "
-        "and use the whole model"
-    )
+    of_parameters = [p for p in config.target_parameters or () if not p.endswith(".weight")]
+    return f"holds {(others + of_parameters)[0]}" if others + of_parameters else None
 
 
 def check_same_scale(files: AdapterFiles, lora: LoraHparams, folder: Path) -> None:
@@ -229,9 +208,7 @@ def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedSc
     """
     files = read_adapter(folder)
     if not files.is_scalar:
-        raise ValueError(f"{folder} is the adapter of a policy: it has no reward head")
-    if "score.weight" not in files.tensors:
-        raise ValueError(f"the adapter in {folder} lacks score.weight, its reward head")
+        raise ValueError(f"the adapter in {folder} lacks score.weight, a reward head")
     base.add_adapter(name, seed=0, lora=files.lora)
     base.heads[name] = scalar_head(base.hidden_size, init_std=0.0)
     model = AdaptedScalarModel(base, name)
@@ -268,7 +245,10 @@ def _fill(
     head: Mapping[str, Tensor],
 ) -> None:
     own = {path: value for path, value in files.tensors.items() if path != "score.weight"}
-    state = {f"adapter.{_key(path)}": value for path, value in own.items()}
+    state = {}
+    for path, value in own.items():  # {module path}.lora_A.weight
+        module, half, _ = path.rsplit(".", 2)
+        state[f"adapter.{module.replace('.', '/')}/{half}.weight"] = value
     try:
         model.load_state_dict(state | dict(head))
     except RuntimeError as error:
@@ -315,9 +295,3 @@ def _by_module(state: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
             path, _, part = key.removeprefix("adapter.").removesuffix(".weight").rpartition("/")
             found[path.replace("/", "."), part] = value
     return found
-
-
-def _key(path: str) -> str:
-    """Return the key in a view's adapter of PEFT's `{module path}.lora_A.weight`."""
-    module, part, _ = path.rsplit(".", 2)
-    return f"{module.replace('.', '/')}/{part}.weight"

@@ -23,9 +23,13 @@ from rlhf_lightning.arguments import Fraction, Line, PathOrName, RunsCode, Seed,
 from rlhf_lightning.hparams import LoraHparams, Precision
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.building import reads_weights, seeded_init
-from rlhf_lightning.models.generation_settings import check_read, mended_settings
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.models.loading import load_config, loading_options, reward_normalization
+from rlhf_lightning.models.loading import (
+    load_config,
+    loading_options,
+    mended_settings,
+    reward_normalization,
+)
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
@@ -94,7 +98,7 @@ def load_policy(
         assert source is not None  # or it is from scratch
         options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
         model = _load(AutoModelForCausalLM, source, dropout, options)
-        model.generation_config = mended_settings(model, source)
+        model.generation_config = mended_settings(model.generation_config, source)
     if not dropout:
         check_deterministic(model)
     if activation_checkpointing:
@@ -128,7 +132,7 @@ def load_base(
     options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     extra = _four_bit() if lora.quantization == "nf4" else {}
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, **extra)
-    model.generation_config = mended_settings(model, source)
+    model.generation_config = mended_settings(model.generation_config, source)
     if not dropout:
         check_deterministic(model)
     return AdaptedBase(model, lora, activation_checkpointing=activation_checkpointing)
@@ -300,8 +304,4 @@ def _load(
     config = set_dropout(load_config(source, options), dropout)
     if "num_labels" in extra:
         config.num_labels = extra.pop("num_labels")
-    try:
-        return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)
-    except ValueError:
-        check_read(source, options)
-        raise
+    return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)

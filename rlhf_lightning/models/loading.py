@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import copy
 import functools
 import logging
 import math
@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from rlhf_lightning.runs.hub import check_on_hub
 from rlhf_lightning.runs.model_folder import (
@@ -28,12 +26,15 @@ logger = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST_REASON = 300
-# AssertionError and TypeError: of a config whose numbers or types do not fit
-_OF_A_CHECKPOINT = (
-    *(OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError),
-    *(AssertionError, TypeError, AttributeError, StrictDataclassError),
-)
 NORMALIZATION = ("mean", "std", "normalize_reward")  # keys of config.json
+# Generation settings that decide which others have an effect.
+_MODES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warn once of what policy, reference and value model of one source share."""
+    logger.warning("%s", text)
 
 
 def loading_options(
@@ -54,11 +55,17 @@ def loading_options(
             a link or an index that leads out of it; or if the hub cannot be reached for a name.
     """
     local = Path(source).is_dir()
-    if local:
-        check_model_folder(source)
-        _refuse_adapter(Path(source))
-    else:
+    if not local:
         check_on_hub(str(source), revision)
+    else:
+        check_model_folder(source)
+        if is_adapter(source):
+            raise ValueError(of_adapter(Path(source)))
+        if (Path(source) / ADAPTER_CONFIG).is_file():
+            warn_once(
+                f"{source} holds a model and an adapter ({ADAPTER_CONFIG}), which is not applied: "
+                "merge it with peft if the adapted model is meant, else remove it"
+            )
     if trust_remote_code and not local and not COMMIT.fullmatch(revision or ""):
         raise ValueError(
             f"model.trust_remote_code=true runs Python code of {source}, which can change: read "
@@ -68,26 +75,19 @@ def loading_options(
     if revision is not None and not local:
         options["revision"] = revision
     if trust_remote_code:
-        _refuse_code_from_elsewhere(source, options)
+        _refuse_code_from_elsewhere(source, options.get("revision", "main"))
     return options
 
 
-def _refuse_adapter(folder: Path) -> None:
-    if not is_adapter(folder):
-        if (folder / ADAPTER_CONFIG).is_file():
-            _tell_of_adapter(folder)
-        return
-    raise ValueError(of_adapter(folder))
-
-
-@functools.cache
-def _tell_of_adapter(folder: Path) -> None:
-    logger.warning(
-        "%s holds a model and an adapter (%s), which is not applied: merge it with peft if the "
-        "adapted model is meant, else remove it",
-        folder,
-        ADAPTER_CONFIG,
-    )
+def _refuse_code_from_elsewhere(source: str | Path, revision: str) -> None:
+    with naming_source(source):
+        content, _ = PretrainedConfig.get_config_dict(str(source), revision=revision)
+    for name, place in (content.get("auto_map") or {}).items():
+        if "--" in str(place):
+            raise ValueError(
+                f"{source} takes the code of {name} from {str(place).partition('--')[0]}, which "
+                "no revision pins: copy that code beside the weights, and point auto_map to it"
+            )
 
 
 def load_config(source: str | Path, options: dict[str, Any]) -> PretrainedConfig:
@@ -121,20 +121,42 @@ def reward_normalization(config: Any, source: str | Path) -> tuple[float, float]
     return float(mean), float(std)
 
 
+def mended_settings(found: GenerationConfig, source: str | Path) -> GenerationConfig:
+    """Return generation settings without those that transformers loads and refuses to save.
+
+    A model that decodes greedily stays greedy: at temperature 0, and beside any temperature
+    without `do_sample: true`.
+    """
+    settings: Any = copy.deepcopy(found)
+    if settings.temperature == 0:
+        settings.do_sample = False
+    modes = GenerationConfig(**{name: getattr(settings, name) for name in _MODES})
+    default, wrong = modes.to_dict(), []
+    for name, value in settings.to_dict().items():
+        if name in _MODES or value == default.get(name, value):
+            continue
+        alone = copy.deepcopy(modes)
+        setattr(alone, name, getattr(settings, name))
+        try:
+            alone.validate(strict=True)
+        except ValueError:
+            wrong.append(f"{name}={value!r}")
+            setattr(settings, name, getattr(GenerationConfig(), name))
+    if wrong:
+        warn_once(f"the generation settings of {source} are exported without {', '.join(wrong)}")
+    return settings  # type: ignore[no-any-return]
+
+
 @contextmanager
 def naming_source(source: str | Path) -> Iterator[None]:
     """Turn what a library says of a checkpoint that it cannot load into one line that names it."""
     try:
         yield
-    except _OF_A_CHECKPOINT as error:
-        no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
-        known = isinstance(error, RecursionError) or any(
-            words in str(error) for words in ("mismatch", "negative dimension")
-        )
-        unknown = isinstance(error, RuntimeError) and not known
-        if no_memory or unknown:
-            raise
+    except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
+        full = any(words in reason for words in ("out of memory", "allocate memory"))
+        if isinstance(error, MemoryError) or full:
+            raise
         if "custom code" in reason:
             raise ValueError(
                 f"cannot load {source}: it needs Python code of its repository, which is not run. "
@@ -147,17 +169,3 @@ def naming_source(source: str | Path) -> Iterator[None]:
             f"cannot load {source}: {reason}. Wanted is a folder or hub name in the format of "
             "transformers, its weights in safetensors"
         ) from error
-
-
-def _refuse_code_from_elsewhere(source: str | Path, options: dict[str, Any]) -> None:
-    with naming_source(source):
-        content, _ = PretrainedConfig.get_config_dict(
-            str(source), revision=options.get("revision", "main")
-        )
-    for name, place in (content.get("auto_map") or {}).items():
-        if "--" in str(place):
-            raise ValueError(
-                f"{source} takes the code of {name} from {str(place).partition('--')[0]}, which "
-                "no revision pins: copy that code beside the weights, read it, and point auto_map "
-                "to it"
-            )

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import secrets
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_lightning.models.building import reads_weights
-from rlhf_lightning.models.loading import naming_source
+from rlhf_lightning.models.loading import naming_source, warn_once
 from rlhf_lightning.runs.manifest import has_manifest, read_manifest
 
-logger = logging.getLogger(__name__)
-
-# Where transformers looks for an adapter to apply, or for another base to load. Nobody can put one
-# there who does not know the name.
-_NO_ADAPTER = f"no-adapter-{secrets.token_hex(16)}"
 NAMED = 4  # of the tensors that are not as they should be
+# Where transformers looks for an adapter to apply.
+_NO_ADAPTER = {"subfolder": "no-adapter"}
 Exempt = Callable[[PreTrainedModel], Collection[str]]
 NOTHING: Exempt = lambda model: ()  # noqa: E731
 
@@ -39,7 +33,7 @@ def load_whole(
     """Return what `cls.from_pretrained` returns, after checking that all of it was stored.
 
     Transformers draws what a checkpoint lacks at random. What it computes or ties is not missing,
-    and what it ignores for an architecture is not unexpected.
+    and what it ignores for an architecture is not unexpected. What has no place is a warning.
 
     Args:
         cls: an auto class of transformers.
@@ -53,20 +47,16 @@ def load_whole(
         **extra: further arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if a tensor is missing or has another shape than the configuration says, or if
-            an artifact of ours has one that the model has no place for; elsewhere that is a
-            warning.
+        ValueError: if a tensor is missing or has another shape than the configuration says.
         ManifestError: if an artifact is not what its manifest says.
     """
     if not reads_weights() and "quantization_config" not in extra:
-        return _without_weights(cls, source, dtype=dtype, options=options, **extra)
-    ours = check_artifact(source)
-    weights = getattr(extra.get("config"), "transformers_weights", None)
-    if weights is not None and ".safetensors" not in str(weights):
-        raise ValueError(
-            f"cannot load {source}: its config.json names {weights} as transformers_weights, which "
-            "is no safetensors file: convert it"
-        )
+        # On the meta device; its dtypes are those of the rank that has read it.
+        held = torch.float32 if dtype == "auto" else dtype
+        with naming_source(source), torch.device("meta"):
+            code = options["trust_remote_code"]
+            return cls.from_config(extra["config"], dtype=held, trust_remote_code=code)
+    check_artifact(source)
     with naming_source(source):
         model, info = cls.from_pretrained(
             str(source),
@@ -74,56 +64,40 @@ def load_whole(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with their names
-            adapter_kwargs={"subfolder": _NO_ADAPTER},
+            adapter_kwargs=_NO_ADAPTER,
             **options,
             **extra,
         )
     spare = set(not_read(model))
     missing = sorted(set(info["missing_keys"]) - spare)
     shapes = sorted(entry for entry in info["mismatched_keys"] if entry[0] not in spare)
-    unexpected = sorted(set(info["unexpected_keys"]) - spare)
+    unexpected = listed(sorted(set(info["unexpected_keys"]) - spare))
     if missing:
-        raise ValueError(not_stored(missing) or _missing(source, missing, unexpected))
+        others = f" It holds {unexpected} instead." if unexpected else ""
+        raise ValueError(
+            not_stored(missing)
+            or f"cannot load {source}: {listed(missing)} {'is' if len(missing) == 1 else 'are'} "
+            f"missing from its weights, and would be random numbers.{others} Give a complete "
+            "checkpoint whose names are those of transformers"
+        )
     if shapes:
         told = (f"{name} is {list(got)} and not {list(want)}" for name, got, want in shapes)
         raise ValueError(
             f"cannot load {source}: {listed(told)}: the weights are not those of its config.json"
         )
-    if unexpected and ours:
-        raise ValueError(
-            f"cannot load {source}: {type(model).__name__} has no place for {listed(unexpected)}, "
-            "which an exported model cannot have: name the folder of an export, or export again"
-        )
     if unexpected:
-        _warn_of_unexpected(str(source), type(model).__name__, listed(unexpected))
+        warn_once(f"{type(model).__name__} has no place for {unexpected} of {source}: not loaded")
     return model
 
 
-def _without_weights(
-    cls: Any,
-    source: str | Path,
-    *,
-    config: PretrainedConfig,
-    dtype: torch.dtype | str,
-    options: dict[str, Any],
-) -> Any:
-    """Return the model on the meta device; its dtypes are those of the rank that has read it."""
-    code = {"trust_remote_code": options["trust_remote_code"]}
-    with naming_source(source), torch.device("meta"):
-        held = torch.float32 if dtype == "auto" else dtype
-        return cls.from_config(config, dtype=held, **code)
-
-
-def check_artifact(source: str | Path) -> bool:
-    """Return whether `source` is an artifact of ours, after checking that its files are intact.
+def check_artifact(source: str | Path) -> None:
+    """Check that the files of an artifact of ours are intact; other sources pass.
 
     Raises:
         ManifestError: if they are not those that its manifest was written for.
     """
-    if not has_manifest(source):
-        return False
-    read_manifest(source)
-    return True
+    if has_manifest(source):
+        read_manifest(source)
 
 
 def outside_trunk(model: PreTrainedModel) -> list[str]:
@@ -145,18 +119,3 @@ def listed(names: Iterable[str]) -> str:
     all_names = list(names)
     more = len(all_names) - NAMED
     return ", ".join(all_names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _missing(source: str | Path, missing: list[str], unexpected: list[str]) -> str:
-    others = f" It holds {listed(unexpected)} instead." if unexpected else ""
-    return (
-        f"cannot load {source}: {listed(missing)} {'is' if len(missing) == 1 else 'are'} missing "
-        f"from its weights, and would be random numbers.{others} Give a complete checkpoint whose "
-        "names are those of transformers"
-    )
-
-
-@functools.cache
-def _warn_of_unexpected(source: str, model: str, names: str) -> None:
-    """Warn once of what policy, reference and value model do not use of one source."""
-    logger.warning("%s has no place for %s of %s: not loaded", model, names, source)

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import working_folder
@@ -182,16 +180,10 @@ def with_text(name: str, content: str | None) -> Callable[[Path], None]:
     return lambda folder: put(folder / name, content, folder)
 
 
-def with_pickle(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "adapter_model.bin")
-    with_value("config.json", "transformers_weights", "adapter_model.bin")(folder)
-
-
 MODELS = {
     "a deep config": with_text("config.json", DEEP),
     "a text as size": with_value("config.json", "hidden_size", "64"),
     "less than no rows": with_value("config.json", "vocab_size", -5),
-    "a pickle named as weights": with_pickle,
     "a list as config": with_text("config.json", "[]"),
     "a list as model type": with_value("config.json", "model_type", ["a"]),
     "deep settings of generation": with_text("generation_config.json", DEEP),

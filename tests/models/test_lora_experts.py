@@ -110,9 +110,7 @@ def test_an_adapter_of_peft_on_the_experts_is_refused_by_the_name_of_their_param
     config = LoraConfig(target_parameters=["experts.down_proj"], target_modules=[])
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     theirs.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(
-        ValueError, match=r"adapts experts\.down_proj \(target_parameters\).*merge it"
-    ):
+    with pytest.raises(ValueError, match=r"holds .*experts.*merge it"):
         read_adapter(tmp_path / "adapter")
 
 

@@ -127,13 +127,6 @@ def test_an_adapter_in_a_models_folder_is_not_applied_and_is_named(model, adapte
     assert "not applied" in caplog.text
 
 
-def test_an_adapter_in_the_subfolder_where_none_was_sought_is_not_applied_either(model, adapter):
-    before = load_policy(model).state_dict()
-    shutil.copytree(adapter, model / "no-adapter")
-    after = load_policy(model).state_dict()
-    assert before.keys() == after.keys()
-
-
 def test_an_adapters_folder_is_named_with_its_base_and_the_way_to_merge_it(model, adapter):
     for load in (load_policy, load_tokenizer):
         with pytest.raises(ValueError, match=r"is an adapter on .*merge_and_unload"):
