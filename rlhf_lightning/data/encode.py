@@ -125,21 +125,18 @@ Encoded = EncodedSequence | EncodedPreference | EncodedPrompt
 class EncodingReport:
     """Counts of the encoding.
 
-    `num_spelled` records spell special tokens, kept as text; in `num_merged` the end
-    of the prompt has other tokens where it stands alone; `num_unknown` hold text that the tokenizer
-    does not know and writes as `<unk>` or leaves out. `skipped` names the bad records that were
-    left out, `lost` what the chat template did not write of a record, by its place. `unread` counts
-    the keys of messages and of `chat_template_kwargs` that the template does not read,
-    `unread_columns` the columns that nothing reads.
+    In `num_merged` records the end of the prompt has other tokens where it stands alone;
+    `num_unknown` hold text that the tokenizer does not know and writes as `<unk>` or leaves out.
+    `skipped` names the bad records that were left out. `unread` counts the keys of messages and of
+    `chat_template_kwargs` that the template does not read, `unread_columns` the columns that
+    nothing reads.
     """
 
     num_truncated: int = 0
-    num_spelled: int = 0
     num_merged: int = 0
     num_unknown: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
-    lost: dict[str, list[str]] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
     unread_columns: Counter[str] = field(default_factory=Counter)
 
@@ -195,8 +192,6 @@ def encode_all(
             every = not isinstance(record, PromptRecord | TextRecord)  # else rewards get them
             unread = (key for key in record.origin.unread if every or is_of_conversation(key))
             report.unread_columns.update(unread)
-            spelled = not record.rendered and encoder.control.spelled_in(*texts)
-            report.num_spelled += spelled
             unknown = _holds(row, encoder.unknown) or encoder.drops(*texts)
             report.num_unknown += not record.rendered and unknown
     return encoded, report
@@ -233,16 +228,13 @@ def _texts(record: Record) -> tuple[Text, ...]:
 def _placed(record: Record, report: EncodingReport) -> Iterator[dict[str, Any]]:
     """Give the options of the record's texts; its faults get its place, or leave it out."""
     where = record.origin.where or Location("a record")
-    losses: list[str] | None = [] if record.origin.lossy else None
     try:
-        yield {"rendered": record.rendered, "variables": record.variables, "losses": losses}
+        yield {"rendered": record.rendered, "variables": record.variables}
     except ChatTemplateError as error:
         bad = BadRecordError(where, error.found, error.fix)
         if not record.origin.skip:
             raise bad from error
         report.skipped.append(str(bad))
-    if losses:
-        report.lost[str(where)] = list(dict.fromkeys(losses))
 
 
 def _plain_texts(records: Iterable[Record]) -> Iterator[tuple[str, str | None]]:
@@ -264,7 +256,11 @@ def encode_text(
     """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
     report = report or EncodingReport()
     encoder = text_encoder(tokenizer)
-    ids = end_with_eos(prompt_ids(record.text, encoder, rendered=record.rendered), encoder.eos)
+    ids: list[int] = []
+    with _placed(record, report) as options:
+        ids = end_with_eos(prompt_ids(record.text, encoder, **options), encoder.eos)
+    if not ids:  # a bad record that is left out
+        return None
     if len(ids) > max_length:
         if not _may_cut(over_long):
             report.dropped[OVER_LONG] += 1

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 OnBadRecord = Literal["raise", "skip"]
-OnTemplateLoss = Literal["raise", "warn"]
 NUM_NAMED_SKIPS = 5
 LONGEST_QUOTE = 60
 
@@ -66,18 +65,13 @@ class SkippedRecords:
 
     Args:
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out.
-        on_template_loss: `"raise"`, or `"warn"` to keep what a chat template writes in part.
 
     Raises:
         ValueError: if one of them is neither.
     """
 
-    def __init__(
-        self, on_bad_record: OnBadRecord, on_template_loss: OnTemplateLoss = "raise"
-    ) -> None:
+    def __init__(self, on_bad_record: OnBadRecord) -> None:
         """Start with none."""
-        if on_template_loss not in ("raise", "warn"):
-            raise ValueError(f"{on_template_loss=} is unknown: use 'raise' or 'warn'")
         if on_bad_record not in ("raise", "skip"):
             raise ValueError(f"on_bad_record={on_bad_record!r} is unknown: use 'raise' or 'skip'")
         self.on_bad_record = on_bad_record

@@ -76,7 +76,7 @@ def _response_lengths(
     source: RecordSource, split: Split, tokenizer: PreTrainedTokenizerBase
 ) -> Sequence[int]:
     if isinstance(source, RowSource):  # nothing is made of its rows, and none is a bad record
-        origin = Origin(skip=True, lossy=True)
+        origin = Origin(skip=True)
         found = [placed(r.record, origin, source.system_into_user) for r in source.parsed(split)]
     else:
         found = list(_asked(source, split))

@@ -266,18 +266,6 @@ class RecordDataModule(LightningDataModule):
         """Say once what is odd in the training rows."""
         warn_of_plain_prompts(records, self.tokenizer)
         summary = self.summaries["train"]
-        if summary.lost:
-            place, lost = next(iter(summary.lost.items()))
-            rank_zero_warn(
-                f"the chat template does not write all of {len(summary.lost)} training records, "
-                f"for instance of {place}: {', '.join(lost)}: set another one "
-                "with model.chat_template=FILE or NAME"
-            )
-        if summary.num_spelled and summary.num_spelled == summary.num_rows:
-            rank_zero_warn(
-                f"all {summary.num_rows} training rows spell special tokens, which are learnt as "
-                "letters: if they are meant as tokens, set dataset.source.rendered=true"
-            )
         for name, count in summary.missing_columns.items():
             rank_zero_warn(
                 f"{count} of {summary.num_rows} training prompts lack the column {name!r} (null "

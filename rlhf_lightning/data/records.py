@@ -31,13 +31,11 @@ class Origin:
     Args:
         where: file and line; None where it was read from neither.
         skip: leave it out, counted and named; else it is an error.
-        lossy: keep it, counted, where the template writes a part of it only.
         unread: columns of its row that nothing reads.
     """
 
     where: Location | None = None
     skip: bool = False
-    lossy: bool = False
     unread: tuple[str, ...] = ()
 
 

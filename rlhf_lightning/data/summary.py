@@ -62,8 +62,6 @@ class DataSummary:
         num_contradictions: preferences that another row of the same prompt turns round, and
             responses that another row gives the other label.
         num_truncated: rows whose prompt was cut from the left.
-        num_spelled: rows whose texts spell special tokens, which were encoded as text.
-        lost: what the chat template did not write of a record, by the place of the record.
         unread: records with a key of a message that the chat template does not read, by its name.
         num_merged: rows in which the end of the prompt has other tokens where it stands alone.
         num_unknown: rows with text that the tokenizer writes as `<unk>` or leaves out.
@@ -80,8 +78,6 @@ class DataSummary:
     num_duplicates: int
     num_contradictions: int
     num_truncated: int
-    num_spelled: int
-    lost: Mapping[str, Sequence[str]]
     unread: Mapping[str, int]
     unread_columns: Mapping[str, int]
     num_merged: int
@@ -103,7 +99,6 @@ class DataSummary:
         for name, lengths in self.lengths.items():
             table.add_row(f"{name} tokens, min / median / 95 % / max", str(lengths))
         table.add_row("duplicate rows", str(self.num_duplicates))
-        spelled = "rows that spell special tokens, kept as text (rendered: true for tokens)"
         for name, count in (
             (
                 "responses with both labels"
@@ -112,11 +107,6 @@ class DataSummary:
                 self.num_contradictions,
             ),
             ("prompts cut from the left", self.num_truncated),
-            (spelled, self.num_spelled),
-            (
-                "records that the chat template writes in part (on_template_loss=warn)",
-                len(self.lost),
-            ),
             ("rows whose prompt ends in other tokens where it stands alone", self.num_merged),
             ("rows with text unknown to the tokenizer (<unk>, or left out)", self.num_unknown),
         ):
@@ -167,8 +157,6 @@ def summarize(
         num_duplicates=len(encoded) - len(identities),
         num_contradictions=sum(_contrary(row) in identities for row in encoded),
         num_truncated=report.num_truncated,
-        num_spelled=report.num_spelled,
-        lost=report.lost,
         unread=dict(report.unread.most_common()),
         unread_columns=dict(report.unread_columns.most_common()),
         num_merged=report.num_merged,
@@ -199,7 +187,6 @@ def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
     """
     counts = {
         "data/contradicting_pairs": sum(s.num_contradictions for s in summaries),
-        "data/spelled_special_tokens": sum(s.num_spelled for s in summaries),
         "data/merged_boundaries": sum(s.num_merged for s in summaries),
         "data/bad_records_skipped": sum(len(s.skipped) for s in summaries),
     }

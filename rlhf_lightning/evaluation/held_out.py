@@ -407,7 +407,6 @@ def written_responses(
                 encoder,
                 rendered=record.rendered,
                 variables=record.variables,
-                losses=[] if record.origin.lossy else None,
             )
             given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
             rows.append((replace(row, input_ids=given), found.responses[0]))

@@ -36,7 +36,7 @@ from rlhf_lightning.preferences.journal import Journal, write_records
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses
-from rlhf_lightning.text.control_tokens import control_tokens
+from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
@@ -256,7 +256,7 @@ def _plan(prompts: Sequence[PromptRecord], sampling: Sampling) -> str:
 def _encode(
     prompts: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> list[EncodedPrompt | None]:
-    control = control_tokens(tokenizer)
+    control = ControlTokens(tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if prompt.rendered and control.spelled_in(prompt.prompt):
             raise ValueError(

@@ -5,7 +5,6 @@ Legend: B responses, T tokens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
@@ -17,9 +16,9 @@ import torch
 
 from rlhf_lightning.arguments import AtLeast0, Count, PathOrName, Size, checked
 from rlhf_lightning.data.collate import SFTCollator
-from rlhf_lightning.data.encode import EncodedSequence, EncodingReport, encode_demonstration
+from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
 from rlhf_lightning.data.errors import Location
-from rlhf_lightning.data.records import DemonstrationRecord, Origin, Text
+from rlhf_lightning.data.records import DemonstrationRecord, Text
 from rlhf_lightning.data.row_keys import with_row_keys
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_scalar_model
@@ -33,9 +32,8 @@ from rlhf_lightning.preferences.records import (
     answered,
     completion_of,
 )
+from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.tokenizers import load_tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 def _load(source: str | Path, revision: str | None, precision: str | None) -> tuple[Any, Any]:
@@ -73,7 +71,6 @@ class RewardModelAnnotator(Checked):
     revision: str | None = None
     precision: str = "32-true"
     kind: AnnotatorKind = field(default="reward_model", init=False)
-    _told: bool = field(default=False, init=False, repr=False)
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
@@ -97,6 +94,10 @@ class RewardModelAnnotator(Checked):
             said = Label(pair.pair_id, self.name, "skip", self.kind, "first", now(), reason=why)
             labels.append(said)
         return labels
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._loaded[0])
 
     @torch.no_grad()
     def scores(self, answers: Sequence[Answer]) -> list[float | None]:
@@ -122,16 +123,10 @@ class RewardModelAnnotator(Checked):
     def _encode(
         self, prompt: Text, answer: str, variables: Mapping[str, str] = MappingProxyType({})
     ) -> EncodedSequence | None:
-        record = DemonstrationRecord(prompt, completion_of(prompt, answer))
+        disarmed = self._control.disarmed
+        prompt = disarmed(prompt) if isinstance(prompt, str) else tuple(disarmed(prompt))
+        record = DemonstrationRecord(prompt, completion_of(prompt, disarmed(answer)))
         if variables:
             asked, _ = with_row_keys(record, variables, Location("a response"))
-            record = replace(record, variables=asked.variables, origin=Origin(lossy=True))
-        report = EncodingReport()
-        row = encode_demonstration(
-            record, self._loaded[0], max_length=self.max_length, report=report
-        )
-        if report.lost and not self._told:
-            self._told = True
-            lost = ", nor ".join(next(iter(report.lost.values())))
-            logger.warning("the chat template of %s does not write %s", self.source, lost)
-        return row
+            record = replace(record, variables=disarmed(asked.variables))
+        return encode_demonstration(record, self._loaded[0], max_length=self.max_length)

@@ -147,7 +147,6 @@ QUANTITIES: dict[str, Quantity] = {
         "accuracy of choosing the longer one", "share", (0.5, 0.65)
     ),
     "data/contradicting_pairs": Quantity("pairs that another one contradicts"),
-    "data/spelled_special_tokens": Quantity("rows that spell special tokens"),
     "data/merged_boundaries": Quantity("rows where one token ends the prompt, starts the response"),
     "data/bad_records_skipped": Quantity("bad records skipped"),
     "val/label_ceiling": Quantity("ceiling set by the labels", "share"),

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.control_tokens import control_tokens
-from rlhf_lightning.text.fidelity import Fidelity
+from rlhf_lightning.text.control_tokens import ControlTokens
+from rlhf_lightning.text.fidelity import lost
 from rlhf_lightning.text.forms import REFUSALS, THOUGHT, apply, form_of
 from rlhf_lightning.text.template_date import with_fixed_date
 from rlhf_lightning.text.turn_end import first_stop
@@ -62,10 +62,9 @@ class Parts:
 class Renderer:
     """Writes prompts and responses as a reward model's texts.
 
-    Special tokens that a response, a message or a plain prompt spells stay text: a token would end
-    the text early, or open a turn that was never written. Until `encode` they have names that no
-    text contains, see `ControlTokens`. Messages have the form that the chat template takes. What it
-    does not write of a conversation is named once.
+    Special tokens that a response, a message or a plain prompt spells are disarmed: a token would
+    end the text early, or open a turn that was never written. What the chat template does not write
+    of a conversation is named once.
 
     Args:
         tokenizer: tokenizer of the reward model.
@@ -85,8 +84,13 @@ class Renderer:
             self._writer = copy(tokenizer)
             self._writer.chat_template = _read_template(chat_template)
         self._told = False
-        self._control = control_tokens(tokenizer)
-        self.encode = self._control.encoding
+        self._control = ControlTokens(tokenizer)
+
+    def encode(self, *parts: str, add_special_tokens: bool = False) -> tuple[Any, int]:
+        """Return the encoding of the parts as one text, and the length of the first part."""
+        text = "".join(parts)
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return encoded.encodings[0], len(parts[0])
 
     def parts(self, row: ResponseText) -> Parts:
         """Return prompt, response and closing marks as one text in three parts.
@@ -129,8 +133,8 @@ class Renderer:
         if row.messages is None:
             return row.prompt if row.rendered else self._text(row.prompt)
         if self.plain:
-            lost = [key for key in ("tools", "documents") if row.variables.get(key)]
-            self._tell(lost + ["tool_calls"] * any(m.get("tool_calls") for m in row.messages))
+            missing = [key for key in ("tools", "documents") if row.variables.get(key)]
+            self._tell(missing + ["tool_calls"] * any(m.get("tool_calls") for m in row.messages))
             return BETWEEN_TURNS.join(self._text(message["content"]) for message in row.messages)
         return self._render(row)
 
@@ -144,11 +148,11 @@ class Renderer:
                 "the reward model's tokenizer has no chat template, and prompts are conversations: "
                 "set scorer.chat_template=FILE, or =plain for turns with empty lines between"
             )
-        conversation = [dict(self._control.hidden(m)) for m in (*(row.messages or ()), *response)]
+        conversation = [self._control.disarmed(m) for m in (*(row.messages or ()), *response)]
         for message in conversation:
             if message["content"] != _PLACEHOLDER:
                 message["content"] = message["content"].replace(_PLACEHOLDER, "")
-        variables = self._control.hidden(row.variables)
+        variables = self._control.disarmed(row.variables)
         text = self._write(conversation, variables)
         if not self._told and not any(m["content"] == _PLACEHOLDER for m in conversation):
             self._tell_of_losses(conversation, variables, text)
@@ -157,11 +161,8 @@ class Renderer:
     def _write(
         self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        form = form_of(self._writer)
         try:
-            return apply(
-                self._writer, [form.shaped(m) for m in conversation], **form.given(variables)
-            )
+            return apply(self._writer, conversation, variables)
         except REFUSALS as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise ValueError(
@@ -174,20 +175,19 @@ class Renderer:
     ) -> None:
         # A reward model may be blind to thoughts.
         said = [{k: v for k, v in message.items() if k != THOUGHT} for message in conversation]
-        form = form_of(self._writer)
-        self._tell(Fidelity(said, variables, form, self._write).lost(text))
+        self._tell(lost(said, variables, text, form_of(self._writer), self._write))
 
-    def _tell(self, lost: Sequence[str]) -> None:
-        if lost and not self._told:
+    def _tell(self, missing: Sequence[str]) -> None:
+        if missing and not self._told:
             self._told = True
             logger.warning(
                 "the reward model's chat template does not write %s: such responses are scored "
                 "without it. Another template is given with scorer.chat_template=FILE",
-                self._control.reveal(", nor ".join(lost[:3])),
+                ", nor ".join(missing[:3]),
             )
 
     def _text(self, text: str) -> str:
-        return self._control.hidden(text.replace(_PLACEHOLDER, ""))
+        return self._control.disarmed(text.replace(_PLACEHOLDER, ""))
 
 
 def _read_template(chat_template: str | Path) -> str:

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import date, datetime
+from datetime import datetime
 
 # The date that Llama's templates write where none is given.
 DATE = "26 Jul 2024"
-_FORMS = ("%d %b %Y", "%d %B %Y", "%Y-%m-%d")
-_READS = re.compile(r"\b(?:date_string|strftime_now)\b")
-_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_CODES = ("%d", "%b", "%B", "%m", "%Y", "%y", "%a", "%A", "%H", "%M", "%S")
 _SETTING = re.compile(r"\{%- set (\w+) = (.*?) %\}")
 
 
 def with_fixed_date(template: str, date_string: str | None = None) -> str:
-    """Return the template with the date written into it, or as it is where it writes none.
+    """Return the template with `date_string` and `strftime_now` of one day in front of it.
 
-    `date_string` is set, and `strftime_now(FORMAT)` is replaced by the same day in that format.
+    A template that reads neither, or has a date in front already, stays as it is.
 
     Args:
         template: the chat template, Jinja source.
-        date_string: the date, as in "26 Jul 2024"; None for that one, or for the one that is
-            written there already.
+        date_string: the date, as in "26 Jul 2024", which is the default.
 
     Raises:
-        ValueError: if another date is written there, the date cannot be read where a format is
-            asked for, or the format is no text.
+        ValueError: if another date is written there, or the date cannot be read.
     """
-    if not _READS.search(template):
+    if re.search(r"\b(?:date_string|strftime_now)\b", template) is None:
         return template
     known = leading_settings(template).get("date_string")
     if known is not None:
@@ -38,14 +34,16 @@ def with_fixed_date(template: str, date_string: str | None = None) -> str:
                 "template: give the same, or start from the original checkpoint"
             )
         return template
-    day = DATE if date_string is None else date_string
-    written = _CALL.sub(lambda call: json.dumps(_parsed(day).strftime(call.group(2))), template)
-    if re.search(r"\bstrftime_now\(", written):
-        raise ValueError(
-            "the chat template asks strftime_now for today's date in a format that is no text, so "
-            "that its tokens would depend on the day: write the date into the template"
-        )
-    return f"{{%- set date_string = {json.dumps(day)} %}}{written}"
+    written = DATE if date_string is None else date_string
+    try:
+        day = datetime.strptime(written, "%d %b %Y")
+    except ValueError:
+        raise ValueError(f"date_string={written!r} is no date: write it as {DATE!r}") from None
+    codes = "".join(f" | replace('{code}', '{day.strftime(code)}')" for code in _CODES)
+    return (
+        f"{{%- set date_string = {json.dumps(written)} %}}"
+        f"{{%- macro strftime_now(format) %}}{{{{ format{codes} }}}}{{% endmacro %}}{template}"
+    )
 
 
 def leading_settings(template: str) -> dict[str, str]:
@@ -56,12 +54,3 @@ def leading_settings(template: str) -> dict[str, str]:
         found[setting.group(1)] = setting.group(2)
         at = setting.end()
     return found
-
-
-def _parsed(day: str) -> date:
-    for form in _FORMS:
-        try:
-            return datetime.strptime(day, form).date()
-        except ValueError:
-            continue
-    raise ValueError(f"date_string={day!r} is no date: write it as {DATE!r}")

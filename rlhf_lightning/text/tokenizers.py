@@ -300,20 +300,14 @@ def stop_ids(
     template = () if end is None else (end.token_id,)
     eos = None if source is None else _generation_config(source, revision).eos_token_id
     named = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if wrong := [one for one in named if not isinstance(one, int | float) or one >= 2**31]:
-        raise ValueError(
-            f"cannot load {source}: eos_token_id={eos!r} of its {GENERATION_CONFIG} or config.json "
-            f"names {wrong[0]!r}, which is no id of a token: write ids"
-        )
     return tuple(sorted({int(tokenizer.eos_token_id), *template, *named}))
 
 
 def _generation_config(source: str | Path, revision: str | None) -> GenerationConfig:
     named = revision is not None and not Path(source).is_dir()
     options: dict[str, Any] = {"revision": revision} if named else {}
-    has_one = _has_generation_config(source, options)
     with naming_source(source):
-        if has_one:
+        if _has_generation_config(source, options):
             return GenerationConfig.from_pretrained(str(source), **options)
         content, _ = PretrainedConfig.get_config_dict(str(source), **options)
         return GenerationConfig.from_model_config(content)
@@ -327,14 +321,9 @@ def _has_generation_config(source: str | Path, options: Mapping[str, Any]) -> bo
         hf_hub_download(str(source), GENERATION_CONFIG, **options)
     except RemoteEntryNotFoundError:
         return False
-    except OSError as error:
+    except OSError:  # else a hub that is out of order would hide where responses stop
         cached = try_to_load_from_cache(str(source), GENERATION_CONFIG, **options)
         if cached is _CACHED_NO_EXIST or is_offline_mode():
             return False
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"cannot tell which tokens end the responses of {source}: its {GENERATION_CONFIG} was "
-            f"not loaded ({reason}). Try again, or set HF_HUB_OFFLINE=1 to go by the files that "
-            "were loaded before"
-        ) from error
+        raise
     return True

@@ -25,7 +25,7 @@ from unicodedata import combining
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.control_tokens import control_tokens
+from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.messages import Text
 from rlhf_lightning.text.templates import ChatTemplateError, render_chat, write_chat
 from rlhf_lightning.text.turn_end import turn_end
@@ -74,7 +74,7 @@ class TextEncoder:
         )
         unknown = tokenizer.unk_token_id  # of tokenizers that know every text one of the others
         self.unknown = None if unknown in ends else unknown
-        self.control = control_tokens(tokenizer)
+        self.control = ControlTokens(tokenizer)
         probe = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         special: list[int] = list(probe["special_tokens_mask"])  # type: ignore[arg-type]
         self.front: list[int] = list(probe["input_ids"])[: [*special, 0].index(0)]  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class TextEncoder:
             some = keys[start : start + NUM_TOKENIZED_TOGETHER]
             found = self._tokenized([text for text, _ in some])
             for key, (encoding, ids) in zip(some, found, strict=True):
-                self._known[key] = self._cut(encoding, ids, key[1], text=key[0])
+                self._known[key] = self._cut(encoding, ids, key[1], key[0])
 
     def joined(self, prompt: str, response: str) -> tuple[str, int]:
         """Return prompt and response as one text, and where the response starts in it."""
@@ -121,21 +121,24 @@ class TextEncoder:
             and ids[behind] in self.ends_text
             and encoding.token_to_chars(behind)[0] == len(text)
         ):
-            return self._cut(encoding, ids[:behind], at, text=text)
+            return self._cut(encoding, ids[:behind], at, text)
         ((encoding, ids),) = self._tokenized([text])
         self._last = text, encoding, ids
-        return self._cut(encoding, ids, at, text=text)
+        return self._cut(encoding, ids, at, text)
 
-    def cut_guarded(self, text: str, at: int) -> _Cut:
-        """Return the same of a text whose control tokens are text."""
-        self.control.check(text)
-        encoding = self.control.twin.encode(text, add_special_tokens=False)
-        return self._cut(encoding, list(encoding.ids), at, text=text)
+    def check(self, *texts: Any) -> None:
+        """Check that texts, messages and variables spell no control token.
 
-    def cut_hidden(self, start: str, rest: str = "") -> _Cut:
-        """Return the same of hidden messages as a template wrote them, cut behind `start`."""
-        encoding, at = self.control.encoding(start, rest)
-        return self._cut(encoding, list(encoding.ids), at)
+        Raises:
+            ChatTemplateError: if one does.
+        """
+        if (token := self.control.spelled_in(*texts)) is not None:
+            raise ChatTemplateError(
+                f"a text spells the control token {token!r}, which would be read as the token",
+                "take it out, set dataset.source.rendered=true (or `rendered: true` in the row) if "
+                "it is meant as the token, or leave such records out with "
+                "dataset.source.on_bad_record=skip",
+            )
 
     def drops(self, *texts: Text) -> bool:
         """Return True if a character gets no token: a BPE model without `unk` leaves it out."""
@@ -167,7 +170,7 @@ class TextEncoder:
             self._changes[end, response] = alone != whole[: len(alone)]
         return self._changes[end, response]
 
-    def _cut(self, encoding: Any, ids: list[int], at: int, *, text: str = "") -> _Cut:
+    def _cut(self, encoding: Any, ids: list[int], at: int, text: str) -> _Cut:
         if not at:
             return _Cut(ids, 0, is_merged=False)
         if encoding is None:
@@ -176,8 +179,7 @@ class TextEncoder:
             return _Cut(ids, count, is_merged=count < len(alone))
         ends = range(len(ids))
         count = bisect_right(ends, at, key=lambda i: int(encoding.token_to_chars(i)[1]))
-        behind = max(len(text), at)
-        start = behind if count == len(ids) else int(encoding.token_to_chars(count)[0])
+        start = len(text) if count == len(ids) else int(encoding.token_to_chars(count)[0])
         if start > at and combining(text[at : at + 1] or " "):
             # A normalizer has put the accent on the prompt's last character.
             return _Cut(ids, count - 1, is_merged=True)
@@ -196,28 +198,22 @@ def prompt_ids(
     *,
     rendered: bool = False,
     variables: Mapping[str, Any] | None = None,
-    losses: list[str] | None = None,
 ) -> list[int]:
     """Return the ids of a prompt: special tokens at the front only, BOS never twice, no EOS.
 
-    An empty plain prompt is BOS alone, or nothing where the tokenizer has no BOS. Special tokens
-    that the prompt spells are text, unless it is `rendered`. `variables` and `losses` are those of
-    `render_chat`.
+    An empty plain prompt is BOS alone, or nothing where the tokenizer has no BOS. A prompt that
+    spells a control token must be `rendered`. `variables` are those of `render_chat`.
 
     Raises:
         ValueError: if a conversation meets a tokenizer without a chat template, or one that does
-            not write all of it.
+            not write all of it, or a prompt that is not rendered spells a control token.
     """
     encoder = text_encoder(tokenizer)
-    control = encoder.control
-    guarded = not rendered and control.spelled_in(prompt, variables or {})
+    if not rendered:
+        encoder.check(prompt, variables)
     if isinstance(prompt, str):
-        cut = encoder.cut_guarded if guarded else encoder.cut
-        return _with_front(cut(prompt, 0).ids, encoder)
-    if guarded:
-        prompt, variables = control.hide(prompt), control.hidden(variables)
-    text = render_chat(prompt, encoder.tokenizer, variables=variables, losses=losses)
-    return encoder.cut_hidden(text).ids if guarded else encoder.cut(text, 0).ids
+        return _with_front(encoder.cut(prompt, 0).ids, encoder)
+    return encoder.cut(render_chat(prompt, encoder.tokenizer, variables=variables), 0).ids
 
 
 def prompt_and_responses(
@@ -227,33 +223,32 @@ def prompt_and_responses(
     *,
     rendered: bool = False,
     variables: Mapping[str, Any] | None = None,
-    losses: list[str] | None = None,
 ) -> Continued:
     """Return a prompt and responses to it, each up to and including the id that ends it.
 
     For a conversation: what the template adds to the rendered prompt, up to the first stop token
     behind the content, where a rollout stops: `<end_of_turn>` and not EOS for Gemma. Where neither
-    the template nor the text has one, EOS is added. Special tokens that the texts spell are text,
-    unless they are `rendered`.
+    the template nor the text has one, EOS is added.
 
     Args:
         prompt: a text, or a list of messages.
         responses: responses in the form of the prompt, at least one.
         tokenizer: tokenizer, or its `TextEncoder`.
-        rendered: special tokens that the texts spell are tokens.
+        rendered: control tokens that the texts spell are tokens.
         variables: variables of the chat template, as in `render_chat`.
-        losses: collects what the template does not write, in place of an error.
 
     Raises:
-        ValueError: if the rendered prompt is not the start of the rendered conversation, or the
-            tokenizer has no chat template or no EOS token.
+        ValueError: if the rendered prompt is not the start of the rendered conversation, the
+            tokenizer has no chat template or no EOS token, or a text that is not rendered spells a
+            control token.
     """
     encoder = text_encoder(tokenizer)
     if isinstance(prompt, str):
         wholes = [_plain(prompt, response, encoder, rendered) for response in responses]
     else:
-        options = {"variables": variables, "losses": losses}
-        wholes = _conversations(prompt, responses, encoder, rendered, options)
+        if not rendered:
+            encoder.check(prompt, *responses, variables)
+        wholes = _conversations(prompt, responses, encoder, variables)
     first = wholes[0].ids[: min(whole.num_prompt for whole in wholes)]
     num_prompt = min(_num_same(first, whole.ids) for whole in wholes)
     tails = [whole.ids[num_prompt:] for whole in wholes]
@@ -286,36 +281,31 @@ def _plain(prompt: str, response: Text, encoder: TextEncoder, rendered: bool) ->
             "the prompt is plain text but its response is a conversation: make them alike"
         )
     text, at = encoder.joined(prompt, response)
-    guarded = not rendered and encoder.control.spelled_in(text)
-    return encoder.cut_guarded(text, at) if guarded else encoder.cut(text, at)
+    if not rendered:
+        encoder.check(text)
+    return encoder.cut(text, at)
 
 
 def _conversations(
     prompt: Any,
     responses: Sequence[Any],
     encoder: TextEncoder,
-    rendered: bool,
-    options: dict[str, Any],
+    variables: Mapping[str, Any] | None,
 ) -> list[_Cut]:
     """Return each rendered conversation, cut behind the rendered prompt."""
-    control, tokenizer = encoder.control, encoder.tokenizer
-    variables = options["variables"]
-    guarded = not rendered and control.spelled_in(prompt, *responses, variables or {})
-    if guarded:
-        prompt, responses = control.hide(prompt), [control.hide(response) for response in responses]
-        options = options | {"variables": control.hidden(variables)}
-    start = write_chat(prompt, tokenizer, variables=options["variables"])
-    fulls = []
+    tokenizer = encoder.tokenizer
+    start = write_chat(prompt, tokenizer, variables=variables)
+    cuts = []
     for response in responses:
         whole = (*prompt, *response)
         learnt = range(len(prompt), len(whole))
-        full = render_chat(whole, tokenizer, add_generation_prompt=False, learnt=learnt, **options)
+        full = render_chat(
+            whole, tokenizer, add_generation_prompt=False, learnt=learnt, variables=variables
+        )
         if not full.startswith(start):
-            raise _not_a_prefix(control.reveal(start), control.reveal(full))
-        fulls.append(full)
-    if guarded:
-        return [encoder.cut_hidden(start, full[len(start) :]) for full in fulls]
-    return [encoder.cut(full, len(start)) for full in fulls]
+            raise _not_a_prefix(start, full)
+        cuts.append(encoder.cut(full, len(start)))
+    return cuts
 
 
 def _with_front(ids: list[int], encoder: TextEncoder) -> list[int]:

@@ -10,10 +10,15 @@ import pytest
 
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.withdrawn import WITHDRAWN
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from rlhf_lightning.text.tokens import prompt_ids
+from tests.builders.tokenizers import build_tokenizer
 
 # What is called, and a part of the error: the line to write. A row a withdrawn call or form.
 CALLS: list[tuple[str, Callable[[Path], object], str]] = [
+    ("on_template_loss", lambda _: GivenRows([], on_template_loss="warn"), "on_template_loss"),
+    ("<|im_end|> as text", lambda _: prompt_ids("<|im_end|>", build_tokenizer()), "rendered=true"),
     ("timeout_seconds", lambda _: FunctionScorer(len, timeout_seconds=1.0), "timeout_seconds"),
     ("lambda p, c", lambda _: FunctionScorer(lambda p, c: []), "def NAME(prompts, completions"),
     (

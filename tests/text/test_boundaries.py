@@ -190,10 +190,9 @@ def test_special_tokens_around_a_text_stay_at_its_front_alone(kind):
     assert spelled.prompt.count(tokenizer.bos_token_id) == 1
 
 
-def test_what_the_boundary_spells_is_text():
-    tokenizer = made("byte level")
-    found = prompt_and_responses("say </", ["s> now"], tokenizer)
-    assert tokenizer.eos_token_id not in found.prompt + found.responses[0][:-1]
+def test_what_the_boundary_spells_is_refused():
+    with pytest.raises(ValueError, match="control token '</s>'"):
+        prompt_and_responses("say </", ["s> now"], made("byte level"))
 
 
 def test_a_control_token_that_takes_white_space_behind_it_is_the_prompts():
@@ -250,8 +249,6 @@ def test_white_space_that_has_other_tokens_in_front_of_an_answer_is_counted():
     ]
     rows, report = encode_all([DemonstrationRecord(*pair) for pair in pairs], tokenizer, **WIDE)
     assert report.num_merged == 3
-    spelled = [DemonstrationRecord("say </s>:\n\n", "x"), DemonstrationRecord("</s>:\n", "x")]
-    assert encode_all(spelled, tokenizer, **WIDE)[1].num_merged == 1
     assert [tokenizer.decode(r.input_ids[r.loss_mask]) for r in rows[:2]] == ["x</s>", "x y</s>"]
     # Its white space is one token in front of letters too.
     whole = made("metaspace first")

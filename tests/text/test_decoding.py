@@ -104,7 +104,7 @@ def test_the_saved_batch_of_a_fault_has_responses_with_their_first_space():
 def test_what_is_known_of_a_tokenizer_goes_with_it():
     tokenizer = build_tokenizer(template=CHATML)
     response_texts([[5]], [[6]], tokenizer)
-    TextEncoder(tokenizer).control.twin  # noqa: B018
+    TextEncoder(tokenizer)
     gone = weakref.ref(tokenizer)
     del tokenizer
     gc.collect()

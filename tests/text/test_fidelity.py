@@ -14,7 +14,7 @@ from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.text.templates import ChatTemplateError, render_chat
 from rlhf_lightning.text.tokenizers import read_template
 from tests.builders.tokenizers import build_tokenizer
-from tests.text.conversations import CONVERSATIONS, SCHEMA, TOOLS, said
+from tests.text.conversations import CONVERSATIONS, TOOLS, said
 from tests.text.written import letter
 
 # A letter a conversation: . all is written, L something is lost, R the template refuses it.
@@ -104,8 +104,7 @@ FAMILIES = {
         "......L......LLLLL...L",
     ),
     "upper case": (TURNS.replace("BODY", "{{ m.content | upper }}"), "L" * 22),
-    "cut": (TURNS.replace("BODY", "{{ m.content[:9] }}"), "L.....LLLLLLLLLLLLLL.L"),
-    "escaped": (TURNS.replace("BODY", "{{ m.content | e }}"), "......L.LLLLLLLLLL...L"),
+    "escaped": (TURNS.replace("BODY", "{{ m.content | e }}"), "......L.L....LLLLL...L"),
     "the last two": (
         TURNS.replace("messages", "messages[-2:]").replace("BODY", "{{ m.content }}"),
         ".LL.L......LLLLLLLLLLL",
@@ -117,7 +116,6 @@ def row(tokenizer):
     """Return what the template does with each conversation, a letter each."""
     letters = ""
     for name, messages in CONVERSATIONS.items():
-        losses = []
         try:
             render_chat(
                 tuple(messages),
@@ -125,12 +123,11 @@ def row(tokenizer):
                 add_generation_prompt=False,
                 variables={"tools": TOOLS} if name == "tools" else {},
                 learnt=(len(messages) - 1,),
-                losses=losses,
             )
-        except ChatTemplateError:
-            letters += "R"
+        except ChatTemplateError as error:
+            letters += "R" if "refuses" in error.found else "L"
         else:
-            letters += "L" if losses else "."
+            letters += "."
     return letters
 
 
@@ -159,10 +156,7 @@ def test_what_a_family_of_templates_does_not_write_is_known(family):
     template, expected = FAMILIES[family]
     tokenizer = build_tokenizer(template=template)
     assert row(tokenizer) == expected
-    rewritten = {  # texts of digits stay in upper case; &lt;think&gt; is no tag
-        "upper case": ("old_thought",),
-        "escaped": ("think", "think_tight", "thoughts", "old_thought"),
-    }
+    rewritten = {"upper case": ("old_thought",)}  # texts of digits stay
     found = zip(CONVERSATIONS, independent_row(tokenizer), strict=True)
     named = ("L" if name in rewritten.get(family, ()) else each for name, each in found)
     assert "".join(named) == expected
@@ -210,26 +204,6 @@ def test_a_record_that_its_template_does_not_write_is_named_or_left_out(template
 
 
 LIST = "{% for p in m.content %}{{ p.text }}{% endfor %}"
-MIXED = [
-    said("system", "Be brief."),
-    QUESTION[0],
-    {**said("assistant", ""), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-    said("tool", "12 degrees"),
-    QUESTION[1],
-]
-
-
-@pytest.mark.parametrize(
-    "roles",
-    ["system", "tool", "user", "assistant", "user assistant", "user assistant tool", "system tool"],
-)
-def test_each_role_is_given_the_shape_of_content_that_the_template_takes(roles):
-    body = "{% if m.role in ROLES %}LIST{% else %}{{ m.content }}{{ m.tool_calls }}{% endif %}"
-    body = body.replace("ROLES", str(roles.split())).replace("LIST", LIST + "{{ m.tool_calls }}")
-    tokenizer = build_tokenizer(template=TURNS.replace("BODY", body))
-    text = render_chat(tuple(MIXED), tokenizer, add_generation_prompt=False)
-    assert all(f"<|{m['role']}|>{m['content']}" in text for m in MIXED)
-    assert "'text'" not in text
 
 
 FUNCTION = TOOLS[0]["function"]
@@ -242,7 +216,6 @@ FUNCTION = TOOLS[0]["function"]
         ("t | tojson", json.dumps(TOOLS[0])),
         ("t.function.name ~ t.function | tojson", f"weather{json.dumps(FUNCTION)}"),
         ("(t.function or t) | tojson", json.dumps(FUNCTION)),
-        ("t.name ~ t.description ~ t.parameters", f"weatherWeather of it{SCHEMA}"),
     ],
 )
 def test_tools_have_the_shape_in_which_servers_give_them(written, expected, bare):
@@ -261,11 +234,15 @@ def test_tools_of_another_kind_stay_as_they_are():
         assert text.startswith(json.dumps([tool]))
 
 
-def test_a_list_of_parts_that_is_spelled_is_a_loss():
+def test_a_shape_that_a_template_does_not_take_is_refused():
     body = "{% if m.role == 'tool' %}{{ m.content[0:] if m.content is not string }}{% else %}"
-    tokenizer = build_tokenizer(template=TURNS.replace("BODY", f"{body}{LIST}{{% endif %}}"))
+    of_some = build_tokenizer(template=TURNS.replace("BODY", f"{body}{LIST}{{% endif %}}"))
     with pytest.raises(ChatTemplateError, match=r"message 2 \(tool\), '12 degrees'"):
-        render_chat((QUESTION[0], said("tool", "12 degrees"), QUESTION[1]), tokenizer)
+        render_chat((QUESTION[0], said("tool", "12 degrees"), QUESTION[1]), of_some)
+    tools = "{% for t in tools or [] %}{{ t.name ~ t.description ~ t.parameters }}{% endfor %}"
+    bare = build_tokenizer(template=tools + TURNS.replace("BODY", "{{ m.content }}"))
+    with pytest.raises(ChatTemplateError, match="does not write tools"):
+        render_chat(tuple(QUESTION), bare, variables={"tools": TOOLS})
 
 
 def called(**arguments):
@@ -278,21 +255,24 @@ def called(**arguments):
     [
         ("a.values() | join(',')", {"city": "Rome", "days": 3}, ["city", "days"]),
         ("''", {"b": True}, ["b", "true"]),
-        ("a.keys() | join(',')", {"true": 1, "b": True, "list": [False]}, ["1", "true", "false"]),
+        ("a.keys() | join(',')", {"x": 1, "b": True, "list": [False]}, ["1", "true", "false"]),
         ("a.x.values() | list", {"x": {"y": "z"}}, ["x", "y"]),
         ("a | tojson", {"x": {"y": True}, "z": [False, None]}, []),
         ("a", {"x": {"y": True}, "a b": "c"}, []),
         ("'city=' ~ a.city", {"city": "Rome"}, []),
-        ("'on: ' ~ ('yes' if a.on else 'no')", {"on": True}, []),
+        ("'on: ' ~ ('yes' if a.on else 'no')", {"on": True}, ["true"]),
     ],
 )
 def test_names_and_truth_values_of_arguments_are_looked_for(written, arguments, lost):
     call = "{% set a = c.function.arguments %}{{ c.function.name }}({{ " + written + " }})"
     body = "{{ m.content }}{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
     tokenizer = build_tokenizer(template=TURNS.replace("BODY", body))
-    losses = []
-    render_chat(called(**arguments), tokenizer, losses=losses)
-    assert sorted(each.split(", ")[1] for each in losses) == sorted(map(repr, lost))
+    try:
+        render_chat(called(**arguments), tokenizer)
+        missing = []
+    except ChatTemplateError as error:
+        missing = [each.rpartition(", ")[2] for each in error.found.split(", nor ")]
+    assert sorted(missing) == sorted(map(repr, lost))
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
@@ -300,23 +280,14 @@ def test_only_an_answer_may_lose_what_comes_before_the_end_of_a_thought(role):
     template = TURNS.replace("BODY", "{{ m.content.split('</think>')[-1] }}")
     odd = said(role, "Explain the tag </think> to me.")
     messages = [odd, *QUESTION] if role == "system" else [*QUESTION, odd, QUESTION[1]]
-    losses = []
-    render_chat(tuple(messages), build_tokenizer(template=template), losses=losses)
-    assert len(losses) == 1
+    with pytest.raises(ChatTemplateError, match="Explain the tag"):
+        render_chat(tuple(messages), build_tokenizer(template=template))
     thought = said("assistant", "<think>Hm.</think>4")
     messages = (QUESTION[0], thought, *QUESTION)
-    losses = []
-    render_chat(messages, build_tokenizer(template=template), learnt=(3,), losses=losses)
-    assert not losses
+    render_chat(messages, build_tokenizer(template=template), learnt=(3,))
 
 
-def test_a_loss_may_be_counted_and_a_system_text_put_into_the_users_turn():
-    result = [QUESTION[0], said("tool", "12 degrees"), QUESTION[1]]
-    rows, report = encoded([QUESTION, result], DROPS_TOOLS, on_template_loss="warn")
-    assert len(rows) == 2
-    ((place, lost),) = report.lost.items()
-    assert place.endswith("row 2")
-    assert ["12 degrees" in each for each in lost] == [True]
+def test_a_system_text_may_be_put_into_the_users_turn():
     bad = [said("system", "Be brief."), *QUESTION]
     ((row,), _) = encoded([bad], STRICT, system_into_user=True)
     text = build_tokenizer().decode(row.input_ids)

@@ -97,9 +97,7 @@ def test_a_hub_that_refuses_to_say_when_to_stop_is_an_error_until_it_has_said_so
         config = json.dumps({"model_type": "llama", "eos_token_id": [EOS, 7]}).encode()
         hub.repositories["me/model"] = {"files": {"config.json": config}}
         hub.unreadable.add("generation_config.json")
-        with pytest.raises(
-            ValueError, match=r"me/model: its generation_config.json was not loaded"
-        ):
+        with pytest.raises(ValueError, match="me/model"):
             stop_ids(tiny_tokenizer(), "me/model")
         hub.unreadable.clear()
         assert stop_ids(tiny_tokenizer(), "me/model") == (EOS, 7)

@@ -13,6 +13,8 @@ WITHDRAWN: dict[str, str] = {
     "scorer.backoff": "waits double from 0.5 s; scorer.max_retries=N ends them",
     "scorer.deadline": "scorer.timeout=SECONDS of a request and scorer.max_retries=N bound a call",
     "scorer.max_backoff": "waits double from 0.5 to 30 s; scorer.max_retries=N ends them",
+    "dataset.source.on_template_loss": "set model.chat_template=FILE or NAME, or "
+    "dataset.source.on_bad_record=skip",
     "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
     "ratings_per_pair": "write labels_per_pair=N",
     "sharing.*": "pairs with a known answer are asked like all others",

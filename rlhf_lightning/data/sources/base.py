@@ -20,7 +20,6 @@ from rlhf_lightning.data.errors import (
     Location,
     MissingFileError,
     OnBadRecord,
-    OnTemplateLoss,
     SkippedRecords,
 )
 from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rereadable
@@ -69,7 +68,6 @@ class RowSource:
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
         rendered: a chat template has written the texts already: special tokens that they spell
             are tokens. A row's own `rendered` comes first.
-        on_template_loss: `"raise"`, or `"warn"` to keep what the chat template writes in part.
         system_into_user: put system messages in front of the user's next one.
     """
 
@@ -78,13 +76,12 @@ class RowSource:
     seed: Seed = 1
     on_bad_record: OnBadRecord = "raise"
     rendered: bool = False
-    on_template_loss: OnTemplateLoss = "raise"
     system_into_user: bool = False
 
     def __post_init__(self) -> None:
         """Check the arguments; rows are read at the first call of `records`."""
         check_columns(self.columns)
-        self._skipped = SkippedRecords(self.on_bad_record, self.on_template_loss)
+        self._skipped = SkippedRecords(self.on_bad_record)
         self._splits: dict[Split, list[ParsedRow]] | None = None
         self._label: labels.Label | None = None
         self._features: Mapping[str, Any] = {}  # of `datasets`, known once the rows are read
@@ -118,9 +115,9 @@ class RowSource:
 
     def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
         labelled = self._label is not None and not self._label.is_rating
-        faults = self.on_bad_record == "skip", self.on_template_loss == "warn"
+        skip = self.on_bad_record == "skip"
         for row in rows:
-            own = Origin(row.where, *faults, labels.unread(row, self._label)), self.system_into_user
+            own = Origin(row.where, skip, labels.unread(row, self._label)), self.system_into_user
             try:
                 if kind == "unpaired":
                     yield from (placed(one, *own) for one in labels.unpaired(row, self._label))
