@@ -196,8 +196,8 @@ ADAPTERS = LoraHparams(r=2)
 @pytest.mark.parametrize(
     ("was", "now", "said"),
     [
-        (ADAPTERS, None, "with lora=lora lora.r=2 lora.alpha=.*lora=none"),
-        (None, ADAPTERS, "with lora=none.*lora=lora"),
+        (ADAPTERS, None, "lora.r=2 lora.alpha=.*has lora=none"),
+        (None, ADAPTERS, "with lora=none.*lora.r=2"),
         (
             ADAPTERS,
             replace(ADAPTERS, target_modules="q_proj"),

@@ -23,7 +23,7 @@ from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.modules.checkpoint_state import KEY, check_scales
+from rlhf_lightning.modules.checkpoint_state import KEY, check_adapters
 from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import ManifestError, content_digest
@@ -149,7 +149,7 @@ def _model(settings: TrainSettings, checkpoint: Mapping[str, Any], source: Sourc
     adapted = isinstance(model, AdaptedPolicy | AdaptedScalarModel)
     if source is not None and (adapted or KEY in checkpoint):
         source.check()  # an export has its config and its tokenizer
-    check_scales(checkpoint, model)
+    check_adapters(checkpoint, model)
     model.load_state_dict(state)
     return model
 

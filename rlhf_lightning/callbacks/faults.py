@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.batches import PreferenceBatch, RolloutBatch, SFTBatch, TensorBatch
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.non_finite import NonFiniteError
-from rlhf_lightning.runs.atomic import follow_umask, write_text
+from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.text.decoding import decoded, text_behind
 
@@ -39,30 +38,19 @@ class SaveFaultyBatch(Callback):
         """Save the batch of a `NonFiniteError`, and let the error say where it is."""
         if not isinstance(exception, NonFiniteError):
             return
-        module = cast(RLHFModule, pl_module)
-        target = self.folder.faults / f"iteration={exception.iteration:06d}"
+        folder = self.folder.faults / f"iteration={exception.iteration:06d}"
+        stem = folder / f"rank_{trainer.global_rank}"
+        batch = exception.batch.to("cpu")
+        rows = describe_rows(batch, cast(RLHFModule, pl_module).tokenizer)
         try:
-            save_batch(exception.batch, target / f"rank_{trainer.global_rank}", module.tokenizer)
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: value.contiguous().clone() for name, value in _tensors(batch)}
+            save_file(tensors, stem.with_suffix(".safetensors"))
+            write_text(stem.with_suffix(".jsonl"), "".join(to_json(row) + "\n" for row in rows))
         except OSError as error:  # what stopped the run must not be hidden by a full disk
             logger.warning("the batch that stopped the run could not be saved: %s", error)
         else:
-            exception.saved = str(target)
-
-
-def save_batch(batch: TensorBatch, stem: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write `<stem>.safetensors` and `<stem>.jsonl`.
-
-    Raises:
-        OSError: if they cannot be written.
-    """
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.cpu().contiguous().clone() for name, value in _tensors(batch)}
-    metadata = {k: str(v) for k, v in vars(batch).items() if isinstance(v, int)}
-    file = stem.with_suffix(".safetensors")
-    save_file(tensors, file, {"type": type(batch).__name__, **metadata})
-    follow_umask(file)
-    lines = [to_json(row) + "\n" for row in describe_rows(batch.to("cpu"), tokenizer)]
-    write_text(stem.with_suffix(".jsonl"), "".join(lines))
+            exception.saved = str(folder)
 
 
 def describe_rows(
@@ -84,16 +72,13 @@ def describe_rows(
             else:
                 row[name] = decoded(own[i], tokenizer)
         before = own
-    for name, value in vars(batch).items():
-        if isinstance(value, tuple):
-            for i, row in enumerate(rows):
-                row[name] = value[i]
-    for name, tensor in _tensors(batch):
-        for i, row in enumerate(rows):
-            if tensor.dim() == 1:
-                row[name] = tensor[i].item()
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor[i]).all()):
-                row.setdefault("not_finite", []).append(name)
+    columns = {name: value for name, value in vars(batch).items() if isinstance(value, tuple)}
+    columns |= {name: value.tolist() for name, value in _tensors(batch) if value.dim() == 1}
+    for i, row in enumerate(rows):
+        row |= {name: value[i] for name, value in columns.items()}
+        odd = [n for n, value in _tensors(batch) if not bool(torch.isfinite(value[i]).all())]
+        if odd:
+            row["not_finite"] = odd
     return rows
 
 

@@ -33,7 +33,6 @@ from rlhf_lightning.models.learning_rates import Kind
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import (
     Stateful,
-    check_adapters,
     compare_hyper_parameters,
     load_states,
     save_states,
@@ -313,7 +312,6 @@ class RLHFModule(L.LightningModule):
             ValueError: if the model's source, the adapters, or the seed are others than the
                 checkpoint was trained with.
         """
-        check_adapters(checkpoint, self.hparams.get("lora"))
         load_states(checkpoint, self.fingerprint, self.trained, **self.stateful())
         compare_hyper_parameters(checkpoint, self)
 

@@ -48,11 +48,11 @@ def save_states(
 ) -> None:
     """Add the fingerprint of the frozen source, and the state of each part by its name.
 
-    Of a `model` that is an adapter, rank and alpha of all adapters on its base are added too.
+    Of a `model` that is an adapter, rank, alpha and matrices of all on its base are added too.
     """
     checkpoint[KEY] = fingerprint
-    if scales := _scales(model):
-        checkpoint[ADAPTERS] = scales
+    if adapters := _adapters(model):
+        checkpoint[ADAPTERS] = adapters
     for name, part in parts.items():
         checkpoint[name] = part.state_dict()
 
@@ -63,7 +63,7 @@ def load_states(
     """Give each part its state back.
 
     Raises:
-        ValueError: if the source or the scale of an adapter of `model` has changed since, or if
+        ValueError: if the source or an adapter of `model` has changed since, or if
             the checkpoint lacks a part.
     """
     if (saved := checkpoint.get(KEY, "")) != fingerprint:
@@ -71,7 +71,7 @@ def load_states(
             f"the checkpoint was trained against reference {saved[:12]}, the model's source is now "
             f"{fingerprint[:12]}: use the model it started from"
         )
-    check_scales(checkpoint, model)
+    check_adapters(checkpoint, model)
     for name, part in parts.items():
         if name not in checkpoint:
             raise ValueError(
@@ -79,33 +79,6 @@ def load_states(
                 "with resume=never"
             )
         part.load_state_dict(checkpoint[name])
-
-
-def check_adapters(checkpoint: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
-    """Check that adapters are continued as adapters on the same matrices, and whole models as such.
-
-    Args:
-        checkpoint: that of a module which `from_pretrained` built; others are not checked.
-        lora: hyper-parameters of the adapters of the run that continues it; None without.
-
-    Raises:
-        ValueError: if they are not.
-    """
-    kept = checkpoint.get(HYPER_PARAMETERS) or {}
-    saved = kept.get("lora")
-    key = "target_modules"
-    if "lora" in kept and (saved and saved[key]) != (lora and lora[key]):
-        raise ValueError(
-            f"the checkpoint was trained with {_words(saved)}, and this run has {_words(lora)}: "
-            "continue it with the former (in Python LoraHparams), or start from its export"
-        )
-
-
-def _words(lora: Mapping[str, Any] | None) -> str:
-    if not lora:
-        return "lora=none"
-    keys = ("r", "alpha", "target_modules")
-    return " ".join(["lora=lora", *(f"lora.{key}={lora[key]}" for key in keys)])
 
 
 def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> None:
@@ -141,26 +114,31 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_scales(checkpoint: Mapping[str, Any], model: nn.Module | None) -> None:
-    """Check that adapters have the rank and the alpha with which they were trained.
-
-    A checkpoint that says nothing of an adapter passes: an earlier version wrote it.
+def check_adapters(checkpoint: Mapping[str, Any], model: nn.Module | None) -> None:
+    """Check that adapters have the rank, alpha and matrices with which they were trained.
 
     Raises:
-        ValueError: if one has others.
+        ValueError: if one has others, or if a whole model is continued as adapters or they as one.
     """
-    saved = checkpoint.get(ADAPTERS, {})
-    for name, now in _scales(model).items():
-        was = saved.get(name, now)
-        if was != now:
-            raise ValueError(
-                f"the adapter of the {name} has r={now['r']} alpha={now['alpha']}, that of the "
-                f"checkpoint r={was['r']} alpha={was['alpha']}: use the latter, or the same "
-                "reward model"
-            )
+    saved, now = checkpoint.get(ADAPTERS, {}), _adapters(model)
+    if bool(saved) != bool(now) or any(saved.get(name, it) != it for name, it in now.items()):
+        raise ValueError(
+            f"the checkpoint was trained with {_words(saved)}, and this run has {_words(now)}: "
+            "continue it with the former (in Python LoraHparams), or start from its export"
+        )
 
 
-def _scales(model: nn.Module | None) -> dict[str, dict[str, int]]:
+def _adapters(model: nn.Module | None) -> dict[str, dict[str, Any]]:
     if not isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         return {}
-    return {name: {"r": it.r, "alpha": it.alpha} for name, it in model.base.adapters.items()}
+    keys = ("r", "alpha", "target_modules")
+    found = model.base.adapters.items()
+    return {name: {key: getattr(lora, key) for key in keys} for name, lora in found}
+
+
+def _words(adapters: Mapping[str, Mapping[str, Any]]) -> str:
+    each = [
+        " ".join([f"({name})", *(f"lora.{key}={value}" for key, value in lora.items())])
+        for name, lora in adapters.items()
+    ]
+    return f"lora=lora {' '.join(each)}" if each else "lora=none"

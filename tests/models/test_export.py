@@ -235,18 +235,6 @@ def test_tied_weights_that_lay_on_a_device_are_exported_once(tmp_path):
     assert "lm_head.weight" not in here
 
 
-def test_a_temperature_without_do_sample_does_not_stop_the_export(tmp_path):
-    policy, tokenizer = tiny_policy("llama"), tiny_tokenizer()
-    save_hf_model(policy, tokenizer, tmp_path / "a", policy.state_dict(), stop_ids=[EOS])
-    (tmp_path / "a/generation_config.json").write_text('{"temperature": 0.6}')
-    policy = load_policy(tmp_path / "a")
-    save_hf_model(policy, tokenizer, tmp_path / "b", policy.state_dict(), stop_ids=[EOS])
-    written = GenerationConfig.from_pretrained(tmp_path / "b")
-    assert written.temperature in (None, 1.0)
-    assert not written.do_sample
-    assert written.eos_token_id == EOS
-
-
 @pytest.mark.parametrize("kind", ["policy", "reward"])
 def test_no_exported_file_names_a_folder_of_the_machine(kind, tmp_path):
     tokenizer = tiny_tokenizer(pad_is_eos=True)

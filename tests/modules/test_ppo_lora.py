@@ -138,7 +138,7 @@ def test_a_run_resumes_with_the_rank_and_scale_of_its_adapters_alone(artifacts, 
     with pytest.raises(KilledError):
         run(tmp_path, die_at=2, **parts(artifacts))
     for other in (LoraHparams(r=4, alpha=64), LoraHparams(r=8, alpha=8)):
-        wanted = rf"policy.* r={other.r} alpha={other.alpha}, .*checkpoint r=4 alpha=8"
+        wanted = rf"lora.r=4 lora.alpha=8 .*run has .*lora.r={other.r} lora.alpha={other.alpha}"
         with pytest.raises(ValueError, match=wanted):
             run(tmp_path, resume=True, **parts(artifacts, lora=other))
 

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,6 +48,7 @@ from rlhf_lightning.runs.reading import parse, read_file
 from rlhf_lightning.runs.stopping import RunStoppedError
 
 _WEIGHT = "domain_weights."
+HANDOVER = "rollback.json"
 
 
 def knobs_of(module: OnPolicyModule) -> Knobs:
@@ -66,32 +66,19 @@ def knobs_of(module: OnPolicyModule) -> Knobs:
 
 
 def apply(module: OnPolicyModule, intervention: Intervention) -> None:
-    """Make one change in the controls of a module that is being trained.
-
-    Raises:
-        AttributeError: if it names no control.
-    """
-    controls = module.controls
-    name = intervention.control
+    """Make one change in the controls of a module that is being trained."""
+    controls, name, after = module.controls, intervention.control, intervention.after
     if name.startswith(_WEIGHT):
-        weights = controls.domain_weights | {name.removeprefix(_WEIGHT): intervention.after}
-        controls.domain_weights = weights
-    elif hasattr(controls, name):
-        setattr(controls, name, intervention.after)
-        if name == "learning_rate_factor":
-            _renew_learning_rates(cast(LambdaLR, module.lr_schedulers()))
-    else:
-        raise AttributeError(f"{name!r} is no control of {type(controls).__name__}")
-
-
-def _renew_learning_rates(scheduler: LambdaLR) -> None:
-    """Set the rates of the next iteration, for which the schedule has stepped already."""
-    rates = [
-        base * factor(scheduler.last_epoch)
-        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        controls.domain_weights = controls.domain_weights | {name.removeprefix(_WEIGHT): after}
+        return
+    setattr(controls, name, after)
+    if name == "learning_rate_factor":  # the schedule has stepped already
+        scheduler = cast(LambdaLR, module.lr_schedulers())
+        groups = scheduler.optimizer.param_groups
+        for group, base, factor in zip(
+            groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(scheduler.last_epoch)
 
 
 @dataclass(frozen=True)
@@ -113,29 +100,13 @@ class Handover:
 
 def write_handover(folder: RunFolder, handover: Handover) -> None:
     """Write it in one step, in the place of that of an earlier rollback."""
-    write_text(_path(folder), json.dumps(asdict(handover)))
+    write_text(folder.checkpoints / HANDOVER, json.dumps(asdict(handover)))
 
 
 def read_handover(folder: RunFolder) -> Handover | None:
-    """Return that of the last rollback of a run; None if there was none.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
-    path = _path(folder)
-    try:
-        return parse(Handover, read_file(path))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(
-            f"{path}, which records a rollback of the doctor, is damaged ({error}): restore it, "
-            "or delete it to continue without the rollback"
-        ) from error
-
-
-def _path(folder: RunFolder) -> Path:
-    return folder.checkpoints / "rollback.json"
+    """Return that of the last rollback of a run; None if there was none."""
+    path = folder.checkpoints / HANDOVER
+    return parse(Handover, read_file(path)) if path.is_file() else None
 
 
 logger = logging.getLogger(__name__)
@@ -208,9 +179,8 @@ class Doctor(Callback):
             self.alert_log.events = list(handover.events)
         elif self.request is not None:  # a kill came before the rollback
             trainer.should_stop = True
-        watched, idle = (
-            (list(self.detectors.levels), self.detectors.idle) if self.watches else ([], {})
-        )
+        watched = list(self.detectors.levels) if self.watches else []
+        idle = self.detectors.idle if self.watches else {}
         self.alert_log.open(writes(trainer), start, watched, idle)
         if handover is not None:
             module = cast(OnPolicyModule, pl_module)
@@ -264,18 +234,11 @@ class Doctor(Callback):
         with trainer.strategy.precision_plugin.forward_context():
             seconds = second_scores(self.second_scorer if due else None, answers)
         records = all_records(rollout, answers, self.refusals, seconds)
-        measured = response_metrics(
-            records,
-            score_clip=module.score_clip,
-            second_scorer=self.second_scorer is not None,
-        )
-        logged = {
-            name.partition("/")[2]: value
-            for name, value in fresh_metrics(trainer).items()
-            if name.startswith(
-                ("rollout/", f"{module.stage}/")
-            )  # not what this callback logged before
-        }
+        two = self.second_scorer is not None
+        measured = response_metrics(records, score_clip=module.score_clip, second_scorer=two)
+        own = ("rollout/", f"{module.stage}/")  # and not what this callback logged before
+        fresh = fresh_metrics(trainer).items()
+        logged = {name.partition("/")[2]: value for name, value in fresh if name.startswith(own)}
         for transition in self.detectors.observe(iteration, logged | measured):
             self.alert_log.note_alert(iteration, transition, trainer.loggers)
         self.alert_log.note_idle(iteration, self.detectors.idle)
@@ -339,11 +302,11 @@ class Doctor(Callback):
     def _log(self, module: LightningModule, measured: Mapping[str, float]) -> None:
         active = self.detectors.active
         levels = list(active.values())
-        warnings, alarms = levels.count(1), levels.count(2)
         name = "score" if self.second_scorer is None else "second_score"
         last = self.detectors.history.of(name).last
         values = {f"doctor/{name}": value for name, value in measured.items()}
-        values |= {"doctor/warnings": float(warnings), "doctor/alarms": float(alarms)}
+        values["doctor/warnings"] = float(levels.count(1))
+        values["doctor/alarms"] = float(levels.count(2))
         quality = math.nan
         if last:
             self.largest_score = max(self.largest_score, *map(abs, last))
@@ -376,12 +339,10 @@ class Doctor(Callback):
         self.alert_log.load_state(state_dict["events"])
         self.largest_score = float(state_dict.get("largest_score", 0.0))  # older ones lack it
         request = state_dict["request"]
-        self.request = None
-        if request is None:
-            return
-        if request["kind"] == "rollback" and self.policy.settings.on_alarm == "rollback":
-            self.request = EndRequest(**request)
-        else:
+        rolls_back = self.policy.settings.on_alarm == "rollback"
+        again = request is not None and request["kind"] == "rollback" and rolls_back
+        self.request = EndRequest(**request) if again else None
+        if request is not None and not again:
             self.policy.alarmed_since = {}
 
 
