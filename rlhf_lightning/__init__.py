@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from rlhf_lightning.rollout.generators.base import CachedGenerator, TransformersGenerator
     from rlhf_lightning.rollout.generators.captured import CapturedGenerator
     from rlhf_lightning.rollout.generators.vllm import VllmGenerator
-    from rlhf_lightning.rollout.generators.vllm_server import VllmServerGenerator
     from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
     from rlhf_lightning.rollout.scorers.base import (
         FunctionScorer,
@@ -159,7 +158,6 @@ _HOMES = {
     "TranscriptSource": "rlhf_lightning.data.sources.transcripts",
     "TransformersGenerator": "rlhf_lightning.rollout.generators.base",
     "VllmGenerator": "rlhf_lightning.rollout.generators.vllm",
-    "VllmServerGenerator": "rlhf_lightning.rollout.generators.vllm_server",
     "WeightedScorer": "rlhf_lightning.rollout.scorers.base",
     "compare": "rlhf_lightning.evaluation.compare",
     "demo_style": "rlhf_lightning.preferences.rules",
@@ -239,7 +237,6 @@ __all__ = [
     "TranscriptSource",
     "TransformersGenerator",
     "VllmGenerator",
-    "VllmServerGenerator",
     "WeightedScorer",
     "compare",
     "demo_style",
@@ -253,9 +250,14 @@ __all__ = [
 ]
 
 
+_WITHDRAWN = {"VllmServerGenerator": "VllmGenerator(..., python=PYTHON)"}  # what is written instead
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = _WITHDRAWN.get(name)
+        told = f": write {instead}" if instead else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{told}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

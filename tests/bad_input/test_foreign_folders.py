@@ -21,7 +21,7 @@ BASE = "rlhf_lightning.rollout.scorers.base"
 HTTP = "rlhf_lightning.rollout.scorers.http.HttpScorer"
 LOAD = {"_target_": f"{BASE}.load_function", "path": "EVIL:f"}
 WRITE = {"_target_": "rlhf_lightning.preferences.journal.write_rows", "path": "PROOF", "rows": []}
-SERVER = "rlhf_lightning.rollout.generators.vllm_server.VllmServerGenerator"
+SERVER = "rlhf_lightning.rollout.generators.vllm.VllmGenerator"
 LOADER = {
     "_target_": "rlhf_lightning.models.factory.load_scalar_model",
     "_partial_": True,

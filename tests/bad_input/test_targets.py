@@ -122,7 +122,6 @@ SERVER = {
     "number": 0,
     "python": "/bin/true",
     "environment": {},
-    "timeout": 1.0,
 }
 MODEL = {"_target_": "rlhf_lightning.models.factory.load_scalar_model", "source": "x"}
 WRONG_KINDS = {

@@ -98,9 +98,9 @@ def test_devices_are_planned_in_the_groups_that_share_a_copy():
 
 def test_a_served_rollout_is_planned_without_a_gathered_policy():
     words = ["+experiment=ppo", ULTRA, "model=smollm2_135m", "plan.device=cuda"]
-    run, notes = (found := read(*words, "rollout=vllm_server")).run, found.notes
+    run, notes = (found := read(*words, "rollout=vllm")).run, found.notes
     assert run.served
-    assert "what the servers of rollout=vllm_server hold is not counted" in notes
+    assert "what the servers of rollout=vllm hold is not counted" in notes
     assert not read(*words).run.served
 
 

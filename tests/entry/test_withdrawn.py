@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import rlhf_lightning
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.withdrawn import WITHDRAWN
 from rlhf_lightning.data.sources.given import GivenRows
@@ -19,6 +20,11 @@ from tests.builders.tokenizers import build_tokenizer
 CALLS: list[tuple[str, Callable[[Path], object], str]] = [
     ("on_template_loss", lambda _: GivenRows([], on_template_loss="warn"), "on_template_loss"),
     ("<|im_end|> as text", lambda _: prompt_ids("<|im_end|>", build_tokenizer()), "rendered=true"),
+    (
+        "VllmServerGenerator",
+        lambda _: rlhf_lightning.VllmServerGenerator,
+        "VllmGenerator(..., pyth",
+    ),
     ("timeout_seconds", lambda _: FunctionScorer(len, timeout_seconds=1.0), "timeout_seconds"),
     ("lambda p, c", lambda _: FunctionScorer(lambda p, c: []), "def NAME(prompts, completions"),
     (

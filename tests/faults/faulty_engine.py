@@ -79,11 +79,11 @@ def main(path: str, socket: str) -> None:
                 in_the_middle(self.llm)
             return super().generate(*arguments, **options)
 
-        def load(self, **source: Any) -> None:
+        def load(self, folder: str) -> None:
             due = FAULT in ("edited", "lost") and is_due()
             if due and FAULT == "lost":
-                lose_a_tensor(source["weights_path"])
-            super().load(**source)
+                lose_a_tensor(folder)
+            super().load(folder)
             if due and FAULT == "edited":
                 self.llm.collective_rpc(edit)
 

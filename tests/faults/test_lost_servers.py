@@ -1,4 +1,4 @@
-"""Faults of vLLM's servers in runs of the command line: survived, or the cause is named."""
+"""Faults of vLLM's servers in runs of the command line: the cause is named."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Run:
         arguments = [
             *overrides_of("ppo", start),
             "artifacts.reward=null",
-            "rollout=vllm_server",
+            "rollout=vllm",
             f"rollout.python={wrapper}",
             f"rollout.replicas=[{{{written}}}]",
             "+rollout.engine.enforce_eager=true",
             "rollout.start_timeout=1000",
-            *(override.replace("FIRST", written) for override in overrides),
+            *overrides,
         ]
         self.process = ForkedPython(
             ["-m", "rlhf_lightning.train", *arguments],
@@ -133,21 +133,16 @@ def settle(happened: Callable[[], object], seconds: float) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_server_killed_while_it_generates_is_started_again_once(start_run, engine):
-    run = start_run(engine, "kill", "2,4")
-    error = run.error()
-    assert "vLLM's server 0 ended with status -9" in error
-    assert "it had been started again before" in error
-    assert "status -9" in run.output()
-    assert "it is started again, once" in run.output()
-    assert run.iterations() == 2, "the second iteration was the killed one"
+def test_a_server_killed_while_it_generates_is_named(start_run, engine):
+    run = start_run(engine, "kill", "2")
+    assert "vLLM's server 0 ended with status -9" in run.error()
+    assert run.iterations() == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_that_hangs_is_named(start_run, engine):
-    error = start_run(engine, "stop", "2,3", "rollout.timeout=30").error()
-    assert "vLLM's server 0 said nothing for 30 s (log: " in error
-    assert "it had been started again before" in error
+    error = start_run(engine, "stop", "2", "rollout.timeout=30").error()
+    assert "vLLM's server 0: said nothing for 30 s (log: " in error
 
 
 @pytest.mark.parametrize("fault", ["edited", "lost"])
@@ -184,19 +179,3 @@ def test_neither_servers_nor_weights_outlive_a_run_that_is_killed(start_run, eng
     os.kill(run.process.pid, signal.SIGKILL)
     settle(lambda: not run.weights(), 10)
     settle(lambda: not run.servers(), 30)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_of_two_servers_one_is_killed_and_the_run_goes_on(start_run, engine):
-    healthy = ", ".join(
-        f"{name}: '{value}'"
-        for name, value in {**engine[1], "FAULT": "kill", "FAULT_CALLS": "99"}.items()
-    )
-    run = start_run(
-        engine, "kill", "2", f"rollout.replicas=[{{FIRST}}, {{{healthy}, FAULT_COUNT: other}}]"
-    )
-    assert run.wait() == 0, run.output()[-3000:]
-    assert "it is started again, once" in run.output()
-    assert run.iterations() == 3
-    assert not run.servers()
-    assert not run.weights()

@@ -18,7 +18,7 @@ from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import GRPOHparams, PPOHparams, UnusualHparamWarning
 from rlhf_lightning.modules import on_policy, optimization
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.generators.vllm_server import VllmServerGenerator
+from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from rlhf_lightning.rollout.pending import PendingGeneration
 from tests.builders.models import PAD, flat_parameters, prompt_batch, prompt_rows
 from tests.builders.ranks import ROOT, SimulatedRanks
@@ -159,13 +159,13 @@ def test_a_killed_run_with_a_lag_goes_on_bitwise(lagged, tmp_path: Path):
     assert module.controls == whole.controls
 
 
-class AtOnce(VllmServerGenerator):
+class AtOnce(VllmGenerator):
     """Waits for the servers before it returns."""
 
     begin = None  # type: ignore[assignment]
 
 
-def served(cls: type = VllmServerGenerator, **environment: Any) -> dict[str, Any]:
+def served(cls: type = VllmGenerator, **environment: Any) -> dict[str, Any]:
     folder = ROOT / "tests/builders/vllm_stand_in"
     replica = {"PYTHONPATH": folder, "OMP_NUM_THREADS": 1, **environment}
     generator = cls(STOPS, PAD, python=sys.executable, replicas=[replica], logprob_tolerance=1e-4)

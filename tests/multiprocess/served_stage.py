@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.rollout.generators.vllm_server import VllmServerGenerator
+from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from tests.builders.models import EOS, PAD
 from tests.builders.ranks import ROOT
 from tests.builders.stages import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
@@ -25,7 +25,7 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 STAND_IN = {"PYTHONPATH": ROOT / "tests/builders/vllm_stand_in", "OMP_NUM_THREADS": 1}
 
 
-class Watched(VllmServerGenerator):
+class Watched(VllmGenerator):
     """Notes how many weights of decoder layers are whole when responses are asked for."""
 
     whole = 0

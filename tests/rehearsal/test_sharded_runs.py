@@ -150,7 +150,7 @@ def test_ppo_of_70b_on_64_gpus_fits_in_every_phase_where_others_answer_the_promp
     peaks = assert_plan_agrees(replace(ppo(LARGER, 64), served=True))
     assert max(peaks.values()) < 80
     choices = make_report(ppo(LARGER, 64), 80 * GB, ()).choices
-    assert [c.settings for c in choices if c.fits] == [("rollout=vllm_server",)]
+    assert [c.settings for c in choices if c.fits] == [("rollout=vllm",)]
 
 
 @pytest.mark.slow

@@ -12,13 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy
-from rlhf_lightning.rollout.generators import vllm_weights
 from rlhf_lightning.rollout.generators.vllm import Request, VllmGenerator
-from rlhf_lightning.rollout.generators.vllm_server import ServerLostError, VllmServerGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.models import EOS, PAD, prompt_batch, prompt_rows, tiny_policy
 
@@ -62,7 +59,7 @@ def server(engine, *replicas, **settings):
     # vLLM takes 20 to 50 s of processor time to start: half an hour of a machine with a load of 40.
     limits = {"timeout": 600.0, "start_timeout": 1800.0, "logprob_tolerance": 1e-3}
     options = {"enforce_eager": True}  # compiled, it would take a third longer
-    return VllmServerGenerator(
+    return VllmGenerator(
         [EOS], PAD, python=python, replicas=own, engine=options, **limits | settings
     )
 
@@ -165,49 +162,33 @@ def test_a_server_that_keeps_its_weights_is_noticed_whichever_of_several_it_is()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_killed_server_is_started_again_once_with_the_same_tokens(engine):
+def test_a_server_that_is_killed_ends_the_run_and_a_later_call_starts_others(engine):
     model = policy()
     generator = server(engine)
     first = generated(generator, model)
     os.kill(generator.pool.servers[0].process.pid, signal.SIGKILL)
-    with pytest.warns(UserWarning, match="server 0 ended with status -9.*started again, once"):
-        again = generated(generator, model)
-    assert torch.equal(first.sequences, again.sequences)
-    os.kill(generator.pool.servers[0].process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"status -9.*it had been started again before"):
+    with pytest.raises(RuntimeError, match="server 0 ended with status -9"):
         generated(generator, model)
+    assert torch.equal(first.sequences, generated(generator, model).sequences)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_server_that_hangs_is_ended_and_started_again_once(engine):
+def test_a_server_that_hangs_is_named_and_ended(engine):
     model = policy()
     generator = server(engine)
-    first = generated(generator, model)
+    generated(generator, model)
     generator.pool.timeout = 20.0 if engine[1] is REAL else 3.0
     stopped = generator.pool.servers[0].process
     os.kill(stopped.pid, signal.SIGSTOP)
-    with pytest.warns(UserWarning, match=r"server 0 said nothing for .* s .*: it is started again"):
-        again = generated(generator, model)
-    assert torch.equal(first.sequences, again.sequences)
+    with pytest.raises(RuntimeError, match=r"server 0: said nothing for .* s \(log: "):
+        generated(generator, model)
     assert stopped.returncode == -signal.SIGKILL
-
-
-def test_a_stopped_server_does_not_hold_up_a_request_larger_than_a_socket_holds():
-    generator = server(ENGINES[0].values[0], timeout=1.0)
-    generated(generator, policy())
-    os.kill(generator.pool.servers[0].process.pid, signal.SIGSTOP)
-    request = {"rows": [[7] * 1000] * 1000, "seeds": [1] * 1000}
-    started = time.monotonic()
-    with pytest.raises(ServerLostError, match="server 0 takes no requests"):
-        generator.pool.servers[0].send("generate", request)
-    assert time.monotonic() - started < 10
-    generator.pool.servers[0].end()
 
 
 def test_a_server_that_starts_too_slowly_ends_the_run():
     generator = server(ENGINES[0].values[0], {"STAND_IN_START_SECONDS": 60}, start_timeout=1.0)
-    with pytest.raises(RuntimeError, match=r"said nothing for 1 s .*, while it was started"):
+    with pytest.raises(RuntimeError, match="said nothing for 1 s"):
         generated(generator, policy())
 
 
@@ -227,25 +208,7 @@ def test_an_environment_without_vllm_ends_the_run():
 
 def test_a_dtype_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"rollout.engine.dtype='float7': use auto, float32"):
-        VllmGenerator([EOS], PAD, engine={"dtype": "float7"})
-
-
-def test_in_this_process_vllm_has_to_be_installed():
-    with pytest.raises(ImportError, match=r"rollout=vllm needs vLLM .* use rollout=vllm_server"):
-        generated(VllmGenerator([EOS], PAD), policy())
-
-
-def test_in_this_process_the_weights_of_now_are_sampled_from(monkeypatch):
-    monkeypatch.syspath_prepend(STAND_IN["PYTHONPATH"])
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    model = policy()
-    here = VllmGenerator([EOS], PAD, logprob_tolerance=1e-3)
-    elsewhere = server(ENGINES[0].values[0])
-    for _ in range(2):
-        expected = generated(elsewhere, model).sequences
-        assert torch.equal(generated(here, model).sequences, expected)
-        change(model)
-    sys.modules.pop("vllm")
+        VllmGenerator([EOS], PAD, python=sys.executable, engine={"dtype": "float7"})
 
 
 def test_a_sleeping_engine_is_woken_for_weights_then_for_its_cache(tmp_path):
@@ -293,40 +256,13 @@ def test_a_call_meanwhile_waits_for_what_is_written_in_the_background():
     assert torch.equal(generated(generator, model, seed=2).sequences, other)
 
 
-def test_a_server_killed_in_the_background_is_started_again_with_the_weights_that_were_sent(
-    tmp_path,
-):
+def test_a_server_killed_in_the_background_is_named_by_what_waits(tmp_path):
     gate = tmp_path / "gate"
-    model = policy()
-    expected = generated(server(ENGINES[0].values[0]), model).sequences
     generator = server(ENGINES[0].values[0], {"STAND_IN_GATE": gate})
-
-    def killed():
-        waits = begun(generator, model)
-        os.kill(generator.pool.servers[0].process.pid, signal.SIGKILL)
-        change(model)
-        gate.touch()
-        return waits()
-
-    with pytest.warns(UserWarning, match=r"status -9.*started again, once"):
-        first = killed()
-    assert torch.equal(first.sequences, expected)
-    with pytest.raises(RuntimeError, match=r"status -9.*it had been started again before"):
-        killed()
-
-
-@pytest.mark.filterwarnings("ignore:.*started again, once")
-def test_a_server_that_is_started_again_with_other_weights_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_weights, "SHARED_MEMORY", tmp_path)
-    generator = server(ENGINES[0].values[0], {"STAND_IN_GATE": tmp_path / "gate"})
     waits = begun(generator, policy())
-    (folder,) = tmp_path.glob("rlhf_vllm_*/")
-    for file in folder.glob("*.safetensors"):
-        save_file({name: 1.3 * weight for name, weight in load_file(file).items()}, file)
     os.kill(generator.pool.servers[0].process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"server 0, started again, differs by .* not arrived"):
+    with pytest.raises(RuntimeError, match="status -9"):
         waits()
-    assert not folder.exists()
 
 
 def test_weights_that_did_not_arrive_are_noticed_before_responses_are_begun():
@@ -365,11 +301,9 @@ def test_a_reply_that_was_not_read_is_not_taken_for_the_next_one():
     model = policy()
     generator = server(ENGINES[0].values[0], {}, {})
     expected = generated(generator, model).sequences
-    request = {"rows": [[7]] * 3, "seeds": [1] * 3}
     settings = {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
-    generator.pool.servers[1].send("generate", request | settings)
-    with pytest.raises(RuntimeError, match="TypeError"):  # and nothing reads the other's reply
-        generator.pool._replies("generate", [{"rows": 1}, request | settings], lambda _: None)
+    for one in generator.pool.servers:  # as Ctrl-C in a notebook leaves them
+        one.send("generate", {"rows": [[7]] * 3, "seeds": [1] * 3} | settings)
     assert torch.equal(generated(generator, model).sequences, expected)
 
 
@@ -392,33 +326,11 @@ def test_servers_get_neither_our_ranks_nor_our_allocator(monkeypatch):
     assert second["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
-def test_weights_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_weights, "SHARED_MEMORY", tmp_path)
-    abandoned, held, new = (tmp_path / f"rlhf_vllm_{name}" for name in ("old", "held", "new"))
-    for folder in (abandoned, held, new):
-        folder.mkdir()
-        (folder / "00000.safetensors").touch()
-    for folder in (abandoned, held):
-        os.utime(folder, (1, 1))
-    holder = (
-        "import fcntl, os, sys, time; f = os.open(sys.argv[1], os.O_RDONLY)\n"
-        "fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", holder, str(held)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        with vllm_weights.weight_files(policy(), torch.float32, write=True) as folder:
-            assert folder.parent == tmp_path
-            assert [p.exists() for p in (abandoned, held, new)] == [False, True, True]
-        other.kill()
-    assert not folder.exists()
-
-
 def test_a_response_that_the_engine_cut_short_ends_the_run(monkeypatch):
     generator = server(ENGINES[0].values[0])
     short = [([5, 6], [-1.0, -1.0])] * len(ROWS)
     monkeypatch.setattr(generator, "responses", lambda *_: short)
-    with pytest.raises(RuntimeError, match=r"after 2 of max_new_tokens=8 .*max_model_len"):
+    with pytest.raises(RuntimeError, match=r"has 2 tokens.*max_new_tokens=8.*max_model_len"):
         generated(generator, policy())
 
 
@@ -435,6 +347,7 @@ def test_a_server_ends_when_the_other_side_is_gone():
 def test_no_server_outlives_a_run_that_was_killed_while_it_waits_and_no_weights(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
+        "from rlhf_lightning.rollout.generators import vllm_weights\n"
         "from tests.rollout.test_generate_vllm import *\n"
         "vllm_weights.SHARED_MEMORY = Path(sys.argv[1])\n"
         "generator = server(ENGINES[0].values[0], {'STAND_IN_GATE': 'nowhere'}, {})\n"

@@ -42,33 +42,11 @@ def test_weights_are_sent_under_the_names_of_the_checkpoint(tmp_path, kind, size
         assert torch.equal(sent[name], weight), name
 
 
-@pytest.mark.parametrize(
-    ("tokens", "logprobs", "named"),
-    [
-        ([10**6, EOS], [-1.0, -1.0], "1000000"),
-        ([-1, EOS], [-1.0, -1.0], "-1"),
-        ([5.0, EOS], [-1.0, -1.0], "5.0"),
-        ([True, EOS], [-1.0, -1.0], "True"),
-        (["5", EOS], [-1.0, -1.0], "'5'"),
-        ([5, EOS], [-1.0], "1 log-probabilities for 2 tokens"),
-        ([5, EOS], [-1.0, "x"], "'x'"),
-        ([5, EOS], [3.0, -1.0], "3.0"),
-        ([5, EOS], [float("inf"), -1.0], "inf"),
-        ([5, EOS], [None, -1.0], "None"),
-        ([5, EOS], [-(10**400), -1.0], "-1000"),
-        ([10**400, EOS], [-1.0, -1.0], "1000"),
-        ([5, EOS, 7, EOS], [-1.0] * 4, "number 2 is a stop token"),
-        ([5] * 9 + [EOS], [-1.0] * 10, "max_new_tokens=8"),
-        ([5, 6], [-1.0, -1.0], "ended after 2"),
-        ([], [], "ended after 0"),
-    ],
-)
-def test_a_response_that_vllm_cannot_have_written_ends_the_run(tokens, logprobs, named):
+@pytest.mark.parametrize("tokens", [[5, EOS, 7, EOS], [5] * 9, [5] * 9 + [EOS], [5, 6], []])
+def test_a_response_that_does_not_end_where_it_has_to_ends_the_run(tokens):
     settings = {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
     request = Request(ROWS, [1, 2], settings)
     sound = ([5, EOS], [-1.0, float("nan")])
-    check_responses([sound, ([5] * 8, [1e-6] * 7 + [-float("inf")])], request, num_tokens=50)
-    with pytest.raises(RuntimeError, match="vLLM's response to row 1 ") as error:
-        check_responses([sound, (tokens, logprobs)], request, num_tokens=50)
-    assert named in str(error.value)
-    assert len(str(error.value)) < 200
+    check_responses([sound, ([5] * 8, [1e-6] * 8)], request)
+    with pytest.raises(RuntimeError, match="vLLM's response to row 1 "):
+        check_responses([sound, (tokens, [-1.0] * len(tokens))], request)

@@ -247,7 +247,7 @@ def _rounded(run: Run, _: Plan) -> Iterator[Option]:
 def _served(run: Run, planned: Plan) -> Iterator[Option]:
     gathers = planned.peak.name in ("generate", "score", "evaluate")
     if gathers and run.sharded > 1 and run.spec.rolls_out and not run.served:
-        yield Option(("rollout=vllm_server",), SERVERS, replace(run, served=True))
+        yield Option(("rollout=vllm",), SERVERS, replace(run, served=True))
 
 
 def _adapted(run: Run, _: Plan) -> Iterator[Option]:

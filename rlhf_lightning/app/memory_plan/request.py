@@ -245,7 +245,7 @@ def _uncounted(settings: TrainSettings) -> Iterator[str]:
     if settings.evaluation.larger_reward_model is not None and not settings.spec.trains_policy:
         yield "evaluation.larger_reward_model is not counted: it is held in the evaluation"
     if _is_served(settings):
-        yield "what the servers of rollout=vllm_server hold is not counted"
+        yield "what the servers of rollout=vllm hold is not counted"
     elif settings.rollout.read("rollout").call not in (CachedGenerator, CapturedGenerator):
         yield "generation is counted as rollout=cached does it"
 

@@ -1,4 +1,4 @@
-"""Generation by vLLM, with a check that it really has the policy's weights.
+"""Generation by vLLM in server processes, with a check that they really have the policy's weights.
 
 The check makes a silent fault loud: an engine that kept some weight, such as an output head that
 is tied and was not sent, samples from another policy, and nothing else would show it but a slow,
@@ -10,26 +10,33 @@ batch beyond rounding, but they are not the tokens of the other engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_lightning.arguments import AtLeast0, StopIds, TokenId, checked
+from rlhf_lightning.arguments import AtLeast0, Program, Seconds, StopIds, TokenId, checked
 from rlhf_lightning.batches import Generation, PromptBatch
-from rlhf_lightning.distributed.collectives import world_size
+from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.functional.logprobs import token_logprobs
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.generators.vllm_engine import Completion, Engine
-from rlhf_lightning.rollout.generators.vllm_weights import named_weights, weight_files
+from rlhf_lightning.rollout.generators.vllm_engine import Completion
+from rlhf_lightning.rollout.generators.vllm_server import ServerPool
+from rlhf_lightning.rollout.generators.vllm_weights import weight_files
 from rlhf_lightning.rollout.noise import RowNoise
 
 CHECKED_ROWS, CHECKED_TOKENS = 4, 64  # whose log-probabilities are compared after each transfer
+PROBE_TOKENS = 16  # a response, for the check before the others are written in the background
 # A transfer that was dropped leaves a gap as large as an update, which may be below the tolerance.
 GAP_GROWTH, SMALLEST_TOLERANCE = 10.0, 1e-4
-MOST_LOGPROB = 1e-3  # what rounding makes of 0
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -48,71 +55,55 @@ class Request(NamedTuple):
 
     def beginnings(self, num_rows: int, max_new_tokens: int) -> Request:
         """Return the request for the first tokens of the first rows."""
-        settings = dict(self.settings)
-        settings["max_new_tokens"] = min(settings["max_new_tokens"], max_new_tokens)
+        longest = min(self.settings["max_new_tokens"], max_new_tokens)
+        settings = self.settings | {"max_new_tokens": longest}
         return Request(self.rows[:num_rows], self.seeds[:num_rows], settings)
 
 
-def check_responses(responses: Sequence[Completion], request: Request, *, num_tokens: int) -> None:
-    """Check that vLLM can have written these responses to `request`.
-
-    A log-probability may be NaN or -inf: where no loss reads it, it is counted.
+def check_responses(responses: Sequence[Completion], request: Request) -> None:
+    """Check that every response ends at its first stop token or at `max_new_tokens`.
 
     Args:
         responses: tokens and their log-probabilities, a row each.
         request: the request that they respond to.
-        num_tokens: size of the vocabulary.
 
     Raises:
-        RuntimeError: naming vLLM, the row and the value.
+        RuntimeError: if one does not, naming vLLM and the row.
     """
-    for row, answer in enumerate(responses):
-        problem = _problem(answer, request.settings, num_tokens)
-        if problem:
-            raise RuntimeError(f"vLLM's response to row {row} {problem}")
-
-
-def _problem(answer: Completion, settings: Mapping[str, Any], num_tokens: int) -> str | None:
-    tokens, logprobs = answer
-    longest, stops = settings["max_new_tokens"], settings["stop_ids"]
-    strange = [t for t in tokens if type(t) is not int or not 0 <= t < num_tokens]
-    odd = [p for p in logprobs if type(p) not in (float, int) or p > MOST_LOGPROB or -p > 1e300]
-    odd = [p for p in odd if p != -torch.inf]  # is counted among those that are not finite
-    early = next((place for place, token in enumerate(tokens[:-1]) if token in stops), None)
-    if strange:
-        return f"has the token {strange[0]!r:.40}, and the vocabulary has {num_tokens}"
-    if len(tokens) != len(logprobs):
-        return f"has {len(logprobs)} log-probabilities for {len(tokens)} tokens"
-    if odd:
-        return f"has the log-probability {odd[0]!r:.40}, which is none"
-    if len(tokens) > longest:
-        return f"has {len(tokens)} tokens, and max_new_tokens={longest}"
-    if early is not None:
-        return f"has {len(tokens)} tokens, and number {early + 1} is a stop token"
-    if len(tokens) != longest and (not tokens or tokens[-1] not in stops):
-        return (
-            f"ended after {len(tokens)} of max_new_tokens={longest} tokens and without a stop "
-            "token: raise rollout.engine.max_model_len"
-        )
-    return None
+    longest, stops = request.settings["max_new_tokens"], request.settings["stop_ids"]
+    for row, (tokens, _) in enumerate(responses):
+        ends = [place for place, token in enumerate(tokens, 1) if token in stops]
+        if len(tokens) != min([*ends, longest]):
+            raise RuntimeError(
+                f"vLLM's response to row {row} has {len(tokens)} tokens, with stop tokens at "
+                f"{ends[:4]} and max_new_tokens={longest}: raise rollout.engine.max_model_len"
+            )
 
 
 class VllmGenerator:
-    """Continues prompts with vLLM in this process; every call sends the weights first.
+    """Continues prompts with vLLM in other processes; every call sends the weights first.
+
+    Rank 0 starts the servers and talks to them; the prompts of all ranks are dealt to them in turn.
+    A server that is lost ends the run.
 
     Args:
         stop_ids: ids that end a response.
         pad_token_id: fills what follows a response.
+        python: interpreter of an environment with vLLM.
+        replicas: one server each, with these environment variables: the GPUs it may use
+            (`CUDA_VISIBLE_DEVICES`), or its threads.
+        timeout: seconds for one transfer of weights, or for the responses to one batch.
+        start_timeout: seconds for a server to start.
         logprob_tolerance: mean difference, in nats a token, between vLLM's log-probabilities and
             the policy's.
-        engine: arguments of `vllm.LLM`, such as `gpu_memory_utilization`. `dtype: auto` is what
-            the policy computes in.
+        engine: arguments of `vllm.LLM`, such as `gpu_memory_utilization`; `tensor_parallel_size` is
+            per replica. `dtype: auto` is what the policy computes in.
 
     Raises:
-        ValueError: for another dtype than vLLM's.
+        ValueError: without replicas, or for another dtype than vLLM's.
     """
 
-    name = "vLLM"
+    sends_weights = True  # a layer at a time: see `gathers_layers`
 
     @checked
     def __init__(
@@ -120,6 +111,10 @@ class VllmGenerator:
         stop_ids: StopIds,
         pad_token_id: TokenId,
         *,
+        python: Program,
+        replicas: Annotated[Sequence[Mapping[str, Any]], Field(min_length=1)] = ({},),
+        timeout: Seconds = 600.0,
+        start_timeout: Seconds = 600.0,
         logprob_tolerance: AtLeast0 = 0.05,
         engine: dict[str, Any] | None = None,
     ) -> None:
@@ -131,8 +126,12 @@ class VllmGenerator:
             raise ValueError(
                 f"rollout.engine.dtype={self.options['dtype']!r}: use {', '.join(DTYPES)}"
             )
-        self.engine: Engine | None = None
         self.largest_gap: float | None = None  # of the transfers so far
+        self.pool = ServerPool(Path(python), replicas, timeout=timeout, start_timeout=start_timeout)
+        # Rows that a server of each replica writes are among those that are compared.
+        self.checked_rows = max(CHECKED_ROWS, len(self.pool.replicas))
+        self.under_way: Future[list[Completion]] | None = None  # on rank 0
+        weakref.finalize(self, self.pool.end)  # at the end of this process too
 
     @torch.no_grad()
     def __call__(
@@ -147,14 +146,50 @@ class VllmGenerator:
         """Return one response a prompt; see `Generator`.
 
         Raises:
-            RuntimeError: if vLLM's log-probabilities are not the policy's, or a response cannot be
-                vLLM's; see `check_responses`.
+            RuntimeError: if a server is lost or refuses a request, if vLLM's log-probabilities are
+                not the policy's, or a response cannot be vLLM's; see `check_responses`.
         """
         request = self.request(prompts, noise, temperature, max_new_tokens)
         responses = self.responses(model, request)
-        num_tokens = model.config.vocab_size
-        generation = self.generation(prompts, request, responses, num_tokens=num_tokens)
+        generation = self.generation(prompts, request, responses)
         self.check_logprobs(model, request, responses)
+        return generation
+
+    @torch.no_grad()
+    def begin(
+        self,
+        model: PreTrainedModel,
+        prompts: PromptBatch,
+        *,
+        noise: RowNoise,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> Callable[[], Generation]:
+        """Send the weights, and return a function that waits for the responses.
+
+        They are written while `model` may be trained on: its weights of now are checked before this
+        returns, on the first tokens of some rows. Every rank has to call both functions.
+
+        Raises:
+            RuntimeError: see `__call__`. What becomes of the servers later is raised by the
+                function that waits.
+        """
+        request = self.request(prompts, noise, temperature, max_new_tokens)
+        probe = request.beginnings(self.checked_rows, PROBE_TOKENS)
+        with ExitStack() as stack:
+            stack.enter_context(self._sent(model))
+            self.check_logprobs(model, probe, self._written(gathered(probe), stay_awake=True))
+            asked = gathered(request)
+            if rank() == 0:
+                self.under_way = _in_background(lambda: self._all_written(asked))
+            sent = stack.pop_all()  # the files have to be there until all is written
+        under_way = self.under_way
+
+        def generation() -> Generation:
+            with sent:
+                made = gathered([] if under_way is None else under_way.result())[0]
+            return self.generation(prompts, request, _own(asked, made))
+
         return generation
 
     def request(
@@ -164,65 +199,30 @@ class VllmGenerator:
         pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)
         rows = [ids[mask].tolist() for ids, mask in pairs]
         seeds = (noise.uniform(prompts.row_ids, 0) * 2**53).long().tolist()
-        settings = {
-            "temperature": temperature,
-            "max_new_tokens": max_new_tokens,
-            "stop_ids": list(self.stop_ids),
-        }
-        return Request(rows, seeds, settings)
+        limits = {"max_new_tokens": max_new_tokens, "stop_ids": list(self.stop_ids)}
+        return Request(rows, seeds, {"temperature": temperature, **limits})
+
+    def responses(self, model: PreTrainedModel, request: Request) -> list[Completion]:
+        """Send the weights of `model`, and return what the servers write with them."""
+        with self._sent(model):
+            return self._written(gathered(request))
 
     def generation(
-        self,
-        prompts: PromptBatch,
-        request: Request,
-        responses: Sequence[Completion],
-        *,
-        num_tokens: int,
+        self, prompts: PromptBatch, request: Request, responses: Sequence[Completion]
     ) -> Generation:
-        """Return the responses to `prompts`, of a vocabulary of `num_tokens`, as tensors.
+        """Return the responses to `prompts` as tensors.
 
         Raises:
             RuntimeError: if one is impossible; see `check_responses`.
         """
         width, device = request.settings["max_new_tokens"], prompts.input_ids.device
-        check_responses(responses, request, num_tokens=num_tokens)
+        check_responses(responses, request)
         sampled = _padded([ids for ids, _ in responses], width, self.pad_token_id)
         logprobs = _padded([values for _, values in responses], width, 0.0)
         if request.settings["temperature"] == 0:
             logprobs.zero_()  # there is one possible token
-        return as_generation(
-            prompts.input_ids,
-            sampled.to(device),
-            self.stop_ids,
-            self.pad_token_id,
-            logprobs.to(device),
-        )
-
-    def responses(self, model: PreTrainedModel, request: Request) -> list[Completion]:
-        """Send the weights of `model`, and return what vLLM writes with them.
-
-        Raises:
-            ImportError: if vLLM is not installed.
-            ValueError: on several ranks.
-        """
-        if world_size() > 1:
-            raise ValueError(
-                f"rollout=vllm runs in one process, and there are {world_size()}: use "
-                "rollout=vllm_server"
-            )
-        if self.engine is not None:
-            self.engine.load(weights_iterator=named_weights(model))
-        else:
-            options = self.options_for(model)
-            try:
-                with weight_files(model, getattr(torch, options["dtype"]), write=True) as folder:
-                    self.engine = Engine(str(folder), options)
-            except ImportError as error:
-                raise ImportError(
-                    f"rollout=vllm needs vLLM in this environment ({error}): use "
-                    "rollout=vllm_server with a separate environment, or rollout=cached"
-                ) from error
-        return self.engine.generate(request.rows, request.seeds, **request.settings)
+        made = sampled.to(device), self.stop_ids, self.pad_token_id, logprobs.to(device)
+        return as_generation(prompts.input_ids, *made)
 
     def options_for(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`, with the dtype that `model` computes in."""
@@ -264,10 +264,46 @@ class VllmGenerator:
             )
         self.largest_gap = max(gap, self.largest_gap or 0.0)
 
-    @property
-    def checked_rows(self) -> int:
-        """Number of rows of a rank's batch that are compared after a transfer."""
-        return CHECKED_ROWS
+    @contextmanager
+    def _sent(self, model: PreTrainedModel) -> Iterator[None]:
+        """Give the servers the weights of `model`."""
+        if self.under_way is not None:
+            self.under_way.result()
+        options, first = self.options_for(model), rank() == 0
+        with weight_files(model, getattr(torch, options["dtype"]), write=first) as folder:
+            if first:
+                self.pool.load(str(folder), options)
+            yield
+
+    def _all_written(self, asked: Sequence[Request], **how: Any) -> list[Completion]:
+        """Return the responses to the rows of all ranks, one rank after the other."""
+        rows = [row for request in asked for row in request.rows]
+        seeds = [seed for request in asked for seed in request.seeds]
+        return self.pool.generate(rows, seeds, **asked[0].settings, **how)
+
+    def _written(self, asked: Sequence[Request], **how: Any) -> list[Completion]:
+        """Return the responses to this rank's rows."""
+        made = self._all_written(asked, **how) if rank() == 0 else []
+        return _own(asked, gathered(made)[0])
+
+
+def _own(asked: Sequence[Request], responses: Sequence[Completion]) -> list[Completion]:
+    before = sum(len(request.rows) for request in asked[: rank()])
+    return list(responses[before : before + len(asked[rank()].rows)])
+
+
+def _in_background(function: Callable[[], list[Completion]]) -> Future[list[Completion]]:
+    """Run `function` in a thread that does not hold up the end of this process."""
+    future: Future[list[Completion]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, fill: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""A vLLM engine, in this process or in a separate one that serves requests.
+"""A vLLM engine in a process of its own, which serves requests.
 
-Must not import the package: as a server this file is run by an interpreter that has vLLM and
-need not have anything else of ours. A request and its reply are JSON over a socket that the
+Must not import the package: this file is run by an interpreter that has vLLM and need not have
+anything else of ours. A request and its reply are JSON over a socket that the
 server was started with; weights are safetensors files.
 """
 
@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # The engine's loop in this process: weights are handed over as tensors, and it ends with us.
+    # The engine's loop in this process, with which it ends.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
@@ -66,15 +66,15 @@ class Engine:
             **options,
         )
 
-    def load(self, **source: Any) -> None:
-        """Replace every weight, from `weights_path=FOLDER` or `weights_iterator=PAIRS`.
+    def load(self, folder: str) -> None:
+        """Replace every weight by those of a folder.
 
         Raises:
             RuntimeError: if keys and values of the old weights could not be dropped.
         """
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs=source)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -139,7 +139,7 @@ def serve(connection: Connection) -> None:
             number, method, arguments = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        folders[0] = arguments.get("folder") or arguments.get("weights_path") or folders[0]
+        folders[0] = arguments.get("folder", folders[0])
         result: Any = None
         try:
             if method == "start":

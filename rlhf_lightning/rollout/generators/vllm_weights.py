@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -85,14 +83,10 @@ def weight_files(model: PreTrainedModel, dtype: torch.dtype, *, write: bool) -> 
     """
     needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize if write else 0
     roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * needed
-    if write:
-        _remove_abandoned(SHARED_MEMORY)
-    with (
-        tempfile.TemporaryDirectory(
-            prefix=f"{PREFIX}{os.getpid()}_", dir=SHARED_MEMORY if roomy else None
-        ) as name,
-        _locked(Path(name)) as folder,
-    ):
+    with tempfile.TemporaryDirectory(
+        prefix=f"{PREFIX}{os.getpid()}_", dir=SHARED_MEMORY if roomy else None
+    ) as name:
+        folder = Path(name)
         layers = groupby(named_weights(model), key=lambda item: _layer(item[0]))
         for number, (_, weights) in enumerate(layers):
             if write:
@@ -106,28 +100,6 @@ def weight_files(model: PreTrainedModel, dtype: torch.dtype, *, write: bool) -> 
             config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
         yield folder
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
-    """Hold a lock on `folder`, which ends with this process."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield folder
-    finally:
-        os.close(handle)
-
-
-def _remove_abandoned(place: Path) -> None:
-    """Remove the weights of processes that were killed with all their servers."""
-    for folder in place.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is locked, that of another user, or gone
-            found = folder.lstat()
-            # A new one may not be locked yet.
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > 60:
-                with _locked(folder):
-                    shutil.rmtree(folder)
 
 
 def _layer(name: str) -> str:

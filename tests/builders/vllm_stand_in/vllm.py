@@ -38,11 +38,7 @@ class LLM:
         self._called("load")
         if "STAND_IN_STALE" in os.environ:
             return
-        if "weights_path" in kwargs:
-            self.weights = read(kwargs["weights_path"])
-        else:
-            pairs = kwargs["weights_iterator"]
-            self.weights = {name: weight.double().numpy().copy() for name, weight in pairs}
+        self.weights = read(kwargs["weights_path"])
 
     def reset_prefix_cache(self):
         return True
