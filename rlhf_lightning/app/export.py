@@ -82,7 +82,7 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
             "runs are in outputs/"
         )
     if problem := checkpoint_problem(path):
-        raise ConfigError(f"{path}: {problem}")
+        raise ConfigError(problem)
     return folder, path
 
 

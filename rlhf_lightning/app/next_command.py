@@ -18,7 +18,7 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.prerequisites import has_records, words_for
 from rlhf_lightning.app.study.words import given, varied
 from rlhf_lightning.runs.folder import RunFolder, from_here
-from rlhf_lightning.runs.saved_yaml import read_yaml
+from rlhf_lightning.runs.reading import read_yaml
 
 _PLAIN = re.compile(r"[\w./:@+-]*/[\w./:@+-]*")  # a path that Hydra reads as it is
 _ELSEWHERE = "The next stage starts from it with {}."

@@ -17,7 +17,7 @@ from rlhf_lightning.distributed.launch import RANK_VARIABLES, global_rank
 from rlhf_lightning.reports.compare import write_comparison
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
-from rlhf_lightning.runs.saved_yaml import read_yaml
+from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import new_summary, read_summary
 
 

@@ -41,7 +41,7 @@ from rlhf_lightning.distributed.collectives import agreed_max, rank
 from rlhf_lightning.modules.checkpoint_state import log_changed
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing
 from rlhf_lightning.runs.lock import FolderTakenError
-from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
+from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.stopping import (
     STOP_SIGNALS,
     RunStoppedError,
@@ -61,7 +61,7 @@ _STOPS = {
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write a checkpoint file in one step, read back and on disk before it takes its name.
+    """Write a checkpoint file in one step, on disk before it takes its name.
 
     It reads sharded checkpoints too, so that a run can continue under another strategy.
 
@@ -72,17 +72,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write `checkpoint` to `path`, or leave there what was there before.
-
-        Raises:
-            OSError: if what was written cannot be read back.
-        """
+        """Write `checkpoint` to `path`, or leave there what was there before."""
         del storage_options
         with replacing(Path(path)) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            if problem := checkpoint_problem(file.name):
-                raise OSError(f"the checkpoint {path} cannot be read back: {problem}")
 
     def load_checkpoint(
         self,

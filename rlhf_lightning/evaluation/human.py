@@ -22,7 +22,7 @@ from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.journal import record_journal, write_rows
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
 from rlhf_lightning.preferences.records import SIDES, Label, Pair, Side, read_records, to_row
-from rlhf_lightning.runs.reading import parse, read_file
+from rlhf_lightning.runs.reading import parse
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"
 PEOPLE = ("person", "simulated")
@@ -117,7 +117,7 @@ def read_key(folder: Path) -> list[KeyRow]:
             f"{path} is missing: give the folder of an evaluation that ran with human=export"
         )
     try:
-        return [parse(KeyRow, line) for line in read_file(path).split(b"\n") if line.strip()]
+        return [parse(KeyRow, line) for line in path.read_bytes().split(b"\n") if line.strip()]
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or export again") from error
 

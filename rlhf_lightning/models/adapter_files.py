@@ -24,7 +24,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_hea
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.whole_weights import check_artifact
 from rlhf_lightning.runs.atomic import follow_umask
-from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder
+from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG
 
 CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
@@ -138,7 +138,6 @@ def read_adapter(folder: Path) -> AdapterFiles:
         ManifestError: if the artifact that it is in is not what its manifest says.
     """
     check_artifact(folder.parent)
-    check_model_folder(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(

@@ -17,7 +17,6 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from rlhf_lightning.runs.hub import check_on_hub
 from rlhf_lightning.runs.model_folder import (
     ADAPTER_CONFIG,
-    check_model_folder,
     is_adapter,
     of_adapter,
 )
@@ -42,7 +41,7 @@ def loading_options(
 ) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that say which version, and whose code runs.
 
-    A folder is checked first: whether its files lie in it, and whether it is a model.
+    A folder is checked first: whether it is a model.
 
     Args:
         source: folder or hub name.
@@ -51,14 +50,13 @@ def loading_options(
 
     Raises:
         ValueError: if code is trusted that can still change: of a hub name without a commit, or of
-            another repository that the configuration points to; if a folder is an adapter, or has
-            a link or an index that leads out of it; or if the hub cannot be reached for a name.
+            another repository that the configuration points to; if a folder is an adapter; or if
+            the hub cannot be reached for a name.
     """
     local = Path(source).is_dir()
     if not local:
         check_on_hub(str(source), revision)
     else:
-        check_model_folder(source)
         if is_adapter(source):
             raise ValueError(of_adapter(Path(source)))
         if (Path(source) / ADAPTER_CONFIG).is_file():

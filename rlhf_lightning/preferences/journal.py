@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.records import LabRecord, RecordT, from_row, to_row
 from rlhf_lightning.runs.atomic import sync_folder, write_text
-from rlhf_lightning.runs.reading import loads, read_file
 
 ItemT = TypeVar("ItemT")
 
@@ -70,9 +69,9 @@ class Journal(Generic[ItemT]):
         """
         if not self.path.exists():
             return []
-        lines = read_file(self.path, most=2**36).split(b"\n")[:-1]
+        lines = self.path.read_bytes().split(b"\n")[:-1]
         located = ((Location(str(self.path), n), line) for n, line in enumerate(lines, start=1))
-        return [self._read(loads(line), where) for where, line in located]
+        return [self._read(json.loads(line), where) for where, line in located]
 
 
 def record_journal(cls: type[RecordT], path: Path | str) -> Journal[RecordT]:

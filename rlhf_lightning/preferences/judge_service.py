@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url, key_in
 from rlhf_lightning.rollout.service_client import ServiceClient, root_cause, unused_proxy
-from rlhf_lightning.runs.reading import loads
 
 NUM_SHOWN = 200  # characters of an error that a service sent
 MOST_TOKENS = 10**9  # of a request: a larger count is none
@@ -269,7 +269,7 @@ class JudgeService:
     def _reply(self, body: bytes, sent: str, logprobs: bool) -> Reply:
         """Read the body of a reply to the texts `sent`."""
         try:
-            answer = loads(body)
+            answer = json.loads(body)
         except ValueError:
             answer = None
         message, problem = _at(answer, "choices", 0, "message"), None

@@ -8,6 +8,7 @@ fair: the first one may have been a mistake, and selecting disagreements selects
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.near_duplicates import jaccard, word_grams
 from rlhf_lightning.preferences.records import Answer, Candidate, Pair, answered, readable
-from rlhf_lightning.runs.reading import loads, read_file
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
 # (prompt, response) -> a number, the better the higher.
@@ -185,8 +185,8 @@ class WorstSamples(Checked):
     def _defeats(self) -> list[Defeat]:
         asked = {p.pair_id: p for p in record_journal(Pair, self.run / "pairs.jsonl").read()}
         # Not splitlines: it also breaks at characters that JSON leaves inside a string.
-        lines = read_file(self.run / "data" / "train.jsonl").split(b"\n")
-        rows: list[dict[str, Any]] = [loads(line) for line in lines if line.strip()]
+        lines = (self.run / "data" / "train.jsonl").read_bytes().split(b"\n")
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
         labelled = [(asked[r["pair_id"]], _said(r["chosen"]), _said(r["rejected"])) for r in rows]
         answers = {(p.prompt_id, t): answered(p, t) for p, *texts in labelled for t in texts}
         scores = dict(zip(answers, self.score(list(answers.values())), strict=True))

@@ -29,7 +29,7 @@ from rlhf_lightning.runs.metric_catalog import (
 )
 from rlhf_lightning.runs.outcome import FEW
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.saved_yaml import read_yaml
+from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 
 SCORE_WINS = "val/score_win_rate"

@@ -44,8 +44,7 @@ from rlhf_lightning.runs.doctor_log import (
 from rlhf_lightning.runs.folder import ITERATION, RESOLVED, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import counted, duration, percent, quantity
 from rlhf_lightning.runs.public_config import public_config, public_words
-from rlhf_lightning.runs.reading import read_file
-from rlhf_lightning.runs.saved_yaml import read_yaml
+from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import verdict
 
@@ -284,7 +283,7 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
     if given := _saved(words):
         files["Words of the command line"] = _yaml(public_words([str(word) for word in given]))
     if resolved.is_file():
-        files["The whole configuration"] = read_file(resolved).decode("utf-8", "replace").strip()
+        files["The whole configuration"] = resolved.read_bytes().decode("utf-8", "replace").strip()
     elif isinstance(config := _saved(folder.config), dict):
         files["The whole configuration"] = _yaml(public_config(config, config))
     if not facts and not files:

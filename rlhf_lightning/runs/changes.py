@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.reading import parse, read_file
+from rlhf_lightning.runs.reading import parse
 
 ABSENT = "not set"
 
@@ -98,6 +98,6 @@ def read_changes(folder: RunFolder) -> list[Change] | None:
     if not path.is_file():
         return None
     try:
-        return parse(list[Change], read_file(path))
+        return parse(list[Change], path.read_bytes())
     except ValueError:
         return None

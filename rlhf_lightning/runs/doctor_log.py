@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import to_json
-from rlhf_lightning.runs.reading import parse, read_file
+from rlhf_lightning.runs.reading import parse
 
 Kind = Literal["watch", "check", "alert", "action", "stop", "rollback", "idle"]
 
@@ -61,7 +61,7 @@ def read_events(path: Path | str) -> list[DoctorEvent]:
     if not path.exists():
         return []
     try:
-        return [parse(DoctorEvent, line) for line in read_file(path).split(b"\n") if line.strip()]
+        return [parse(DoctorEvent, line) for line in path.read_bytes().split(b"\n") if line.strip()]
     except ValueError as error:
         raise ValueError(
             f"{path} cannot be read as what the doctor said ({error}): restore it, or move it away"

@@ -23,7 +23,6 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import LocalTokenNotFoundError
 
-from rlhf_lightning.runs.model_folder import check_model_folder
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.reading import read_json
 
@@ -101,12 +100,8 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
         private: visibility of a new repository.
 
     Raises:
-        HubError: without a login, if the hub refuses, or if the folder has a link that leaves it.
+        HubError: without a login, or if the hub refuses.
     """
-    try:
-        check_model_folder(folder)
-    except ValueError as error:
-        raise HubError(f"nothing was pushed to {repository}: {error}") from error
     api = HfApi(library_name="rlhf_lightning")
     with tempfile.TemporaryDirectory() as temporary:
         staged = Path(temporary) / "model"

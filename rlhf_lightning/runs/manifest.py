@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -14,9 +13,8 @@ from pathlib import Path
 
 from rlhf_lightning.runs.atomic import link_or_copy, write_text
 from rlhf_lightning.runs.folder import to_json
-from rlhf_lightning.runs.model_folder import check_model_folder
 from rlhf_lightning.runs.publish import replacing_folder
-from rlhf_lightning.runs.reading import parse, read_file
+from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
@@ -24,7 +22,6 @@ _CHUNK_BYTES = 1 << 22
 _FIX = (
     "make it with the experiment that publishes it: python -m rlhf_lightning.train +experiment=NAME"
 )
-_SETTLED_NS = 2_000_000_000  # no file system counts time more coarsely
 
 
 class ManifestError(RuntimeError):
@@ -145,42 +142,23 @@ def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
         ManifestError: if the manifest is missing or damaged, or if the files are not those it was
             written for; the message names the command that makes the artifact again.
     """
-    folder = Path(folder)
-    manifest = _parsed(folder)
-    if not verify:
-        return manifest
-    while problem := _problem(folder, manifest):
-        former, manifest = manifest, _parsed(folder)
-        if manifest == former:
-            raise ManifestError(
-                f"{folder} is not what its {MANIFEST} says: {problem}; the files were changed or "
-                f"only partly copied: {_FIX}"
-            )
-        # It was published again while its files were read.
-    return manifest
-
-
-def _parsed(folder: Path) -> Manifest:
-    path = folder / MANIFEST
+    path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ManifestError(f"{folder} has no {MANIFEST}: {_FIX}")
     try:
-        return parse(Manifest, read_file(path, follow=True))
+        manifest = parse(Manifest, path.read_bytes())
     except ValueError as error:
+        raise ManifestError(f"{path} is damaged ({error}): {_FIX}") from error
+    expected = (manifest.fingerprint, manifest.adapter)
+    if (
+        verify
+        and (fingerprint(folder), manifest.adapter and _adapter_hash(path.parent)) != expected
+    ):
         raise ManifestError(
-            f"{path} is damaged ({error}): {_FIX}; delete the file if something else "
-            "than this project has written it"
-        ) from error
-
-
-def _problem(folder: Path, manifest: Manifest) -> str | None:
-    """Return which of the folder's files are not those of its manifest."""
-    if (found := fingerprint(folder)) != manifest.fingerprint:
-        return f"fingerprint {found[:12]}, expected {manifest.fingerprint[:12]}"
-    expected = manifest.adapter
-    if expected is not None and (of_adapter := _adapter_hash(folder)) != expected:
-        return f"fingerprint of adapter/ {(of_adapter or 'missing')[:12]}, expected {expected[:12]}"
-    return None
+            f"{folder} is not what its {MANIFEST} says (SHA-256): the files were changed or only "
+            f"partly copied: {_FIX}"
+        )
+    return manifest
 
 
 def _adapter_hash(folder: Path) -> str | None:
@@ -192,26 +170,21 @@ def _hash_of(paths: Iterable[Path], *, below: Path | None = None) -> str:
     """Return a SHA-256 over contents, and with `below` over sizes and names below that folder.
 
     A process reads the same files once: policy, reference and value model often share a source.
-    Files that were written just now are read again, as another write may leave the same time.
     """
     files = []
     for path in paths:
-        s = path.stat()
         name = "" if below is None else path.relative_to(below).as_posix()
-        times = s.st_mtime_ns, s.st_ctime_ns
-        files.append((str(path.absolute()), name, s.st_size, times, s.st_ino))
-    settled = time.time_ns() - _SETTLED_NS
-    old = all(max(times) < settled for _, _, _, times, _ in files)
-    return (_hash if old else _hash.__wrapped__)(tuple(files))
+        files.append((path.absolute(), name, path.stat().st_size, path.stat().st_mtime_ns))
+    return _hash(tuple(files))
 
 
 @functools.lru_cache(maxsize=1024)
-def _hash(files: tuple[tuple[str, str, int, tuple[int, int], int], ...]) -> str:
+def _hash(files: tuple[tuple[Path, str, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for path, name, size, *_ in files:
+    for path, name, size, _ in files:
         if name:
             digest.update(f"{name}\0{size}\0".encode())
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()
@@ -235,12 +208,10 @@ def publish_artifact(
 
     Raises:
         ManifestError: if `source` holds no model.
-        ValueError: if it has a link that leaves it.
         FolderTakenError: if `target` is something other than an artifact.
     """
     source = Path(source)
     fingerprint(source)  # fail before anything is copied
-    check_model_folder(source)
     with replacing_folder(target) as staging:
         shutil.copytree(source, staging, copy_function=_link_or_copy)
         manifest = write_manifest(

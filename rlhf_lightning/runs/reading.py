@@ -1,76 +1,41 @@
-"""Files of run and model folders, which may come from someone else, and the JSON in them."""
+"""JSON and YAML of run and model folders, read as data."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-MOST_BYTES = 2**31
-MOST_LEVELS = 50
-
-
-def read_file(path: Path, *, most: int = MOST_BYTES, follow: bool = False) -> bytes:
-    """Return the content of a file.
-
-    Args:
-        path: a regular file; nothing is read from a pipe or a device.
-        most: largest size in bytes.
-        follow: follow links, as in the hub's cache.
-
-    Raises:
-        ValueError: for a link, another thing than a file, or one that is too large.
-        OSError: if it cannot be read.
-    """
-    if path.is_symlink() and not follow:
-        raise ValueError(f"{path} is a link: put a copy of what it names in its place")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)  # `open` refuses a folder, and would leave it open
-        raise ValueError(f"{path} is no file: remove it")
-    with open(descriptor, "rb") as file:
-        if found.st_size > most:
-            raise ValueError(f"{path} is larger than {most // 2**20} MiB: remove it")
-        return file.read()
 
 
 def read_json(path: Path) -> Any:
     """Return the JSON of a file.
 
     Raises:
-        ValueError: if it is none, or nested too deep; see `read_file` too.
+        ValueError: if it is none.
         OSError: if it cannot be read.
     """
-    return loads(read_file(path, follow=True))
+    return json.loads(path.read_bytes())
 
 
-def loads(content: bytes) -> Any:
-    """Return what JSON says.
+def read_yaml(path: Path) -> Any:
+    """Return the YAML of a file: plain values, never objects.
 
     Raises:
-        ValueError: if it is none, or nested deeper than `MOST_LEVELS`.
+        ValueError: if it is none.
+        OSError: if it cannot be read.
     """
     try:
-        found = json.loads(content)
-        opened = content.count(b"[") + content.count(b"{")
-        if opened <= MOST_LEVELS or _levels(found) <= MOST_LEVELS:
-            return found
-    except RecursionError:
-        pass
-    raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
-
-
-def _levels(value: Any) -> int:
-    inside = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(_levels, inside), default=0) if isinstance(value, dict | list) else 0
+        return yaml.safe_load(path.read_text("utf-8"))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def parse(kind: type[T], text: str | bytes) -> T:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import actions_of, alerts_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, to_json
-from rlhf_lightning.runs.reading import parse, read_file
+from rlhf_lightning.runs.reading import parse
 
 Status = Literal["running", "completed", "failed", "stopped"]
 _STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages bring
@@ -149,7 +149,7 @@ def read_summary(folder: RunFolder) -> Summary:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {folder.path} is no run folder, or not begun")
     try:
-        return parse(Summary, read_file(path))
+        return parse(Summary, path.read_bytes())
     except ValueError as error:
         raise ValueError(
             f"{path} cannot be read as a run summary ({error}): delete it, or restore it"

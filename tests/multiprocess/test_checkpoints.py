@@ -103,7 +103,7 @@ def test_a_shard_that_is_damaged_or_missing_is_noticed(saved, tmp_path):
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
-    assert checkpoint_problem(damaged) == f"it is damaged in {shard.name}"
+    assert f"it is damaged in {shard.name}" in (checkpoint_problem(damaged) or "")
     shard.unlink()
     assert f"{shard.name} is missing" in (checkpoint_problem(damaged) or "")
     assert json.loads((damaged / "checksums.json").read_text()).keys() >= {shard.name, "meta.pt"}

@@ -11,8 +11,8 @@ from rlhf_lightning.app.config.compose import ConfigError, at
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.resume import checkpoint_problem
-from rlhf_lightning.runs.saved_yaml import read_yaml
 from rlhf_lightning.runs.summary import summary_or_none
 
 MOST_SUBSTITUTIONS = 10_000

@@ -44,7 +44,7 @@ from rlhf_lightning.rollout.teachers import ServerTeacher
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import DoctorEvent
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.reading import parse, read_file
+from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.stopping import RunStoppedError
 
 _WEIGHT = "domain_weights."
@@ -106,7 +106,7 @@ def write_handover(folder: RunFolder, handover: Handover) -> None:
 def read_handover(folder: RunFolder) -> Handover | None:
     """Return that of the last rollback of a run; None if there was none."""
     path = folder.checkpoints / HANDOVER
-    return parse(Handover, read_file(path)) if path.is_file() else None
+    return parse(Handover, path.read_bytes()) if path.is_file() else None
 
 
 logger = logging.getLogger(__name__)
