@@ -41,7 +41,6 @@ from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_p
 from rlhf_lightning.rollout.scorers.base import reward_of
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, content_digest, read_manifest
-from rlhf_lightning.runs.summary import summary_or_none
 
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
 
@@ -109,9 +108,8 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
             path = working_folder(folder) / str(trained.source.get("path"))
             if any(file.is_relative_to(path.resolve()) for file in files):
                 return True
-        summary = summary_or_none(folder)
-        if summary is not None and any(digests.intersection(d) for d in summary.read.values()):
-            return True
+            if path.is_file() and content_digest(path) in digests:
+                return True
     return False
 
 

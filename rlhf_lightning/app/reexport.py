@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.local_files import is_unchanged, local_files
 from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
@@ -26,11 +25,11 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.checkpoint_state import KEY, check_adapters
 from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.runs.manifest import ManifestError, content_digest
+from rlhf_lightning.runs.manifest import ManifestError
 from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.source import Source
-from rlhf_lightning.runs.summary import read_summary, summary_or_none
+from rlhf_lightning.runs.summary import read_summary
 
 Model = PolicyModel | ScalarHeadModel
 
@@ -84,7 +83,6 @@ def _settings(folder: RunFolder) -> TrainSettings:
     """Return the run's settings, checked, with the place where its start is found now."""
     settings = read_saved(TrainSettings, folder.config)
     _refuse_code(settings.model.trust_remote_code)
-    _refuse_other_files(settings, folder)
     start = settings.start
     if start is not None:
         there = working_folder(folder) / start
@@ -92,27 +90,6 @@ def _settings(folder: RunFolder) -> TrainSettings:
             # The run was started in another folder than this command, which may hold another model.
             settings = settings.updated({f"artifacts.{settings.spec.starts_from}": str(there)})
     return settings
-
-
-def _refuse_other_files(settings: TrainSettings, folder: RunFolder) -> None:
-    """Refuse a template or a tokenizer of this machine that the run has not read: it is exported.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    summary = summary_or_none(folder)
-    read = {} if summary is None else summary.read
-    for place, value, paths in local_files(settings):
-        if not place.startswith("model.") or is_unchanged(paths, read.get(place, ())):
-            continue
-        exported = folder.export / "chat_template.jinja"  # of a version that kept no digests
-        if not exported.is_file() or any(
-            content_digest(path) != content_digest(exported) for path in paths
-        ):
-            raise ConfigError(
-                f"{place}={value} is not known of the run (SHA-256), and a run folder alone is not "
-                "trusted with other files: put the one back that it read"
-            )
 
 
 def _refuse_code(trusted: object) -> None:

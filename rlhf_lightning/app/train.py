@@ -28,7 +28,6 @@ from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.local_files import digests_of
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_changes, keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -118,7 +117,6 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         summary,
         seconds=_spent(folder, checkpoint),
         judged=not settings.only_runs,
-        read=digests_of(settings) if first else {},
     )
     begun = time.perf_counter()
     # The first rank alone writes.

@@ -67,7 +67,6 @@ class Summary:
         actions: the doctor's actions: changes of controls, stops and rollbacks.
         about: what was trained from what, on what and against what, in words.
         judged: False where the run only shows that it runs, as with `debug=fast`.
-        read: SHA-256 of the files and models that training was given, by key of the configuration.
         title: the kind of run in words, such as "PPO"; the stage where a run of an earlier
             version has none.
         next: what to do with what it made: a sentence, and on a second line a command for the shell
@@ -89,7 +88,6 @@ class Summary:
     actions: tuple[Mapping[str, Any], ...] = ()
     about: Mapping[str, str] = field(default_factory=dict)
     judged: bool = True
-    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     title: str = ""
     next: str = ""
 

@@ -1,9 +1,8 @@
-"""A run folder from someone else is data: it runs nothing, writes nothing and reads no secrets."""
+"""A run folder from someone else is data: its settings name public classes of ours alone."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +80,6 @@ NODES = {
     "callbacks.extra": [{"a": WRITE}],
     "doctor.second_scorer": [LOAD],
     "stage": ["os.system", ["ppo"]],
-    "gates": [[1], {"x": {"metric": "val/${oc.env:CANARY}", "at_least": 0}}],
-    "dataset.name": [
-        "${oc.env:CANARY}",
-        "${ oc.env : CANARY }",
-        "${oc.select:nope,${oc.env:CANARY}}",
-        "\\${oc.env:CANARY}",
-        "${oc.decode:'{a: 1}'}",
-        "${hydra:runtime.cwd}",
-        "${..name}",
-        "${dataset.name}",
-    ],
 }
 CASES = [(key, value) for key, values in NODES.items() for value in values]
 
@@ -125,64 +113,19 @@ def test_a_saved_node_that_could_do_anything_is_refused_and_does_nothing(
 ) -> None:
     proof, evil = tmp_path / "PROOF", tmp_path / "evil.py"
     evil.write_text(f"open({str(proof)!r}, 'w').close()\ndef f(**_): return []\n")
-    monkeypatch.setenv("CANARY", "canary-of-the-environment")
     text = yaml.safe_dump(put(saved, key, value), sort_keys=False)
     folder = folder_of(tmp_path, text.replace("EVIL", str(evil)).replace("PROOF", str(proof)))
     with pytest.raises(ConfigError) as caught:
         settings_of(f"run={folder.path}", entry="evaluate")
     assert not proof.exists()
     assert "\n" not in str(caught.value)
-    assert "canary-of-the-environment" not in str(caught.value)
 
 
-def concatenated(config: Config) -> Config:
-    parts = {"one": "$", "two": "{oc.env:CANARY}", "name": "${dataset.one}${dataset.two}"}
-    return config | {"dataset": config["dataset"] | parts}
-
-
-def doubling(config: Config) -> Config:
-    rows = {f"l{n}": [f"${{dataset.l{n + 1}}}"] * 10 for n in range(12)} | {"l12": "x"}
-    return config | {"dataset": config["dataset"] | rows}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("change", [concatenated, doubling])
-def test_interpolations_neither_build_others_nor_grow_without_end(
-    saved: Config, tmp_path: Path, change: Callable[[Config], Config]
-) -> None:
-    folder = folder_of(tmp_path, yaml.safe_dump(change(saved)))
-    with pytest.raises(ConfigError, match="dataset"):
+def test_objects_of_yaml_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "a: !!python/object/apply:os.system ['true']")
+    with pytest.raises(ConfigError):
         settings_of(f"run={folder.path}", entry="evaluate")
-
-
-ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '*a'] * 9)}]\n" for n in range(9)
-)
-FILES = {
-    "aliases": ALIASES,
-    "a merge": "a: &a {x: 1}\nb: {<<: *a}\n",
-    "deep lists": "a: " + "[" * 3000 + "]" * 3000,
-    "deep mappings": "a: " + "{a: " * 30 + "1" + "}" * 30,
-    "too large": "a: " + "x" * 2**21,
-    "a date": "stage: 2001-01-01",
-    "bytes": "a: !!binary aGk=",
-    "an object": "a: !!python/object/apply:os.system ['true']",
-    "a long number": "a: " + "9" * 5000,
-    "two documents": "a: 1\n---\nb: 2\n",
-    "no key": "null: 1\nstage: ppo\n",
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("what", FILES)
-def test_a_file_that_is_no_plain_configuration_is_refused_at_once(tmp_path: Path, what: str):
-    folder = folder_of(tmp_path, FILES[what])
-    for entry in ("evaluate", "collect"):
-        with pytest.raises(ConfigError):
-            settings_of(f"run={folder.path}", entry=entry)
-    if what != "no key":
-        assert _config(folder) == {}  # as a report reads it
+    assert _config(folder) == {}  # as a report reads it
 
 
 def test_what_a_run_read_from_the_environment_is_saved_as_its_value(working_folder, monkeypatch):

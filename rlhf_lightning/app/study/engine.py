@@ -24,14 +24,13 @@ from rlhf_lightning.app.command_line import check_command_line, fail, run_job, s
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.local_files import UNREADABLE
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.settings import RunSettings
 from rlhf_lightning.app.study.words import key_of
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time, own_environment
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
-from rlhf_lightning.runs.manifest import content_digest
+from rlhf_lightning.runs.manifest import ManifestError, content_digest
 from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.stopping import RunStoppedError, stop_behind, stopping_on_signals
 from rlhf_lightning.runs.summary import (
@@ -249,7 +248,7 @@ class Run:
         records = [folder.path / "data"] if self.command == "collect" else []
         try:
             return {path.name: content_digest(path) for path in (*records, *self.published)}
-        except UNREADABLE:
+        except (ManifestError, OSError, ValueError, TypeError):
             return None
 
 
@@ -277,7 +276,7 @@ def _digests_of(key: str, text: str) -> dict[str, str]:
         path /= "data"
     try:
         found = {key: content_digest(path)}
-    except UNREADABLE:
+    except (ManifestError, OSError, ValueError, TypeError):
         return {}
     beside = sorted(file for name in _BESIDE for file in path.glob(name)) if is_model else []
     if beside:

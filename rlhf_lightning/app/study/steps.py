@@ -15,7 +15,6 @@ from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import (
     command_settings,
     named_again,
-    read_again,
     take_over,
 )
 from rlhf_lightning.app.config.save import write_settings
@@ -110,17 +109,8 @@ class Step(Run):
             self.place.rename(next(other for other in others if not other.exists()))
 
     def _placed_words(self) -> list[str]:
-        """Return its words with those that say where it writes.
-
-        And with what a collection reads before its lead has: nothing has recorded it yet.
-        """
+        """Return its words with those that say where it writes."""
         placed = [given("paths.outputs", self.place.parent), given("hydra.run.dir", self.place)]
-        if self.command != "collect" or self.lead is None:
-            return [*self.words, *placed]
-        chosen = {key_of(word) for word in self.words}
-        for named, keys in read_again("collect", _settings_of(self.lead)):
-            if named.place.partition(".")[0] not in chosen:
-                placed.append(given(f"++{keys[-1]}", named.value))
         return [*self.words, *placed]
 
 
