@@ -206,13 +206,13 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
         # A line counts when its end was written.
         lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
         header = lines[0] if lines else [ITERATION]
-        if header[0] != ITERATION:
-            raise ValueError("its first column is not the iteration")
         rows = [
             {name: float(cell) for name, cell in zip(header, line, strict=True) if cell != ""}
             for line in lines[1:]
             if len(line) == len(header)
         ]
+        if header[0] != ITERATION or not all(ITERATION in row for row in rows):
+            raise ValueError("not each row begins with its iteration")
     except (ValueError, csv.Error) as error:
         raise ValueError(
             f"{path} cannot be read as the metrics of a run ({error}): restore it, or move it away"

@@ -241,7 +241,7 @@ def test_a_flipped_bit_and_a_broken_manifest_are_refused(tmp_path, kind):
     write_manifest(folder, stage="sft", run="r")
     KINDS[kind](folder)
     flip_a_bit(folder / "model.safetensors")
-    with pytest.raises(ManifestError, match=r"is not what its manifest\.json says: fingerprint"):
+    with pytest.raises(ManifestError, match=r"is not what its manifest\.json says"):
         KINDS[kind](folder)
     flip_a_bit(folder / "model.safetensors")
     KINDS[kind](folder)
