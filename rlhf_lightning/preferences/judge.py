@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,14 @@ from rlhf_lightning.arguments import AtLeast0, JsonObject, PathStr, Seed, Size, 
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.journal import Journal
-from rlhf_lightning.preferences.judge_prompt import SYSTEM, TEMPLATE, JudgePrompt, Question
+from rlhf_lightning.preferences.judge_prompt import (
+    CLOSINGS,
+    SYSTEM,
+    TEMPLATE,
+    JudgePrompt,
+    Question,
+    Reading,
+)
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
 from rlhf_lightning.preferences.records import (
     SIDES,
@@ -29,12 +36,10 @@ from rlhf_lightning.preferences.records import (
     Pair,
     Side,
 )
-from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.text.thoughts import Thoughts
-from rlhf_lightning.text.verdicts import LETTERS, parse_verdict
+from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
-logger = logging.getLogger(__name__)
-MANY = 5  # replies that cannot be read, and none that can: it is the requests, not the texts
+MILLION = 1_000_000
 NUM_KEPT, NUM_SHOWN = 2000, 200  # characters of a reply: in the journal, in a message
 
 # Why a reply has no verdict.
@@ -44,7 +49,8 @@ _FIXES = {
     "judge.max_completion_tokens, judge.temperature and judge.system can be null",
     CUT_OFF: "raise judge.max_tokens={0.max_tokens} (thoughts count too), or switch thinking off",
     EMPTY: "raise judge.max_tokens={0.max_tokens}, or check judge.model",
-    NO_VERDICT: "change judge.template or judge.model, so that it replies A, B or C",
+    NO_VERDICT: "end judge.template with {1!r}, use judge.read=json where the endpoint has "
+    "structured output, or change judge.model",
 }
 
 
@@ -63,7 +69,7 @@ class Judgement:
         retries: number of failed attempts.
         probabilities: probabilities of A, B and C, where they were read instead of the text.
         unread: reason why there is no verdict: `refused`, `cut off`, `empty` or `no verdict`.
-        said: the service's sentence where it refused, else the thoughts before it, shortened.
+        said: the service's sentence where it refused.
         mark: the delimiter of this request.
         spelled: how many of the two responses spell a delimiter, a control token or a verdict.
         estimated: the service did not count the tokens.
@@ -171,20 +177,21 @@ def judge_figures(judgements: Sequence[Judgement]) -> JudgeFigures:
 class JudgeAnnotator:
     """Asks a model about each pair twice, the second time with the responses swapped.
 
-    Reading texts, a side wins if both orders name it; where they differ, or one is a tie, the label
-    is a tie; where one cannot be read, a skip. Reading log-probabilities, each response has the
-    mean of its probabilities in the two orders, which removes the position bias.
+    Reading verdicts, a side wins if both orders name it; where they differ, or one is a tie, the
+    label is a tie; where one cannot be read, a skip. Reading log-probabilities, each response has
+    the mean of its probabilities in the two orders, which removes the position bias.
 
-    The cost is in the journal before a reply is read. If none of the first replies can be read, it
-    stops asking.
+    Each reply is in the journal with its cost. If most replies after a batch cannot be read, that
+    ends the labelling.
 
     Args:
         hparams: the fields of `JudgeHparams`, `model` among them.
         name: name of the annotator; the model's by default.
-        read: `text`, or `logprobs` for a service that gives them.
+        read: `text` reads the last [[A]], [[B]] or [[C]]; `json` asks a service with structured
+            output for {"verdict": "A"}; `logprobs` reads those of the letters A, B and C.
         system: the system message; empty or None for none.
         template: with the places `{prompt}`, `{a}` and `{b}`; `{mark}` is a delimiter that is drawn
-            for each request.
+            for each request. None is our own; yours says how to reply, as `CLOSINGS` do.
         thoughts: whether the judge reads the thoughts of responses that think.
         extra: further keys of the request, such as `{reasoning_effort: low}`.
         tie_below: with log-probabilities, a smaller difference of the two responses is a tie.
@@ -205,9 +212,9 @@ class JudgeAnnotator:
         self,
         *,
         name: str | None = None,
-        read: Literal["text", "logprobs"] = "text",
+        read: Reading = "text",
         system: str | None = SYSTEM,
-        template: str = TEMPLATE,
+        template: str | None = None,
         thoughts: Thoughts = "drop",
         extra: JsonObject | None = None,
         tie_below: AtLeast0 = 0.0,
@@ -217,10 +224,12 @@ class JudgeAnnotator:
         **hparams: Any,
     ) -> None:
         self.hparams = JudgeHparams(**hparams)
-        self.prompt = JudgePrompt(template, system, seed, thoughts)
+        own = TEMPLATE + CLOSINGS[read]
+        self.prompt = JudgePrompt(own if template is None else template, system, seed, thoughts)
         self.name = name or self.hparams.model
         self.read = read
-        self.extra = dict(extra or {})
+        asked = {"response_format": SCHEMA} if read == "json" else {}
+        self.extra = asked | dict(extra or {})
         self.known = known
         self.tie_below = tie_below
         self.batch_size = batch_size
@@ -228,7 +237,6 @@ class JudgeAnnotator:
         self._made: list[Judgement] = []
         self._known: dict[tuple[str, Side], Judgement] = {}
         self._spent = 0.0
-        self._warned = False
         self._service: JudgeService | None = None
 
     @property
@@ -239,7 +247,7 @@ class JudgeAnnotator:
     def keep_in(self, path: Path | str) -> None:
         """Write judgements to this journal, and do not ask again for those that are there.
 
-        Where none of them could be read, that ended the run before: they are asked for again.
+        Where most of them could not be read, that ended the run before: those are asked for again.
 
         Raises:
             AnnotationError: if `known` cannot be read.
@@ -256,111 +264,87 @@ class JudgeAnnotator:
         for judgement in made:
             if judgement.judge == self.name:
                 self._remember(judgement)
-        if not self._readable:
-            self._known.clear()
+        if self._mostly_unread:
+            self._known = {key: j for key, j in self._known.items() if j.verdict is not None}
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair.
 
         Raises:
-            AnnotationError: if the service fails, no reply can be read, or `max_cost` is reached.
+            AnnotationError: if the service fails, most replies cannot be read, or `max_cost` is
+                reached.
         """
         todo = [
             (p, order) for p in pairs for order in SIDES if (p.pair_id, order) not in self._known
         ]
         if todo:
-            run_async(lambda: self._ask_all(todo))
+            self._ask_all(todo)
         return [self._label(pair) for pair in pairs]
 
     def messages(self, pair: Pair, order: Side) -> list[dict[str, str]]:
         """Return what the judge is sent when `order` is shown as A."""
         return self.prompt.question(pair, order).messages
 
-    async def _ask_all(self, todo: Sequence[tuple[Pair, Side]]) -> None:
-        if self._service is None:
-            self._service = JudgeService(self.hparams)
-        service, logprobs = self._service, self.read == "logprobs"
-        stop = asyncio.Event()
-        failures: list[Exception] = []
-        async with service.client(stop) as client:
+    def _ask_all(self, todo: Sequence[tuple[Pair, Side]]) -> None:
+        service = self._service = self._service or JudgeService(self.hparams)
+        limit, failures, lock = self.hparams.max_cost, list[Exception](), threading.Lock()
 
-            async def ask(item: tuple[Pair, Side]) -> None:
-                limit = self.hparams.max_cost
-                if stop.is_set() or (limit is not None and self._spent >= limit):
-                    return
-                question = self.prompt.question(*item)
-                try:
-                    reply = await service.ask(
-                        client, question.messages, logprobs=logprobs, extra=self.extra
-                    )
-                    judgement = self._judgement(*item, question, reply)
-                    self._remember(judgement)
-                    if self._journal is not None:
-                        self._journal.append([judgement])
-                    self._check(reply)
-                except Exception as error:  # requests under way are paid for: they end first
-                    failures.append(error)
-                    stop.set()
+        def ask(item: tuple[Pair, Side]) -> None:
+            if failures or (limit is not None and self._spent >= limit):
+                return
+            question = self.prompt.question(*item)
+            is_logprobs = self.read == "logprobs"
+            try:
+                reply = service.ask(question.messages, logprobs=is_logprobs, extra=self.extra)
+            except Exception as error:  # requests under way are paid for: they end first
+                failures.append(error)
+                return
+            judgement = self._judgement(*item, question, reply)
+            with lock:
+                self._remember(judgement)
+                if self._journal is not None:
+                    self._journal.append([judgement])
 
-            await request_all(ask, todo, concurrency=self.hparams.concurrency)
+        with ThreadPoolExecutor(self.hparams.concurrency) as pool:
+            list(pool.map(ask, todo))
         if failures:
             raise failures[0]
         if any((pair.pair_id, order) not in self._known for pair, order in todo):
             raise AnnotationError(
-                f"{self.name} has cost {self._spent:.4g}, judge.max_cost={self.hparams.max_cost:g} "
-                f"is reached: raise it, {GO_ON}"
+                f"{self.name} has cost {self._spent:.4g}, judge.max_cost={limit:g} is reached: "
+                f"raise it, {GO_ON}"
             )
-        if not self._readable:
-            raise AnnotationError(self._nothing_readable())
+        if self._mostly_unread:
+            raise AnnotationError(self._unread_message())
 
     @property
-    def _readable(self) -> bool:
-        return any(judgement.verdict is not None for judgement in self._known.values())
+    def _mostly_unread(self) -> bool:
+        return sum(j.verdict is None for j in self._known.values()) * 2 > len(self._known)
 
     def _remember(self, judgement: Judgement) -> None:
         self._made.append(judgement)
         self._known[judgement.pair_id, judgement.order] = judgement
         self._spent += judgement.cost
 
-    def _check(self, reply: Reply) -> None:
-        """Raise what a reply that was kept says about all others."""
-        assert self._service is not None  # it has just replied
-        if reply.problem is not None:
-            raise AnnotationError(f"{self._service.where} {reply.problem}")
-        if reply.uncounted is not None:
-            limit = self.hparams.max_cost
-            told = f"{self._service.where} does not count its tokens ({reply.uncounted})"
-            if reply.impossible and limit is not None:
-                raise AnnotationError(
-                    f"{told}: judge.max_cost={limit:g} cannot be checked. Set judge.max_cost=null "
-                    "to use costs estimated from the texts"
-                )
-            if not self._warned:
-                logger.warning("%s: costs and judge.max_cost go by estimates from the texts", told)
-            self._warned = True
-        if len(self._known) >= MANY and not self._readable:
-            raise AnnotationError(self._nothing_readable())
-
-    def _nothing_readable(self) -> str:
-        judgements = list(self._known.values())
-        ((why, _),) = Counter(j.unread for j in judgements).most_common(1)
-        last = next(j for j in reversed(judgements) if j.unread == why)
+    def _unread_message(self) -> str:
+        unread = [j for j in self._known.values() if j.verdict is None]
+        ((why, _),) = Counter(j.unread for j in unread).most_common(1)
+        last = next(j for j in reversed(unread) if j.unread == why)
         shown = " ".join((last.reply or last.said).split())[:NUM_SHOWN]
-        fix = _FIXES[str(why)].format(self.hparams)
+        fix = _FIXES[str(why)].format(self.hparams, CLOSINGS[self.read])
         if self.read == "logprobs" and why != REFUSED:
-            fix = "no log-probability of A, B or C came first: use judge.read=text"
+            fix = "no log-probability of A, B or C came first: use judge.read=text or json"
         return (
-            f"{self.name}: none of the first {len(judgements)} replies has a verdict ({why}), the "
-            f"last is {shown!r}: {fix}"
+            f"{self.name}: {len(unread)} of {len(self._known)} replies have no verdict ({why}), "
+            f"the last is {shown!r}: {fix}"
         )
 
     def _judgement(self, pair: Pair, order: Side, question: Question, reply: Reply) -> Judgement:
-        assert self._service is not None  # it has just replied
         letter, probabilities = None, None
         if self.read == "logprobs":
             probabilities = letter_probabilities(reply.top_tokens)
             letter = max(probabilities, key=lambda k: probabilities[k]) if probabilities else None
-        elif not reply.refused and reply.problem is None:
+        elif not reply.refused:
             letter = parse_verdict(reply.text, cut_off=reply.cut_off)
         sides: dict[str | None, Any] = {"A": order, "B": SIDES[order == "first"], "C": "tie"}
         why = REFUSED if reply.refused else CUT_OFF if reply.cut_off else NO_VERDICT
@@ -374,14 +358,18 @@ class JudgeAnnotator:
             reply=None if reply.refused else _shortened(reply.text),
             input_tokens=reply.input_tokens,
             output_tokens=reply.output_tokens,
-            cost=self._service.cost(reply.input_tokens, reply.output_tokens),
+            cost=(
+                reply.input_tokens * self.hparams.input_price
+                + reply.output_tokens * self.hparams.output_price
+            )
+            / MILLION,
             retries=reply.retries,
             probabilities=probabilities,
             unread=None if letter else why,
-            said=_shortened(reply.text if reply.refused else reply.thoughts),
+            said=_shortened(reply.text) if reply.refused else "",
             mark=question.mark,
             spelled=question.spelled,
-            estimated=reply.uncounted is not None,
+            estimated=reply.estimated,
         )
 
     def _label(self, pair: Pair) -> Label:

@@ -45,7 +45,6 @@ _LEFT_OUT = frozenset(
         "judge.max_retries",
         "judge.max_tokens",
         "judge.output_price",
-        "judge.requests_per_minute",
         "judge.timeout",
         "strategy.name",
         "strategy.timeout_minutes",

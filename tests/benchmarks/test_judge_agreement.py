@@ -68,12 +68,12 @@ def test_a_judge_that_names_what_comes_first_agrees_by_chance_and_is_seen_throug
 
 
 def test_what_was_asked_is_not_asked_again_and_rambling_is_counted(pandalm: Path) -> None:
-    with serving(prefers_longer, lambda *_: "Well, both have merits.") as server:
+    with serving(*[prefers_longer] * 5, lambda *_: "Well, both have merits.") as server:
         first = figures(server, pandalm, "--pairs", "4")
         assert len(server.requests) == 8
         again = figures(server, pandalm, "--pairs", "4")
         assert len(server.requests) == 8
-    assert first["unreadable_share"] == 7 / 8
-    assert first["labels"] == {"skip": 4}
+    assert first["unreadable_share"] == 3 / 8
+    assert first["labels"]["skip"] >= 2
     assert again | {"seconds_a_request": None} == first | {"seconds_a_request": None}
     assert again["seconds_a_request"] is None

@@ -25,12 +25,9 @@ _SHOWN = re.compile(
 class Failure:
     """A reply that is an error of HTTP."""
 
-    def __init__(
-        self, status: int, text: str = "out of order", *, raw: bool = False, **headers: str
-    ) -> None:
+    def __init__(self, status: int, text: str = "out of order", **headers: str) -> None:
         self.status = status
         self.text = text
-        self.raw = raw  # the text is the whole body
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
@@ -38,7 +35,7 @@ class Odd:
     """A reply whose JSON has other values than usual: of the answer, its choice or its message."""
 
     def __init__(
-        self, content: Any = "A", *, answer: Any = None, choice: Any = None, message: Any = None
+        self, content: Any = "[[A]]", *, answer: Any = None, choice: Any = None, message: Any = None
     ) -> None:
         self.answer = answer or {}
         self.choice = choice or {}
@@ -49,8 +46,7 @@ class ChatServer:
     """Answers `POST /v1/chat/completions` with what `behaviours` say, each once, the last for ever.
 
     A behaviour returns a text, a dictionary of probabilities of tokens (sent as log-probabilities
-    if they were asked for), a `Failure`, an `Odd`, bytes that are sent as they are, or a function
-    that writes to the connection itself.
+    if they were asked for), a `Failure`, an `Odd`, or bytes that are sent as they are.
     """
 
     def __init__(self, *behaviours: Behaviour, key: str | None = None) -> None:
@@ -106,10 +102,9 @@ class ChatServer:
             return 401, b'{"error": {"message": "who are you?"}}', {}
         reply = behaviour(*shown)
         if isinstance(reply, Failure):
-            text = reply.text
-            body = text.encode() if reply.raw else json.dumps({"error": {"message": text}}).encode()
+            body = json.dumps({"error": {"message": reply.text}}).encode()
             return reply.status, body, reply.headers
-        if isinstance(reply, bytes) or callable(reply):
+        if isinstance(reply, bytes):
             return 200, reply, {}
         if isinstance(reply, Odd):
             usual = completion(body, "A")
@@ -120,9 +115,6 @@ class ChatServer:
 
     @staticmethod
     def _send(handler, status: int, payload: Any, headers: dict[str, str]) -> None:
-        if callable(payload):
-            payload(handler)
-            return
         handler.send_response(status)
         own = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
         for name, value in {**own, **headers}.items():
@@ -137,8 +129,9 @@ def completion(body: dict[str, Any], reply: Any) -> dict[str, Any]:
     if isinstance(reply, dict):
         top = [{"token": t, "logprob": math.log(p), "bytes": None} for t, p in reply.items()]
         top.sort(key=lambda item: -item["logprob"])
-        text = top[0]["token"]
+        text = f"[[{top[0]['token']}]]"
         if body.get("logprobs"):
+            text = top[0]["token"]
             logprobs = {"content": [{**top[0], "top_logprobs": top}], "refusal": None}
     else:
         text = str(reply)
@@ -176,11 +169,11 @@ def serving(*behaviours: Behaviour, key: str | None = None) -> Iterator[ChatServ
 
 
 def prefers_longer(prompt: str, a: str, b: str) -> str:
-    return "A" if len(a) > len(b) else "B" if len(b) > len(a) else "C"
+    return "[[A]]" if len(a) > len(b) else "[[B]]" if len(b) > len(a) else "[[C]]"
 
 
 def always_a(prompt: str, a: str, b: str) -> str:
-    return "A"
+    return "[[A]]"
 
 
 def failing(status: int, **headers: str) -> Behaviour:

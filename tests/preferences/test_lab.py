@@ -31,7 +31,7 @@ from rlhf_lightning.preferences.publishing import (
 from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
 from rlhf_lightning.preferences.rules import LengthRule, RepetitionRule
 from rlhf_lightning.text.tokenizers import load_tokenizer
-from tests.builders.chat_server import serving
+from tests.builders.chat_server import prefers_longer, serving
 from tests.builders.runs import make_start
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:30]
@@ -176,7 +176,7 @@ def test_what_is_on_disk_is_not_done_again(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_a_judge_takes_part_and_its_cost_is_counted(lab: Lab) -> None:
-    with serving(lambda prompt, a, b: "A" if len(a) > len(b) else "B") as server:
+    with serving(prefers_longer) as server:
         judge = JudgeAnnotator(
             model="judge",
             base_url=server.url,
@@ -195,7 +195,7 @@ def test_a_judge_takes_part_and_its_cost_is_counted(lab: Lab) -> None:
 
 
 def test_a_judge_alone_labels_validation_too_and_nothing_is_said_of_people(lab: Lab) -> None:
-    with serving(lambda prompt, a, b: "A" if len(a) > len(b) else "B") as server:
+    with serving(prefers_longer) as server:
         judge = JudgeAnnotator(model="judge", base_url=server.url, api_key_env=None)
         collection = replace(lab, annotators=[judge], people=None).run(PROMPTS)
     assert {label.annotator for label in collection.labels} == {"judge"}

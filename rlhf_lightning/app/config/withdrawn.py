@@ -17,6 +17,7 @@ WITHDRAWN: dict[str, str] = {
     "dataset.source.on_template_loss": "set model.chat_template=FILE or NAME, or "
     "dataset.source.on_bad_record=skip",
     "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
+    "judge.requests_per_minute": "lower judge.concurrency; the client waits as the service asks",
     "ratings_per_pair": "write labels_per_pair=N",
     "sharing.*": "pairs with a known answer are asked like all others",
     "page.host": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",
