@@ -5,7 +5,7 @@ Factories ask here. Outside of `building_for` every process reads weights and pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -24,9 +23,6 @@ class Ranks(Protocol):
 
     def place(self, root: nn.Module, *, frozen: bool) -> None:
         """Shard a model with the weights that were read."""
-
-    def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """Return on every rank what `make` returns on the one that has read weights."""
 
 
 _RANKS: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
@@ -54,12 +50,6 @@ def place_on_ranks(root: ModelT, *, frozen: bool = False) -> ModelT:
     if ranks is not None:
         ranks.place(root, frozen=frozen)
     return root
-
-
-def from_rank_zero(make: Callable[[], T]) -> T:
-    """Return what `make` reads from the numbers of a model, the same on every rank."""
-    ranks = _RANKS.get()
-    return make() if ranks is None else ranks.from_rank_zero(make)
 
 
 @contextmanager

@@ -5,23 +5,18 @@ Legend: b rows of a micro-batch, W their padded width, L labels, H hidden size.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_lightning.functional.sequences import last_token_index
-from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.whole_weights import listed, load_whole
 
-DTYPES = ("float32", "bfloat16", "auto")
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
 
 
@@ -58,20 +53,18 @@ class SequenceClassifier(nn.Module):
 
     Args:
         model: an instance of `AutoModelForSequenceClassification`.
-
-    Raises:
-        ValueError: if the score at the last token is not what the model itself returns, or if the
-            model overlooks EOS because that is its pad token.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model: Any = model
         self.reads_last_token = isinstance(getattr(model, "score", None), nn.Linear)
-        _put_head_into_fp32(model)
+        for name, module in list(model.named_modules()):
+            is_head = name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear)
+            if is_head and module.out_features == model.config.num_labels:
+                model.set_submodule(name, Float32Linear(module))
         # What `export_scalar_model` leaves out of the head, which has no bias there.
         self.offset = float(getattr(model.config, "reward_offset", 0.0))
-        _check_reading(self)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
@@ -79,7 +72,7 @@ class SequenceClassifier(nn.Module):
         """Return `[b, L]` logits.
 
         Args:
-            input_ids: `[b, W]`; padded on the right where the last token is read.
+            input_ids: `[b, W]`, padded on the right.
             attention_mask: `[b, W]` bool, True on real tokens.
             token_type_ids: `[b, W]`, for models whose tokenizer makes them.
         """
@@ -104,15 +97,12 @@ def load_classifier(
     Args:
         source: folder or hub name.
         revision: branch, tag or commit of a hub name.
-        dtype: dtype of the weights; "auto" keeps that of the checkpoint, and for the last layer its
-            own.
+        dtype: dtype of the weights; "auto" is that of the checkpoint.
 
     Raises:
-        ValueError: if `dtype` is unknown, if the checkpoint stores no classification head, or if it
-            needs code from its repository, which is never run.
+        ValueError: if the checkpoint stores no classification head, or if it needs code from its
+            repository, which is never run.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} of a reward model must be one of {', '.join(DTYPES)}")
     loading = loading_options(source, revision=revision)
 
     def not_stored(missing: list[str]) -> str | None:
@@ -141,8 +131,6 @@ def load_classifier(
             f"{source} needs code from its own repository, which is never run: serve the model "
             "and use scorer=http"
         ) from error
-    if dtype == "auto" and reads_weights():
-        _restore_head(model, str(source), revision)
     return SequenceClassifier(model).eval().requires_grad_(False)
 
 
@@ -153,37 +141,33 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 @torch.no_grad()
-def reads_padding_on_left(classifier: SequenceClassifier, pad_id: int) -> bool:
-    """Return on which side padding does not change the score, found by trial.
-
-    Absolute positions and pooling at the first token need it on the right, pooling at the last
-    column (XLNet) on the left. The tokenizer's setting is no guide: it may be that of generation.
+def check_reading(classifier: SequenceClassifier, pad_id: int) -> None:
+    """Check that a row has the score that the model itself gives it, alone and padded.
 
     Raises:
-        ValueError: if padding changes the score on both sides.
+        ValueError: if it has another one: the model pools at the last column, or does something to
+            its score after the head.
     """
     model = classifier.model
-    if classifier.reads_last_token or next(model.parameters()).is_meta:
-        return False
-    row = _probe(model, pad_id)  # [1, W]
-    eos = sorted(eos_ids(model) - {pad_id})
-    row[:, -1] = eos[0] if eos else row[:, -1]
+    parameter = next(model.parameters())
+    if parameter.is_meta:  # another rank reads the weights
+        return
+    eos = eos_ids(model) - {pad_id}
+    plain = [i for i in range(32) if i != pad_id and i not in eos_ids(model)][:8]
+    ends = [] if classifier.reads_last_token else sorted(eos)[:1]
+    row = torch.tensor([[*plain, *ends]], device=parameter.device)  # [1, W]
     real = torch.ones_like(row, dtype=torch.bool)
     padding = torch.full_like(row[:, :3], pad_id)
-    hidden = torch.zeros_like(padding, dtype=torch.bool)
-    alone = classifier(row, real)
-    right = classifier(torch.cat([row, padding], 1), torch.cat([real, hidden], 1))
-    left = classifier(torch.cat([padding, row], 1), torch.cat([hidden, real], 1))
-    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 5e-2
-    if torch.allclose(right, alone, rtol=tolerance, atol=tolerance):
-        return False
-    if torch.allclose(left, alone, rtol=tolerance, atol=tolerance):
-        return True
-    raise ValueError(
-        f"{type(model).__name__} scores a text differently when it is padded: {alone.tolist()} "
-        f"alone, {right.tolist()} and {left.tolist()} with padding behind and before it; serve it "
-        "and use scorer=http"
-    )
+    mask = torch.cat([real, torch.zeros_like(padding, dtype=torch.bool)], 1)
+    own = model(input_ids=row, attention_mask=real.long()).logits.float() + classifier.offset
+    tolerance = 1e-3 if parameter.dtype == torch.float32 else 5e-2
+    alone, padded = classifier(row, real), classifier(torch.cat([row, padding], 1), mask)
+    for found in (alone, padded):
+        if not torch.allclose(found, own, rtol=tolerance, atol=tolerance):
+            raise ValueError(
+                f"{type(model).__name__} gives a text {own.tolist()}, {alone.tolist()} at its last "
+                f"token and {padded.tolist()} with padding behind it: serve it and use scorer=http"
+            )
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -195,75 +179,3 @@ def max_positions(model: PreTrainedModel) -> int | None:
             return module.num_embeddings - module.padding_idx - 1
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(positions) if positions is not None and positions > 0 else None  # XLNet says -1
-
-
-def _restore_head(model: PreTrainedModel, source: str, revision: str | None) -> None:
-    """Read the last layer again, as it is stored: it was rounded to the dtype of the others."""
-    name, head = _head(model)
-    parameters = {} if head is None else dict(head.named_parameters(prefix=name))
-    for key, parameter in parameters.items():
-        try:
-            index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
-            file = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].get(key)
-        except OSError:  # in one file
-            file = SAFE_WEIGHTS_NAME
-        with safe_open(cached_file(source, file, revision=revision), "pt") as tensors:
-            parameter.data = tensors.get_tensor(key).to(parameter.device)
-
-
-def _put_head_into_fp32(model: PreTrainedModel) -> None:
-    name, head = _head(model)
-    if head is not None:
-        model.set_submodule(name, Float32Linear(head))
-
-
-def _head(model: PreTrainedModel) -> tuple[str, nn.Linear | None]:
-    """Return the linear layer that gives the logits, and its name."""
-    heads = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module.out_features == model.config.num_labels
-        and name.rpartition(".")[2] in _HEADS
-    ]
-    return heads[-1] if heads else ("", None)
-
-
-@torch.no_grad()
-def _check_reading(classifier: SequenceClassifier) -> None:
-    model = classifier.model
-    parameter = next(model.parameters())
-    if parameter.is_meta:
-        return
-    was_training = model.training
-    model.eval()
-    pad, eos = model.config.get_text_config().pad_token_id, eos_ids(model)
-    row = _probe(model, pad)
-    name = type(model).__name__
-    if classifier.reads_last_token:
-        expected = model(input_ids=row, use_cache=False).logits.float() + classifier.offset
-        got = classifier(row, torch.ones_like(row, dtype=torch.bool))
-        tolerance = 1e-3 if parameter.dtype == torch.float32 else 5e-2
-        if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
-            raise ValueError(
-                f"{name} does something to its score after the head: {got.tolist()} is read at the "
-                f"last token, the model itself says {expected.tolist()}; serve it and use "
-                "scorer=http"
-            )
-    elif pad in eos:
-        with_eos = torch.cat([row, torch.full_like(row[:, :1], pad)], 1)
-        short, long = (
-            model(input_ids=i, attention_mask=torch.ones_like(i)).logits for i in (row, with_eos)
-        )
-        if torch.allclose(short, long, rtol=1e-5, atol=1e-6):
-            raise ValueError(
-                f"{name} overlooks EOS, because its pad_token_id is EOS ({pad}): set pad_token_id "
-                "in its config.json to a token that no text contains"
-            )
-    model.train(was_training)
-
-
-def _probe(model: Any, pad: int | None) -> Tensor:
-    """Return one row `[1, W]` of ordinary tokens."""
-    ids = [i for i in range(32) if i != pad and i not in eos_ids(model)][:8]
-    return torch.tensor([ids], device=next(model.parameters()).device)

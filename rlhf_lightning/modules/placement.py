@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -26,8 +26,6 @@ from rlhf_lightning.models.micro_batching import TOKENS, set_token_budget
 from rlhf_lightning.models.precision import MIXED_BF16, release_freed_memory
 from rlhf_lightning.rollout.generators.captured import bytes_kept
 from rlhf_lightning.runs.source import Source
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -80,7 +78,7 @@ class _Builders:
     def place(self, root: nn.Module, *, frozen: bool) -> None:
         if is_sharded(root):
             return
-        self._meet(None)
+        self._meet()
         self.apart = False
         weights = ReadWeights(root, torch.device(self.strategy.mesh_of_shards.device_type))
         shard(
@@ -93,23 +91,17 @@ class _Builders:
         self.apart = True
         release_freed_memory()
 
-    def from_rank_zero(self, make: Callable[[], T]) -> T:
-        found: T = self._meet(make() if self.reads_weights else None)
-        return found
-
     def fail(self, error: Exception) -> None:
         """Tell the other ranks, if they can wait for this one."""
         if self.apart:
             self.apart = False
-            gathered((f"{type(error).__name__}: {error}", None))
+            gathered(f"{type(error).__name__}: {error}")
 
-    def _meet(self, found: Any) -> Any:
-        told = gathered((None, found))
-        for number, (error, _) in enumerate(told):
+    def _meet(self) -> None:
+        for number, error in enumerate(gathered(None)):
             if error is not None:
                 self.apart = False
                 raise RuntimeError(f"rank {number} could not build the models: {error}")
-        return told[0][1]
 
 
 def move_models(module: L.LightningModule, models: Sequence[nn.Module]) -> None:

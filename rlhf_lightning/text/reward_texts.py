@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -50,15 +49,6 @@ class ResponseText(NamedTuple):
     variables: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A text in three parts: before the response, the response, the template's closing."""
-
-    before: str
-    response: str
-    after: str
-
-
 class Renderer:
     """Writes prompts and responses as a reward model's texts.
 
@@ -92,37 +82,29 @@ class Renderer:
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return encoded.encodings[0], len(parts[0])
 
-    def parts(self, row: ResponseText) -> Parts:
-        """Return prompt, response and closing marks as one text in three parts.
+    def parts(self, row: ResponseText) -> tuple[str, str, str]:
+        """Return prompt, response and the template's closing as one text in three parts.
 
         Raises:
             ValueError: if a conversation meets no chat template, or one that does not write the
                 response, or other text around this response than around others.
         """
-        completion = self.response(row)
         if row.messages is None:
-            return Parts(self.question(row), completion, "")
+            return self.question(row), self.response(row), ""
         if self.plain:
-            return Parts(self.question(row) + BETWEEN_TURNS, completion, "")
-        asked = self._render(row, _turn(_PLACEHOLDER))
-        before, found, after = asked.partition(_PLACEHOLDER)
-        if not found:
-            raise ValueError(
-                "the reward model's chat template does not write the response, so all would have "
-                "one score; give another one with scorer.chat_template=FILE"
-            )
+            return self.question(row) + BETWEEN_TURNS, self.response(row), ""
+        before, found, after = self._render(row, _turn(_PLACEHOLDER)).partition(_PLACEHOLDER)
         full = self._render(row, _turn(row.completion))
-        if not full.startswith(before) and full.startswith(self.question(row)):
-            # The text before a response may depend on the response.
-            before = self.question(row)
-        fits = len(before) + len(after) <= len(full)
+        fits = found and len(before) + len(after) <= len(full)
         if not (fits and full.startswith(before) and full.endswith(after)):
             raise ValueError(
                 "the reward model's chat template does not write the response between "
                 f"{before[-40:]!r} and {after[:40]!r} as it does for others: it made "
                 f"{full[-80:]!r}; give another one with scorer.chat_template=FILE"
             )
-        return Parts(before, full[len(before) : len(full) - len(after)], after)
+        if not self._told:
+            self._tell_of_losses(row, full)
+        return before, full[len(before) : len(full) - len(after)], after
 
     def question(self, row: ResponseText) -> str:
         """Return the prompt by itself.
@@ -131,16 +113,14 @@ class Renderer:
             ValueError: if a conversation meets no chat template.
         """
         if row.messages is None:
-            return row.prompt if row.rendered else self._text(row.prompt)
+            return row.prompt if row.rendered else self._control.disarmed(row.prompt)
         if self.plain:
-            missing = [key for key in ("tools", "documents") if row.variables.get(key)]
-            self._tell(missing + ["tool_calls"] * any(m.get("tool_calls") for m in row.messages))
-            return BETWEEN_TURNS.join(self._text(message["content"]) for message in row.messages)
+            return BETWEEN_TURNS.join(self._control.disarmed(m["content"]) for m in row.messages)
         return self._render(row)
 
     def response(self, row: ResponseText) -> str:
         """Return the response by itself."""
-        return self._text(row.completion)
+        return self._control.disarmed(row.completion)
 
     def _render(self, row: ResponseText, *response: Mapping[str, str]) -> str:
         if not self._writer.chat_template:
@@ -148,15 +128,8 @@ class Renderer:
                 "the reward model's tokenizer has no chat template, and prompts are conversations: "
                 "set scorer.chat_template=FILE, or =plain for turns with empty lines between"
             )
-        conversation = [self._control.disarmed(m) for m in (*(row.messages or ()), *response)]
-        for message in conversation:
-            if message["content"] != _PLACEHOLDER:
-                message["content"] = message["content"].replace(_PLACEHOLDER, "")
-        variables = self._control.disarmed(row.variables)
-        text = self._write(conversation, variables)
-        if not self._told and not any(m["content"] == _PLACEHOLDER for m in conversation):
-            self._tell_of_losses(conversation, variables, text)
-        return text
+        conversation = self._control.disarmed([*(row.messages or ()), *response])
+        return self._write(conversation, self._control.disarmed(row.variables))
 
     def _write(
         self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
@@ -170,24 +143,19 @@ class Renderer:
                 "give another one with scorer.chat_template=FILE"
             ) from error
 
-    def _tell_of_losses(
-        self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], text: str
-    ) -> None:
+    def _tell_of_losses(self, row: ResponseText, text: str) -> None:
+        turns = self._control.disarmed([*(row.messages or ()), _turn(row.completion)])
         # A reward model may be blind to thoughts.
-        said = [{k: v for k, v in message.items() if k != THOUGHT} for message in conversation]
-        self._tell(lost(said, variables, text, form_of(self._writer), self._write))
-
-    def _tell(self, missing: Sequence[str]) -> None:
-        if missing and not self._told:
+        said = [{k: v for k, v in message.items() if k != THOUGHT} for message in turns]
+        variables = self._control.disarmed(row.variables)
+        missing = lost(said, variables, text, form_of(self._writer), self._write)
+        if missing:
             self._told = True
             logger.warning(
                 "the reward model's chat template does not write %s: such responses are scored "
                 "without it. Another template is given with scorer.chat_template=FILE",
                 ", nor ".join(missing[:3]),
             )
-
-    def _text(self, text: str) -> str:
-        return self._control.disarmed(text.replace(_PLACEHOLDER, ""))
 
 
 def _read_template(chat_template: str | Path) -> str:
@@ -246,50 +214,33 @@ class LastTokenInputs:
         return [self._tokens(row) for row in rows]
 
     def _tokens(self, row: ResponseText) -> Tokens:
-        parts = self.renderer.parts(row)
+        before, response, after = self.renderer.parts(row)
         closed = row.finished and self.ending != "none"
+        end = first_stop(after, self.tokenizer) if self.ending == "eos" else None
+        closing = after if end is None else after[: len(after) - len(end.behind)]
         encoding, num_before = self.renderer.encode(
-            parts.before,
-            parts.response + (self._closing(parts.after) if closed else ""),
+            before,
+            response + closing * closed,
             # A chat template writes its special tokens itself.
             add_special_tokens=row.messages is None or self.renderer.plain,
         )
-        ids, special = list(encoding.ids), list(encoding.special_tokens_mask)
-        if 0 in special:
-            num_front, end = special.index(0), len(ids) - special[::-1].index(0)
-        else:  # an empty text
-            num_front = end = int(ids[:1] == [self.tokenizer.bos_token_id])
+        ids, special = list(encoding.ids), [*encoding.special_tokens_mask, 0]
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        num_front = max(special.index(0) if 0 in special[:-1] else 0, int(ids[:1] == [bos]))
+        stop = len(ids) - special[-2::-1].index(0) if 0 in special[:-1] else num_front
         prompt_end = num_front + sum(
-            stop <= num_before for _, stop in encoding.offsets[num_front:end]
+            place <= num_before for _, place in encoding.offsets[num_front:stop]
         )
-        back = ids[end:] if closed and self.ending == "template" else []
-        response = [*ids[prompt_end:end], *back]
-        eos = self.tokenizer.eos_token_id
-        ended = parts.after and first_stop(parts.after, self.tokenizer) is not None
-        if closed and self.ending == "eos" and not ended and (not response or response[-1] != eos):
-            response.append(int(eos))
-        kept, over_long = self._fit(ids[:num_front], ids[num_front:prompt_end], response)
-        return Tokens(kept, [0] * len(kept), over_long)
-
-    def _closing(self, after: str) -> str:
-        """Return what the template writes behind the response, up to its first stop token."""
-        end = first_stop(after, self.tokenizer) if self.ending == "eos" else None
-        return after if end is None else after[: len(after) - len(end.behind)]
-
-    def _fit(
-        self, front: list[int], prompt: list[int], response: list[int]
-    ) -> tuple[list[int], bool]:
-        """Cut the prompt from the left; without room for the whole response, cut its end."""
-        if self.max_length is None or len(front) + len(prompt) + len(response) <= self.max_length:
-            # Nothing at all to read: the end of an empty text.
-            return [*front, *prompt, *response] or [int(self.tokenizer.eos_token_id or 0)], False
-        room = self.max_length - len(front) - len(response)
-        if room < 0:
-            return [*front, *response[: self.max_length - len(front)]], True
-        bos = self.tokenizer.bos_token_id
-        if room > 1 and prompt[0] == bos and prompt.count(bos) == 1:
-            return [prompt[0], *prompt[len(prompt) - room + 1 :], *response], False
-        return [*front, *prompt[len(prompt) - room :], *response], False
+        kept = [
+            *ids[prompt_end:stop],
+            *(ids[stop:] if closed and self.ending == "template" else ()),
+        ]
+        if closed and self.ending == "eos" and end is None and kept[-1:] != [eos]:
+            kept.append(int(eos))
+        room = len(ids) + 1 if self.max_length is None else self.max_length - num_front
+        start = max(num_front, prompt_end - max(room - len(kept), 0))  # the prompt is cut first
+        read = [*ids[:num_front], *ids[start:prompt_end], *kept[:room]] or [int(eos or 0)]
+        return Tokens(read, [0] * len(read), len(kept) > room)
 
 
 class ClassifierInputs:
@@ -325,33 +276,20 @@ class ClassifierInputs:
         return [self._tokens(row) for row in rows]
 
     def _tokens(self, row: ResponseText) -> Tokens:
+        renderer, second = self.renderer, None
         if self.pair:
-            prompt, response = self.renderer.question(row), self.renderer.response(row)
-            first, second = self.renderer.encode(prompt)[0], self.renderer.encode(response)[0]
+            first, _ = renderer.encode(renderer.question(row))
+            second, _ = renderer.encode(renderer.response(row))
             num_response = len(second)
         else:
-            (first, num_before), second = self.renderer.encode(*self._text(row)), None
+            alone = self.input_format == "completion"
+            before, *rest = ("", renderer.response(row)) if alone else renderer.parts(row)
+            first, num_before = renderer.encode(before, *rest)
             num_response = sum(stop > num_before for _, stop in first.offsets)
         over_long = self.room is not None and num_response > self.room
-        if self.room is not None:
-            self._cut(first, second, num_response, self.room)
+        if self.room is not None:  # the prompt is cut first, from the left
+            kept = max(self.room, num_response)
+            first.truncate(kept - num_response * self.pair, direction="left")
+            (second or first).truncate(self.room)
         encoding = self.tokenizer.backend_tokenizer.post_process(first, second, True)
         return Tokens(encoding.ids, encoding.type_ids, over_long)
-
-    def _text(self, row: ResponseText) -> tuple[str, str]:
-        """Return the text before the response, and the rest."""
-        if self.input_format == "completion":
-            return "", self.renderer.response(row)
-        parts = self.renderer.parts(row)
-        return parts.before, parts.response + parts.after
-
-    @staticmethod
-    def _cut(first: Any, second: Any, num_response: int, room: int) -> None:
-        if second is None:
-            if len(first) > room:
-                first.truncate(max(room, num_response), direction="left")
-                first.truncate(room)
-            return
-        if len(first) + len(second) > room:
-            first.truncate(max(room - num_response, 0), direction="left")
-            second.truncate(room)

@@ -138,20 +138,6 @@ def test_a_template_that_writes_other_things_around_other_answers_is_refused():
     assert read(conversation("no"), byte_tokenizer(template=template))[0].endswith(f"no{EOS}")
 
 
-def test_a_block_that_a_template_writes_before_some_answers_belongs_to_the_answer():
-    template = (
-        "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}"
-        "<{{ 'long' if m['content'] | length > 5 else 'lo' }}>{% endif %}"
-        "{{ m['content'] }}{% endfor %}"
-    )
-    tokenizer = byte_tokenizer(template=template)
-    for completion, block in (("so", "<lo>"), ("so it is", "<long>")):
-        text = f"[system]be kind[user]why?[assistant]{block}{completion}{EOS}"
-        assert read(conversation(completion), tokenizer) == (text, False)
-    text, over_long = read(conversation("so it is"), tokenizer, max_length=29)
-    assert (text, over_long) == (f"hy?[assistant]<long>so it is{EOS}", False)
-
-
 def test_a_template_that_refuses_a_conversation_is_named():
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No!') }}{% endif %}"
     with pytest.raises(ValueError, match=r"refuses a conversation of system, .*assistant: No!"):
@@ -209,16 +195,6 @@ def test_what_a_template_does_not_write_is_named_once(roles, messages, lost, cap
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (lost is not None)
     assert all(f"does not write {lost}" in each or str(lost) in each for each in told)
-
-
-def test_what_plain_turns_do_not_write_is_named_once(caplog):
-    calls = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    encode = LastTokenInputs(Renderer(writing(), "plain"), ending="eos", max_length=None)
-    encode([conversation()])
-    assert not caplog.records
-    encode([ResponseText("", calls, "so", True, variables={"tools": [CALL]})] * 2)
-    (record,) = caplog.records
-    assert "does not write tools, nor tool_calls" in record.message
 
 
 @pytest.mark.parametrize("spelt", [EOS, "<|im_start|>", "<s>", "<|im_<|im_end|>end|>"])
@@ -354,7 +330,6 @@ def test_an_over_long_answer_is_counted_and_said_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         scores, again = scorer(answers), scorer(answers)
     assert scores.components["text_reward_model_over_long"].tolist() == [0.0, 1.0]
-    assert scorer.num_over_long == 2
     assert again.total.tolist() == scores.total.tolist()
     warnings = [r.getMessage() for r in caplog.records if "by themselves" in r.getMessage()]
     assert len(warnings) == 1

@@ -8,43 +8,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Line, Name, PathOrName, checked
 from rlhf_lightning.distributed.collectives import agreed_max
-from rlhf_lightning.models.building import from_rank_zero, place_on_ranks
+from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.classifiers import (
     SequenceClassifier,
+    check_reading,
     eos_ids,
     load_classifier,
     max_positions,
-    reads_padding_on_left,
 )
 from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.models.loading import loading_options, reward_normalization
 from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
-from rlhf_lightning.text.reward_texts import (
-    ClassifierInputs,
-    LastTokenInputs,
-    Renderer,
-    Tokens,
-)
+from rlhf_lightning.text.reward_texts import ClassifierInputs, LastTokenInputs, Renderer, Tokens
 from rlhf_lightning.text.tokenizers import as_saved
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 10**9  # tokenizers without a limit say 10**30
-
-
-def _load(source: str, scorer: TextRewardModelScorer) -> tuple[Any, SequenceClassifier]:
-    revision = scorer.revision if scorer.tokenizer_source == source else None
-    tokenizer = load_fast_tokenizer(scorer.tokenizer_source, revision=revision)
-    return tokenizer, load_classifier(source, revision=scorer.revision, dtype=scorer.hparams.dtype)
 
 
 class TextRewardModelScorer:
@@ -52,8 +41,8 @@ class TextRewardModelScorer:
 
     Prompt and response reach it as text. A decoder with a linear `score` is read at the last token
     of the response, EOS included if the response finished; every other classifier is called as
-    transformers calls it. A second component is `<name>_over_long`: 1 where the response alone was
-    longer than `max_length`, so that its end and its prompt are missing.
+    transformers calls it, padded on the right. A second component is `<name>_over_long`: 1 where
+    the response alone was longer than `max_length`, so that its end and its prompt are missing.
 
     Args:
         source: folder or hub name of a checkpoint in safetensors.
@@ -83,60 +72,47 @@ class TextRewardModelScorer:
         self.name = name
         self.hparams = TextRewardModelHparams(**hparams)
         self.normalized = (self.hparams.mean, self.hparams.std) != (0.0, 1.0)
-        self.num_over_long = 0
+        self.tells_over_long = True  # once
         self.model: SequenceClassifier | None = None
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Load tokenizer and model, frozen.
 
         Raises:
-            ValueError: if settings, tokenizer and model do not fit together.
+            ValueError: if settings, tokenizer and model do not fit together, or the score of a row
+                depends on padding.
         """
         if self.model is None:
-            self.tokenizer, model = _load(self.source, self)
-            self.label = label_index(model, self.hparams.label)
+            own = self.revision if self.tokenizer_source == self.source else None
+            self.tokenizer = load_fast_tokenizer(self.tokenizer_source, revision=own)
+            hparams = self.hparams
+            model = load_classifier(self.source, revision=self.revision, dtype=hparams.dtype)
+            self.label = label_index(model, hparams.label)
             self.output = self._output(model)
-            self._take_over_normalization(model)
-            limit = longest_input(self.tokenizer, model, self.hparams.max_length)
-            self.encode = self._encoder(model, limit)
+            normalization = reward_normalization(model.model.config, self.source)
+            if normalization is not None and not self.normalized:
+                mean, std = normalization
+                self.hparams, self.normalized = replace(hparams, mean=mean, std=std), True
+                told = "%s: its scores are normalized by mean=%g and std=%g of its config.json"
+                logger.warning(told, self.source, mean, std)
+            self.encode = self._encoder(model)
             self.pad_id = padding(self.tokenizer, model)
-            self.pad_left = from_rank_zero(partial(reads_padding_on_left, model, self.pad_id))
+            check_reading(model, self.pad_id)
             self.model = place_on_ranks(model, frozen=True)
         return [self.model]
 
     def _output(self, model: SequenceClassifier) -> str:
         """Return what is rewarded: by default the logit of a regression, else log-odds."""
         config, output = model.model.config, self.hparams.output
-        if config.num_labels == 1 or config.problem_type != "regression":
-            if output is None and config.num_labels > 2 and config.problem_type is None:
-                logger.warning(
-                    "the score of %s is the log-odds of label %s against its other %d labels: if "
-                    "each label is a rating of its own, set scorer.output=logit",
-                    self.source,
-                    config.id2label[self.label],
-                    config.num_labels - 1,
-                )
-            return output or "log_odds"
-        if output in (None, "logit"):
-            return "logit"
-        raise ValueError(
-            f"scorer.output={output}: the {config.num_labels} labels of {self.source} are ratings "
-            "(problem_type=regression in its config.json) and not classes with odds: use "
-            "scorer.output=logit, or leave it out"
-        )
-
-    def _take_over_normalization(self, model: SequenceClassifier) -> None:
-        own = reward_normalization(model.model.config, self.source)
-        if own is None or self.normalized:
-            return
-        self.hparams = replace(self.hparams, mean=own[0], std=own[1])
-        self.normalized = True
-        logger.warning(
-            "%s says mean=%g and std=%g in its config.json, by which its scores are normalized; "
-            "scorer.mean and scorer.std take their place",
-            self.source,
-            *own,
-        )
+        kind = config.problem_type if config.num_labels > 1 else None
+        unknown = config.num_labels > 2 and kind is None and output is None
+        if unknown or (kind == "regression" and output not in (None, "logit")):
+            raise ValueError(
+                f"scorer.output={output}: {self.source} has {config.num_labels} labels and "
+                f"problem_type={kind} in its config.json: use scorer.output=logit for labels that "
+                "are ratings, log_odds or probability for classes"
+            )
+        return output or ("logit" if kind == "regression" else "log_odds")
 
     @torch.no_grad()
     def __call__(self, responses: Responses) -> Scores:
@@ -146,67 +122,56 @@ class TextRewardModelScorer:
             raise RuntimeError("TextRewardModelScorer.build() was not called")
         rows = self.encode(response_texts_of(responses, thoughts=self.hparams.thoughts))
         device = responses.sequences.device
-        padded = pad(rows, self.pad_id, left=self.pad_left)
-        ids, types, mask = (part.to(device) for part in padded)  # [B, T]
+        ids, types, mask = (part.to(device) for part in pad(rows, self.pad_id))  # [B, T]
         has_types = "token_type_ids" in self.tokenizer.model_input_names
 
         def logits_of(index: Tensor) -> tuple[Tensor]:
             width = min(int(bucket_width(mask[index].sum(-1)).max()), mask.shape[1])
-            columns = slice(-width, None) if self.pad_left else slice(width)
-            ids_, mask_ = ids[index, columns], mask[index, columns]  # [b, W]
-            types_ = types[index, columns] if has_types and not model.reads_last_token else None
+            ids_, mask_ = ids[index, :width], mask[index, :width]  # [b, W]
+            types_ = types[index, :width] if has_types and not model.reads_last_token else None
             return (model(ids_, mask_, types_),)
 
         (logits,) = by_micro_batch(logits_of, mask, self.hparams.micro_batch_size, agree=agreed_max)
-        reward = rewarded(
-            logits, self.label, self.output, independent=has_independent_labels(model)
-        )
+        config = model.model.config
+        alone = config.num_labels == 1 or config.problem_type == "multi_label_classification"
+        reward = rewarded(logits, self.label, self.output, independent=alone)
         over_long = torch.tensor([float(row.over_long) for row in rows], device=device)
-        self._report(int(over_long.sum()))
-        total = (reward - self.hparams.mean) / self.hparams.std  # [B]
-        return Scores(total, {self.name: total, f"{self.name}_over_long": over_long})
-
-    def _encoder(
-        self, model: SequenceClassifier, max_length: int | None
-    ) -> LastTokenInputs | ClassifierInputs:
-        renderer = Renderer(self.tokenizer, self.hparams.chat_template)
-        what, ending = self.hparams.input_format, self.hparams.ending
-        if not model.reads_last_token:
-            if ending not in (None, "template"):
-                raise ValueError(
-                    f"scorer.ending={ending}: {self.source} is not read at its last token, so that "
-                    "its own tokenizer decides how a text ends: leave scorer.ending out"
-                )
-            return ClassifierInputs(renderer, input_format=what, max_length=max_length)
-        if what != "text":
-            raise ValueError(
-                f"scorer.input_format={what}: {self.source} is a decoder that is read at its last "
-                "token, which reads one text: use scorer.input_format=text"
-            )
-        overlooks_eos = self.tokenizer.eos_token_id in eos_ids(model.model) and (
-            model.model.config.get_text_config().pad_token_id == self.tokenizer.eos_token_id
-        )
-        if overlooks_eos and ending in (None, "eos"):
+        if self.tells_over_long and over_long.any():
+            self.tells_over_long = False
             logger.warning(
-                "the pad token of %s is its EOS: its score is read at EOS, where transformers "
-                "alone would read it one token earlier. If the model was trained to be read there, "
-                "set scorer.ending=none",
-                self.source,
-            )
-        return LastTokenInputs(renderer, ending=ending or "eos", max_length=max_length)
-
-    def _report(self, num_over_long: int) -> None:
-        if num_over_long and not self.num_over_long:
-            logger.warning(
-                "%s responses are longer than the %s tokens that %s reads, by themselves: they are "
-                "scored by what fits of them, without prompt and EOS. Their share is logged as "
-                "%s_over_long; raise scorer.max_length or lower module.sampling.max_new_tokens",
-                num_over_long,
+                "%d responses are longer than the %s tokens that %s reads, by themselves, and are "
+                "scored by what fits (see %s_over_long): raise scorer.max_length or lower "
+                "module.sampling.max_new_tokens",
+                int(over_long.sum()),
                 self.encode.max_length,
                 self.source,
                 self.name,
             )
-        self.num_over_long += num_over_long
+        total = (reward - self.hparams.mean) / self.hparams.std  # [B]
+        return Scores(total, {self.name: total, f"{self.name}_over_long": over_long})
+
+    def _encoder(self, model: SequenceClassifier) -> LastTokenInputs | ClassifierInputs:
+        max_length = longest_input(self.tokenizer, model, self.hparams.max_length)
+        renderer = Renderer(self.tokenizer, self.hparams.chat_template)
+        what, ending = self.hparams.input_format, self.hparams.ending
+        if not model.reads_last_token and ending in (None, "template"):
+            return ClassifierInputs(renderer, input_format=what, max_length=max_length)
+        if not model.reads_last_token or what != "text":
+            raise ValueError(
+                f"scorer.input_format={what}, scorer.ending={ending}: {self.source} is "
+                + (
+                    "read at the last token of one text: use scorer.input_format=text"
+                    if model.reads_last_token
+                    else "called as it is, and its tokenizer ends a text: leave scorer.ending out"
+                )
+            )
+        if ending in (None, "eos") and model.model.config.pad_token_id in eos_ids(model.model):
+            logger.warning(
+                "the pad token of %s is its EOS: its score is read at EOS, and by transformers one "
+                "token earlier. If it was trained to be read there, set scorer.ending=none",
+                self.source,
+            )
+        return LastTokenInputs(renderer, ending=ending or "eos", max_length=max_length)
 
 
 def load_fast_tokenizer(source: str, *, revision: str | None) -> PreTrainedTokenizerBase:
@@ -215,15 +180,13 @@ def load_fast_tokenizer(source: str, *, revision: str | None) -> PreTrainedToken
     Raises:
         ValueError: if it cannot say which characters a token comes from.
     """
-    tokenizer: PreTrainedTokenizerBase = as_saved(
-        source, loading_options(source, revision=revision)
-    )
+    tokenizer: Any = as_saved(source, loading_options(source, revision=revision))
     if not tokenizer.is_fast:
         raise ValueError(
             f"the tokenizer of {source} ({type(tokenizer).__name__}) is no fast tokenizer, which "
             "separates prompt and response: serve the model and use scorer=http"
         )
-    return tokenizer
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def longest_input(
@@ -235,15 +198,13 @@ def longest_input(
         ValueError: if `max_length` is more than the model has positions for.
     """
     positions = max_positions(model.model)
-    if max_length is not None:
-        if positions is not None and max_length > positions:
-            raise ValueError(
-                f"scorer.max_length={max_length} is more than the {positions} positions of "
-                f"{type(model.model).__name__}: use at most {positions}"
-            )
-        return max_length
+    if max_length is not None and positions is not None and max_length > positions:
+        raise ValueError(
+            f"scorer.max_length={max_length} is more than the {positions} positions of "
+            f"{type(model.model).__name__}: use at most {positions}"
+        )
     limits = [n for n in (positions, tokenizer.model_max_length) if n and n < NO_LIMIT]
-    return min(limits, default=None)
+    return max_length or min(limits, default=None)
 
 
 def label_index(model: SequenceClassifier, label: str | int | None) -> int:
@@ -263,12 +224,6 @@ def label_index(model: SequenceClassifier, label: str | int | None) -> int:
             f"rewarded, by name or index: {known}"
         )
     return int(index)
-
-
-def has_independent_labels(model: SequenceClassifier) -> bool:
-    """Return True if each label is true or false by itself, as in multi-label classification."""
-    config = model.model.config
-    return bool(config.num_labels == 1 or config.problem_type == "multi_label_classification")
 
 
 def rewarded(logits: Tensor, label: int, output: str, *, independent: bool) -> Tensor:
@@ -308,16 +263,9 @@ def padding(tokenizer: PreTrainedTokenizerBase, model: SequenceClassifier) -> in
     return int(pad_id)
 
 
-def pad(rows: Sequence[Tokens], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor, Tensor]:
+def pad(rows: Sequence[Tokens], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids, token types and the mask of what is no padding, each `[B, T]`."""
-    width = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), width), pad_id)
-    types = torch.zeros_like(ids)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        start = width - len(row.ids) if left else 0
-        columns = slice(start, start + len(row.ids))
-        ids[number, columns] = torch.tensor(row.ids)
-        types[number, columns] = torch.tensor(row.type_ids)
-        mask[number, columns] = True
-    return ids, types, mask
+    ids = pad_sequence([torch.tensor(row.ids) for row in rows], True, pad_id)
+    types = pad_sequence([torch.tensor(row.type_ids) for row in rows], True)
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    return ids, types, torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
