@@ -14,7 +14,7 @@
 # the same rule: whether a response is right and polite.
 #
 # These are single runs of a tiny policy. They show what the edits do, not which objective is better:
-# for that see `docs/objectives.md` and `rlhf-study objectives`.
+# for that see `docs/objectives.md` and `python -m benchmarks.studies.objectives`.
 
 # %%
 import matplotlib.pyplot as plt

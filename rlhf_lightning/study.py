@@ -1,10 +1,6 @@
-"""A matrix of runs and one page of what they show: `python -m rlhf_lightning.study NAME`."""
+"""`rlhf-study` was withdrawn: it names what to write instead."""
 
-from functools import partial
-
-from rlhf_lightning.app.start import start
-
-main = partial(start, "study", "study.study")
+from rlhf_lightning.app.config.withdrawn import refuse_study as main
 
 if __name__ == "__main__":
     main()

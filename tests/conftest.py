@@ -52,7 +52,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
 BEGUN_FIRST = (
     "test_trained_world.py",
     "test_train.py",
-    "test_study.py",
     "test_launching.py",
     "test_lost_ranks.py",
     "test_model_configs.py",

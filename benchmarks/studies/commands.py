@@ -5,8 +5,9 @@
     python -m benchmarks.studies.commands --jobs 2
 
 SmolLM2-135M with LoRA writes shell commands (RLHF_DATA has `tldr_pages` and `blimp`). Gold is 0.5
-for the right program and 0.5 times the F1 of its arguments. A rule and a simulated crowd label; reward
-models of three amounts of labels see nothing else; GRPO follows the rule that knows the command.
+for the right program and 0.5 times the F1 of its arguments. A rule and a simulated crowd label;
+reward models of three amounts of labels see nothing else; GRPO follows the rule that knows the
+command.
 """
 
 from __future__ import annotations

@@ -242,8 +242,8 @@ def interval(values: Sequence[float]) -> str:
 
 def table(study: Study, results: Results, num_seeds: int) -> str:
     """Return the means over seeds, in Markdown; of one seed the run's own interval over prompts."""
-    columns = [m for m in study.measure
-               if any(m in r.metrics for found in results.values() for r in found.values())]  # fmt: skip
+    measured = {m for found in results.values() for r in found.values() for m in r.metrics}
+    columns = [metric for metric in study.measure if metric in measured]
     lines = [["row", "setting", "seeds", *columns, "minutes"]]
     for (name, setting), found in results.items():
         cells = [name, setting, f"{len(found)} of {num_seeds}"]

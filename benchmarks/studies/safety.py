@@ -4,9 +4,9 @@
     python -m benchmarks.studies.harm $SAFETY
     python -m benchmarks.studies.safety --jobs 2
 
-SmolLM2-135M with LoRA on HH-RLHF's pairs about harm (RLHF_DATA has `hh_harmless` and `prompts`). Win
-rates are by the reward model that PPO is trained with, so those of PPO flatter it. Refusals are
-detected by phrases, and 4 % of the better sides refuse in such words: SFT may well refuse less.
+SmolLM2-135M with LoRA on HH-RLHF's pairs about harm (RLHF_DATA has `hh_harmless` and `prompts`).
+Win rates are by the reward model that PPO is trained with, so those of PPO flatter it. Refusals are
+detected by phrases, and 4 % of the better sides refuse in such words: SFT may refuse less.
 """
 
 from __future__ import annotations

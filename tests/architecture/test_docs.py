@@ -89,17 +89,6 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
-def test_every_replayed_report_names_tests_that_exist() -> None:
-    lines = (ROOT / "docs/replays.md").read_text().splitlines()
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| reported")]
-    assert rows
-    for line in rows:
-        tests = FILE.findall(line)
-        assert tests, f"no test is named for {line[:60]}"
-        for file, function in tests:
-            assert f"def {function}(" in (ROOT / file).read_text(), f"{file}::{function}"
-
-
 def test_every_invariant_names_tests_that_exist() -> None:
     rows = re.findall(r"^\| (C\d+b?) \|.*$", (ROOT / "docs/correctness.md").read_text(), re.M)
     assert rows == [f"C{n}" if n != 11.5 else "C11b" for n in (*range(1, 12), 11.5, *range(12, 24))]

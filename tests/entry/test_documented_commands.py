@@ -25,7 +25,6 @@ from rlhf_lightning.app.command_line import with_run
 from rlhf_lightning.app.config.compose import choices, composed, register
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.study.study import arguments as study_arguments
 from rlhf_lightning.app.study.words import as_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +91,6 @@ def stray_words(line: str, variables: dict[str, str]) -> list[str]:
         for before, word in zip(("", *words), words, strict=False)
         if not (OVERRIDE.fullmatch(word) or word.startswith("-") or before in TAKES_A_WORD)
         and not (module in TAKES_FOLDERS and ("/" in word or word == "RUN"))
-        and not (module == "study" and before == "")
     ]
 
 
@@ -217,10 +215,6 @@ def test_another_documented_command_composes_with_the_settings_it_is_given(comma
     assert (ROOT / "rlhf_lightning" / f"{command.module}.py").is_file()
     register()
     words = with_run(command.module, command.arguments)
-    if command.module == "study":
-        words = study_arguments(words)
-        if "study=mine" in words:
-            return  # a file of the reader's
     # A pipeline's words for one stage, such as `ppo:KEY=VALUE`, are no word of Hydra's.
     composed(command.module, as_overrides([word for word in words if not word.startswith("-")]))
 

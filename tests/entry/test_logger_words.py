@@ -11,7 +11,7 @@ from rlhf_lightning.app.prerequisites import training_words
 from rlhf_lightning.app.study.words import as_overrides
 from tests.builders.command_lines import settings_of
 
-NEEDED = {"report": ["run=a"], "export": ["run=a"], "study": ["study=objectives"]}
+NEEDED = {"report": ["run=a"], "export": ["run=a"]}
 
 
 @pytest.mark.thorough
@@ -23,12 +23,9 @@ def test_training_and_its_plan_take_every_logger(kind):
 
 
 @pytest.mark.parametrize("kind", choices("logger"))
-@pytest.mark.parametrize("entry", ["pipeline", "study"])
-def test_a_pipeline_and_a_study_give_it_to_training(entry, kind):
-    words = as_overrides([*NEEDED.get(entry, []), f"logger={kind}", "train:seed=3"])
-    settings = settings_of(*words, entry=entry)
-    found = settings.overrides if entry == "pipeline" else settings.overrides.model_dump()
-    assert list(found["train"]) == [f"logger={kind}", "seed=3"]
+def test_a_pipeline_gives_it_to_training(kind):
+    settings = settings_of(*as_overrides([f"logger={kind}", "train:seed=3"]), entry="pipeline")
+    assert list(settings.overrides["train"]) == [f"logger={kind}", "seed=3"]
 
 
 @pytest.mark.thorough

@@ -179,11 +179,11 @@ def test_a_command_line_that_leads_into_a_folder_of_somebody_else_is_one_line(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("command_settings", ["study", "pipeline", "collect", "evaluate"])
+@pytest.mark.parametrize("command_settings", ["pipeline", "collect", "evaluate"])
 def test_every_command_looks_at_its_folder(tmp_path, command_settings):
     (tmp_path / "runs").mkdir()  # as TensorBoard makes it
     (tmp_path / "runs/events").write_text("x")
-    cfg = composed(command_settings, ["study=arguments"] if command_settings == "study" else [])
+    cfg = composed(command_settings, [])
     with pytest.raises(FolderTakenError, match="holds runs"):
         check_folder(command_settings_of(command_settings, cfg, []), RunFolder(tmp_path))
 

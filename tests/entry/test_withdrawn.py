@@ -33,6 +33,11 @@ CALLS: list[tuple[str, Callable[[Path], object], str]] = [
         "def NAME(prompts",
     ),
 ]
+from rlhf_lightning.study import main as rlhf_study
+
+# What is called, and a part of the error: the line to write. A row a withdrawn call or form.
+CALLS: list[tuple[str, Callable[[Path], object], str]] = []
+CALLS += [("rlhf-study", lambda _: rlhf_study(), "rlhf-train -m (seed=1,2 KEY=A,B, or +sweeps=")]
 
 
 @pytest.mark.parametrize("gone", WITHDRAWN)

@@ -1,4 +1,4 @@
-"""Write the pairs of which the sick reward models of `rlhf-study doctor` are made.
+"""Write the pairs of which the sick reward models of the study `doctor` are made.
 
     RLHF_DATA=FOLDER python -m benchmarks.studies.doctor.pairs OUT
 

@@ -1,4 +1,4 @@
-"""Reward functions of `rlhf-study doctor`; the data are below the folder `RLHF_DATA`."""
+"""Reward functions of the study `doctor`; the data are below the folder `RLHF_DATA`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_lightning.app.config.groups import (
     Annotator,
@@ -13,7 +13,6 @@ from rlhf_lightning.app.config.groups import (
     Dtype,
     EvaluationSettings,
     FilePath,
-    FolderName,
     Gates,
     OptionalPath,
     PathsSettings,
@@ -34,7 +33,7 @@ from rlhf_lightning.app.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from rlhf_lightning.arguments import Count, Seed
+from rlhf_lightning.arguments import Count
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.text.thoughts import Thoughts
 
@@ -242,142 +241,6 @@ class PipelineSettings(RunSettings):
         )
 
 
-def _check_filled(values: list[Any]) -> list[Any]:
-    if not values:
-        raise ValueError("=[] is empty: give at least one value")
-    if len({repr(value) for value in values}) < len(values):
-        raise ValueError(f"={values} has a value twice: it would count as two")
-    return values
-
-
-Filled = AfterValidator(_check_filled)
-
-
-class RewardModelOf(Settings):
-    """The reward model that a row follows, where a study asks how over-optimisation depends on it.
-
-    Args:
-        parameters: weights without embeddings and head.
-        pairs: number of pairs that it was trained on.
-        group: name of the rows that follow reward models of several sizes in one way.
-    """
-
-    parameters: Count
-    pairs: Count
-    group: str
-
-
-class RowSettings(Settings):
-    """A row of a study: the command line of its runs, but for the seed.
-
-    Args:
-        command: name of the command.
-        experiment: experiment of `train`.
-        overrides: words of the command line.
-        starts_from: key of `artifacts`, or another key of the command such as `data.path` or
-            `policy` -> a row above that makes that model or those records, of the same seed.
-        vary: values of each key; every combination of them is a separate setting.
-        reward_model: reward model that its policy follows.
-        published: what others report of this row, a mean over its settings, by metric.
-    """
-
-    command: Literal["train", "collect", "evaluate"] = "train"
-    experiment: str | None = None
-    overrides: list[str] = Field(default_factory=list)
-    starts_from: dict[str, str] = Field(default_factory=dict)
-    vary: dict[str, Annotated[list[Any], Filled]] = Field(default_factory=dict)
-    reward_model: RewardModelOf | None = None
-    published: dict[str, float] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if (self.command == "train") != (self.experiment is not None):
-            raise ValueError(
-                f".experiment={self.experiment} and command={self.command}: a row of train names an"
-                " experiment, others none"
-            )
-        return self
-
-
-class WordsSettings(Settings):
-    """Words of the command lines of all runs, by their command."""
-
-    train: list[str] = Field(default_factory=list)
-    collect: list[str] = Field(default_factory=list)
-    evaluate: list[str] = Field(default_factory=list)
-
-
-class StudySettings(RunSettings):
-    """Settings of `rlhf-study`: a matrix of runs and what is measured on them.
-
-    Args:
-        source: source of the rows' `published` figures.
-        protocol: protocol of that source, line by line, with what is done here.
-        expected: time and memory that a run was expected to take.
-    """
-
-    jobs: Count = 1
-    about: str = ""
-    source: str = ""
-    protocol: dict[str, str] = Field(default_factory=dict)
-    expected: str = ""
-    runs: dict[FolderName, RowSettings]
-    seeds: Annotated[list[Seed], Filled]
-    shared: WordsSettings = WordsSettings()
-    overrides: WordsSettings = WordsSettings()
-    measure: Annotated[list[str], Filled]
-    at_kl: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
-
-    @model_validator(mode="after")
-    def _has_runs(self) -> Self:
-        if not self.runs:
-            raise ValueError("runs={} is no study: name one of conf/study, rlhf-study NAME")
-        commands = {row.command for row in self.runs.values()}
-        for command, words in self.overrides:
-            if words and command not in commands:
-                raise ValueError(f"{command}:{words[0]}: no row runs {command}, leave it out")
-        if not self.source and any(row.published for row in self.runs.values()):
-            raise ValueError("source='' says nothing: name where the published figures stand")
-        above: dict[str, RowSettings] = {}
-        for name, row in self.runs.items():
-            for kind, other in row.starts_from.items():
-                maker = above.get(other)
-                if maker is None or maker.command == "evaluate" or maker.vary:
-                    raise ValueError(
-                        f"runs.{name}.starts_from.{kind}={other} is no row above it that trains or "
-                        f"collects in one setting; above it: {', '.join(above) or 'none'}"
-                    )
-            above[name] = row
-        self._check_reward_models()
-        return self
-
-    def _check_reward_models(self) -> None:
-        known: dict[tuple[str, int, int], str] = {}
-        commands: dict[str, str] = {}
-        for name, row in self.runs.items():
-            if (model := row.reward_model) is None:
-                continue
-            key = (model.group, model.pairs, model.parameters)
-            if key in known or commands.setdefault(model.group, row.command) != row.command:
-                other = known.get(key, "a row of another command")
-                raise ValueError(
-                    f"runs.{name}.reward_model.group={model.group} is that of {other}: rows of a "
-                    "group differ in parameters or pairs, and optimise in one way"
-                )
-            known[key] = name
-
-    @property
-    def makers(self) -> frozenset[str]:
-        """The rows that others start from."""
-        return frozenset(name for row in self.runs.values() for name in row.starts_from.values())
-
-    @property
-    def begun_from(self) -> frozenset[str]:
-        """The rows that others but evaluations start from: they compete with none."""
-        others = (row for row in self.runs.values() if row.command != "evaluate")
-        return frozenset(name for row in others for name in row.starts_from.values())
-
-
 class ExportSettings(CommandSettings):
     """Settings of `rlhf-export`: a run's model as a Hugging Face folder.
 
@@ -476,7 +339,6 @@ RUNS: dict[str, type[RunSettings]] = {
     "evaluate": EvaluateSettings,
     "collect": CollectSettings,
     "pipeline": PipelineSettings,
-    "study": StudySettings,
 }
 
 

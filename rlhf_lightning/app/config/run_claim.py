@@ -14,7 +14,7 @@ from hydra.experimental.callback import Callback
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.command_line import fail
-from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings, StudySettings
+from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, describe_interpolation
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
@@ -103,13 +103,11 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     """Return whether a run continues the run in its folder.
 
     That is so with a checkpoint of the folder itself, with `resume=auto` where the folder's run is
-    an unfinished one of the same settings, and in the folder of a study.
+    an unfinished one of the same settings.
     """
     if isinstance(settings, TrainSettings) and settings.ckpt_path is not None:
         return folder.checkpoints.resolve() == Path(settings.ckpt_path).absolute().parent.resolve()
     summary = summary_or_none(folder)
-    if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
-        return summary is not None and settings.kind == summary.stage
     if getattr(settings, "resume", "never") != "auto" or summary is None:
         return False
     if summary.config_hash != settings.config_hash:

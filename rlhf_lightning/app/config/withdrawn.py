@@ -7,6 +7,7 @@ end stands for every key below.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 WITHDRAWN: dict[str, str] = {
     # a key, or a choice: what is written instead
@@ -35,3 +36,12 @@ def withdrawn(words: Sequence[str]) -> str | None:
             if below or gone in (key, f"{key}={value}"):
                 return f"{word} was withdrawn: {instead}"
     return None
+
+
+def refuse_study() -> NoReturn:
+    """End the withdrawn command `rlhf-study` with what is written instead."""
+    raise SystemExit(
+        "error: rlhf-study was withdrawn: run a matrix with rlhf-train -m (seed=1,2 KEY=A,B, or "
+        "+sweeps=NAME) and compare runs with rlhf-report RUN RUN; the studies of the docs are "
+        "python -m benchmarks.studies.NAME"
+    )
