@@ -4,7 +4,7 @@ from functools import partial
 
 from rlhf_lightning.app.start import start
 
-main = partial(start, "pipeline", "study.pipeline")
+main = partial(start, "pipeline", "pipeline")
 
 if __name__ == "__main__":
     main()

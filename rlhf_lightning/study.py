@@ -1,6 +1,8 @@
 """`rlhf-study` was withdrawn: it names what to write instead."""
 
-from rlhf_lightning.app.config.withdrawn import refuse_study as main
+from rlhf_lightning.app.config import withdrawn
+
+main = withdrawn.refuse_study
 
 if __name__ == "__main__":
     main()

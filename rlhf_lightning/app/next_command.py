@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.config.compose import ConfigError, at, choices
+from rlhf_lightning.app.config.compose import ConfigError, at, choices, given
 from rlhf_lightning.app.config.inherit import named_again
 from rlhf_lightning.app.config.saved import saved_config
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.prerequisites import has_records, words_for
-from rlhf_lightning.app.study.words import given, varied
 from rlhf_lightning.runs.folder import RunFolder, from_here
 from rlhf_lightning.runs.reading import read_yaml
 
@@ -38,7 +37,7 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     stage = settings.spec
     if stage.trains_policy and stage.starts_from != "base":
         again = [
-            varied(f"++{key}", value) for key, value in named_again("evaluate", settings).items()
+            given(f"++{key}", value) for key, value in named_again("evaluate", settings).items()
         ]
         return _told(_COMPARE, "evaluate", [_word("run", folder.path), *again])
     made = "sft" if stage.trains_policy else "reward"
@@ -78,7 +77,7 @@ def after_collecting(settings: Any, folder: RunFolder, overrides: Sequence[str],
         for w in _words(settings, "sft", folder, overrides, records=True)
         if "artifacts.base=" not in w
     ]
-    words += [_word("artifacts.base", Path(sampled)), varied("data.source", source)]
+    words += [_word("artifacts.base", Path(sampled)), given("data.source", source)]
     return _checked("Fine-tune on them:", words)
 
 

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
 # Where such words are the names of something else than stages.
 OTHER_NAMES = {
+    "app/config/commands.py": "the experiments of a pipeline",
     "app/next_command.py": "the experiment that takes a model, and its key of artifacts",
-    "app/study/steps.py": "the steps of a pipeline, which are experiments",
+    "app/pipeline_steps.py": "the steps of a pipeline, which are experiments",
     "functional/surrogates.py": "names of surrogates",
     "hparams.py": "names of surrogates",
     "models/learning_rates.py": "kinds of learning rates",

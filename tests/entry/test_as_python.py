@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from rlhf_lightning.app.as_python import Calls, as_python
-from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.study.words import varied
+from rlhf_lightning.app.config.compose import ConfigError, given
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
@@ -173,7 +172,7 @@ def test_a_setting_that_python_would_drop_is_refused_by_its_key(key, value):
     "marker", ["\\boxed{", "\\underline{", "a\nb", 'say "it"', "it's", "Résultat:", "\\N{x}"]
 )
 def test_every_text_of_a_program_is_the_text_of_the_command(marker):
-    words = ["+experiment=sft", varied("dataset.source.remove", marker)]
+    words = ["+experiment=sft", given("dataset.source.remove", marker)]
     found = as_python(settings_of("+experiment=sft", "seed=3"), words)
     compile(found, "program", "exec")
     assert ast.literal_eval(Calls().value({marker: [marker]})) == {marker: [marker]}

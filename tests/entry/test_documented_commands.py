@@ -25,7 +25,7 @@ from rlhf_lightning.app.command_line import with_run
 from rlhf_lightning.app.config.compose import choices, composed, register
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.study.words import as_overrides
+from rlhf_lightning.app.pipeline_steps import as_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,8 +7,8 @@ import pytest
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, choices, register
 from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.pipeline_steps import as_overrides
 from rlhf_lightning.app.prerequisites import training_words
-from rlhf_lightning.app.study.words import as_overrides
 from tests.builders.command_lines import settings_of
 
 NEEDED = {"report": ["run=a"], "export": ["run=a"]}

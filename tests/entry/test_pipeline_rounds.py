@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError, given
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_run
-from rlhf_lightning.app.study.pipeline import run, where_to_run
-from rlhf_lightning.app.study.steps import check_pipeline, plan
-from rlhf_lightning.app.study.words import given
+from rlhf_lightning.app.pipeline import run, where_to_run
+from rlhf_lightning.app.pipeline_steps import check_pipeline, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
@@ -99,8 +98,8 @@ def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Pat
     ("overrides", "message"),
     [
         (["rounds=2", "experiments.reward=null"], "experiments.reward=null leaves one out"),
-        (["rounds=2", "round_3/ppo:a=1"], "unknown key overrides.round_3"),
-        (["rounds=2", "+overrides.round_2.ppo=1"], "write round_2/ppo:key=value"),
+        (["rounds=2", "round_3/ppo:a=1"], "round_3/ppo is no stage"),
+        (["rounds=2", "+overrides.round_2.ppo=1"], "overrides.round_2"),
         (["rounds=2", "accept=[round_2/rewrd]"], "did you mean round_2/reward"),
         (["accept=[round_2/reward]"], "accept names 'round_2/reward'"),
     ],
@@ -126,8 +125,8 @@ def test_a_failed_gate_of_a_later_round_is_accepted_there(working_folder: Path) 
             metrics |= {"val/gold_win_rate": 0.4}
             gates = (GateResult("gold_win_rate", 0.4, 0.75, False, "wins 0.4 of comparisons"),)
         settings_of_step(step)
-        ended(step, *gates, **metrics)
-        (step.place / "data").mkdir()
+        (step.place / "data").mkdir(parents=True)
+        ended(step, folder, *gates, **metrics)
     begun = new_summary("pipeline", seed=1, config_hash=composed(*words).config_hash)
     write_summary(folder, replace(begun, status="failed"))
     found = run(composed(*words), folder)

@@ -24,9 +24,8 @@ from rlhf_lightning.app.config.validate import (
     read_first,
     read_settings,
 )
+from rlhf_lightning.app.pipeline_steps import HERE, as_overrides, check_pipeline, plan
 from rlhf_lightning.app.prerequisites import training_words
-from rlhf_lightning.app.study.steps import HERE, check_pipeline, plan
-from rlhf_lightning.app.study.words import as_overrides
 from rlhf_lightning.runs.manifest import write_manifest
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import make_start

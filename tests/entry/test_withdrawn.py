@@ -25,6 +25,11 @@ CALLS: list[tuple[str, Callable[[Path], object], str]] = [
         lambda _: rlhf_lightning.VllmServerGenerator,
         "VllmGenerator(..., pyth",
     ),
+    (
+        "rlhf-study",
+        lambda _: __import__("rlhf_lightning.study").study.main(),
+        "rlhf-train -m (seed=1,2 KEY=A,B, or +sweeps=NAME)",
+    ),
     ("timeout_seconds", lambda _: FunctionScorer(len, timeout_seconds=1.0), "timeout_seconds"),
     ("lambda p, c", lambda _: FunctionScorer(lambda p, c: []), "def NAME(prompts, completions"),
     (
@@ -33,11 +38,6 @@ CALLS: list[tuple[str, Callable[[Path], object], str]] = [
         "def NAME(prompts",
     ),
 ]
-from rlhf_lightning.study import main as rlhf_study
-
-# What is called, and a part of the error: the line to write. A row a withdrawn call or form.
-CALLS: list[tuple[str, Callable[[Path], object], str]] = []
-CALLS += [("rlhf-study", lambda _: rlhf_study(), "rlhf-train -m (seed=1,2 KEY=A,B, or +sweeps=")]
 
 
 @pytest.mark.parametrize("gone", WITHDRAWN)

@@ -220,18 +220,21 @@ class CollectSettings(FiguresSettings):
         return super().unread | without
 
 
+_Words = list[str] | dict[str, list[str]]
+
+
 class PipelineSettings(RunSettings):
     """Settings of `rlhf-pipeline`: all stages in a row."""
 
     resume: Resume = "auto"
     rounds: Count = 1
-    experiments: dict[str, str | None]
+    experiments: dict[Literal["base", "sft", "reward", "ppo"], str | None]
     collect: bool = False
     adversarial: bool = True
     evaluate: bool = True
     evaluation_gates: str | None = None
     accept: list[str] = Field(default_factory=list)
-    overrides: dict[str, Any]
+    overrides: dict[str, _Words]
 
     @property
     def config_hash(self) -> str:

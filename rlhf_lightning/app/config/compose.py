@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -176,3 +177,24 @@ def named_model(name: str) -> dict[str, Any]:
         return {}
     content = OmegaConf.create({"model": OmegaConf.load(file)})
     return cast(Any, OmegaConf.to_container(content.model, resolve=True))
+
+
+def quoted(text: str) -> str:
+    """Return a text as Hydra reads it on a command line, whatever characters are in it."""
+    # Hydra reads a backslash as itself, but before a quote as what escapes it.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"'{escaped}'"
+
+
+def given(key: str, value: object) -> str:
+    """Return `key=value` as Hydra reads it: a path, or a value of JSON."""
+    return f"{key}={_written(value)}"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(given(k, one).replace('=', ': ', 1) for k, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return quoted(str(value)) if isinstance(value, str | Path) else json.dumps(value)
