@@ -1,14 +1,11 @@
-"""The verdict on a run in plain words: for the last screen and the top of the report."""
+"""The verdict on a run: the figure that counts most, its interval, and the gates."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from dataclasses import replace
 
 from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,
-    bound_keys,
     counted,
     duration,
     ends,
@@ -25,18 +22,10 @@ from rlhf_lightning.runs.outcome import (
     Verdict,
     by_interval,
     figure,
-    interval,
     unless_few,
 )
 from rlhf_lightning.runs.summary import Summary
 
-# Compared with the policy before.
-_CHANGES = (
-    *("score", "gold", "exact_match", "first_word_match", "solved", "answered"),
-    *("response_length", "eos_fraction", "distinct_2", "refusal_rate", "over_refusal_rate"),
-)
-# Of how many prompts a share of refusals is.
-_ASKED = {"refusal_rate": "val/num_harmful", "over_refusal_rate": "val/num_harmless"}
 # Whose win rate is the headline, the one that counts most first.
 JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "the score"}
 SPREAD = "rollout/score_std_max"
@@ -44,6 +33,21 @@ TRAINED_ON = "the reward it was trained on"
 TEACHER = "val/teacher_kl_per_token"
 _OWN = "val/chosen_reward"  # a policy's own rewards rank the pairs
 _UNPAIRED = "val/kl"  # KTO's rows are single responses
+_MATCHED, _SHORTER = "val/accuracy_length_matched", "val/accuracy_chosen_shorter"
+_BESIDE = (  # what is shown beside the headline, in order; with the baseline's where there is one
+    *(f"val/{judge}_win_rate" for judge in (*JUDGES, "gold_reference")),
+    *("val/human_reward_accuracy", "val/accuracy", "val/loss", "sft/loss"),
+    *("val/score", "val/gold", "val/kl_per_token", "val/kl_per_response", "val/exact_match"),
+    *("val/first_word_match", "val/solved", "val/answered", "val/response_length"),
+    *("val/eos_fraction", "val/distinct_2", "val/refusal_rate", "val/over_refusal_rate"),
+    *("val/label_ceiling", "val/longer_wins_accuracy", _MATCHED, _SHORTER),
+    *("val/calibration_error", "val/margin", _OWN),
+    *("collect/num_pairs", "collect/validation_records", "collect/usable_candidates"),
+    *("collect/automatic_share", "collect/raw_agreement", "collect/hours", "collect/hours_before"),
+    *("collect/judge_unreadable", "collect/score", "collect/gold", "collect/score_best"),
+    *("collect/gold_best", "collect/gold_train"),
+)
+_BEST_OF = ("gold_win_rate", "pass_at_k", "maj_at_k", "score")
 
 
 def verdict(summary: Summary) -> Verdict:
@@ -61,164 +65,87 @@ def verdict(summary: Summary) -> Verdict:
     facts = result.facts
     if "total" in summary.seconds:
         facts = (*facts, Fact("time", duration(summary.seconds["total"])))
-    failed = [gate for gate in summary.gates if not gate.passed]
+    failed = [gate.name for gate in summary.gates if not gate.passed]
     tone: Tone = "bad" if failed else result.tone
     sentence = result.sentence
     if failed:
-        names = ", ".join(gate.name for gate in failed)
-        sentence = f"{sentence} Failed gate{'s' * (len(failed) > 1)}: {names}.".strip()
+        sentence += f" Failed gate{'s' * (len(failed) > 1)}: {', '.join(failed)}."
     if summary.status != "completed":
         tone = "bad" if summary.status == "failed" else "neutral"
-        sentence = f"{_status(summary)} {sentence}".strip()
-    return Verdict(tone, result.number, result.caption, sentence, facts, result.tone)
-
-
-def _status(summary: Summary) -> str:
-    if summary.status == "running":
-        return "The run has not ended, or it was killed: resume=auto continues it."
-    ended = "failed" if summary.status == "failed" else "was stopped before its end"
-    why = f": {summary.cause.rstrip('.')}." if summary.cause else "."
-    return f"The run {ended}{why} What follows is what it had reached."
+        ended = f"The run {summary.status}"
+        if summary.status == "running":
+            ended = "The run has not ended, or it was killed: resume=auto continues it"
+        elif summary.cause:
+            ended += f": {summary.cause.rstrip('.')}"
+        sentence = f"{ended}. {sentence}"
+    return Verdict(tone, result.number, result.caption, sentence.strip(), facts, result.tone)
 
 
 def _headline(metrics: Metrics, by: str) -> Verdict:
     """Return the verdict by the strongest evidence there is; `by` names the score, if need be."""
-    if any(name.startswith("collect/") for name in metrics):
-        return _collect(metrics)
-    if any(name.startswith("benchmark/") for name in metrics):
-        return _benchmark(metrics)
-    facts = [*_of_loss(metrics), *_changes(metrics), *_pairs(metrics)]
+    facts = _facts(metrics)
     if figure(metrics, SPREAD) == 0:
-        wins = [fact for judge in ("gold", "score") for fact in _win_rate_fact(metrics, judge)]
         sentence = (
             "The score did not vary: in every rollout all responses had the same one, so there was "
-            "nothing to learn, and a win rate says nothing of this reward."
+            "nothing to learn."
         )
-        return Verdict("bad", sentence=sentence, facts=(*wins, *facts))
-    judge = next((j for j in JUDGES if figure(metrics, f"val/{j}_win_rate") is not None), "")
-    if judge and _OWN in metrics and (rate := figure(metrics, "val/accuracy")) is not None:
-        note = f"by the policy's own rewards{interval(metrics, 'val/accuracy')}"
-        facts.append(Fact(f"held-out {_ranked_rows(metrics)}", percent(rate), note))
+        return Verdict("bad", sentence=sentence, facts=tuple(facts.values()))
+    counts = [n for n in best_of_counts(metrics) if f"best_of/{n}/gold_win_rate" in facts]
+    judge = next((judge for judge in JUDGES if f"val/{judge}_win_rate" in facts), None)
+    phase = "val" if "val/accuracy" in facts else "benchmark"
+    if counts:
+        name, who = f"best_of/{counts[-1]}/gold_win_rate", f"The best of {counts[-1]} responses"
+        result = _compared(metrics, name, f"{who} of the policy is", JUDGES["gold"], facts)
+        return replace(result, caption=f"{result.caption}, by the best of {counts[-1]}")
     if figure(metrics, TEACHER) is not None and SPREAD not in metrics:  # no reward
-        judge, plain = "", _distilled(metrics, facts)
-    elif judge == "score":
-        plain = _score_win_rate(metrics, facts, by)
-    elif judge:
-        plain = _win_rate(metrics, judge, facts)
-    else:
-        plain = _without_a_judge(metrics, facts)
-    result = _best_of(metrics, plain)
-    said = judge if result.caption == plain.caption else ""
-    others = [
-        fact
-        for other in (*JUDGES, "gold_reference")
-        if other != said
-        for fact in _win_rate_fact(metrics, other)
-    ]
-    key = "val/human_reward_accuracy"
-    if (rate := figure(metrics, key)) is not None:
-        note = "of people's choices" + interval(metrics, key)
-        others.append(Fact("reward model agrees with", percent(rate), note))
-    return replace(result, facts=(*others, *result.facts))
+        return _against_before(metrics, TEACHER, "nats a token, KL to the teacher", facts)
+    if judge == "score" and figure(metrics, "val/score_tie_rate") == 1:
+        sentence = "No win rate: on every held-out prompt both responses have the same score."
+        return Verdict("bad", sentence=sentence, facts=tuple(facts.values()))
+    if judge is not None:
+        verb = "The policy scores" if judge == "score" else "The policy answers"
+        told = by if judge == "score" else JUDGES[judge]
+        result = _compared(metrics, f"val/{judge}_win_rate", verb, told, facts)
+        return replace(result, caption=result.caption + _skipped(metrics, judge))
+    if f"{phase}/accuracy" in facts:
+        return _ranked(metrics, phase, facts)
+    if "val/loss" in facts:
+        return _against_before(metrics, "val/loss", "nats a token, loss on held-out rows", facts)
+    if "val/score" in facts:
+        return _against_before(metrics, "val/score", "mean score on held-out prompts", facts)
+    if (score := figure(metrics, "benchmark/score")) is not None:
+        caption = f"mean of {counted(metrics['benchmark/num_subsets'] or 0, 'subset')}"
+        return Verdict("neutral", percent(score), f"{caption} of RewardBench 2", "", _but(facts))
+    if records := figure(metrics, "collect/train_records"):
+        sentence = "Read some of the records." if "collect/gold_train" not in facts else ""
+        caption = "record to train on" if records == 1 else "records to train on"
+        return Verdict("neutral", f"{records:,.0f}", caption, sentence, _but(facts))
+    return _without_a_headline(metrics, facts)
 
 
-def _distilled(metrics: Metrics, facts: list[Fact]) -> Verdict:
-    """Return the verdict on a policy that has learnt from a teacher alone."""
-    kl, caption = figure(metrics, TEACHER) or 0.0, "nats a token, KL to the teacher"
-    before = figure(metrics, "val/baseline_teacher_kl_per_token")
-    if before is None:
-        return Verdict("neutral", number(kl), caption, facts=tuple(facts))
-    closer = kl < before and number(kl) != number(before)
-    sentence = (
-        f"The policy has come {'closer to' if closer else 'no closer to'} its teacher: the KL was "
-        f"{number(before)} before. It says how alike they are, not how good."
-    )
-    found = Verdict("good" if closer else "bad", number(kl), caption, sentence, tuple(facts))
-    return unless_few(found, metrics, TEACHER)
+def _but(facts: dict[str, Fact], name: str = "") -> tuple[Fact, ...]:
+    return tuple(fact for key, fact in facts.items() if key != name)
 
 
-def _without_a_judge(metrics: Metrics, facts: list[Fact]) -> Verdict:
-    """Return the verdict on a run whose responses were not compared."""
-    if figure(metrics, "val/accuracy") is not None:
-        return _ranked(metrics, "val", f"held-out {_ranked_rows(metrics)}", facts)
-    loss, score = figure(metrics, "val/loss"), figure(metrics, "val/score")
-    if loss is not None:
-        before = figure(metrics, "val/baseline_loss")
-        sentence = (
-            f"It chooses, on average, among {number(_perplexity(loss))} equally likely tokens"
-        )
-        if before is not None:
-            sentence += f" ({number(_perplexity(before))} before training)"
-        caption = "nats a token, loss on held-out responses"
-        return Verdict("neutral", number(loss), caption, f"{sentence}.", tuple(facts))
-    if score is not None:
-        before = figure(metrics, "val/baseline_score")
-        if before is None:
-            caption = "mean score on held-out prompts"
-            sentence = "No baseline was scored, so nothing says whether it got better."
-            found = Verdict("neutral", number(score), caption, sentence, tuple(facts))
-            return unless_few(found, metrics, "val/score")
-        rose = score > before
-        sentence = (
-            f"The score {'rose' if rose else 'did not rise'}; no gold reward says if rightly."
-        )
-        gain = "+" * rose + number(score - before)
-        caption = "change of the mean score from that of the baseline"
-        found = Verdict("neutral" if rose else "bad", gain, caption, sentence, tuple(facts))
-        return unless_few(found, metrics, "val/score")
-    for name in ("val/accuracy", "val/loss", "val/score"):
-        if name in metrics:
-            return Verdict("bad", sentence=f"{name} is not a finite number.", facts=tuple(facts))
-    skipped = figure(metrics, "val/judge_skipped")
-    sentence = "No held-out figure was recorded."
-    if skipped:
-        sentence = f"The judge gave no verdict: it skipped {_all_pairs(skipped)}."
-    elif facts:
-        sentence = "Nothing scored or judged the responses: the figures tell how they look."
-    return Verdict(sentence=sentence, facts=tuple(facts))
-
-
-def _ranked_rows(metrics: Metrics) -> str:
-    return "rows on their label's side" if _UNPAIRED in metrics else "pairs ranked as labelled"
-
-
-def _win_rate(metrics: Metrics, judge: str, facts: list[Fact]) -> Verdict:
-    """Return the verdict by a judge that training did not see."""
-    by = f"than the baseline, by {JUDGES[judge]}."
-    undecided = "Undecided: the interval includes 50 %, so no difference from the baseline is shown"
-    if figure(metrics, f"val/{judge}_tie_rate") == 1:
-        undecided = "Every comparison is a tie, so no difference from the baseline is shown"
+def _compared(metrics: Metrics, name: str, who: str, by: str, facts: dict[str, Fact]) -> Verdict:
+    """Return the verdict by a win rate over the baseline."""
+    of_score = name == "val/score_win_rate"
+    above, below = ("higher", "lower") if of_score else ("better", "worse")
+    than = f"than the baseline{f', by {by}' if by and not of_score else f' by {by}' if by else ''}"
+    # The score is never "good": that it rises is what over-optimisation looks like, too.
+    rightly = "; read the samples to see if rightly" * of_score
     sentences = (
-        f"The policy answers better {by}",
-        f"The policy answers worse {by}",
-        f"{undecided} by {JUDGES[judge]}.",
+        f"{who} {above} {than}{rightly}.",
+        f"{who} {below} {than}.",
+        f"Undecided: no difference is shown. {who} neither {above} nor {below} {than}.",
     )
-    caption = "of comparisons with the baseline won"
-    result = by_interval(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
-    return replace(result, caption=result.caption + _skipped(metrics, judge))
+    if figure(metrics, name.replace("win_rate", "tie_rate")) == 1:
+        sentences = (*sentences[:2], "Every comparison is a tie: no difference is shown.")
+    caption, best = "of comparisons with the baseline won", "neutral" if of_score else "good"
+    return by_interval(metrics, name, 0.5, caption, sentences, list(_but(facts, name)), best)  # type: ignore[arg-type]
 
 
-def _score_win_rate(metrics: Metrics, facts: list[Fact], by: str) -> Verdict:
-    if figure(metrics, "val/score_tie_rate") == 1:
-        sentence = (
-            "No win rate: on every held-out prompt the score of both responses is the same, so it "
-            "tells nothing apart."
-        )
-        return Verdict("bad", sentence=sentence, facts=tuple(facts))
-    by = f"than the baseline{f' by {by}' if by else ''}"
-    sentences = (
-        f"The policy scores higher {by}; read the samples to see if rightly.",
-        f"The policy scores lower {by}.",
-        f"Undecided: the policy is not shown to score higher or lower {by}.",
-    )
-    caption = "of comparisons with the baseline won"
-    # Never "good": that the trained reward rises is what over-optimisation looks like, too.
-    return by_interval(
-        metrics, "val/score_win_rate", 0.5, caption, sentences, facts, best="neutral"
-    )
-
-
-def _ranked(metrics: Metrics, phase: str, what: str, facts: list[Fact]) -> Verdict:
+def _ranked(metrics: Metrics, phase: str, facts: dict[str, Fact]) -> Verdict:
     """Return the verdict by the pairs that are ranked as labelled, which a policy need not be."""
     rivals = {
         "the more frequent label": figure(metrics, f"{phase}/majority_accuracy") or 0.0,
@@ -231,216 +158,72 @@ def _ranked(metrics: Metrics, phase: str, what: str, facts: list[Fact]) -> Verdi
         f"It ranks responses worse than {known} does.",
         f"Undecided: it is not shown to rank responses better than {known} does.",
     )
-    own = _OWN in metrics
-    result = by_interval(
-        metrics,
-        f"{phase}/accuracy",
-        rivals[known],
-        f"of {what}",
-        sentences,
-        facts,
-        best="neutral" if own else "good",
-    )
+    own, name = _OWN in metrics, f"{phase}/accuracy"
+    what = "rows on their label's side" if _UNPAIRED in metrics else "pairs ranked as labelled"
+    caption, rival = f"of {'held-out ' * (phase == 'val')}{what}", rivals[known]
+    best: Tone = "neutral" if own else "good"
+    others = list(_but(facts, name))
+    result = by_interval(metrics, name, rival, caption, sentences, others, best)
     warning = "No judge compares its responses." if own else prefers_longer(metrics, phase)
     return replace(result, sentence=f"{result.sentence} {warning}".strip())
 
 
-def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
-    """Return the verdict on the best of the most answers; `plain`, that on one, without gold."""
-    right = [
-        Fact(quantity(name).label, percent(rate), interval(metrics, name).strip(" ()"))
-        for what in ("pass_at_k", "maj_at_k")
-        for n in best_of_counts(metrics)
-        if (rate := figure(metrics, name := f"best_of/{n}/{what}")) is not None
+def _against_before(metrics: Metrics, name: str, caption: str, facts: dict[str, Fact]) -> Verdict:
+    """Return the verdict by a figure beside that of the baseline; only the score should rise."""
+    value, before = figure(metrics, name) or 0.0, figure(metrics, name.replace("/", "/baseline_"))
+    tone: Tone = "neutral"
+    sentence = "No baseline was measured, so nothing says whether it got better."
+    if before is not None:
+        better = value > before if name == "val/score" else value < before
+        better = better and number(value) != number(before)
+        tone = ("good" if name == TEACHER else "neutral") if better else "bad"
+        sentence = f"{'Better' if better else 'No better'} than before: it was {number(before)}."
+    found = Verdict(tone, number(value), caption, sentence, _but(facts))
+    return unless_few(found, metrics, name)
+
+
+def _without_a_headline(metrics: Metrics, facts: dict[str, Fact]) -> Verdict:
+    for name in ("val/accuracy", "val/loss", "val/score"):
+        if name in metrics:
+            return Verdict("bad", sentence=f"{name} is not a finite number.", facts=_but(facts))
+    sentence = "Nothing scored or judged the responses." if facts else "No figure was recorded."
+    if skipped := figure(metrics, "val/judge_skipped"):
+        sentence = f"The judge gave no verdict: it skipped all {counted(skipped, 'pair')}."
+    return Verdict(sentence=sentence, facts=_but(facts))
+
+
+def _facts(metrics: Metrics) -> dict[str, Fact]:
+    """Return the figures of a run by their metrics, as far as they were measured."""
+    best_of = [f"best_of/{n}/{what}" for n in best_of_counts(metrics) for what in _BEST_OF]
+    benchmark = [
+        name
+        for name in metrics
+        if name.startswith("benchmark/") and not whole_key(name).endswith(("_low", "_high"))
     ]
-    plain = replace(plain, facts=(*right, *plain.facts))
-    key = "best_of/{}/gold_win_rate"
-    counts = [n for n in best_of_counts(metrics) if figure(metrics, key.format(n)) is not None]
-    if not counts:
-        chosen = [
-            Fact(f"best of {n}", number(score), "mean score, by the score that chose it")
-            for n in best_of_counts(metrics)
-            if (score := figure(metrics, f"best_of/{n}/score")) is not None
-        ]
-        return replace(plain, facts=(*chosen, *plain.facts))
-    facts = [
-        Fact(
-            f"best of {n}",
-            percent(figure(metrics, key.format(n)) or 0.0),
-            f"wins by gold, {interval(metrics, key.format(n)).strip(' ()')}",
-        )
-        for n in counts[:-1]
-    ]
-    most = counts[-1]
-    who = f"The best of {most} responses of the policy, by the score, is"
-    sentences = (
-        f"{who} better than the baseline's, by the gold reward.",
-        f"{who} worse than the baseline's, by the gold reward: the score leads astray.",
-        f"{who} not shown to be better or worse than the baseline's, by the gold reward.",
-    )
-    caption = f"of comparisons with the baseline won by the best of {most}"
-    return by_interval(metrics, key.format(most), 0.5, caption, sentences, [*facts, *plain.facts])
-
-
-def _benchmark(metrics: Metrics) -> Verdict:
-    """Return the verdict on a benchmark: pairs, RewardBench 2 or tasks of lm-eval."""
-    facts, changes = [], []
-    for name in metrics:
-        value = figure(metrics, name)
-        if value is None or whole_key(name).endswith(("_low", "_high")):
-            continue
-        low, high = (figure(metrics, key) for key in bound_keys(name))
-        facts.append(Fact(quantity(name).label, show(name, value), ends(metrics, name)))
-        if whole_key(name).endswith("_change"):
-            changes.append((low or 0.0) > 0 or (high or 0.0) < 0)
-    if changes:
-        shown = f"{sum(changes)} of {len(changes)}"
-        sentence = f"Scores that are shown to differ from the baseline's: {shown}."
-        return Verdict(sentence=sentence, facts=tuple(facts))
-    if (score := figure(metrics, "benchmark/score")) is not None:
-        subsets = counted(metrics["benchmark/num_subsets"] or 0, "subset")
-        caption = f"mean of {subsets} of RewardBench 2"
-        return Verdict("neutral", percent(score), caption, facts=tuple(facts))
-    return _ranked(metrics, "benchmark", "pairs ranked as labelled", facts)
-
-
-def _collect(metrics: Metrics) -> Verdict:
-    """Return the verdict on collected records: how many there are, and how far to trust them."""
-    rows = (
-        ("val/label_ceiling", "ceiling set by the labels", "of held-out accuracy", percent),
-        ("collect/validation_records", "held-out pairs", "never trained on", _plain),
-        ("collect/usable_candidates", "usable responses", "of {num_candidates}", _plain),
-        ("collect/automatic_share", "pairs labelled without people", "", percent),
-        ("collect/raw_agreement", "two labels of people agree", "on held-out pairs", percent),
-        ("collect/hours", "work of people", "hours; {hours_before} if they labelled all", _plain),
-        (
-            "collect/judge_unreadable",
-            "unreadable replies",
-            "of {judge_replies} of the judge",
-            _plain,
-        ),
-        ("collect/score", "score of a usable response", "", _plain),
-        ("collect/gold", "gold of a usable response", "", _plain),
-    )
-    known: dict[str, str] = defaultdict(lambda: "?")
-    known |= {name.partition("/")[2]: _plain(value or 0.0) for name, value in metrics.items()}
-    facts = [
-        Fact(label, shown(value), note.format_map(known))
-        for name, label, note, shown in rows
+    return {
+        name: _fact(metrics, name, value)
+        for name in (*best_of, *benchmark, *_BESIDE)
         if (value := figure(metrics, name)) is not None
-    ]
-    records = figure(metrics, "collect/train_records")
-    if not records:
-        return Verdict(sentence="No record was made.", facts=tuple(facts))
-    best, gold = figure(metrics, "collect/score_best"), figure(metrics, "collect/gold_best")
-    if best is not None:
-        told = f" and {number(gold)} by gold" if gold is not None else ""
-        sentence = f"The chosen responses score {number(best)} on average{told}."
-        return Verdict(
-            "neutral",
-            _plain(records),
-            f"demonstration{'s' * (records != 1)}",
-            sentence,
-            tuple(facts),
-        )
-    right = figure(metrics, "collect/gold_train")
-    sentence = "Nothing here says whether the labels are right: read some of them."
-    if right is not None:
-        sentence = f"The gold reward agrees with {percent(right)} of these labels."
-    caption = (
-        f"pair{'s' * (records != 1)} to train on, of {known['num_pairs']} labelled; any other is "
-        "held out or shows no preference"
-    )
-    return Verdict("neutral", _plain(records), caption, sentence, tuple(facts))
-
-
-def _changes(metrics: Metrics) -> list[Fact]:
-    """Return the figures of the policy and of the one it started from."""
-    facts = []
-    for name in _CHANGES:
-        value, before = (figure(metrics, f"val/{part}{name}") for part in ("", "baseline_"))
-        if value is not None:
-            about = quantity(f"val/{name}")
-            fact = _change(about.label.removeprefix("held-out "), value, before, about.unit)
-            asked, known = figure(metrics, _ASKED.get(name, "")), ends(metrics, f"val/{name}")
-            of = "" if asked is None else f"of {counted(asked, 'prompt')}"
-            now = f"95 % interval now {known}" if known else ""
-            notes = filter(None, (fact.note, "; ".join(filter(None, (of, now)))))
-            facts.append(replace(fact, note=", ".join(notes)))
-    if (kl := figure(metrics, "val/kl_per_token")) is not None:
-        known = ends(metrics, "val/kl_per_token")
-        note = "nats a token" + f", 95 % interval {known}" * bool(known)
-        if (of_response := figure(metrics, "val/kl_per_response")) is not None:
-            note += f"; {number(of_response)} a response"
-        facts.insert(1, Fact("KL from the baseline", number(kl), note))
-    return facts
-
-
-def _change(label: str, value: float, before: float | None, unit: str) -> Fact:
-    """Return a figure before and after."""
-    like = max(abs(before or 0.0), abs(value))  # both with the digits that the larger one deserves
-    now, was = (
-        "" if x is None else percent(x) if unit == "share" else number(x, like=like)
-        for x in (value, before)
-    )
-    plain = "" if unit == "share" else unit
-    if before is None:
-        return Fact(label, now, plain)
-    return Fact(label, f"{was} → {now}", ", ".join(filter(None, ("baseline → now", plain))))
-
-
-def _of_loss(metrics: Metrics) -> list[Fact]:
-    """Return held-out loss, perplexity and training loss of rows that are single responses."""
-    loss, before = figure(metrics, "val/loss"), figure(metrics, "val/baseline_loss")
-    if loss is None or "val/accuracy" in metrics:
-        return []
-    known = None if before is None else _perplexity(before)
-    facts = [
-        _change("held-out loss", loss, before, "nats a token"),
-        _change("perplexity", _perplexity(loss), known, ""),
-    ]
-    if (train := figure(metrics, "sft/loss")) is not None:
-        facts.append(Fact("training loss", number(train), "nats a token"))
-    return facts
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 50.0))
-
-
-def _pairs(metrics: Metrics) -> list[Fact]:
-    """Return the figures of held-out pairs other than the accuracy."""
-    matched, shorter = "val/accuracy_length_matched", "val/accuracy_chosen_shorter"
-    good = "good" if _UNPAIRED in metrics else "preferred"
-    notes = {
-        "val/label_ceiling": "the best that is possible",
-        "val/longer_wins_accuracy": "what length alone reaches",
-        matched: f"lengths within 10 %{interval(metrics, matched)}",
-        shorter: _of_pairs(metrics, shorter),
-        "val/calibration_error": "",
-        "val/margin": "",
-        "val/loss": "",
-        _OWN: f"below 0: {good} responses have become less likely",
     }
-    return [
-        Fact(quantity(name).label.removeprefix("held-out "), show(name, value), note)
-        for name, note in notes.items()
-        if "val/accuracy" in metrics and (value := figure(metrics, name)) is not None
-    ]
 
 
-def _win_rate_fact(metrics: Metrics, judge: str) -> list[Fact]:
-    """Return the win rate by a judge with the pairs that it is of, none where it was not asked."""
-    label = JUDGES.get(judge, "gold, against references")
-    name = f"val/{judge}_win_rate"
-    rate, skipped = figure(metrics, name), figure(metrics, f"val/{judge}_skipped")
+def _fact(metrics: Metrics, name: str, value: float) -> Fact:
+    about, before = quantity(name), figure(metrics, name.replace("val/", "val/baseline_", 1))
+    shown = percent(value) if name.endswith("win_rate") else show(name, value)
+    notes = []
+    if before is not None and name.startswith("val/"):
+        like = max(abs(before), abs(value))  # both with the digits that the larger one deserves
+        shown = f"{about.show(before, like=like)} → {show(name, value, like=like)}"
+        notes.append("baseline → now")
+    if known := ends(metrics, name):
+        notes.append(f"95 % interval {known}")
+    judge = name.removeprefix("val/").removesuffix("_win_rate")
     pairs = figure(metrics, f"val/{judge}_num_pairs")
-    of = "" if pairs is None else f"of the {counted(pairs, 'pair')} with a verdict"
-    note = ", ".join(filter(None, (interval(metrics, name).strip(" ()"), of)))
-    note += _skipped(metrics, judge)
-    if rate is None:
-        return [Fact(f"skipped by {label}", _all_pairs(skipped))] if skipped else []
-    return [Fact(f"win rate by {label}", percent(rate), note)]
+    if name == _SHORTER:
+        notes.append(_of_pairs(metrics, name))
+    if pairs is not None:
+        notes.append(f"of the {counted(pairs, 'pair')} with a verdict{_skipped(metrics, judge)}")
+    return Fact(about.label.removeprefix("held-out "), shown, ", ".join(filter(None, notes)))
 
 
 def _skipped(metrics: Metrics, judge: str) -> str:
@@ -449,10 +232,6 @@ def _skipped(metrics: Metrics, judge: str) -> str:
     if not skipped or not pairs:
         return ""
     return f"; {skipped:,.0f} of {pairs + skipped:,.0f} {'was' if skipped == 1 else 'were'} skipped"
-
-
-def _all_pairs(count: float) -> str:
-    return "the only pair" if count == 1 else f"all {counted(count, 'pair')}"
 
 
 def _of_pairs(metrics: Metrics, accuracy: str) -> str:
@@ -472,7 +251,3 @@ def prefers_longer(metrics: Metrics, phase: str = "val") -> str:
         "policy that trains on it gets longer. data.balance_length=true trains on as many pairs of "
         "both kinds."
     )
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.0f}" if value.is_integer() else number(value)

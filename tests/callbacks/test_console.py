@@ -77,7 +77,7 @@ def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
         "81.2 % of comparisons with the baseline won (95 % interval 77.1 to 84.8 %)",
         "The policy answers better than the baseline",
         "-0.02 → 1.41",
-        "0.24  (nats a token)",
+        "0.24 nats",
         "14.1 → 17.9",
         "NOT PASSED",
         str(folder.samples),

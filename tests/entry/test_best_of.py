@@ -73,7 +73,7 @@ def test_the_verdict_is_on_the_best_of_the_most_and_the_report_has_the_curve(
     result = verdict(read_summary(measured))
     assert "the best of 4" in result.caption
     assert "The best of 4 responses" in result.sentence
-    assert "best of 1" in [fact.label for fact in result.facts]
+    assert "gold win rate, best of 1" in [fact.label for fact in result.facts]
     page = measured.report.read_text()
     assert "<h2>Best of n</h2>" in page
     assert "Score over √KL" in page

@@ -92,7 +92,7 @@ def test_the_headline_is_the_distance_to_the_teacher_and_no_score_is_told(comman
     assert not [name for name in metrics if "score" in name]
     told = verdict(summary)
     assert "nats a token, KL to the teacher" in [fact.label for fact in told.facts]  # 8 prompts
-    assert "win rate by the gold reward" in [fact.label for fact in told.facts]
+    assert "gold win rate" in [fact.label for fact in told.facts]
     assert {gate.name for gate in summary.gates} >= {"teacher_kl_share", "gold_win_rate"}
     card = (command.export / "README.md").read_text()
     assert "after on-policy distillation against a teacher, without a reward" in card
