@@ -23,7 +23,7 @@ MINE = "mine\n"
 RUN = "outputs/sft/a"
 OWN = "outputs/sft/k"  # the folder of a run that can be continued
 PLACES = ["mine", "link", "file/new", ".", RUN, f"{RUN}/export", OWN, "published", "webapp"]
-PLACES += ["locked", "dangling"]
+PLACES += ["dangling"]
 FILES = ["mine/report.html", "page.html", "dangling", "store.sqlite", f"{RUN}/metrics.csv"]
 
 
@@ -44,8 +44,6 @@ def world(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
     for name, content in {
         "webapp/manifest.json": '{"name": "my application"}',
         "webapp/model.safetensors": "mine",
-        "locked/.lock": "process of my thesis",
-        "locked/train.log": "mine",
         "file": "mine",
         "page.html": "<!doctype html>\nmine",
     }.items():
@@ -73,7 +71,6 @@ def command_lines(start: Path) -> Iterator[tuple[str, ...]]:
             )
         yield ("train", *sft, f"artifacts.publish={place}", "hydra.run.dir=new")
         yield ("train", "-m", *sft, f"hydra.sweep.dir={place}", "seed=0.5,1.5")
-        yield ("train", *sft, "hydra.run.dir=new", f"hydra.job.name=../{place}/server")
     yield ("train", *sft, "hydra.run.dir=mine")
     for command in ("evaluate", "collect", "pipeline"):
         yield (command, "hydra.run.dir=mine")
@@ -81,7 +78,6 @@ def command_lines(start: Path) -> Iterator[tuple[str, ...]]:
         yield ("annotate", "action=import", "file=pairs.jsonl", f"store={file}")
         yield ("annotate", "action=export", "store=store.sqlite", "format=trl", f"file={file}")
         yield ("report", RUN, OWN, f"output={file}")
-        yield ("train", *sft, f"hydra.job_logging.handlers.file.filename={file}")
 
 
 def of_the_command(words: tuple[str, ...], path: str, content: str) -> bool:
