@@ -78,7 +78,7 @@ def test_a_run_resumes_from_no_checkpoint_that_runs_code(start, tmp_path, marker
     write_summary(folder, replace(read_summary(folder), status="failed", config_hash=digest))
     assert newest_complete_checkpoint(folder).name == "iteration=000003.ckpt"
     with pytest.raises(ConfigError, match=r"is refused: it names posix\.system"):
-        export(ExportSettings(run=folder.path, to=tmp_path / "out"))
+        export(ExportSettings(run=evil, to=tmp_path / "out"))
     assert not marker.exists()
 
 
