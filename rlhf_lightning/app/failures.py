@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NoReturn
 
-from hydra.errors import InstantiationException
-
 from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.atomic import write_text
@@ -61,7 +59,7 @@ def explain_failure(
 
 def cause_of(error: BaseException) -> str:
     """Return one line: the message of an error that explains itself, else its type as well."""
-    error = _unwrapped(error)
+    error = stop_behind(error) or error  # torch makes another error of a Control-C
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     text = _one_line(error)
@@ -106,7 +104,7 @@ def exit_with(error: BaseException) -> NoReturn:
             code = 130
     else:
         word, code = "error", 1
-        if not _is_expected(_unwrapped(error)):
+        if not _is_expected(error):
             sys.stderr.write("".join(traceback.format_exception(error)))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -127,19 +125,12 @@ def _is_expected(error: BaseException) -> bool:
     return ours and isinstance(error, ValueError | RuntimeError | OSError)
 
 
-def _unwrapped(error: BaseException) -> BaseException:
-    """Return the stop behind an error, as torch makes of a Control-C, or what Hydra has wrapped."""
-    if (stop := stop_behind(error)) is not None:
-        return stop
-    while isinstance(error, InstantiationException) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
+def _chain(error: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while error is not None and error not in found:  # `raise error from error` makes a circle
+        found.append(error)
         error = error.__cause__ or error.__context__
+    return found
 
 
 def _modules_passed(error: BaseException) -> Iterator[str]:

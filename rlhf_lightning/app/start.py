@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import sys
 
 import hydra
@@ -35,17 +34,6 @@ def start(command: str, module: str | None = None) -> None:
         register_help()
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(id)()
         return
-    if sys.flags.optimize > 1:
-        sys.stderr.write(
-            "error: python -OO (PYTHONOPTIMIZE=2) takes away the docstrings that transformers "
-            "reads: start it without, or with -O\n"
-        )
-        sys.exit(2)
-    try:
-        os.getcwd()
-    except OSError as error:
-        sys.stderr.write(f"error: the working folder was removed ({error}): cd to another one\n")
-        sys.exit(2)
     prepare_process()
     # Imports make half a million objects that stay. The collector looks through those that are
     # there after every 700 new ones by default: a seventh of the time to import torch.

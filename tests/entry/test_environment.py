@@ -1,4 +1,4 @@
-"""The environment in which people start a command: Slurm's shells, -OO, output, and `~`."""
+"""The environment in which people start a command: Slurm's shells, output, and `~`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from rlhf_lightning.app.command_line import check_command_line
-from rlhf_lightning.app.start import start
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, adopt_rank
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.publish import replacing_folder
@@ -33,30 +32,6 @@ def test_a_shell_inside_salloc_is_one_process(monkeypatch):
     adopt_rank()
     assert not SLURMEnvironment.detect()
     assert "RANK" not in os.environ
-
-
-def test_a_python_without_docstrings_is_refused_in_one_line(tmp_path):
-    words = ["-OO", "-m", "rlhf_lightning.train", "+experiment=base"]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: python -OO")
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "report", "export"])
-def test_a_working_folder_that_was_removed_is_one_line(command, tmp_path, monkeypatch, capsys):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    monkeypatch.setattr(sys, "argv", [command])
-    with pytest.raises(SystemExit) as ended:
-        start(command)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the working folder was removed")
 
 
 def test_the_home_folder_is_read_behind_a_key_and_from_python(tmp_path, monkeypatch):
