@@ -1,27 +1,63 @@
-r"""Checks of plain and conversational texts, transcripts, and the prompt that two responses imply.
+r"""Texts of a row: plain, or messages with all that their keys say under one name each.
 
-A transcript is a whole dialogue in one text, as Anthropic/hh-rlhf writes it:
-`\n\nHuman: ...\n\nAssistant: ...\n\nHuman: ...\n\nAssistant: ...`
+| key of a message                             | what is made of it                               |
+|----------------------------------------------|--------------------------------------------------|
+| `role`                                       | one of ours; ShareGPT's and Gemini's are renamed |
+| `content`                                    | text; parts of text are joined                   |
+| `reasoning_content`, `reasoning`, `thinking` | `reasoning_content`                              |
+| `tool_calls`                                 | a list of functions with arguments as an object  |
+| `weight: 0`, `train: false`, `loss: false`   | `weight`: the message is not learnt              |
+| `function_call`                              | refused                                          |
+| any other                                    | given to the chat template as it is              |
+
+A key that holds null is none. Nulls further inside, of a call's arguments or a tool's schema, stay;
+those of the rows of a table are taken out before, see `without_nulls`. The messages of a cell of
+text, as CSV has them, are JSON. A transcript is a whole dialogue in one text, as Anthropic/hh-rlhf
+writes it: `\n\nHuman: ...\n\nAssistant: ...`.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from rlhf_lightning.data.errors import BadRecordError, Location, describe
-from rlhf_lightning.data.records import Origin, Record, TextRecord
-from rlhf_lightning.data.turns import CALLS, check_characters, parse_message
-from rlhf_lightning.text.forms import SYSTEM, THOUGHT, WEIGHT
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
+from rlhf_lightning.data.records import ROLES, VARIABLES, Origin, Record, TextRecord
+from rlhf_lightning.text.forms import SYSTEM, THOUGHT, THOUGHTS, WEIGHT
 from rlhf_lightning.text.messages import Messages, Text
 
-SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-ANSWER_MARK = "\n\nAssistant:"
+CALLS = "tool_calls"
 SIDES = ("chosen", "rejected")
+MESSAGES = 'write [{"role": "user", "content": "..."}, ...]'
+ROW_KEYS = (*VARIABLES, "system", "history")  # columns of a conversation, beside its texts
+ANSWER_MARK = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+# Text that begins as messages do, in JSON or as Python or numpy print them.
+_BEGINS_AS_MESSAGES = re.compile(r"""\W*(array\W+)?[\[{]\W*["'](role|content|from)\\*["']\s*:""")
+_CALL_TURNS = ("function_call", "tool_call")  # who says the calls in ShareGPT's format
+_OTHER_ROLES = {
+    "human": "user",
+    "prompter": "user",
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "ai", "model", "bot", *_CALL_TURNS), "assistant"),
+}
+_PART_TYPES = ("text", "input_text", "output_text", None)
+_PART_KEYS = {"type", "text", "cache_control"}
+_LEARNT_KEYS = (WEIGHT, "train", "loss")
+_LEARNT = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+*_LISTS, _KWARGS = VARIABLES
+_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+# -- texts -------------------------------------------------------------------------------------
 
 
 def parse_text(value: Any, key: str, where: Location) -> Text:
@@ -31,27 +67,196 @@ def parse_text(value: Any, key: str, where: Location) -> Text:
         BadRecordError: if it is neither text nor a list of messages.
     """
     if isinstance(value, str):
-        check_characters(value, f"the key {key!r}", where)
-        return value
+        return check_characters(value, f"the key {key!r}", where)
     if isinstance(value, list | tuple):
         return parse_messages(value, key, where)
     found = f"the key {key!r} holds {describe(value)}, expected text or a list of messages"
-    raise BadRecordError(where, found, 'write "..." or [{"role": "user", "content": "..."}]')
+    raise BadRecordError(where, found, MESSAGES)
 
 
 def parse_messages(value: Any, key: str, where: Location) -> Messages:
-    """Return a conversation, its messages as `turns.parse_message` reads them.
+    """Return a conversation, its messages in one form.
 
     Raises:
         BadRecordError: if it is no list, empty, or has a message without a known role and a text.
     """
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or not value:
         found = f"the key {key!r} holds {describe(value)}, expected a list of messages"
-        raise BadRecordError(where, found, 'write [{"role": "user", "content": "..."}, ...]')
-    if not value:
-        fix = "fill it, or leave the record out"
-        raise BadRecordError(where, f"the key {key!r} holds an empty list", fix)
-    return tuple(parse_message(m, f"{key}[{i}]", where) for i, m in enumerate(value))
+        raise BadRecordError(where, found, MESSAGES)
+    return tuple(_parse_message(m, f"{key}[{i}]", where) for i, m in enumerate(value))
+
+
+def messages_in(value: Any, key: str, where: Location) -> Any:
+    """Return the messages that a text spells in JSON, any other value as it is.
+
+    Raises:
+        BadRecordError: for a text that begins as messages do and is not JSON.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", "array", '"')):
+        return value
+    found = from_json(value)
+    messages = [found] if isinstance(found, Mapping) else found
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return messages
+    if isinstance(found, str) and _BEGINS_AS_MESSAGES.match(value):
+        text = f"the key {key!r} holds {describe(value)}, which begins as messages do"
+        raise BadRecordError(where, text, "write them whole and as JSON, by json.dumps")
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    keys = set(value) if isinstance(value, Mapping) else set()
+    return ("role" in keys and bool({"content", CALLS} & keys)) or {"from", "value"} <= keys
+
+
+def with_roles(messages: Any) -> Any:
+    """Return messages of ShareGPT's `from` and `value` as ones of `role` and `content`."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [
+        {"role": m["from"], "content": m["value"]}
+        | {
+            key: each
+            for key, each in m.items()
+            if key not in ("from", "value") and each is not None
+        }
+        if isinstance(m, Mapping)
+        and {"from", "value"} <= m.keys()
+        and (m.get("role") is None or m.get("content") is None)
+        else m
+        for m in messages
+    ]
+
+
+def from_json(value: Any) -> Any:
+    """Return the object or list that a text spells in JSON, any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a nested value without the keys that hold null, and its arrays as lists.
+
+    A column of objects has each key in every row, and null where a row had none.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def check_characters(text: str, name: str, where: Location) -> str:
+    """Return a text that can be written as UTF-8, which tokenizers and files need.
+
+    Raises:
+        BadRecordError: if it holds half of a surrogate pair, as JSON may spell it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{name} holds half of a character (U+{ord(text[error.start]):04X})"
+        fix = "write the file again with whole characters, as UTF-8"
+        raise BadRecordError(where, found, fix) from error
+    return text
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def _parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
+    keys = message.keys() if isinstance(message, Mapping) else set()
+    if "role" not in keys or keys.isdisjoint(("content", CALLS)):
+        found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
+        raise BadRecordError(where, found, MESSAGES)
+    given = {key: each for key, each in message.items() if each is not None}
+    role = str(message["role"]).lower()
+    if role in _CALL_TURNS and CALLS not in given:
+        said = from_json(given.pop("content", ""))
+        given[CALLS] = [said] if isinstance(said, Mapping) else said or "no call"
+    role = role if role in ROLES else _OTHER_ROLES.get(role, role)
+    if role not in ROLES:
+        hint = closest(role, ROLES)
+        fix = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(ROLES)}"
+        raise BadRecordError(where, f"{name} has the unknown role {describe(message['role'])}", fix)
+    if given.get("function_call"):
+        fix = f"write it as {CALLS}, a list of functions"
+        raise BadRecordError(where, f"{name} has the legacy key 'function_call'", fix)
+    calls = _calls(given.get(CALLS), name, where)
+    content = _content(given.get("content", "" if calls else None), name, where)
+    thought = _thought(given, content, name, where)
+    used = {"role", "content", CALLS, "function_call", *_LEARNT_KEYS, *THOUGHTS}
+    return {
+        "role": role,
+        "content": content,
+        **({THOUGHT: thought} if thought else {}),
+        **({CALLS: calls} if calls else {}),
+        **({} if _is_learnt(given, name, where) else {WEIGHT: 0}),
+        **{key: value for key, value in given.items() if key not in used},
+    }
+
+
+def _content(content: Any, name: str, where: Location) -> str:
+    if isinstance(content, list | tuple) and content:
+        parts = [{"text": x} if isinstance(x, str) else x for x in content]
+        for part in parts:
+            is_text = isinstance(part, Mapping) and part.get("type") in _PART_TYPES
+            others = is_text and any(part[key] for key in part.keys() - _PART_KEYS)
+            if not is_text or others or not isinstance(part.get("text"), str):
+                found = f"the content of {name} has the part {describe(part)}, expected text"
+                raise BadRecordError(where, found, 'write {"type": "text", "text": "..."}')
+        content = "".join(part["text"] for part in parts)
+    if not isinstance(content, str):
+        found = f"the content of {name} is {describe(content)}, expected text"
+        raise BadRecordError(where, found, "write the message's text: only text is supported")
+    return check_characters(content, f"the content of {name}", where)
+
+
+def _thought(given: Mapping[str, Any], content: str, name: str, where: Location) -> str:
+    thoughts = {key: given[key] for key in THOUGHTS if given.get(key)}
+    texts = list(thoughts.values())
+    if any(not isinstance(each, str) or each != texts[0] for each in texts):
+        found = f"{' and '.join(thoughts)} of {name} is not one text"
+        raise BadRecordError(where, found, f"write the thought as text under {THOUGHT!r}")
+    if texts and content.lstrip().startswith("<think>"):
+        found = f"{name} has a thought under {THOUGHT!r} and another as <think> in its content"
+        raise BadRecordError(where, found, "take one of them out")
+    return check_characters(texts[0], f"the {THOUGHT} of {name}", where) if texts else ""
+
+
+def _calls(value: Any, name: str, where: Location) -> list[dict[str, Any]]:
+    value = from_json(value)
+    if value and not isinstance(value, list | tuple):
+        found = f"{CALLS} of {name} is {describe(value)}"
+        raise BadRecordError(where, found, 'write a list, [{"name": "...", "arguments": {}}]')
+    return [_call(call, name, where) for call in value or ()]
+
+
+def _call(call: Any, name: str, where: Location) -> dict[str, Any]:
+    outer = {k: v for k, v in call.items() if v is not None} if isinstance(call, Mapping) else {}
+    bare = {key: outer.pop(key) for key in ("name", "arguments") if key in outer}
+    function = outer.pop("function", bare)
+    arguments = from_json(function.get("arguments")) if isinstance(function, Mapping) else None
+    named = function.get("name") if isinstance(arguments, Mapping) else None
+    if not isinstance(named, str) or not named.strip():
+        found = f"a call of {name} is {describe(call)}, expected a name and arguments as an object"
+        raise BadRecordError(where, found, 'write {"name": "...", "arguments": {"key": "value"}}')
+    others = {key: each for key, each in function.items() if each is not None}
+    return {"type": "function", **outer, "function": {**others, "arguments": arguments}}
+
+
+def _is_learnt(given: Mapping[str, Any], name: str, where: Location) -> bool:
+    said = {_LEARNT.get(str(given[key]).lower()) for key in _LEARNT_KEYS if key in given}
+    if None in said or len(said) > 1:
+        found = f"{' or '.join(_LEARNT_KEYS)} of {name} does not say whether it is learnt"
+        raise BadRecordError(where, found, f"write {WEIGHT}: 0 or {WEIGHT}: 1")
+    return said != {False}
+
+
+# -- prompts and responses ---------------------------------------------------------------------
 
 
 def check_prompt(prompt: Text, where: Location) -> None:
@@ -65,27 +270,6 @@ def check_prompt(prompt: Text, where: Location) -> None:
         raise BadRecordError(where, found, "end the prompt with a message from 'user'")
 
 
-def placed(record: Record, origin: Origin, system_into_user: bool) -> Record:
-    """Return a record with its origin, and its system messages in the user's turns on request."""
-    if system_into_user and not isinstance(record, TextRecord):
-        return replace(record, origin=origin, prompt=with_system_in_user(record.prompt))
-    return replace(record, origin=origin)
-
-
-def with_system_in_user(prompt: Text) -> Text:
-    """Return a prompt whose system messages are moved to the front of the user's next one."""
-    if isinstance(prompt, str):
-        return prompt
-    messages: list[Mapping[str, Any]] = []
-    for message in prompt:
-        if message["role"] == "user":
-            waiting = [m["content"] for m in messages if m["role"] in SYSTEM]
-            messages = [m for m in messages if m["role"] not in SYSTEM]
-            message = {**message, "content": "\n\n".join([*waiting, message["content"]])}
-        messages.append(message)
-    return tuple(messages)
-
-
 def check_response(prompt: Text, answer: Text, key: str, where: Location) -> None:
     """Check that a response fits its prompt.
 
@@ -94,48 +278,38 @@ def check_response(prompt: Text, answer: Text, key: str, where: Location) -> Non
             if it is not one message of the assistant: results of tools and the template's marks
             between two turns are not what a policy writes.
     """
+    whole = "" if key in SIDES else f"messages: {key}, {key}: null, "
+    whole = f"columns={{{whole}prompt: null}}"  # reads a side that is a whole conversation
+    empty = f"the response of {key!r} is empty: it would teach to say nothing"
     if isinstance(prompt, str) != isinstance(answer, str):
         found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
         fix = "write both as text or both as lists of messages"
         if len(answer) > 1 and not isinstance(answer, str):
-            fix = f"take the prompt from the conversation with {_whole(key)}"
+            fix = f"take the prompt from the conversation with {whole}"
         raise BadRecordError(where, found, fix)
     if isinstance(answer, str):
         if not answer.strip():
-            raise _empty(key, where)
+            raise BadRecordError(where, empty, "fill it, or leave the record out")
         return
     if not prompt:
         found = f"no message comes before {key!r}, so it answers nothing"
         raise BadRecordError(where, found, "give the question under the key 'prompt'")
     roles = [m["role"] for m in answer]
     if roles != ["assistant"]:
-        strange = [f"has a message from {role!r}" for role in roles if role != "assistant"]
-        several = f"has {len(roles)} messages" if roles else "is empty after the shared ones"
-        got = strange[0] if strange else several
+        got = f"is from {', '.join(roles)}" if roles else "is empty after the shared messages"
         found = f"{key!r} {got}, expected only the assistant's response, one message"
-        fix = "move the earlier messages to 'prompt', or where they repeat it read them alone with"
-        raise BadRecordError(where, found, f"{fix} {_whole(key)}")
-    if answer[-1].get(WEIGHT) == 0:
-        found = (
-            f"the response of {key!r} has weight 0 (or train or loss: false), so nothing is learnt"
-        )
-        fix = (
-            "end with a response that is learnt, or skip it with dataset.source.on_bad_record=skip"
-        )
+        fix = f"move the earlier messages to 'prompt', or where they repeat it read them by {whole}"
         raise BadRecordError(where, found, fix)
+    if answer[-1].get(WEIGHT) == 0:
+        found = f"the response of {key!r} has weight 0 (or train or loss: false)"
+        raise BadRecordError(where, found, "end with a response that is learnt, or leave it out")
     if not answer[-1]["content"].strip() and CALLS not in answer[-1]:
-        raise _empty(key, where)
+        raise BadRecordError(where, empty, "fill it, or leave the record out")
 
 
-def _whole(key: str) -> str:
-    """Return the columns with which a side that is a whole conversation is read."""
-    own = "" if key in SIDES else f"messages: {key}, {key}: null, "
-    return f"columns={{{own}prompt: null}}"
-
-
-def _empty(key: str, where: Location) -> BadRecordError:
-    found = f"the response of {key!r} is empty: it would teach to say nothing"
-    return BadRecordError(where, found, "fill it, or leave the record out")
+def style(text: Text) -> str:
+    """Return the name of a text's style."""
+    return "plain" if isinstance(text, str) else "conversational"
 
 
 def implied_prompt(
@@ -155,10 +329,8 @@ def implied_prompt(
         found = "'chosen' and 'rejected' are not both plain or both conversational"
         raise BadRecordError(where, found, "write both as text or both as lists of messages")
     if isinstance(chosen, str) and isinstance(rejected, str):
-        if prompt is not None:
-            return prompt, chosen, rejected
-        cut = _shared_words(chosen, rejected)
-        return chosen[:cut], chosen[cut:], rejected[cut:]
+        cut = 0 if prompt is not None else _shared_words(chosen, rejected)
+        return prompt if prompt is not None else chosen[:cut], chosen[cut:], rejected[cut:]
     shared = num_shared(chosen, rejected)
     contents = [" ".join(m["content"].split()) for m in chosen[:shared] if not isinstance(m, str)]
     if isinstance(prompt, str) and " ".join(prompt.split()) in contents:
@@ -168,21 +340,15 @@ def implied_prompt(
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def style(text: Text) -> str:
-    """Return the name of a text's style."""
-    return "plain" if isinstance(text, str) else "conversational"
-
-
 def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many parts are alike at the start; ids and times of messages may differ."""
+
+    def said(part: Any) -> Any:
+        keys = ("role", "content", THOUGHT, CALLS)
+        return part if isinstance(part, str) else [part.get(key) for key in keys]
+
     pairs = zip(first, second, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: _said(pair[0]) == _said(pair[1]), pairs))
-
-
-def _said(part: Any) -> Any:
-    if isinstance(part, str):
-        return part
-    return [part.get(key) for key in ("role", "content", THOUGHT, CALLS)]
+    return sum(1 for _ in takewhile(lambda pair: said(pair[0]) == said(pair[1]), pairs))
 
 
 def _shared_words(first: str, second: str) -> int:
@@ -226,13 +392,87 @@ def parse_transcript(text: object, key: str, where: Location) -> list[dict[str, 
     names, contents = pieces[::2], pieces[1::2]
     for number, name in enumerate(names):
         if name != ("Human", "Assistant")[number % 2]:
-            again = "again " if number else ""
-            found = f"turn {number + 1} of {key!r} is {again}from {name!r}"
+            found = f"turn {number + 1} of {key!r} is from {name!r}, and so is the one before"
             raise BadRecordError(where, found, "join the turns, or leave the record out")
     if names[-1] != "Assistant":
         found = f"{key!r} ends with a turn of 'Human', so it has no response"
         raise BadRecordError(where, found, "leave the record out")
     return [
-        {"role": SPEAKERS[name], "content": content.strip()}
+        {"role": _SPEAKERS[name], "content": content.strip()}
         for name, content in zip(names, contents, strict=True)
     ]
+
+
+# -- columns beside a conversation -------------------------------------------------------------
+
+
+def with_row_keys(
+    record: Record, ours: Mapping[str, Any], where: Location
+) -> tuple[Record, list[str]]:
+    """Return the record of a conversation with what its other columns say, and those used.
+
+    `tools` and `documents` (lists of objects) and `chat_template_kwargs` (an object), or JSON of
+    them, are variables of the template; `system` is the system message. A column is hidden with
+    `columns={tools: null}`.
+
+    Raises:
+        BadRecordError: if one cannot be used.
+    """
+    given = {key: value for key in VARIABLES if (value := from_json(ours.get(key)))}
+    given |= {key: ours[key] for key in ("system", "history") if ours.get(key)}
+    if not given or isinstance(record, TextRecord) or isinstance(record.prompt, str):
+        return record, []
+    variables = {key: given[key] for key in _LISTS if _is_list_of_objects(given.get(key))}
+    kwargs = given.get(_KWARGS, {})
+    if not isinstance(kwargs, Mapping) or not _ARGUMENTS.isdisjoint(kwargs):
+        found = f"{_KWARGS} holds {describe(kwargs)}, expected variables of a chat template"
+        raise BadRecordError(where, found, f"hide it with columns={{{_KWARGS}: null}}")
+    if "history" in given:
+        found = "the column 'history' is not read beside a conversation"
+        fix = "write earlier turns as messages, or hide the column with columns={history: null}"
+        raise BadRecordError(where, found, fix)
+    kwargs = {key: each for key, each in kwargs.items() if each is not None}
+    used = [key for key, each in {**variables, _KWARGS: kwargs}.items() if each]
+    prompt, system = record.prompt, given.get("system")
+    if isinstance(system, str) and system.strip():
+        used.append("system")
+        own = [m["content"] for m in prompt if m["role"] in SYSTEM]
+        if own and own != [system]:
+            found = "the column 'system' and the conversation have different system messages"
+            raise BadRecordError(where, found, "hide the column with columns={system: null}")
+        if not own:
+            message = {"role": "system", "content": system}
+            prompt = (*parse_messages([message], "system", where), *prompt)
+    return replace(record, prompt=prompt, variables={**variables, **kwargs}), used
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
+
+
+def as_columns(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that give a record these variables, see `with_row_keys`."""
+    named = {key: variables[key] for key in _LISTS if key in variables}
+    others = {key: each for key, each in variables.items() if key not in named}
+    return named | ({_KWARGS: others} if others else {})
+
+
+def placed(record: Record, origin: Origin, system_into_user: bool) -> Record:
+    """Return a record with its origin, and its system messages in the user's turns on request."""
+    if system_into_user and not isinstance(record, TextRecord):
+        return replace(record, origin=origin, prompt=with_system_in_user(record.prompt))
+    return replace(record, origin=origin)
+
+
+def with_system_in_user(prompt: Text) -> Text:
+    """Return a prompt whose system messages are moved to the front of the user's next one."""
+    if isinstance(prompt, str):
+        return prompt
+    messages: list[Mapping[str, Any]] = []
+    for message in prompt:
+        if message["role"] == "user":
+            waiting = [m["content"] for m in messages if m["role"] in SYSTEM]
+            messages = [m for m in messages if m["role"] not in SYSTEM]
+            message = {**message, "content": "\n\n".join([*waiting, message["content"]])}
+        messages.append(message)
+    return tuple(messages)

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION, RENDERED
+from rlhf_lightning.data.conversations import ROW_KEYS
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import (
@@ -44,7 +45,6 @@ from rlhf_lightning.data.records import (
     TextRecord,
     UnpairedRecord,
 )
-from rlhf_lightning.data.row_keys import is_of_conversation
 from rlhf_lightning.text.forms import WEIGHT
 from rlhf_lightning.text.messages import Text
 from rlhf_lightning.text.templates import ChatTemplateError, unread_keys, write_chat
@@ -190,7 +190,7 @@ def encode_all(
             if messages or record.variables:
                 report.unread.update(unread_keys(messages, record.variables, tokenizer))
             every = not isinstance(record, PromptRecord | TextRecord)  # else rewards get them
-            unread = (key for key in record.origin.unread if every or is_of_conversation(key))
+            unread = (key for key in record.origin.unread if every or key in ROW_KEYS)
             report.unread_columns.update(unread)
             unknown = _holds(row, encoder.unknown) or encoder.drops(*texts)
             report.num_unknown += not record.rendered and unknown

@@ -1,4 +1,4 @@
-"""Rows to records, in TRL's dataset formats under TRL's names, detected by themselves.
+"""Rows to records, in TRL's dataset formats under TRL's names, told by their keys.
 
 | format                     | keys                          | native kind    |
 |----------------------------|-------------------------------|----------------|
@@ -10,37 +10,40 @@
 | preference, prompt implied | `chosen rejected`             | preferences    |
 
 Each is plain (strings) or conversational (lists of `{"role", "content"}`), save `text` (plain) and
-`messages` (conversational). Optional keys: `domain`, `margin`, `label` (true where the response is
-good, see `data.labels`), and `rendered` (true where the texts spell special tokens that are meant
-as tokens). All rows of a set have one format. Sides that are transcripts, as in Anthropic/hh-rlhf,
-are read as conversations unless they are `rendered`. Source:
-https://huggingface.co/docs/trl/dataset_formats.
+`messages` (conversational). Optional keys: `domain`, `margin`, `label` (of unpaired rows, see
+`data.labels`), `rendered` (true where the texts spell special tokens that are meant as tokens), and
+the columns of a conversation (`conversations.with_row_keys`). All rows of a set have one format.
+Sides that are transcripts, as in Anthropic/hh-rlhf, are read as conversations unless they are
+`rendered`. Source: https://huggingface.co/docs/trl/dataset_formats.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_lightning.data.cells import messages_in
 from rlhf_lightning.data.conversations import (
+    ROW_KEYS,
     SIDES,
+    check_characters,
     check_prompt,
     check_response,
     implied_prompt,
     is_transcript,
+    messages_in,
     parse_messages,
     parse_text,
     parse_transcript,
     style,
+    with_roles,
+    with_row_keys,
+    without_nulls,
 )
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
 from rlhf_lightning.data.files import LocatedRow, Row
-from rlhf_lightning.data.public_formats import HINTS, PROMPTS, TEXT_KEYS, as_ours, with_roles
+from rlhf_lightning.data.public_formats import PROMPTS, TEXT_KEYS, as_ours, line_for, misnamed
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -51,11 +54,9 @@ from rlhf_lightning.data.records import (
     kind_of,
     prompt_key,
 )
-from rlhf_lightning.data.row_keys import ROW_KEYS, with_row_keys
-from rlhf_lightning.data.turns import check_characters, without_nulls
 from rlhf_lightning.text.forms import WEIGHT
 
-logger = logging.getLogger(__name__)
+FILL = "fill it, or leave the record out"
 
 
 def _parse_text_row(row: Row, where: Location) -> TextRecord:
@@ -63,21 +64,19 @@ def _parse_text_row(row: Row, where: Location) -> TextRecord:
     if not isinstance(text, str):
         found = f"the key 'text' holds {describe(text)}, expected text"
         raise BadRecordError(where, found, "give conversations under the key 'messages'")
-    check_characters(text, "the key 'text'", where)
     if isinstance(messages_in(text, "text", where), list):
-        found = f"the key 'text' holds {describe(text)}, which is JSON or a print of messages"
+        found = f"the key 'text' holds {describe(text)}, which is JSON of messages"
         raise BadRecordError(where, found, "read it with columns={messages: text, text: null}")
     if not text.strip():
-        raise BadRecordError(where, "the key 'text' is empty", "fill it, or leave the record out")
-    return TextRecord(text)
+        raise BadRecordError(where, "the key 'text' is empty", FILL)
+    return TextRecord(check_characters(text, "the key 'text'", where))
 
 
 def _parse_prompt_row(row: Row, where: Location) -> PromptRecord:
     prompt = parse_text(row["prompt"], "prompt", where)
     check_prompt(prompt, where)
     if not prompt:
-        fix = "fill it, or leave the record out"
-        raise BadRecordError(where, "the key 'prompt' is empty", fix)
+        raise BadRecordError(where, "the key 'prompt' is empty", FILL)
     return PromptRecord(prompt)
 
 
@@ -91,22 +90,19 @@ def _parse_completion_row(row: Row, where: Location) -> DemonstrationRecord:
 
 def _parse_messages_row(row: Row, where: Location) -> DemonstrationRecord:
     messages = parse_messages(row["messages"], "messages", where)
-    if messages[-1]["role"] != "assistant":
-        found = f"the last of 'messages' is from {messages[-1]['role']!r}, expected 'assistant'"
+    roles = [message["role"] for message in messages]
+    if roles[-1] != "assistant" or "user" not in roles:
+        found = f"'messages' are from {', '.join(roles)}, expected 'user' and at last 'assistant'"
         raise BadRecordError(where, found, "end with the response, or give it as 'prompt' only")
-    if all(message["role"] != "user" for message in messages):
-        found = "'messages' has no message from 'user'"
-        raise BadRecordError(where, found, "put the question before the response")
-    roles = [m["role"] if m.get(WEIGHT) != 0 else "" for m in messages]
-    last = max((i for i, role in enumerate(roles) if role == "assistant"), default=len(roles) - 1)
+    learnt = [i for i, m in enumerate(messages) if roles[i] == "assistant" and m.get(WEIGHT) != 0]
+    last = learnt[-1] if learnt else len(messages) - 1
     prompt, answer = messages[:last], messages[last : last + 1]  # what is behind is not learnt
     check_response(prompt, answer, "messages", where)
     return DemonstrationRecord(prompt, answer)
 
 
 def _parse_preference_row(row: Row, where: Location) -> PreferenceRecord:
-    chosen = parse_text(row["chosen"], "chosen", where)
-    rejected = parse_text(row["rejected"], "rejected", where)
+    chosen, rejected = (parse_text(row[side], side, where) for side in SIDES)
     if chosen == rejected:
         found = f"'chosen' and 'rejected' are the same: {describe(row['chosen'])}"
         raise BadRecordError(where, found, "leave the pair out: it says nothing")
@@ -142,17 +138,20 @@ PARSERS: dict[str, Callable[[Row, Location], Record]] = {
     "chosen+rejected": _parse_preference_row,
 }
 FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
+_FORMATS_OF: dict[RecordKind, tuple[str, ...]] = {
+    "texts": ("text",),
+    "prompts": ("prompt",),
+    "demonstrations": ("prompt+completion", "messages"),
+    "preferences": ("prompt+chosen+rejected", "chosen+rejected"),
+}
 MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
 _OTHER_NAMES = {  # of columns that are read only where they are mapped
     "prompt": (*PROMPTS, "problem", "user", "human", "source"),
     "completion": ("answer", "response", "output", "solution", "assistant", "gpt", "target"),
 }
-KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered", *ROW_KEYS)
-_FIRST_OF_TWO = re.compile(r"(.*(?:response|answer|output|completion).*?)([aA01])")
-_SECOND = {"a": "b", "A": "B", "0": "1", "1": "2"}
-_PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
-_EMPTY = ("None", "", "[]", "{}", "nan")
 _QUIET = ("domain", "margin", "rendered")
+KNOWN_KEYS = (*TEXT_KEYS, *_QUIET, "label", *ROW_KEYS)
+_EMPTY = ("None", "", "[]", "{}", "nan")
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def detect_format(keys: Iterable[str]) -> str | None:
     a prompt with another column.
     """
     present = set(keys)
-    if present & {"chosen", "rejected"}:
+    if present & set(SIDES):
         return "prompt+chosen+rejected" if "prompt" in present else "chosen+rejected"
     if "completion" in present:
         return "prompt+completion"
@@ -250,76 +249,25 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
         BadRecordError: if the record cannot be turned into that kind, naming both.
     """
     record = parsed.record
-    have = kind_of(record)
+    more: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
     if kind == "prompts" and not isinstance(record, TextRecord):
         if not record.prompt:
-            found = "the key 'prompt' is empty, so there is nothing to answer"
-            raise BadRecordError(parsed.where, found, "fill it, or leave the record out")
-        return PromptRecord(
-            record.prompt, record.domain, parsed.columns, record.rendered, **_row(record)
-        )
+            raise BadRecordError(parsed.where, "the key 'prompt' is empty", FILL)
+        return PromptRecord(record.prompt, record.domain, parsed.columns, record.rendered, **more)
     if kind == "demonstrations" and isinstance(record, PreferenceRecord):
-        return DemonstrationRecord(
-            record.prompt, record.chosen, record.domain, record.rendered, **_row(record)
-        )
-    if kind != have:
+        given = (record.prompt, record.chosen, record.domain, record.rendered)
+        return DemonstrationRecord(*given, **more)
+    if kind != kind_of(record):
         keys = " or ".join(f"`{' '.join(FORMATS[name])}`" for name in _FORMATS_OF[kind])
         columns = ", ".join(parsed.columns) or "none"
-        hint = _hint(parsed.columns)
         raise BadRecordError(
             parsed.where,
-            f"{kind} were asked for, but the records are {have} (other columns: {columns})",
-            hint or f"give a set with {keys}, or map its columns with {MAPPING}",
+            f"{kind} were asked for, but the records are {kind_of(record)} "
+            f"(other columns: {columns})",
+            line_for(parsed.columns)
+            or f"give a set with {keys}, or map its columns with {MAPPING}",
         )
     return record
-
-
-def _hint(row: Mapping[str, Any]) -> str | None:
-    """Return what to do with rows of a public set, or of two responses, that are no records."""
-    for first in filter(None, map(_FIRST_OF_TWO.fullmatch, map(str, row))):
-        second = first[1] + _SECOND[first[2]]
-        if second in row:
-            return (
-                f"write the preferred one of {first[0]} and {second} as chosen, the other rejected"
-            )
-    return next((fix for own, fix in HINTS if all(name in row for name in own)), None)
-
-
-def _mapping(row: Row) -> str:
-    """Return how the columns are mapped, with the row's own names where they say what they are."""
-    found = {
-        ours: next((name for name in row if str(name).lower() in names), None)
-        for ours, names in _OTHER_NAMES.items()
-    }
-    if found["prompt"] is None:
-        return MAPPING
-    return MAPPING.replace("ours: theirs", ", ".join(f"{k}: {v}" for k, v in found.items() if v))
-
-
-def _row(record: Record) -> dict[str, Any]:
-    return {"variables": record.variables, "origin": record.origin}
-
-
-_FORMATS_OF: dict[RecordKind, tuple[str, ...]] = {
-    "texts": ("text",),
-    "prompts": ("prompt",),
-    "demonstrations": ("prompt+completion", "messages"),
-    "preferences": ("prompt+chosen+rejected", "chosen+rejected"),
-}
-
-
-def _read_cells(ours: Mapping[str, Any], where: Location) -> dict[str, Any]:
-    """Return the texts with the messages that cells spell; a JSON completion of a text stays."""
-    found = {
-        key: with_roles(messages_in(value, key, where))
-        for key, value in ours.items()
-        if key in TEXT_KEYS and key != "text"
-    }
-    cell, answer = ours.get("completion"), found.get("completion")
-    if isinstance(found.get("prompt"), str) and isinstance(cell, str) and isinstance(answer, list):
-        asked_for = [message["role"] for message in answer] != ["assistant"]
-        found["completion"] = cell if asked_for else answer
-    return found
 
 
 class RowParser:
@@ -339,7 +287,6 @@ class RowParser:
         self._columns = check_columns(columns)
         self._rendered = rendered
         self._began: tuple[str, str] | None = None  # format and style of the first good row
-        self._told = False
 
     def __call__(self, row: Row, where: Location) -> ParsedRow:
         """Return the record of a row.
@@ -347,75 +294,35 @@ class RowParser:
         Raises:
             BadRecordError: if it has none, or is of another format than the first.
         """
-        row = {k: None if type(v).__name__ in _PANDAS_NULLS else v for k, v in row.items()}
+        row = {k: None if type(v).__name__ in ("NAType", "NaTType") else v for k, v in row.items()}
         if not any(self._columns.get(key) for key in TEXT_KEYS):
             hidden = self._columns.keys() & set(TEXT_KEYS)
             row = as_ours({k: v for k, v in row.items() if k not in hidden}, where)
-        ours = self._rename(row, where)
-        given = ours.copy()
-        if where.unit == "row":  # of a table
-            ours = without_nulls(ours)
-        rendered = _parse_rendered(ours.get("rendered", self._rendered), where)
-        if not rendered:
-            ours |= _read_cells(ours, where)
-        if not rendered and all(is_transcript(ours.get(side)) for side in SIDES):
-            ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
+            if line := misnamed(row):
+                raise BadRecordError(where, f"these are no keys of ours: {_names(row)}", line)
+        given = self._rename(row, where)
+        ours = self._values(given, where)
         name = self._format(ours, row, where)
-        domain = ours.get("domain", "")
-        if not isinstance(domain, str):
-            found = f"the key 'domain' holds {describe(domain)}, expected text"
-            raise BadRecordError(where, found, "write the domain's name, or leave the key out")
-        record = replace(PARSERS[name](ours, where), domain=domain, rendered=rendered)
+        self._check_implied_prompt(name, ours, row, where)
+        record = replace(
+            PARSERS[name](ours, where), domain=ours.get("domain", ""), rendered=ours["rendered"]
+        )
         record, used = with_row_keys(record, ours, where)
         own = style(record.text if isinstance(record, TextRecord) else record.prompt)
         if self._began is not None and own != self._began[1]:
             found = f"mixed formats: this record is {own}, the set began {self._began[1]}"
             raise BadRecordError(where, found, "give each format a set of its own")
         self._began = (name, own)
-        taken = {self._columns.get(key, key) for key in ("prompt", "domain", "rendered")}
-        others = {str(k): v for k, v in row.items() if k not in taken and v is not None}
-        sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
-        texts = sides if all(isinstance(side, str) for side in sides) else ()
+        quiet = {self._columns.get(key, key) for key in ("prompt", "domain", "rendered")}
         read = {self._columns.get(key, key) for key in (*FORMATS[name], *_QUIET, *used)}
-        same = [given[key] for key in FORMATS[name]]  # a reader has taken them of other columns
-        unread = tuple(
-            str(key)
-            for key, value in row.items()
-            if key not in read and str(value) not in _EMPTY and all(value is not x for x in same)
+        sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
+        return ParsedRow(
+            record,
+            where,
+            {str(k): v for k, v in row.items() if k not in quiet and v is not None},
+            texts=sides if all(isinstance(side, str) for side in sides) else (),
+            unread=tuple(str(k) for k in row if k not in read and str(row[k]) not in _EMPTY),
         )
-        self._warn_of_part(name, row, unread, where)
-        self._warn_of_mapped(given, used)
-        return ParsedRow(record, where, others, texts=texts, unread=unread)
-
-    def _warn_of_part(self, name: str, row: Row, unread: tuple[str, ...], where: Location) -> None:
-        """Warn once where a mapping leaves out a part of a published row's prompt."""
-        if self._told or name not in ("prompt", "prompt+completion") or not self._columns:
-            return
-        try:
-            whole = as_ours(row, where)
-        except BadRecordError:  # such as a tie, which the mapping does not ask for
-            return
-        if parts := [key for key in unread if "completion" in whole and whole.get(key) is None]:
-            self._told = True
-            logger.warning(
-                "the column %r is not read: without columns= such rows are read as they are "
-                "published, with it below the %s",
-                parts[0],
-                self._columns.get("prompt"),
-            )
-
-    def _warn_of_mapped(self, given: Mapping[str, Any], used: Iterable[str]) -> None:
-        """Warn once of a column that was mapped to a key of conversations and is not read."""
-        mapped = {key: self._columns.get(key) for key in ROW_KEYS if given.get(key)}
-        unused = [key for key, theirs in mapped.items() if theirs and key not in used]
-        if unused and not self._told:
-            self._told = True
-            logger.warning(
-                "the column %r is mapped to %s, and is not read: that is a part of conversations, "
-                "so write prompts and responses as messages",
-                mapped[unused[0]],
-                unused[0],
-            )
 
     def _rename(self, row: Row, where: Location) -> dict[str, Any]:
         """Return the row's values under our names, without the nulls that fill columnar files."""
@@ -431,40 +338,70 @@ class RowParser:
             ours[name] = row[theirs]
         return {key: value for key, value in ours.items() if value is not None}
 
+    def _values(self, given: dict[str, Any], where: Location) -> dict[str, Any]:
+        """Return the values with the messages that cells and transcripts spell."""
+        ours: dict[str, Any] = without_nulls(given) if where.unit == "row" else given.copy()
+        rendered = str(ours.get("rendered", self._rendered)).lower()  # a CSV cell is text
+        if rendered not in ("true", "false"):
+            found = f"the key 'rendered' holds {describe(given['rendered'])}"
+            fix = "write true or false, or hide the column with columns={rendered: null}"
+            raise BadRecordError(where, found, fix)
+        if not isinstance(domain := ours.get("domain", ""), str):
+            found = f"the key 'domain' holds {describe(domain)}, expected text"
+            raise BadRecordError(where, found, "write the domain's name, or leave the key out")
+        ours["rendered"] = rendered == "true"
+        if ours["rendered"]:
+            return ours
+        cell = ours.get("completion")
+        for key in TEXT_KEYS[1:]:
+            if key in ours:
+                ours[key] = with_roles(messages_in(ours[key], key, where))
+        if isinstance(ours.get("prompt"), str) and isinstance(cell, str):  # it may ask for JSON
+            messages = ours["completion"]
+            if not isinstance(messages, str) and [m["role"] for m in messages] != ["assistant"]:
+                ours["completion"] = cell
+        if all(is_transcript(ours.get(side)) for side in SIDES):
+            ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
+        return ours
+
+    def _check_implied_prompt(self, name: str, ours: Row, row: Row, where: Location) -> None:
+        if name != "chosen+rejected" or "prompt" in self._columns or ours["rendered"]:
+            return
+        other = next((key for key in PROMPTS if isinstance(row.get(key), str)), None)
+        if other is not None and isinstance(ours["chosen"], str):
+            fix = f"read it with columns={{prompt: {other}}}, or let both sides repeat their prompt"
+            found = f"the pair has no key 'prompt', but a column {other!r}"
+            raise BadRecordError(where, found, f"{fix} and set columns={{prompt: null}}")
+
     def _format(self, ours: dict[str, Any], row: Row, where: Location) -> str:
         name = detect_format(ours)
-        if self._began is not None and name != self._began[0]:
-            expected = FORMATS[self._began[0]]
-            missing = [key for key in expected if key not in ours]
-            own = name is not None and all(key in ours for key in FORMATS[name])
-            if missing and (not own or set(FORMATS[name or ""]) < set(expected)):
-                raise _missing(missing[0], row, where)
-            found = f"this record reads as {name!r}, the set began as {self._began[0]!r}"
-            fix = "put each format into a separate set"
-            raise BadRecordError(where, f"mixed formats: {found}", fix)
-        if name is None:
+        if name is None and self._began is None:
             # "context" is no misspelled "text".
-            hints = [(key, closest(key, row, cutoff=0.75)) for key in TEXT_KEYS]
-            meant = next(
-                (f"rename {theirs!r} to {key!r}, or " for key, theirs in hints if theirs), ""
-            )
+            hints = ((key, closest(key, row, cutoff=0.75)) for key in TEXT_KEYS)
+            meant = next((f"rename {near!r} to {key!r}, or " for key, near in hints if near), "")
             formats = "; ".join(" ".join(keys) for keys in FORMATS.values())
             found = f"no known format has its keys: found {_names(row)}, expected one of: {formats}"
-            fix = _hint(row) or f"{meant}map the columns with {_mapping(row)}"
-            raise BadRecordError(where, found, fix)
-        for key in FORMATS[name]:
-            if key not in ours:
-                raise _missing(key, row, where)
-        return name
+            raise BadRecordError(where, found, line_for(row) or f"{meant}map them: {_mapping(row)}")
+        began = name if self._began is None else self._began[0]
+        own = name is not None and all(key in ours for key in FORMATS[name])
+        missing = [key for key in FORMATS[began or ""] if key not in ours]
+        if missing and (not own or set(FORMATS[name or ""]) < set(FORMATS[began or ""])):
+            raise _missing(missing[0], row, where)
+        if name != began:
+            found = f"mixed formats: this record reads as {name!r}, the set began as {began!r}"
+            raise BadRecordError(where, found, "put each format into a separate set")
+        return name or ""
 
 
-def _parse_rendered(value: Any, where: Location) -> bool:
-    named = {"true": True, "false": False}.get(str(value).lower())  # a CSV cell is text
-    if named is None:
-        found = f"the key 'rendered' holds {describe(value)}, expected true or false"
-        fix = "write one of them, or hide a column of another meaning with columns={rendered: null}"
-        raise BadRecordError(where, found, fix)
-    return named
+def _mapping(row: Row) -> str:
+    """Return how the columns are mapped, with the row's own names where they say what they are."""
+    found = {
+        ours: next((name for name in row if str(name).lower() in names), None)
+        for ours, names in _OTHER_NAMES.items()
+    }
+    if found["prompt"] is None:
+        return MAPPING
+    return MAPPING.replace("ours: theirs", ", ".join(f"{k}: {v}" for k, v in found.items() if v))
 
 
 def _missing(key: str, row: Row, where: Location) -> BadRecordError:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rlhf_lightning.arguments import PathOrName, checked
-from rlhf_lightning.data.cells import decoded
+from rlhf_lightning.data.conversations import from_json
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
@@ -117,8 +117,8 @@ COLUMNS = {"id", "prompt", "chosen", "rejected", "subset"}
 
 
 def _listed(cell: Any, key: str, where: Location) -> list[Any]:
-    """Return the texts of a cell, which a CSV file holds as their print."""
-    texts = decoded(cell) if isinstance(cell, str) else cell
+    """Return the texts of a cell, which a CSV file holds as JSON."""
+    texts = from_json(cell)
     if not isinstance(texts, list | tuple):
         raise BadRecordError(where, f"{key} is {describe(cell)}", "write lists of texts")
     return list(texts)

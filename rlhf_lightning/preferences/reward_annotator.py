@@ -16,10 +16,10 @@ import torch
 
 from rlhf_lightning.arguments import AtLeast0, Count, PathOrName, Size, checked
 from rlhf_lightning.data.collate import SFTCollator
+from rlhf_lightning.data.conversations import with_row_keys
 from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.data.records import DemonstrationRecord, Text
-from rlhf_lightning.data.row_keys import with_row_keys
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores

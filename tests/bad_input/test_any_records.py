@@ -175,8 +175,8 @@ def test_very_many_damaged_files_are_named(tmp_path, extension, damage):
 
 
 NASTY = {  # JSON that is valid, or nearly so, and no record
-    "digits": ('{"prompt": "a", "margin": ' + "9" * 5000 + "}", "a number that is too long"),
-    "brackets": ("[" * 100_000, "nested too deeply"),
+    "digits": ('{"prompt": "a", "margin": ' + "9" * 5000 + "}", "cannot be read as JSON"),
+    "brackets": ("[" * 100_000, "cannot be read as JSON"),
     "half a character": ('{"prompt": "a\\ud800"}', "'prompt' holds half of a character (U+D800)"),
     "half in a message": (
         '{"messages": [{"role": "user", "content": "\\udfff"}]}',

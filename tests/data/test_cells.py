@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_lightning.data.cells import messages_in
+from rlhf_lightning.data.conversations import messages_in
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows

@@ -217,7 +217,7 @@ CONVERSATIONS = {
         r"prompt\[0\] is an object .*expected an object with 'role'",
     ),
     "content null": ([{"role": "user", "content": None}], r"content of prompt\[0\] is null"),
-    "no message": ([], "'prompt' holds an empty list"),
+    "no message": ([], r"'prompt' holds a list \[\]"),
     "a text in the list": (["hello"], r"prompt\[0\] is the text 'hello'"),
     "nothing to answer": ([user("a"), assistant("b")], "leaves nothing to answer"),
 }
@@ -235,13 +235,16 @@ CALLED = [assistant("call weather"), {"role": "tool", "content": "sunny"}, assis
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [user("a")]}, "the last of 'messages' is from 'user'"),
-        ({"messages": [assistant("a")]}, "no message from 'user'"),
+        ({"messages": [user("a")]}, "'messages' are from user"),
+        ({"messages": [assistant("a")]}, "'messages' are from assistant"),
         ({"messages": "hello"}, "expected a list of messages"),
         ({"prompt": [user("a")], "completion": "b"}, "'prompt' is conversational but"),
-        ({"prompt": [user("a")], "completion": [user("b")]}, "has a message from 'user'"),
-        ({"prompt": [user("a")], "completion": CALLED}, "has a message from 'tool'"),
-        ({"prompt": [user("a")], "completion": [assistant("b")] * 2}, "has 2 messages"),
+        ({"prompt": [user("a")], "completion": [user("b")]}, "'completion' is from user"),
+        ({"prompt": [user("a")], "completion": CALLED}, "'completion' is from assistant, tool"),
+        (
+            {"prompt": [user("a")], "completion": [assistant("b")] * 2},
+            "'completion' is from assistant, assistant",
+        ),
         ({"messages": [user("a"), {**assistant("b"), "tool_calls": [{}]}]}, "a call of messages"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "it answers nothing"),
         ({"prompt": "", "completion": ""}, "response of 'completion' is empty"),

@@ -47,17 +47,6 @@ def test_a_record_that_an_earlier_source_has_is_not_counted_twice() -> None:
     assert joined.left_out("preferences", "train") == {"said in an earlier source": 1}
 
 
-def test_the_ceiling_is_the_mean_over_the_held_out_records() -> None:
-    first = ListSource([pair("a")], [pair("x"), pair("y"), pair("z")])
-    second, third = ListSource([pair("b")], [pair("u")]), ListSource([pair("c")])
-    first.label_ceiling = lambda: 0.9
-    joined = JoinedSource([first, second, third])
-    assert joined.label_ceiling is None  # the second has held-out records of unknown noise
-    second.label_ceiling = lambda: 0.7
-    assert joined.label_ceiling is not None
-    assert joined.label_ceiling() == pytest.approx(0.85)  # the third holds out nothing
-
-
 def test_further_files_add_training_records_and_hold_out_nothing(tmp_path, tokenizer) -> None:
     first = write(tmp_path / "a.jsonl", PAIRS[:30])
     more = write(tmp_path / "b.jsonl", PAIRS[30:])

@@ -126,7 +126,7 @@ def test_a_turn_of_weight_0_is_not_learnt_and_the_last_learnt_one_is_the_respons
     for loss_on in ("all", "last"):
         assert learnt(messages, tokenizer, loss_on) == ["1: <s>a[[b<|im_end|>]]"]
     messages[1]["weight"] = 0
-    with pytest.raises(BadRecordError, match=r"weight 0 .*nothing is learnt"):
+    with pytest.raises(BadRecordError, match=r"weight 0"):
         encoded(messages, tokenizer)
 
 

@@ -11,10 +11,29 @@ import pytest
 import rlhf_lightning
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.withdrawn import WITHDRAWN
+from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from rlhf_lightning.text.tokens import prompt_ids
 from tests.builders.tokenizers import build_tokenizer
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def rows(**row: object) -> Callable[[Path], object]:
+    """Return the reading of one row, as the demonstrations of a set."""
+    return lambda _: GivenRows([row], validation_fraction=0).records("demonstrations", "train")
+
+
+def file(name: str, content: str = "{}\n{}\n") -> Callable[[Path], object]:
+    """Return the reading of a file, or of the folder that holds it."""
+
+    def read(folder: Path) -> object:
+        (folder / name).write_text(content)
+        return split_files(folder) if name == "state.json" else list(read_rows(folder / name))
+
+    return read
+
 
 # What is called, and a part of the error: the line to write. A row a withdrawn call or form.
 CALLS: list[tuple[str, Callable[[Path], object], str]] = [
@@ -37,6 +56,17 @@ CALLS: list[tuple[str, Callable[[Path], object], str]] = [
         lambda _: FunctionScorer(lambda solution_str=None, **k: []),
         "def NAME(prompts",
     ),
+    ("1 for good", rows(prompt="p", completion="c", label=1), "label_good="),
+    ("history", rows(messages=CHAT, history=[["a", "b"]]), "columns={history: null}"),
+    ("messages in Python", rows(messages=str(CHAT)), "json.dumps"),
+    ("Orca", rows(question="q", chosen="a", rejected="b"), "columns={prompt: question}"),
+    ("Dolly", rows(instruction="q", response="a"), "{prompt: instruction, completion: response}"),
+    ("WildChat", rows(conversation=CHAT), "columns={messages: conversation}"),
+    ("PKU-SafeRLHF", rows(prompt="q", response_0="a", response_1="b"), '"chosen": the preferred'),
+    ("Feather", file("rows.feather"), ".parquet, .arrow"),
+    ("bzip2", file("rows.jsonl.bz2"), "with .gz"),
+    ("lines in .json", file("rows.json"), "end with .jsonl"),
+    ("save_to_disk", file("state.json"), "to_parquet"),
 ]
 
 

@@ -146,7 +146,7 @@ def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter
 def test_answers_that_a_cell_prints_are_read_and_a_text_is_no_list(tmp_path):
     row = {"id": "1", "prompt": "capital?", "subset": "Math"}
     path = tmp_path / "set.jsonl"
-    path.write_text(json.dumps(row | {"chosen": "['Paris']", "rejected": '["Bonn", "Ulm"]'}))
+    path.write_text(json.dumps(row | {"chosen": '["Paris"]', "rejected": '["Bonn", "Ulm"]'}))
     (found,) = RewardBench2(path).candidates(chat=False)
     assert (found.num_correct, found.answers) == (1, ("Paris", "Bonn", "Ulm"))
     path.write_text(json.dumps(row | {"chosen": "Paris", "rejected": ["Bonn"]}))

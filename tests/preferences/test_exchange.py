@@ -174,7 +174,7 @@ def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped
             r"a\.jsonl, line 1: the keys wrong tell no format",
         ),
         ("a.jsonl", '{"prompt": "Q", "chosen": "x"}\n', "line 1: the key 'rejected' is missing"),
-        ("a.jsonl", "no json\n", "line 1: it is not JSON"),
+        ("a.jsonl", "no json\n", "line 1: it cannot be read as JSON"),
         ("a.json", '{"data": {}}', "write a list of objects"),
         ("a.json", '[{"data": {"prompt": "Q"}}]', "record 1: two answers cannot be found among pr"),
         (
@@ -223,19 +223,23 @@ def test_pairs_of_trl_keep_the_variables_of_their_template(tmp_path: Path, level
         "chosen": [{"role": "assistant", "content": "Rain."}],
         "rejected": [{"role": "assistant", "content": "Sun."}],
     }
-    given, written = tmp_path / "given.jsonl", tmp_path / "written.jsonl"
+    given = tmp_path / "given.jsonl"
     given.write_text(json.dumps(row | {"tools": tools}) + "\n")
     found = read_collection(given, format="auto", known="labels", now=NOW)
     assert "weather" in dict(turns_of(found.pairs[0]))["tools"]
     asked = JudgePrompt(TEMPLATE, SYSTEM, 1).question(found.pairs[0], "first").messages[-1]
     assert '"name": "weather"' in asked["content"]
-    for format in ("trl", "label_studio"):
+    for format, ending in (("trl", "jsonl"), ("label_studio", "json")):
+        written = tmp_path / f"written.{ending}"
         write_collection(written, found, format=format, level=level)
         (again,) = read_collection(written, format="auto", known="labels", now=NOW).pairs
         assert json.loads(again.columns["tools"]) == tools
 
 
-@pytest.mark.parametrize("more", [{"reasoning_content": "hm"}, {"tool_calls": [{"name": "f"}]}])
+CALL = {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize("more", [{"reasoning_content": "hm"}, {"tool_calls": [CALL]}])
 def test_a_response_that_a_pair_cannot_hold_is_refused(tmp_path: Path, more):
     row = {
         "prompt": [{"role": "user", "content": "weather?"}],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.formats.tools import read_tool
 
@@ -13,10 +11,11 @@ PROMPT = [{"role": "user", "content": "How does one look after tea?"}]
 ANSWERS = {"answer1": "Keep it dry.", "answer2": 'It\'s "odd".'}
 
 
-@pytest.mark.parametrize("dump", [json.dumps, repr])
-def test_prompts_and_answers_that_were_printed_are_messages(dump):
-    said = {key: dump([{"role": "assistant", "content": text}]) for key, text in ANSWERS.items()}
-    row = {"data": {"prompt": dump(PROMPT), **said}}
+def test_prompts_and_answers_that_are_json_are_messages():
+    said = {
+        key: json.dumps([{"role": "assistant", "content": text}]) for key, text in ANSWERS.items()
+    }
+    row = {"data": {"prompt": json.dumps(PROMPT), **said}}
     (pair,), _ = read_tool(
         "label_studio", [(Location("f", 1), row)], source="f", now="2026-01-01T00:00:00Z"
     )

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Protocol
 from pydantic import BeforeValidator, Field
 
 from rlhf_lightning.arguments import Count, Fraction, Line, Name, PathOrName, PathStr, Seed, checked
-from rlhf_lightning.data import labels
 from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.errors import (
     BadRecordError,
@@ -22,9 +21,9 @@ from rlhf_lightning.data.errors import (
     OnBadRecord,
     SkippedRecords,
 )
-from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rereadable
-from rlhf_lightning.data.folders import split_files
+from rlhf_lightning.data.files import LocatedRow, Row, class_names, read_rows, split_files
 from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
+from rlhf_lightning.data.labels import Labels, Value, check_unlabelled, find_labels
 from rlhf_lightning.data.records import (
     Origin,
     PreferenceRecord,
@@ -69,6 +68,7 @@ class RowSource:
         rendered: a chat template has written the texts already: special tokens that they spell
             are tokens. A row's own `rendered` comes first.
         system_into_user: put system messages in front of the user's next one.
+        label_good: value of the label that says that a response is good; None for true.
     """
 
     columns: Mapping[str, Name | None] | None = None
@@ -77,13 +77,14 @@ class RowSource:
     on_bad_record: OnBadRecord = "raise"
     rendered: bool = False
     system_into_user: bool = False
+    label_good: Value | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments; rows are read at the first call of `records`."""
         check_columns(self.columns)
         self._skipped = SkippedRecords(self.on_bad_record)
         self._splits: dict[Split, list[ParsedRow]] | None = None
-        self._label: labels.Label | None = None
+        self._labels = Labels(None)
         self._features: Mapping[str, Any] = {}  # of `datasets`, known once the rows are read
 
     @property
@@ -114,20 +115,19 @@ class RowSource:
         return list(self._converted(rows, kind))
 
     def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
-        labelled = self._label is not None and not self._label.is_rating
-        skip = self.on_bad_record == "skip"
+        labels, learnt = self._labels, kind in ("demonstrations", "unpaired")
+        if kind == "demonstrations" and "label" not in (self.columns or ()):
+            check_unlabelled(rows, labels)
         for row in rows:
-            own = Origin(row.where, skip, labels.unread(row, self._label)), self.system_into_user
+            origin = Origin(row.where, self.on_bad_record == "skip", labels.unread(row))
             try:
-                if kind == "unpaired":
-                    yield from (placed(one, *own) for one in labels.unpaired(row, self._label))
-                    continue
                 if kind == "demonstrations":
-                    labels.check_demonstration(row, self._label)
-                yield placed(to_kind(row, kind), *own)
+                    labels.demonstration(row)
+                found = labels.unpaired(row) if kind == "unpaired" else [to_kind(row, kind)]
+                yield from (placed(one, origin, self.system_into_user) for one in found)
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
-                of_row = labelled if kind in ("demonstrations", "unpaired") else kind == "prompts"
+                of_row = labels.column is not None if learnt else kind == "prompts"
                 if not of_row or kind_of(row.record) == "texts":
                     raise
                 self._skipped.add(error)
@@ -143,10 +143,10 @@ class RowSource:
         train = self._parse(self._rows("train"))
         if (held_out := self._rows("validation")) is not None:
             validation = self._parse(held_out)
-            self._look_at([*train, *validation])
+            self._labels = self._find_labels([*train, *validation])
             self._warn_of_shared_prompts(train, validation)
             return {"train": train, "validation": validation}
-        self._look_at(train)
+        self._labels = self._find_labels(train)
         keys = connected_keys([row.split_key for row in train], [row.texts for row in train])
         train, validation = split_by_key(
             train,
@@ -157,9 +157,11 @@ class RowSource:
         )
         return {"train": train, "validation": validation}
 
-    def _look_at(self, rows: Sequence[ParsedRow]) -> None:
-        self._label = labels.find_label(rows, self.columns or {}, self._features)
-        labels.warn_of_odd_texts(rows, self.label)
+    def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
+        return find_labels(rows, self.columns or {}, self.label_good, self._class_names)
+
+    def _class_names(self, column: str) -> Sequence[str]:
+        return getattr(self._features.get(column), "names", ())
 
     def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
         held_out = {prompt_key(row.record) for row in validation}
@@ -192,11 +194,11 @@ class RowSource:
 class FileSource(RowSource):
     """Records of a file, or of a folder with split files.
 
-    Files are .jsonl, .json, .csv, .tsv, .parquet, .arrow and .feather. Texts may be compressed, see
-    `data.files`. Further arguments are those of `RowSource`.
+    Files are .jsonl, .json, .csv, .tsv, .parquet and .arrow, see `data.files`. Further arguments
+    are those of `RowSource`.
 
     Args:
-        path: the file, or a folder, see `data.folders`.
+        path: the file, or a folder, see `files.split_files`.
         validation_path: a file of held-out records; without one, the validation file of the
             folder, or else a share of the prompts.
 
@@ -230,7 +232,10 @@ class FileSource(RowSource):
         train, validation = split_files(path) if path.is_dir() else ([path], [])
         if self.validation_path is not None:
             validation = [Path(self.validation_path).expanduser()]
-        return rereadable(train if split == "train" else validation)
+        return train if split == "train" else validation
+
+    def _class_names(self, column: str) -> Sequence[str]:
+        return next(filter(None, (class_names(file, column) for file in self.files("train"))), [])
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
         files = self.files(split)
@@ -432,9 +437,8 @@ class JoinedSource(_SeveralSources):
     source is left out and counted, and so is one that says the same as an earlier one: a policy
     that has hardly changed gives the same responses in the next round.
 
-    `label_ceiling` is the mean of the sources' ceilings over the validation records, where every
-    source that has some knows its own; else None. Validation records of the second and later
-    sources are the subsets `source_2`, ..., so that accuracy is reported on each.
+    Validation records of the second and later sources are the subsets `source_2`, ..., so that
+    accuracy is reported on each.
 
     Args:
         sources: sources, at least one.
@@ -473,20 +477,6 @@ class JoinedSource(_SeveralSources):
         """Return how many good records are not used, by reason."""
         own = self._left_out if split == "train" else {}
         return dict(Counter(own) + Counter(super().left_out(kind, split)))
-
-    @property
-    def label_ceiling(self) -> Callable[[], float] | None:
-        """Returns the expected accuracy of ranking the held-out pairs by the truth; or None."""
-        found = []
-        for source in self.sources:
-            count = len(source.records("preferences", "validation"))
-            ceiling = getattr(source, "label_ceiling", None)
-            if count and ceiling is None:
-                return None
-            if count and ceiling is not None:
-                found.append((count, float(ceiling())))
-        mean = sum(n * value for n, value in found) / max(sum(n for n, _ in found), 1)
-        return (lambda: mean) if found else None
 
 
 def _named(pool: Sequence[Record], number: int) -> list[Record]:

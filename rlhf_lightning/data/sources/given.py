@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError
-from rlhf_lightning.data.files import ENDINGS, PATTERN, LocatedRow
+from rlhf_lightning.data.files import ENDINGS, LocatedRow
 from rlhf_lightning.data.records import Record, RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
 
@@ -131,7 +131,6 @@ def _named(source: str | Path, name: str) -> RecordSource:
         fix = (
             f"give a folder, the hub name of a data set, or a file that ends with one of {ENDINGS}"
         )
-        fix = PATTERN if set("*?[") & set(path.name) else fix
         where = Location(f"{name}={source}")
         raise MissingFileError(where, "there is no such file or folder", fix)
     return HubSource(source)

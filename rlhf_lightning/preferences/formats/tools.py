@@ -18,15 +18,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_lightning.data.cells import messages_in
-from rlhf_lightning.data.conversations import parse_text
+from rlhf_lightning.data.conversations import CALLS, as_columns, messages_in, parse_text
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
 from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.public_formats import PROMPTS
 from rlhf_lightning.data.records import PreferenceRecord, Text
-from rlhf_lightning.data.row_keys import as_columns
-from rlhf_lightning.data.turns import CALLS
 from rlhf_lightning.preferences.records import (
     CHOICES,
     SIDES,

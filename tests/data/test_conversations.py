@@ -1,12 +1,16 @@
-"""Every key of a row and of its messages is used, refused, or named as unread."""
+"""Every key of a row and of its messages is used, refused, or named as unread; cells are JSON."""
 
+import csv
 import json
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.formats import RowParser
+from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
 from rlhf_lightning.text.templates import unread_keys
@@ -46,12 +50,6 @@ def conversation(*more, **answer):
     return {"messages": [ASK, *more, {**assistant("sunny"), **answer}]}
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_a_thought_is_kept_under_one_key(key):
-    completion = parse(conversation(**{key: "look up"})).record.completion
-    assert completion == ({**assistant("sunny"), "reasoning_content": "look up"},)
-
-
 def test_thoughts_that_differ_are_refused():
     with pytest.raises(BadRecordError, match="reasoning_content and thinking"):
         parse(conversation(reasoning_content="a", thinking="b"))
@@ -70,12 +68,6 @@ def test_thoughts_that_differ_are_refused():
 def test_calls_have_one_form(calls):
     record = parse({"messages": [ASK, {"role": "assistant", "tool_calls": calls}]}).record
     assert record.completion == ({"role": "assistant", "content": "", "tool_calls": [CALL]},)
-
-
-@pytest.mark.parametrize("calls", ["f()", [{}], ["f"], [{"name": "f", "arguments": "Ulm"}]])
-def test_calls_that_are_none_are_refused(calls):
-    with pytest.raises(BadRecordError, match=r"messages\[1\]"):
-        parse({"messages": [ASK, {**assistant(""), "tool_calls": calls}]})
 
 
 def test_results_of_tools_keep_whose_they_are():
@@ -121,28 +113,6 @@ def test_a_function_call_is_refused_and_the_new_key_named():
 
 
 @pytest.mark.parametrize(
-    "said",
-    [
-        '{"name": "f", "arguments": {"town": "Ulm"}}',
-        '[{"name": "f", "arguments": "{\\"town\\": \\"Ulm\\"}"}]',
-    ],
-)
-def test_turns_that_say_calls_are_calls(said):
-    turns = [("human", "weather?"), ("function_call", said), ("observation", "12"), ("gpt", "warm")]
-    row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
-    call = {"type": "function", "function": {"name": "f", "arguments": {"town": "Ulm"}}}
-    assert read([row], "demonstrations")[0].prompt[1] == {**assistant(""), "tool_calls": [call]}
-
-
-@pytest.mark.parametrize("said", ["f(Ulm)", '"f"', "[]", '{"town": "Ulm"}', ""])
-def test_turns_that_should_say_calls_and_do_not_are_refused(said):
-    turns = [("human", "weather?"), ("function_call", said), ("observation", "12"), ("gpt", "warm")]
-    row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
-    with pytest.raises(BadRecordError, match=r"messages\[1\]"):
-        read([row], "demonstrations")
-
-
-@pytest.mark.parametrize(
     "said", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}]
 )
 def test_an_answer_that_is_not_to_be_learnt_is_no_demonstration(said):
@@ -165,25 +135,9 @@ def test_a_weight_that_is_neither_is_refused(said):
         parse(conversation(**said))
 
 
-@pytest.mark.parametrize("spell", [lambda x: x, json.dumps, repr])
-def test_variables_of_the_template_come_from_columns(spell):
-    tools, documents = [{"name": "f", "default": None}], [{"title": "T", "text": "x"}]
-    row = conversation() | {"tools": spell(tools), "documents": spell(documents)}
-    row["history"] = spell([["hi", "it's"]])
-    row["chat_template_kwargs"] = spell({"thinking": False, "other": None})
-    record = parse(row).record
-    assert record.variables == {
-        "tools": tools,
-        "documents": documents,
-        "thinking": False,
-    }
-    assert record.prompt[:2] == (user("hi"), assistant("it's"))
-    assert parse(row, tools=None, documents=None).record.variables == {"thinking": False}
-
-
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "add_generation_prompt"])
 def test_arguments_of_the_renderer_are_no_variables(name):
-    with pytest.raises(BadRecordError, match=f"chat_template_kwargs has '{name}'"):
+    with pytest.raises(BadRecordError, match=f"chat_template_kwargs .*{name}"):
         parse(conversation() | {"chat_template_kwargs": {name: True}})
 
 
@@ -194,43 +148,6 @@ def test_a_system_column_is_the_system_message():
     assert parse(row).record.prompt == (system, ASK)
     with pytest.raises(BadRecordError, match="'system'"):
         parse(row | {"system": "do not rhyme"})
-
-
-@pytest.mark.parametrize("turns", [[["hi", "hello"]], [user("hi"), assistant("hello")]])
-def test_history_comes_before_the_prompt(turns):
-    record = parse(conversation() | {"history": turns, "system": "rhyme"}).record
-    assert [m["content"] for m in record.prompt] == ["rhyme", "hi", "hello", "weather?"]
-
-
-@pytest.mark.parametrize(
-    ("row", "columns", "unread"),
-    [
-        (
-            {"prompt": "p", "completion": "c", "system": "rhyme", "label": "x"},
-            {},
-            ("system", "label"),
-        ),
-        ({"instruction": "p", "output": "c", "input": "PASSAGE"}, {}, ()),
-        (
-            {"instruction": "p", "output": "c", "input": "PASSAGE", "id": ""},
-            {"prompt": "instruction", "completion": "output"},
-            ("input",),
-        ),
-        (
-            {"instruction": "p", "response": "c", "context": "x", "category": "qa"},
-            {},
-            ("category",),
-        ),
-        ({"question": "p", "chosen": "a", "rejected": "b", "margin": 1}, {}, ()),
-        ({"instruction": "p", "input": "PASSAGE", "chosen": "a", "rejected": "b"}, {}, ()),
-        ({"instruction": "p", "input": "", "chosen": "a", "rejected": "b"}, {}, ()),
-        ({"prompt": "p", "prompt_id": 1, **conversation()}, {}, ("prompt", "prompt_id")),
-        (conversation() | {"tools": ["f"], "documents": None}, {}, ("tools",)),
-        (conversation() | {"functions": [{"name": "f"}]}, {}, ("functions",)),
-    ],
-)
-def test_columns_that_no_record_has_are_unread(row, columns, unread):
-    assert parse(row, **columns).unread == unread
 
 
 def test_what_is_unread_is_counted_on_the_first_screen():
@@ -253,39 +170,6 @@ def test_columns_of_prompts_are_quiet_and_go_to_rewards():
     assert record.variables == {"documents": [{"text": "x"}]}
     tokenizer = build_tokenizer(template=WRITES_ALL)
     assert not encode_all([record], tokenizer, max_length=300)[1].unread_columns
-
-
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"prompt": "w1", "extra": 1, "system": "x", "history": [["a", "b"]]}, "history system"),
-        ({"prompt": "w1", "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}},
-         "chat_template_kwargs tools"),
-        ({"prompt": "w1", "system_prompt": "x", "answer": "w2"}, "system_prompt"),
-        ({"prompt": [ASK], "system": "x", "systemPrompt": "x", "tools": ["f"]},
-         "systemPrompt tools"),
-        ({"text": "w1", "system": "x", "extra": 1}, "system"),
-    ],
-)  # fmt: skip
-def test_a_part_of_a_conversation_beside_prompts_and_texts_is_named(row, named):
-    tokenizer = build_tokenizer(template=WRITES_ALL)
-    records = read([row], "texts" if "text" in row else "prompts")
-    report = encode_all(records, tokenizer, max_length=300)[1]
-    assert sorted(report.unread_columns) == named.split()
-
-
-def test_a_system_column_that_is_mapped_beside_plain_texts_is_named_once(caplog):
-    rows = [{"prompt": f"w{i}", "completion": "c", "asked": "rhyme"} for i in range(3)]
-    columns = {"system": "asked"}
-    GivenRows(rows, validation_fraction=0, columns=columns).records("prompts", "train")
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "'asked' is mapped to system, and is not read" in said
-    caplog.clear()
-    chat = [{**conversation(), "asked": "rhyme"}]
-    source = GivenRows(chat, validation_fraction=0, columns=columns)
-    (record,) = source.records("prompts", "train")
-    assert record.prompt == ({"role": "system", "content": "rhyme"}, ASK)
-    assert not caplog.records
 
 
 def test_what_rows_say_is_in_the_tokens():
@@ -328,3 +212,177 @@ def test_unpaired_rows_keep_the_variables_of_the_template(labelled):
     source = GivenRows([row(n) for n in range(4)], validation_fraction=0.0)
     records = source.records("unpaired", "train")
     assert all(record.variables["tools"][0]["function"]["name"] == "f" for record in records)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_is_kept_under_one_key(key):
+    completion = parse(conversation(**{key: "look up"})).record.completion
+    assert completion == ({**assistant("sunny"), "reasoning_content": "look up"},)
+    with pytest.raises(BadRecordError, match=r"messages\[1\] .*reasoning_content.*<think>"):
+        parse(conversation(content="<think>hot</think>sunny", **{key: "look up"}))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ["f()", [{}], ["f"], [{"name": "f", "arguments": "Ulm"}], [{"name": "f", "parameters": {}}],
+     [{"function": {"name": " ", "arguments": {}}}], repr([CALL])],
+)  # fmt: skip
+def test_calls_that_are_none_are_refused(calls):
+    with pytest.raises(BadRecordError, match=r"messages\[1\]"):
+        parse({"messages": [ASK, {**assistant(""), "tool_calls": calls}]})
+
+
+@pytest.mark.parametrize("said", ['{"name": "f", "arguments": {"town": "Ulm"}}', "f(Ulm)", "[]"])
+def test_turns_of_sharegpt_that_say_calls_are_calls_or_refused(said):
+    turns = [("human", "weather?"), ("function_call", said), ("observation", "12"), ("gpt", "warm")]
+    row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    if not said.startswith("{"):
+        with pytest.raises(BadRecordError, match=r"messages\[1\]"):
+            read([row], "demonstrations")
+        return
+    call = {key: CALL[key] for key in ("type", "function")}
+    (record,) = read([row], "demonstrations")
+    assert record.prompt[1] == {**assistant(""), "tool_calls": [call]}
+    assert record.prompt[2] == {"role": "tool", "content": "12"}
+
+
+@pytest.mark.parametrize(
+    ("who", "keys"),
+    [(("USER", "Assistant"), ("role", "content")), (("Human", "model"), ("from", "value"))],
+)
+def test_a_role_of_another_tool_is_the_role_that_it_means(who, keys):
+    turns = [dict(zip(keys, turn, strict=True)) for turn in zip(who, ("a?", "b"), strict=True)]
+    nulls = [turn | {"role": None} if "from" in turn else turn for turn in turns]
+    for given in (turns, nulls):
+        record = parse({"messages": given}).record
+        assert (record.prompt, record.completion) == ((user("a?"),), (assistant("b"),))
+    both = user("a?") | {"from": "human", "value": "c?"}
+    assert parse({"messages": [both, assistant("b")]}).record.prompt == (both,)
+
+
+def test_the_developers_message_is_given_to_the_template_or_to_the_user():
+    row = {"messages": [{"role": "developer", "content": "Be brief."}, ASK, assistant("sunny")]}
+    assert [m["role"] for m in parse(row).record.prompt] == ["developer", "user"]
+    source = GivenRows([row], validation_fraction=0, system_into_user=True)
+    (record,) = source.records("demonstrations", "train")
+    assert record.prompt == (user("Be brief.\n\nweather?"),)
+
+
+@pytest.mark.parametrize("spell", [lambda x: x, json.dumps])
+def test_variables_of_the_template_come_from_columns(spell):
+    tools, documents = [{"name": "f", "default": None}], [{"title": "T", "text": "x"}]
+    row = conversation() | {"tools": spell(tools), "documents": spell(documents)}
+    row["chat_template_kwargs"] = spell({"thinking": False, "other": None})
+    record = parse(row).record
+    assert record.variables == {"tools": tools, "documents": documents, "thinking": False}
+    assert parse(row, tools=None, documents=None).record.variables == {"thinking": False}
+
+
+def test_history_is_refused_beside_a_conversation_until_it_is_hidden():
+    row = conversation() | {"history": [["hi", "hello"]]}
+    with pytest.raises(BadRecordError, match=r"'history'.*columns={history: null}"):
+        parse(row)
+    assert parse(row, history=None).record == parse(conversation()).record
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "unread"),
+    [
+        ({"prompt": "p", "completion": "c", "system": "s", "label": "x"}, {}, ("system", "label")),
+        ({"instruction": "p", "output": "c", "input": "PASSAGE"}, {}, ()),
+        (
+            {"instruction": "p", "output": "c", "input": "PASSAGE", "id": ""},
+            {"prompt": "instruction", "completion": "output"},
+            ("input",),
+        ),
+        ({"prompt": "p", "prompt_id": 1, **conversation()}, {}, ("prompt", "prompt_id")),
+        (conversation() | {"tools": ["f"], "documents": None}, {}, ("tools",)),
+        (conversation() | {"functions": [{"name": "f"}], "vector": pd.NA}, {}, ("functions",)),
+        (conversation() | {"vector": np.arange(3), "tools": pd.NA}, {}, ("vector",)),
+    ],
+)
+def test_columns_that_no_record_has_are_unread(row, columns, unread):
+    assert parse(row, **columns).unread == unread
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "w1", "extra": 1, "system": "x", "tools": [{"name": "f"}]}, "system tools"),
+        ({"prompt": [ASK], "system": "x", "tools": ["f"]}, "tools"),
+        ({"text": "w1", "system": "x", "extra": 1}, "system"),
+    ],
+)
+def test_a_part_of_a_conversation_beside_prompts_and_texts_is_named(row, named):
+    tokenizer = build_tokenizer(template=WRITES_ALL)
+    records = read([row], "texts" if "text" in row else "prompts")
+    report = encode_all(records, tokenizer, max_length=300)[1]
+    assert sorted(report.unread_columns) == named.split()
+
+
+# -- cells of text -----------------------------------------------------------------------------
+
+WHOLE = [ASK, assistant('"sunny", it\'s [so]\n')]
+
+
+def test_a_table_of_conversations_in_json_is_the_same_set_as_its_lists(tmp_path):
+    rows = [
+        {"prompt": [user(f"{i}?")], "chosen": WHOLE[1:], "rejected": [assistant("no")]}
+        for i in range(4)
+    ]
+    path = tmp_path / "pairs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({key: json.dumps(value) for key, value in row.items()} for row in rows)
+    found = FileSource(path, validation_fraction=0.0).records("preferences", "train")
+    assert found == read(rows, "preferences")
+    arrays = [{key: np.array(value) for key, value in row.items()} for row in rows]
+    assert read(arrays, "preferences") == found
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [repr(WHOLE), str(np.array(WHOLE)), repr(np.array(WHOLE)), json.dumps(json.dumps(WHOLE)),
+     json.dumps(WHOLE)[:-9]],
+)  # fmt: skip
+def test_messages_that_are_not_json_are_refused_with_json_named(cell):
+    with pytest.raises(BadRecordError, match=r"'messages'.*json\.dumps"):
+        parse({"messages": cell})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "Ann"}', '["a", "b"]', '{"role": "admin"}', "{{ user }}", "[INST] hi [/INST]",
+     "null", "The role: user", "array of roles", '"role": "x"'],
+)  # fmt: skip
+def test_any_other_text_stays_as_it_is(text):
+    assert parse({"prompt": "p", "completion": text}).record.completion == text
+
+
+def test_json_that_a_prompt_asked_for_stays_text_and_a_cell_beside_a_plain_prompt_is_named():
+    dialogue, one = json.dumps(WHOLE), json.dumps(WHOLE[1:])
+    assert parse({"prompt": "As JSON.", "completion": dialogue}).record.completion == dialogue
+    with pytest.raises(BadRecordError, match="'prompt' is plain but 'completion'"):
+        parse({"prompt": "Hi.", "completion": one})
+    assert parse({"prompt": "Hi.", "completion": one, "rendered": True}).record.completion == one
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"text": json.dumps(WHOLE)}, "texts"),
+        ({"prompt": "Else.", "completion": WHOLE}, "demonstrations"),
+        ({"prompt": WHOLE[:1], "completion": WHOLE}, "demonstrations"),
+        ({"prompt": "Else.", "chosen": WHOLE, "rejected": [ASK, assistant("no")]}, "preferences"),
+        ({"prompt": [ASK], "chosen": WHOLE, "rejected": [ASK, assistant("no")]}, "preferences"),
+    ],
+)
+def test_a_whole_conversation_in_one_key_is_read_as_its_error_says(row, kind):
+    with pytest.raises(BadRecordError) as caught:
+        read([row], kind)
+    named = str(caught.value).split("columns={")[1].split("}")[0]
+    columns = {k: None if v == "null" else v for k, v in (x.split(": ") for x in named.split(", "))}
+    source = GivenRows([row], validation_fraction=0.0, columns=columns)
+    (record,) = source.records(kind.replace("texts", "demonstrations"), "train")
+    assert record.prompt == (ASK,)
