@@ -134,7 +134,7 @@ def test_a_finished_run_is_extended_by_more_iterations(material, tmp_path):
 def test_a_second_run_into_a_folder_is_refused_with_what_to_do(material, whole):
     _, folder = whole
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
-    with pytest.raises(FileExistsError, match="continue it with ckpt_path="):
+    with pytest.raises(FileExistsError, match="ckpt_path="):
         train(material, folder)
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
 

@@ -63,7 +63,7 @@ def _keep_question(settings: AnnotateSettings, store: LabelStore) -> None:
 
 def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     # brings transformers: the page and its status start without it
-    from rlhf_lightning.preferences.formats.io import read_collection
+    from rlhf_lightning.preferences.exchange import read_collection
 
     assert settings.file is not None
     now = iso_time(settings.file.stat().st_mtime) if settings.file.exists() else ""
@@ -102,7 +102,7 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
 
 def _export(settings: AnnotateSettings, store: LabelStore) -> None:
     # brings transformers: the page and its status start without it
-    from rlhf_lightning.preferences.formats.io import Collection, write_collection
+    from rlhf_lightning.preferences.exchange import Collection, write_collection
 
     assert settings.file is not None
     assert settings.format != "auto"
@@ -111,9 +111,7 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
             f"file={settings.file} is there already, and no export of this store: give another name"
         )
     found = Collection(tuple(store.pairs()), tuple(store.labels()))
-    written = write_collection(
-        settings.file, found, format=settings.format, level=settings.labels, method=settings.method
-    )
+    written = write_collection(settings.file, found, format=settings.format, method=settings.method)
     store.note(f"export {settings.file.resolve()}", _digest(settings.file))
     left_out = ", ".join(f"{number} {what}" for what, number in written.left_out.most_common())
     say(f"{settings.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))

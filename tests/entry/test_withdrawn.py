@@ -13,6 +13,7 @@ from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.withdrawn import WITHDRAWN
 from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.preferences.exchange import read_collection
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from rlhf_lightning.text.tokens import prompt_ids
 from tests.builders.tokenizers import build_tokenizer
@@ -35,8 +36,14 @@ def file(name: str, content: str = "{}\n{}\n") -> Callable[[Path], object]:
     return read
 
 
+def label_studio(folder: Path) -> object:
+    (folder / "a.json").write_text('[{"data": {"prompt": "Q", "text1": "a", "text2": "b"}}]')
+    return read_collection(folder / "a.json", format="auto", known="labels", now="")
+
+
 # What is called, and a part of the error: the line to write. A row a withdrawn call or form.
 CALLS: list[tuple[str, Callable[[Path], object], str]] = [
+    ("Label Studio's text1", lambda path: label_studio(path), "prompt, answer1 and answer2"),
     ("on_template_loss", lambda _: GivenRows([], on_template_loss="warn"), "on_template_loss"),
     ("<|im_end|> as text", lambda _: prompt_ids("<|im_end|>", build_tokenizer()), "rendered=true"),
     (

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.formats.io import Collection, read_collection, write_collection
+from rlhf_lightning.preferences.exchange import Collection, read_collection, write_collection
 from rlhf_lightning.preferences.judge_prompt import SYSTEM, TEMPLATE, JudgePrompt
 from rlhf_lightning.preferences.records import Choice, Label, Pair, turns_of
-from tests.builders.labels import make_pair, make_pairs
+from tests.builders.labels import make_pairs
 
 NOW = "2026-11-02T09:30:00+00:00"
 CHAT = Pair.make(
@@ -39,15 +39,15 @@ def some_labels(pairs: list[Pair]) -> list[Label]:
     ]
 
 
-def through(path: Path, found: Collection, format: str, level: str) -> Collection:
-    write_collection(path, found, format=format, level=level)
+def through(path: Path, found: Collection, format: str) -> Collection:
+    write_collection(path, found, format=format)
     return read_collection(path, format="auto", known="labels", now=NOW)
 
 
 @pytest.mark.parametrize("pairs", [make_pairs(2, gold=1), [*make_pairs(2), CHAT]])
 def test_raw_labels_survive_the_way_through_label_studio(tmp_path: Path, pairs):
     found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    back = through(tmp_path / "all.json", found, "label_studio", "raw")
+    back = through(tmp_path / "all.json", found, "label_studio")
     assert back.pairs == found.pairs
     by_pair = sorted(found.labels, key=lambda x: [p.pair_id for p in pairs].index(x.pair_id))
     assert list(back.labels) == by_pair
@@ -56,24 +56,8 @@ def test_raw_labels_survive_the_way_through_label_studio(tmp_path: Path, pairs):
 def test_our_own_records_survive_exactly(tmp_path: Path):
     pairs = [*make_pairs(3, gold=2), CHAT]
     found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    assert through(tmp_path / "p.jsonl", found, "pairs", "raw") == replace(found, labels=())
-    assert through(tmp_path / "l.jsonl", found, "labels", "raw") == replace(found, pairs=())
-
-
-@pytest.mark.parametrize("pair", [make_pair(1), CHAT], ids=["plain", "chat"])
-def test_preferences_survive_the_way_through_trl(tmp_path: Path, pair: Pair):
-    for choice in ("first", "second"):
-        given = label(pair, "Ann", choice, seconds=2.0, reason="why not", margin=0.5)
-        back = through(tmp_path / "out.jsonl", Collection((pair,), (given,)), "trl", "raw")
-        (again,), (told,) = back.pairs, back.labels
-        assert again.prompt == pair.prompt
-        assert again.domain == pair.domain
-        chosen = {"first": pair.first, "second": pair.second}[choice]
-        assert {"first": again.first, "second": again.second}[told.choice] == chosen
-        assert {again.first, again.second} == {pair.first, pair.second}
-        assert (told.annotator, told.seconds, told.reason, told.margin) == (
-            *("Ann", 2.0, "why not", 0.5),
-        )
+    assert through(tmp_path / "p.jsonl", found, "pairs") == replace(found, labels=())
+    assert through(tmp_path / "l.jsonl", found, "labels") == replace(found, pairs=())
 
 
 def test_the_order_of_a_trl_row_does_not_tell_what_was_chosen(tmp_path: Path):
@@ -91,15 +75,14 @@ def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path:
     pairs = [*make_pairs(2), CHAT]
     found = Collection(tuple(pairs[:2]), tuple(some_labels([*pairs])[:4]))
     file = tmp_path / "agreed.jsonl"
-    written = write_collection(file, found, format="trl", level="aggregated")
+    written = write_collection(file, found, format="trl")
     assert (written.rows, dict(written.left_out)) == (*(1, {"no majority among the votes": 1}),)
     (row,) = map(json.loads, file.read_text().splitlines())
     assert (row["prompt"], row["chosen"], row["rejected"], row["domain"], row["margin"]) == (
         *(pairs[0].prompt, pairs[0].second, pairs[0].first, "arithmetic", 1.0),
     )
-    chat = Collection((CHAT,), (label(CHAT, "Ann", "first"), label(CHAT, "Bob", "tie")))
-    written = write_collection(file, chat, format="trl", level="raw")
-    assert dict(written.left_out) == {"tie": 1}
+    chat = Collection((CHAT,), (label(CHAT, "Ann", "first"),))
+    write_collection(file, chat, format="trl")
     (row,) = map(json.loads, file.read_text().splitlines())
     assert row["chosen"] == [{"role": "assistant", "content": "Jupiter."}]
     assert row["prompt"][1] == {"role": "user", "content": "Largest planet?"}
@@ -107,20 +90,8 @@ def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path:
 
 def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path):
     pair = Pair.make("q", "a", "b", columns={"answer": "forty-two"})
-    write_collection(
-        tmp_path / "c.json", Collection((pair,), ()), format="label_studio", level="raw"
-    )
+    write_collection(tmp_path / "c.json", Collection((pair,), ()), format="label_studio")
     assert "forty-two" not in (tmp_path / "c.json").read_text()
-
-
-def test_verdicts_are_predictions_and_come_back_as_a_judge(tmp_path: Path):
-    pairs = make_pairs(3)
-    found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    back = through(tmp_path / "agreed.json", found, "label_studio", "aggregated")
-    assert [(x.pair_id, x.annotator, x.choice, x.kind) for x in back.labels] == [
-        (pairs[0].pair_id, "verdict", "second", "judge"),
-        (pairs[2].pair_id, "verdict", "tie", "judge"),
-    ]
 
 
 def test_an_export_of_label_studio_is_read(tmp_path: Path):
@@ -129,7 +100,7 @@ def test_an_export_of_label_studio_is_read(tmp_path: Path):
     file = tmp_path / "project.json"
     task = {
         "id": 1,
-        "data": {"prompt": "Q", "text1": "left one", "text2": "right one"},
+        "data": {"prompt": "Q", "answer1": "left one", "answer2": "right one"},
         "annotations": [
             {"result": [selected], "completed_by": 10, "lead_time": 4.288, "was_cancelled": False},
             {"result": [], "completed_by": {"id": 11, "email": "bob@example.org"}},
@@ -156,7 +127,7 @@ def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped
     pairs = make_pairs(3)
     file = tmp_path / "all.json"
     found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    write_collection(file, found, format="label_studio", level="raw")
+    write_collection(file, found, format="label_studio")
     gold = read_collection(file, format="auto", known="gold", now=NOW)
     assert [pair.gold for pair in gold.pairs] == ["second", None, "both_bad"]
     assert gold.labels == ()
@@ -176,25 +147,29 @@ def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped
         ("a.jsonl", '{"prompt": "Q", "chosen": "x"}\n', "line 1: the key 'rejected' is missing"),
         ("a.jsonl", "no json\n", "line 1: it cannot be read as JSON"),
         ("a.json", '{"data": {}}', "write a list of objects"),
-        ("a.json", '[{"data": {"prompt": "Q"}}]', "record 1: two answers cannot be found among pr"),
         (
             "a.json",
-            '[{"data": {"text1": "a", "text2": "b"}}]',
-            "1: a prompt cannot be found",
+            '[{"data": {"question": "Q", "text1": "a", "answer2": "b"}}]',
+            "record 1: 'data' has no text prompt, answer1; its keys are question, text1, answer2.* "
+            "name them prompt, answer1 and answer2",
         ),
         ("a.json", '[{"data": 3}]', "'data' is the number 3, expected an object"),
         (
             "a.json",
-            '[{"data": {"prompt": "Q", "text1": "a", "text2": "b"}, "annotations": [{"result": '
+            '[{"data": {"prompt": "Q", "answer1": "a", "answer2": "b"}, "annotations": [{"result": '
             '[{"type": "rating", "value": {}}]}]}]',
             "record 1: the annotation .* prefers neither answer",
         ),
         (
             "a.json",
-            '[{"data": {"prompt": "Q", "text1": "a", "text2": "b"}, "meta": {"pair": 3}}]',
+            '[{"data": {"prompt": "Q", "answer1": "a", "answer2": "b"}, "meta": {"pair": 3}}]',
             "record 1: it cannot be read",
         ),
-        ("a.json", '[{"data": {"prompt": "Q", "text1": "a", "text2": "a"}}]', "are the same text"),
+        (
+            "a.json",
+            '[{"data": {"prompt": "Q", "answer1": "a", "answer2": "a"}}]',
+            "are the same text",
+        ),
         ("a.json", "[]", "the file holds no records"),
     ],
 )
@@ -206,17 +181,13 @@ def test_a_bad_file_is_told_with_place_and_fix(tmp_path: Path, name: str, text: 
     assert "Fix: " in str(caught.value)
 
 
-def test_half_a_character_comes_back_from_our_own_format_and_is_refused_elsewhere(
-    tmp_path: Path,
-):
+def test_half_a_character_comes_back(tmp_path: Path):
     found = Collection((Pair.make("half of a pair: \ud83d", "a", "b"),), ())
-    assert through(tmp_path / "a.jsonl", found, "pairs", "raw") == found
-    with pytest.raises(BadRecordError, match=r"holds half of a character \(U\+D83D\)"):
-        through(tmp_path / "c.json", found, "label_studio", "raw")
+    assert through(tmp_path / "a.jsonl", found, "pairs") == found
+    assert through(tmp_path / "c.json", found, "label_studio") == found
 
 
-@pytest.mark.parametrize("level", ["raw", "aggregated"])
-def test_pairs_of_trl_keep_the_variables_of_their_template(tmp_path: Path, level):
+def test_pairs_of_trl_keep_the_variables_of_their_template(tmp_path: Path):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     row = {
         "prompt": [{"role": "user", "content": "weather?"}],
@@ -231,7 +202,7 @@ def test_pairs_of_trl_keep_the_variables_of_their_template(tmp_path: Path, level
     assert '"name": "weather"' in asked["content"]
     for format, ending in (("trl", "jsonl"), ("label_studio", "json")):
         written = tmp_path / f"written.{ending}"
-        write_collection(written, found, format=format, level=level)
+        write_collection(written, found, format=format)
         (again,) = read_collection(written, format="auto", known="labels", now=NOW).pairs
         assert json.loads(again.columns["tools"]) == tools
 

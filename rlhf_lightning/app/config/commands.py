@@ -312,7 +312,6 @@ class AnnotateSettings(CommandSettings):
     format: Literal["auto", "pairs", "labels", "trl", "label_studio"] = "auto"
     known: Literal["auto", "labels", "gold", "ignore"] = "auto"
     add: bool = False
-    labels: Literal["aggregated", "raw"] = "aggregated"
     method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
     labels_per_pair: Count = 1
     page: PageSettings
@@ -325,8 +324,6 @@ class AnnotateSettings(CommandSettings):
             raise ValueError(
                 "format=auto tells what is read: export needs pairs, labels, trl or label_studio"
             )
-        if self.action == "export" and (self.format, self.labels) == ("labels", "aggregated"):
-            raise ValueError("format=labels holds labels of single annotators: add labels=raw")
         return self
 
     @property

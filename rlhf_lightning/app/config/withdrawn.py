@@ -21,6 +21,7 @@ WITHDRAWN: dict[str, str] = {
     "judge.requests_per_minute": "lower judge.concurrency; the client waits as the service asks",
     "ratings_per_pair": "write labels_per_pair=N",
     "sharing.*": "pairs with a known answer are asked like all others",
+    "labels": "format=labels and label_studio export every label, format=trl one verdict a pair",
     "page.host": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",
     "page.hosts": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",
     "page.token": "the page prints its address with the token of the store",

@@ -1,0 +1,315 @@
+"""Pairs and labels in and out of files: our own records, TRL's preferences, Label Studio's tasks.
+
+| format         | file         | holds                                                            |
+|----------------|--------------|------------------------------------------------------------------|
+| `pairs`        | JSON Lines   | `Pair` records                                                   |
+| `labels`       | JSON Lines   | `Label` records; their pairs are known already                   |
+| `trl`          | JSON Lines   | `prompt chosen rejected`, plain or messages: a verdict a pair    |
+| `label_studio` | JSON, a list | tasks with `data` of `prompt answer1 answer2`, and annotations   |
+
+Label Studio's tasks have the pair in `meta`, and in `rlhf` what its annotations have no key for.
+docs/preferences.md has the labelling configuration. Sources:
+https://huggingface.co/docs/trl/dataset_formats and https://labelstud.io/guide/task_format.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rlhf_lightning.data.conversations import as_columns
+from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
+from rlhf_lightning.data.files import Row, checked_rows
+from rlhf_lightning.data.formats import RowParser, parse_rows
+from rlhf_lightning.data.records import PreferenceRecord, Text
+from rlhf_lightning.preferences.records import (
+    CHOICES,
+    SIDES,
+    Choice,
+    KnownChoice,
+    Label,
+    Pair,
+    from_row,
+    pair_name,
+    readable,
+    to_row,
+    variables_of,
+)
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.text.messages import as_text
+from rlhf_lightning.text.thoughts import shown
+
+Format = Literal["pairs", "labels", "trl", "label_studio"]
+Known = Literal["labels", "gold", "ignore"]
+Method = Literal["people_first", "majority", "dawid_skene"]
+FORMATS: tuple[str, ...] = get_args(Format)
+# A key that tells a format; the first that fits decides.
+_TELLING: dict[str, Format] = {
+    "choice": "labels",
+    "first": "pairs",
+    "chosen": "trl",
+    "rejected": "trl",
+    "data": "label_studio",
+}
+LABEL_STUDIO_KEYS = ("annotator", "kind", "order", "margin")
+DATA_KEYS = ("prompt", "answer1", "answer2")
+PAIR = "pair"  # key of the fields of `Pair` in Label Studio's `meta`
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Pairs, labels of these or of known pairs, and how many labels of the file were dropped."""
+
+    pairs: tuple[Pair, ...]
+    labels: tuple[Label, ...]
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """The number of rows of a file, and of the verdicts it has no words for, by kind."""
+
+    rows: int
+    left_out: Counter[str]
+
+
+def read_collection(
+    path: Path, *, format: Literal["auto"] | Format, known: Known, now: str
+) -> Collection:
+    """Return the pairs and labels of a file.
+
+    Args:
+        path: file to read.
+        format: `auto` takes the one whose keys the first row has.
+        known: what becomes of labels in the file: kept, made into gold questions where they agree,
+            or left out.
+        now: ISO time of labels that have none.
+
+    Raises:
+        BadRecordError: with file and line, for what cannot be read.
+    """
+    rows = checked_rows(path)
+    first = next(rows)
+    name = detect_format(*first) if format == "auto" else format
+    pairs: list[Pair] = []
+    labels: list[Label] = []
+    chained = itertools.chain([first], rows)
+    if name == "trl":
+        pairs, labels = _read_trl(chained, path.name, now)
+    else:
+        for where, row in chained:
+            if name == "labels":
+                labels.append(from_row(Label, row, where))
+            elif name == "pairs":
+                pairs.append(from_row(Pair, row, where))
+            else:
+                pair, given = _read_task(row, where, path.name, now)
+                pairs.append(pair)
+                labels += given
+    found = Collection(tuple({p.pair_id: p for p in pairs}.values()), tuple(labels))
+    if known == "labels" or name == "labels":
+        return found
+    gold = unanimous(found.labels) if known == "gold" else {}
+    asked = (replace(pair, gold=gold.get(pair.pair_id, pair.gold)) for pair in found.pairs)
+    used = sum(label.pair_id in gold for label in found.labels)
+    return Collection(tuple(asked), (), len(found.labels) - used)
+
+
+def unanimous(labels: Iterable[Label]) -> dict[str, KnownChoice]:
+    """Return the choices on which all labels of a pair agree, by pair; a skip says nothing."""
+    said: defaultdict[str, set[KnownChoice]] = defaultdict(set)
+    for label in labels:
+        if label.choice != "skip":
+            said[label.pair_id].add(label.choice)
+    return {pair_id: next(iter(found)) for pair_id, found in said.items() if len(found) == 1}
+
+
+def write_collection(
+    path: Path, found: Collection, *, format: Format, method: Method = "people_first"
+) -> Written:
+    """Write pairs and labels to a file, whole or not at all.
+
+    Args:
+        path: file to write.
+        found: pairs and labels.
+        format: format of the file. `pairs` holds no label, `trl` the verdicts.
+        method: rule by which votes become a verdict, see `aggregate`.
+    """
+    rows: list[Any] = []
+    left_out: Counter[str] = Counter()
+    if format == "trl":
+        # Brings torch with it, which neither serving nor reading needs.
+        from rlhf_lightning.preferences.aggregate import aggregate, preference_row
+
+        people = {label.annotator for label in found.labels if label.kind == "person"}
+        verdicts = aggregate(found.pairs, found.labels, people=people, method=method)
+        left_out.update(str(each.left_out) for each in verdicts if each.choice is None)
+        rows = [preference_row(each) for each in verdicts if each.choice is not None]
+    elif format == "label_studio":
+        given: dict[str, list[Label]] = {pair.pair_id: [] for pair in found.pairs}
+        for label in found.labels:
+            given[label.pair_id].append(label)
+        rows = [_task(pair, given[pair.pair_id]) for pair in found.pairs]
+    else:
+        rows = [to_row(each) for each in (found.pairs if format == "pairs" else found.labels)]
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
+    as_list = format == "label_studio"
+    text = "[\n" + ",\n".join(lines) + "\n]\n" if as_list else "".join(f"{x}\n" for x in lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+    return Written(len(rows), left_out)
+
+
+def detect_format(where: Location, row: Row) -> Format:
+    """Return the format that the keys of a row speak of.
+
+    Raises:
+        BadRecordError: if they speak of none.
+    """
+    for key, name in _TELLING.items():
+        if key in row:
+            return name
+    raise BadRecordError(
+        where,
+        f"the keys {', '.join(map(str, row)) or '(none)'} tell no format",
+        f"give format=, one of {', '.join(FORMATS)}, or rename the keys",
+    )
+
+
+def _read_trl(
+    rows: Iterable[tuple[Location, Row]], source: str, now: str
+) -> tuple[list[Pair], list[Label]]:
+    pairs, labels = [], []
+    for parsed in parse_rows(rows, RowParser(), SkippedRecords("raise")):
+        record, where = parsed.record, parsed.where
+        if not isinstance(record, PreferenceRecord):
+            found = "the row has no 'chosen' and 'rejected'"
+            raise BadRecordError(where, found, "give pairs, or another format")
+        answers = [_text_of(getattr(record, k), k, where) for k in ("chosen", "rejected")]
+        # The order must not tell which was chosen; a hash knows nothing of which is better.
+        names = [pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
+        side: Choice = "first" if names[0] < names[1] else "second"
+        first, second = answers if side == "first" else answers[::-1]
+        columns = {key: as_text(value) for key, value in as_columns(record.variables).items()}
+        with _naming(where):
+            pair = Pair.make(record.prompt, first, second, domain=record.domain, columns=columns)
+            pairs.append(pair)
+            label = Label(pair.pair_id, source, side, "person", "first", now, margin=record.margin)
+            labels.append(label)
+    return pairs, labels
+
+
+def _text_of(answer: Text, key: str, where: Location) -> str:
+    if isinstance(answer, str):
+        return answer
+    if len(answer) != 1:
+        found = f"{key!r} has {len(answer)} messages, expected one response"
+        raise BadRecordError(where, found, "put all turns but the last one into 'prompt'")
+    if unsaid := [name for name in ("tool_calls", "reasoning_content") if answer[0].get(name)]:
+        found = f"{key!r} has {' and '.join(unsaid)}, and a response of a pair is a text"
+        raise BadRecordError(where, found, "write them into its content, as the model does")
+    return answer[0]["content"]
+
+
+def _task(pair: Pair, labels: Sequence[Label]) -> dict[str, Any]:
+    """Return the task of a pair; a label that skips is a cancelled annotation."""
+    answers = [shown("", text, "drop", "").response for text in (pair.first, pair.second)]
+    return {
+        "data": dict(zip(DATA_KEYS, (readable(pair.prompt), *answers), strict=True))
+        | ({"domain": pair.domain} if pair.domain else {}),
+        # Without the right answer, which raters may be shown.
+        "meta": {PAIR: to_row(replace(pair, columns=variables_of(pair)))},
+        "annotations": [
+            {
+                "result": _result(label.choice, label.reason),
+                "was_cancelled": label.choice == "skip",
+                "created_at": label.created,
+                "lead_time": label.seconds,
+                # It refuses a `completed_by` that is not one of its accounts.
+                "rlhf": {key: getattr(label, key) for key in LABEL_STUDIO_KEYS},
+            }
+            for label in labels
+        ],
+    }
+
+
+def _result(choice: Choice, reason: str | None) -> list[dict[str, Any]]:
+    parts: list[tuple[str, str, str, dict[str, Any]]] = []
+    if choice in SIDES:
+        selected = "left" if choice == "first" else "right"
+        parts.append(("pairwise", "preference", "answer1,answer2", {"selected": selected}))
+    elif choice != "skip":
+        parts.append(("choices", "verdict", "prompt", {"choices": [choice]}))
+    if reason:
+        parts.append(("textarea", "reason", "prompt", {"text": [reason]}))
+    return [dict(zip(("type", "from_name", "to_name", "value"), x, strict=True)) for x in parts]
+
+
+def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, list[Label]]:
+    data, known = row.get("data"), (row.get("meta") or {}).get(PAIR)
+    if not isinstance(data, Mapping):
+        found = f"'data' is {describe(data)}, expected an object"
+        raise BadRecordError(where, found, "export as JSON, not as JSON-MIN or CSV")
+    missing = [key for key in DATA_KEYS if not isinstance(data.get(key), str)]
+    if missing:
+        raise BadRecordError(
+            where,
+            f"'data' has no text {', '.join(missing)}; its keys are {', '.join(map(str, data))}",
+            "name them prompt, answer1 and answer2",
+        )
+    with _naming(where):
+        texts, domain = [data[key] for key in DATA_KEYS], str(data.get("domain") or "")
+        is_ours = known is not None
+        pair = from_row(Pair, known, where) if is_ours else Pair.make(*texts, domain=domain)
+        given = row.get("annotations") or ()
+        found = [_annotation(each, pair, where, source, now) for each in given]
+    return pair, [label for label in found if label is not None]
+
+
+def _annotation(
+    given: Mapping[str, Any], pair: Pair, where: Location, source: str, now: str
+) -> Label | None:
+    """Return the label of an annotation; None for one that was opened and left."""
+    parts = {part.get("type"): part.get("value") or {} for part in given.get("result") or ()}
+    side = parts.get("pairwise", {}).get("selected")
+    word = {"left": "first", "right": "second"}.get(side) or (
+        parts.get("choices", {}).get("choices") or [None]
+    )[0]
+    choice = "skip" if given.get("was_cancelled") else word
+    if choice is None and not parts:
+        return None
+    if choice not in CHOICES:
+        found = f"the annotation {describe(given['result'])} prefers neither answer"
+        fix = "annotate with Pairwise, or with Choices tie, both_bad"
+        raise BadRecordError(where, found, fix)
+    account = given.get("completed_by")
+    if isinstance(account, Mapping):
+        account = account.get("email") or account.get("id")
+    values = {"annotator": source if account is None else str(account), "kind": "person"}
+    values |= {k: v for k, v in (given.get("rlhf") or {}).items() if k in LABEL_STUDIO_KEYS}
+    return Label(
+        pair.pair_id,
+        choice=choice,
+        created=given.get("created_at") or now,
+        seconds=given.get("lead_time"),
+        reason="\n".join(parts.get("textarea", {}).get("text") or ()) or None,
+        **{"order": "first"} | values,
+    )
+
+
+@contextmanager
+def _naming(where: Location) -> Iterator[None]:
+    """Turn what goes wrong with a foreign value into an error that names file and record."""
+    try:
+        yield
+    except BadRecordError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        fix = "mend the record, or leave it out"
+        raise BadRecordError(where, f"it cannot be read ({error})", fix) from error

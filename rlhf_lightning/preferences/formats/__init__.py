@@ -1,1 +1,0 @@
-"""Preference pairs in the formats of other tools."""
