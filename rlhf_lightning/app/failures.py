@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import sys
 import traceback
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NoReturn
 
-from rlhf_lightning.distributed.launch import global_rank
+from rlhf_lightning.distributed.launch import global_rank, tell_torchrun
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder
@@ -106,10 +105,7 @@ def exit_with(error: BaseException) -> NoReturn:
         word, code = "error", 1
         if not _is_expected(error):
             sys.stderr.write("".join(traceback.format_exception(error)))
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(error)
+        tell_torchrun(error)
     lines = [f"{word}: {cause_of(error)}", *getattr(error, "__notes__", ())]
     sys.stderr.write("\n".join(lines) + "\n")
     raise SystemExit(code) from None

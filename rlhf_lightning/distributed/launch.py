@@ -30,7 +30,6 @@ _TASK = (
     ("WORLD_SIZE", "SUBMITIT_LOCAL_NTASKS", "SLURM_STEP_NUM_TASKS"),
 )
 PATIENCE = timedelta(minutes=10)
-_HOSTS = re.compile(r"^([^\[,]*)\[([^\],-]+)[^\]]*\]")
 _STARTED = time.time()
 
 
@@ -74,23 +73,21 @@ def adopt_rank() -> None:
         job, host = environment["SUBMITIT_LOCAL_JOB_ID"], "127.0.0.1"
     elif _is_task(environment, "SLURM"):
         task = {names[0]: environment[names[2]] for names in _TASK}
-        job = environment["SLURM_JOB_ID"]
-        host = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+        # brings torch, which every task of `srun` needs
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+        job, host = environment["SLURM_JOB_ID"], SLURMEnvironment.resolve_root_node_address(nodes)
     else:
         if "SLURM_NTASKS" in environment:  # Lightning would take it for a task of `srun`
             environment["SLURM_JOB_NAME"] = "interactive"
         return
     if int(task["WORLD_SIZE"]) > 1:
         environment.update(task)
-        environment.setdefault("MASTER_ADDR", first_host(host))
+        environment.setdefault("MASTER_ADDR", host)
         # All tasks of a job know it; the one after it must be free too.
         port = 20_000 + 2 * (int(re.sub(r"\D", "", job) or "0") % 10_000)
         environment.setdefault("MASTER_PORT", str(port))
-
-
-def first_host(nodes: str) -> str:
-    """Return the first of Slurm's list of nodes, such as `gpu[003-007,9],login1`."""
-    return _HOSTS.sub(r"\1\2", nodes, count=1).partition(",")[0]
 
 
 def broadcast_from_rank0(
@@ -169,6 +166,14 @@ def forget_ranks() -> None:
     if not started_by_others():
         for name in _OF_LIGHTNING:
             os.environ.pop(name, None)
+
+
+def tell_torchrun(error: BaseException) -> None:
+    """Write the error with which this rank ends where torchrun looks for it; else do nothing."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def end_process(code: int = 0) -> None:

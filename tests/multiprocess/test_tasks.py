@@ -13,7 +13,7 @@ from hydra.types import RunMode
 
 from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.distributed import launch as launching
-from rlhf_lightning.distributed.launch import adopt_rank, first_host, own_environment, started
+from rlhf_lightning.distributed.launch import adopt_rank, own_environment, started
 from tests.builders.ranks import ROOT, free_port
 from tests.multiprocess.test_launching import SETTINGS, TRAIN, check_run, run, runs_below
 
@@ -84,20 +84,6 @@ def test_a_process_of_its_own_inherits_no_place(environment):
     adopt_rank()
     left = {k: v for k, v in own_environment(environment).items() if not k.startswith("PYTEST_")}
     assert left == {"PATH": environment["PATH"], "HOME": "/root"}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[012-013]", "gpu012"),
-        ("gpu[3,7-9],login1", "gpu3"),
-        ("a-b-1,c[2-3]", "a-b-1"),
-        ("node7", "node7"),
-        ("n[1-2]-ib", "n1-ib"),
-    ],
-)
-def test_the_first_of_slurms_nodes(nodes, first):
-    assert first_host(nodes) == first
 
 
 def test_slurm_is_asked_for_a_task_and_a_gpu_for_each_device(environment, monkeypatch):
