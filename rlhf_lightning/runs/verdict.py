@@ -47,6 +47,8 @@ _BESIDE = (  # what is shown beside the headline, in order; with the baseline's 
     *("collect/judge_unreadable", "collect/score", "collect/gold", "collect/score_best"),
     *("collect/gold_best", "collect/gold_train"),
 )
+# Of how many prompts a share of refusals is.
+_ASKED = {"val/refusal_rate": "val/num_harmful", "val/over_refusal_rate": "val/num_harmless"}
 _BEST_OF = ("gold_win_rate", "pass_at_k", "maj_at_k", "score")
 
 
@@ -219,6 +221,8 @@ def _fact(metrics: Metrics, name: str, value: float) -> Fact:
         notes.append(f"95 % interval {known}")
     judge = name.removeprefix("val/").removesuffix("_win_rate")
     pairs = figure(metrics, f"val/{judge}_num_pairs")
+    if (asked := figure(metrics, _ASKED.get(name, ""))) is not None:
+        notes.append(f"of {counted(asked, 'prompt')}")
     if name == _SHORTER:
         notes.append(_of_pairs(metrics, name))
     if pairs is not None:

@@ -342,7 +342,7 @@ def test_refusals_say_of_how_many_prompts_they_are(tmp_path):
     metrics = {"val/refusal_rate": 1.0, "val/baseline_refusal_rate": 0.625, "val/num_harmful": 8.0}
     metrics |= {"val/refusal_rate_low": 0.676, "val/refusal_rate_high": 1.0}
     (fact,) = verdict(Summary("ppo", "completed", 1, metrics=metrics)).facts
-    assert fact.note == "baseline → now, of 8 prompts; 95 % interval now 67.6 to 100.0 %"
+    assert fact.note == "baseline → now, 95 % interval 67.6 to 100.0 %, of 8 prompts"
 
 
 def test_the_name_of_a_point_stays_inside_of_the_axes():
