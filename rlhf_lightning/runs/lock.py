@@ -55,11 +55,10 @@ def artifact_lock(
 
 
 @contextmanager
-def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> Iterator[int]:
+def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Mark a run folder as being written by this process, until the block or the process ends.
 
-    What `take_run` has taken is taken over. Yields the descriptor of the lock: a process that
-    inherits it holds the folder, too, also if this one is killed.
+    What `take_run` has taken is taken over.
 
     Args:
         folder: made if it is missing.
@@ -71,7 +70,7 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
     take_run(folder, check)
     lock = _taken.pop(Path(folder).resolve())
     try:
-        yield lock
+        yield
     finally:
         _release(lock)
 
