@@ -74,10 +74,10 @@ def _files(folder: Path) -> set[str]:
 
 
 def _keep_added(former: Path, staging: Path) -> None:
-    """Link the files of a folder that we have not written there into the one that replaces it."""
-    if not (former / WRITTEN).is_file():
-        return
-    for name in _files(former) - {WRITTEN, *json.loads((former / WRITTEN).read_text())}:
+    """Copy the files of a folder that we have not written there into the one that replaces it."""
+    known = (former / WRITTEN).is_file()
+    written = set(json.loads((former / WRITTEN).read_text())) if known else _files(staging)
+    for name in _files(former) - {WRITTEN} - written if former.exists() else ():
         if os.path.lexists(staging / name):
             raise FolderTakenError(
                 f"{former / name} was not written by us, and a new file of that name would take "

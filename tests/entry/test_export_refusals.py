@@ -51,7 +51,6 @@ def edited(sft, tmp_path, *values):
             ],
             "is not allowed there",
         ),
-        ([("model.chat_template", __file__)], r"model\.chat_template="),
         ([("evil", 1)], "unknown top-level key 'evil'"),
         ([("module.trust_remote_code", True)], "would run code that the run folder names"),
         ([("artifacts.base", "nowhere/at/all")], "cannot load the model"),
