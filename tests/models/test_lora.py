@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -180,18 +179,6 @@ def test_a_stored_reward_adapter_comes_back_onto_another_copy_of_its_base(folder
     assert files.reward_offset == pytest.approx(reward.head.bias.item())
     again = load_scalar_adapter(load_base(folders[kind], LORA), tmp_path, "reward")
     assert torch.equal(again(IDS, POSITIONS), reward(IDS, POSITIONS))
-
-
-def test_a_stored_adapter_can_be_read_by_whoever_the_umask_lets_in(folders, tmp_path):
-    policy = add_policy(load_base(folders["llama"], LORA), "policy", seed=0)
-    former = os.umask(0o027)
-    try:
-        save_adapter(policy, tmp_path, policy.state_dict(), base="b", base_fingerprint="")
-    finally:
-        os.umask(former)
-    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in tmp_path.iterdir()}
-    assert "adapter_model.safetensors" in modes
-    assert set(modes.values()) == {"0o640"}, modes
 
 
 def test_an_adapter_of_another_shape_is_refused_by_name(folders, tmp_path):
