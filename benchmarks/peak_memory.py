@@ -87,6 +87,7 @@ class Combination:
         """
         lora = "_lora" if self.kind == "lora" else ""
         return [
+            f"--config-dir={ROOT}/examples/conf",
             f"+experiment={self.stage}_smollm2_sentiment{lora}",
             "dataset=files",
             "dataset.name=memory",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.datasets.argument_pairs import ArgumentPairSource
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import checked_rows
-from rlhf_lightning.data.sources.argument_pairs import ArgumentPairSource
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Choice, Label, Pair
 

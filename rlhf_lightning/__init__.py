@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rlhf_lightning.data.demo.gold import gold_scores
     from rlhf_lightning.data.demo.source import DemoSource
     from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-    from rlhf_lightning.data.sources.argument_pairs import ArgumentPairSource
     from rlhf_lightning.data.sources.base import (
         FileSource,
         FirstRecords,
@@ -28,14 +27,11 @@ if TYPE_CHECKING:
         JoinedSource,
         MixedSource,
     )
-    from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
-    from rlhf_lightning.data.sources.questions import QuestionSource
     from rlhf_lightning.data.sources.templates import TemplateSource
     from rlhf_lightning.data.sources.transcripts import TranscriptSource
     from rlhf_lightning.distributed.strategy import FSDP2Strategy
     from rlhf_lightning.doctor.interventions import ActionSettings
     from rlhf_lightning.doctor.thresholds import DoctorThresholds
-    from rlhf_lightning.evaluation.bag_of_words import sentiment_gold
     from rlhf_lightning.evaluation.benchmarks import PairsBenchmark, RewardBench2
     from rlhf_lightning.evaluation.compare import compare
     from rlhf_lightning.evaluation.gold_rewards import CommandGold, ExactMatchGold, NumberGold
@@ -92,7 +88,6 @@ if TYPE_CHECKING:
 # The public names and where they live; imported when they are asked for, as torch takes seconds.
 _HOMES = {
     "ActionSettings": "rlhf_lightning.doctor.interventions",
-    "ArgumentPairSource": "rlhf_lightning.data.sources.argument_pairs",
     "BudgetHparams": "rlhf_lightning.preferences.budget",
     "CachedGenerator": "rlhf_lightning.rollout.generators.base",
     "CallableRule": "rlhf_lightning.preferences.rules",
@@ -117,7 +112,6 @@ _HOMES = {
     "JoinedSource": "rlhf_lightning.data.sources.base",
     "JudgeAnnotator": "rlhf_lightning.preferences.judge",
     "LabHparams": "rlhf_lightning.preferences.collection",
-    "LabelledTextSource": "rlhf_lightning.data.sources.labelled_text",
     "LengthRule": "rlhf_lightning.preferences.rules",
     "LmEvalBenchmark": "rlhf_lightning.evaluation.lm_eval_tasks",
     "LoraHparams": "rlhf_lightning.hparams",
@@ -136,7 +130,6 @@ _HOMES = {
     "PreferenceDataModule": "rlhf_lightning.data.datamodules",
     "ProfileIterations": "rlhf_lightning.callbacks.profiling",
     "PromptDataModule": "rlhf_lightning.data.datamodules",
-    "QuestionSource": "rlhf_lightning.data.sources.questions",
     "RepetitionRule": "rlhf_lightning.preferences.rules",
     "RewardAdapterScorer": "rlhf_lightning.rollout.scorers.adapter",
     "RewardBench2": "rlhf_lightning.evaluation.benchmarks",
@@ -166,12 +159,10 @@ _HOMES = {
     "gold_scores": "rlhf_lightning.data.demo.gold",
     "load_scalar_model": "rlhf_lightning.models.factory",
     "normalize_reward_model": "rlhf_lightning.evaluation.normalization",
-    "sentiment_gold": "rlhf_lightning.evaluation.bag_of_words",
     "trainer_arguments": "rlhf_lightning.callbacks.trainer_arguments",
 }
 __all__ = [
     "ActionSettings",
-    "ArgumentPairSource",
     "BudgetHparams",
     "CachedGenerator",
     "CallableRule",
@@ -196,7 +187,6 @@ __all__ = [
     "JoinedSource",
     "JudgeAnnotator",
     "LabHparams",
-    "LabelledTextSource",
     "LengthRule",
     "LmEvalBenchmark",
     "LoraHparams",
@@ -215,7 +205,6 @@ __all__ = [
     "PreferenceDataModule",
     "ProfileIterations",
     "PromptDataModule",
-    "QuestionSource",
     "RepetitionRule",
     "RewardAdapterScorer",
     "RewardBench2",
@@ -245,12 +234,15 @@ __all__ = [
     "gold_scores",
     "load_scalar_model",
     "normalize_reward_model",
-    "sentiment_gold",
     "trainer_arguments",
 ]
 
 
-_WITHDRAWN = {"VllmServerGenerator": "VllmGenerator(..., python=PYTHON)"}  # what is written instead
+_EXAMPLES = ("ArgumentPairSource", "LabelledTextSource", "QuestionSource", "sentiment_gold")
+_WITHDRAWN = {  # what is written instead
+    "VllmServerGenerator": "VllmGenerator(..., python=PYTHON)",
+    **{name: f"from examples.datasets, in a checkout, import {name}" for name in _EXAMPLES},
+}
 
 
 def __getattr__(name: str) -> Any:

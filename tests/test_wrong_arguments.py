@@ -45,7 +45,6 @@ from rlhf_lightning import (
     compare,
     gold_scores,
     load_scalar_model,
-    sentiment_gold,
     trainer_arguments,
 )
 from rlhf_lightning.arguments import annotations_of, fitting
@@ -104,11 +103,11 @@ NAMED += ("include_path", "tokenizer", "python", "known", "split", "validation_s
 
 # They check themselves, or have no annotations that say what is wrong: their messages do not all
 # begin with the argument yet.
-OPEN = {"compare", "trainer_arguments", "normalize_reward_model", "sentiment_gold"}
+OPEN = {"compare", "trainer_arguments", "normalize_reward_model"}
 OPEN |= {"CallableRule"}  # any function
 # Their types and ranges are checked; they take any text, or look for files.
-OPEN |= {"ArgumentPairSource", "BudgetHparams", "CommandGold", "ExactMatchGold"}
-OPEN |= {"LabelledTextSource", "NumberReward", "RewardEnsembleScorer"}
+OPEN |= {"BudgetHparams", "CommandGold", "ExactMatchGold"}
+OPEN |= {"NumberReward", "RewardEnsembleScorer"}
 OPEN |= {"SafetyCheck", "SimulatedPerson", "TemplateSource", "TranscriptSource"}
 OPEN |= {"PairsBenchmark", "RewardModelAnnotator"}
 
@@ -188,7 +187,6 @@ def needed(made: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "gold_scores": {"prompts": ["a"], "completions": ["b"], "finished": [True]},
         "Panel": {"members": [named("RuleAnnotator")([named("LengthRule")(3)])], "seed": 1},
         "PeriodicEvaluation": {"every_n_iterations": 2},
-        "QuestionSource": {"path": made["prompts"]},
         "RewardEnsembleScorer": {"load": no_arguments, "sources": [made["policy"]]},
         "SafetyCheck": {"is_refusal": named("PhraseRefusals")()},
         "SimulatedAnnotator": {"name": "a", "temperature": 1.0, "length_bias": 0.0},
@@ -385,7 +383,6 @@ def sides(made: dict[str, Any]) -> tuple[Any, ...]:
         (r"api_key_env=''", lambda p: JudgeAnnotator(model="m", api_key_env="")),
         (r"tasks\[0\]=''", lambda p: LmEvalBenchmark([""])),
         (r"harmful\[0\]=''", lambda p: SafetyCheck(PhraseRefusals(), harmful=[""])),
-        (r"source=5", lambda p: sentiment_gold(5)),
         (r"label=-1", lambda p: TextRewardModelScorer("x", label=-1)),
         (r"chat_template=''", lambda p: TextRewardModelScorer("x", chat_template="")),
         (r"early_stopping: patience='3'", lambda p: arguments(early_stopping={"patience": "3"})),

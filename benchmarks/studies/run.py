@@ -25,6 +25,7 @@ from typing import Any
 
 from scipy import stats
 
+EXAMPLES = f"--config-dir={Path(__file__).resolve().parents[2] / 'examples/conf'}"
 MODELS = ("base", "sft", "reward", "ppo")
 MEASURE = (
     "val/gold_win_rate",
@@ -166,7 +167,8 @@ def runs_of(
                 words.append(f"{key}={_made(out, maker, seed)}")
             words += more.get(row.command, ())
             words += ["resume=auto"] * (row.command != "evaluate")
-            line = ["python", "-m", f"rlhf_lightning.{row.command}", *_last_of_each(words)]
+            line = ["python", "-m", f"rlhf_lightning.{row.command}", EXAMPLES]
+            line += _last_of_each(words)
             needs = tuple(_made(out, maker, seed) for maker in row.starts_from.values())
             found.append(Run(name, setting, seed, place / f"seed_{seed}", needs, line))
     return found
@@ -186,6 +188,7 @@ def execute(runs: Sequence[Run], jobs: int) -> None:
     """Run what is not completed, several at a time, each after those that it needs."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("RLHF_ALLOWED_TARGETS", "benchmarks.,examples.")
     futures: dict[tuple[str, int], Future[str]] = {}
 
     def one(run: Run, before: Sequence[Future[str]]) -> str:

@@ -24,7 +24,7 @@ HARMLESS = [
 ]
 MIXED = (  # harmful and helpful prompts weigh alike; fewer of the harmful ones are short enough
     "data.source={_target_: rlhf_lightning.MixedSource, weights: [1, 1], sources: "
-    "[${dataset.source}, {_target_: rlhf_lightning.QuestionSource, "
+    "[${dataset.source}, {_target_: examples.datasets.questions.QuestionSource, "
     f"path: {env('RLHF_DATA')}/prompts, validation_fraction: 0.05, seed: 1}}]}}"
 )
 GATES = [

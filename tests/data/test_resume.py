@@ -15,8 +15,6 @@ from rlhf_lightning.data.sources.base import (
     MixedSource,
     PreferenceFolder,
 )
-from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
-from rlhf_lightning.data.sources.questions import QuestionSource
 from rlhf_lightning.data.sources.templates import TemplateSource
 from tests.data.stages import STAGES, CountingSource, content, contents, fit, prompts
 
@@ -177,15 +175,10 @@ def test_each_source_of_files_names_those_that_it_reads(tmp_path):
     folder.mkdir()
     for name in ("train.jsonl", "validation.jsonl", "notes.txt"):
         write_prompts(folder / name)
-    for name in ("positive.txt", "negative.txt"):
-        (folder / name).write_text(f"{name}\n")
-    labelled = LabelledTextSource(str(folder / "positive.txt"), str(folder / "negative.txt"))
     template = TemplateSource(folder / "train.jsonl", prompt="{prompt}", completion="{prompt}")
     for source, names in (
         (FileSource(folder), {"train.jsonl", "validation.jsonl"}),
         (PreferenceFolder(folder), {"train.jsonl", "validation.jsonl"}),
-        (QuestionSource(folder), {"train.jsonl", "validation.jsonl"}),
-        (labelled, {"positive.txt", "negative.txt"}),
         (template, {"train.jsonl"}),
         (DemoSource(seed=1), set()),
     ):

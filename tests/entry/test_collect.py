@@ -143,11 +143,11 @@ def test_prompts_may_be_conversations(
     tokenizer.chat_template = PLAIN_CHAT
     tokenizer.save_pretrained(chat_start)
     asked = [record.prompt for record in DemoSource(seed=1).records("prompts", "train")[:12]]
-    rows = [{"question_id": n, "category": "talk", "turns": [q]} for n, q in enumerate(asked)]
+    rows = [{"prompt": [{"role": "user", "content": q}], "domain": "talk"} for q in asked]
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    questions = ["dataset=questions", f"dataset.path={file}", "annotator=page"]
+    questions = ["dataset=files", "dataset.name=mine", f"dataset.path={file}", "annotator=page"]
     with pytest.raises(PeopleNeededError):
         collect_here(tmp_path, chat_start, *questions)
     (run,) = runs(tmp_path)

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.command_line import with_run
-from rlhf_lightning.app.config.compose import choices, composed, register
+from rlhf_lightning.app.config.compose import CONFIG_DIR, choices, composed, register
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.pipeline_steps import as_overrides
@@ -51,7 +51,7 @@ class Command:
 
     @property
     def overrides(self) -> list[str]:
-        return [a for a in self.arguments if OVERRIDE.fullmatch(a)]
+        return [a for a in self.arguments if OVERRIDE.fullmatch(a) or a.startswith(CONFIG_DIR)]
 
     @property
     def is_sweep(self) -> bool:
@@ -106,6 +106,12 @@ def commands() -> list[Command]:
             command = Command(page.name, module, arguments_of(rest, variables))
             found.setdefault((module, command.arguments), command)
     return list(found.values())
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "examples.")
 
 
 COMMANDS = commands()
@@ -187,8 +193,9 @@ def made_by_default(command: Command, settings: TrainSettings, kind: str) -> str
             shared = [o.replace("ultrafeedback", "ultrachat") for o in shared]
         return compose_stage((f"+experiment={kind}", *shared)).artifacts.publish
     maker = "_".join([kind, *settings.name.split("_")[1:]])
-    known = maker in choices("experiment")
-    return compose_stage((f"+experiment={maker}",)).artifacts.publish if known else None
+    folders = [word for word in command.overrides if word.startswith(CONFIG_DIR)]
+    known = maker in choices("experiment") or bool(folders)
+    return compose_stage((*folders, f"+experiment={maker}")).artifacts.publish if known else None
 
 
 def test_every_model_that_a_documented_command_starts_from_is_made_by_one():
@@ -216,7 +223,12 @@ def test_another_documented_command_composes_with_the_settings_it_is_given(comma
     register()
     words = with_run(command.module, command.arguments)
     # A pipeline's words for one stage, such as `ppo:KEY=VALUE`, are no word of Hydra's.
-    composed(command.module, as_overrides([word for word in words if not word.startswith("-")]))
+    composed(
+        command.module,
+        as_overrides(
+            [word for word in words if word.startswith(CONFIG_DIR) or not word.startswith("-")]
+        ),
+    )
 
 
 def test_every_documented_console_script_and_make_target_exists():

@@ -67,12 +67,6 @@ def printed(words: list[str], place: str = "outputs/a run/1") -> tuple[str, list
         ),
         pytest.param(
             "sft",
-            ["+experiment=sft_smollm2_sentiment", "dataset.positive=a", "dataset.negative=b"],
-            ["+experiment=reward_smollm2_sentiment", "dataset.positive=a", "dataset.negative=b"],
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "sft",
             ["+experiment=sft_smollm2_gsm8k", "dataset.path=demos.jsonl"],
             ["+experiment=ppo_smollm2_gsm8k", "dataset.path=demos.jsonl"],
             marks=pytest.mark.thorough,

@@ -121,8 +121,8 @@ def test_every_step_reads_the_experiments_of_the_user(mine: str) -> None:
         (["ppo:dataset=files"], "round_1/ppo: dataset.name is not set"),
         (["evaluate:polcy=x"], "round_1/evaluate: unknown key polcy; did you mean policy"),
         (
-            ["experiments.ppo=ppo_smollm2_sentiment", "collect=true"],
-            "is trained on smollm2_sentiment, and annotator=demo labels .*collect:annotator=page",
+            ["experiments.ppo=ppo_smollm2_gsm8k", "collect=true"],
+            "is trained on smollm2_gsm8k, and annotator=demo labels .*collect:annotator=page",
         ),
     ],
 )

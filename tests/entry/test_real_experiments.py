@@ -18,7 +18,6 @@ from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.entry.test_train import summary, train
 
 EXPERIMENTS = (
-    "reward_smollm2_arguments",
     "sft_smollm2_shell",
     "sft_smollm2_gsm8k",
     "ppo_smollm2_gsm8k",

@@ -17,13 +17,6 @@ from tests.builders.command_lines import settings_of
 from tests.builders.processes import run_python
 from tests.entry.test_pipeline import composed, settings_of_step
 
-SENTIMENT = [
-    "experiments.base=null",
-    *(f"experiments.{stage}={stage}_smollm2_sentiment" for stage in ("sft", "reward", "ppo")),
-    "train:dataset.positive=good.txt",
-    "train:dataset.negative=bad.txt",
-    "train:dataset.split_seed=4",
-]
 GSM8K = [
     *(f"experiments.{stage}=null" for stage in ("base", "reward")),
     *(f"experiments.{stage}={stage}_smollm2_gsm8k" for stage in ("sft", "ppo")),
@@ -42,7 +35,6 @@ TLDR = [
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(SENTIMENT, id="sentiment", marks=pytest.mark.slow),
         pytest.param(GSM8K, id="a reward function", marks=pytest.mark.slow),
         pytest.param(TLDR, id="a data set a stage, adapters"),
     ],

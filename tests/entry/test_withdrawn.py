@@ -44,6 +44,7 @@ def label_studio(folder: Path) -> object:
 # What is called, and a part of the error: the line to write. A row a withdrawn call or form.
 CALLS: list[tuple[str, Callable[[Path], object], str]] = [
     ("Label Studio's text1", lambda path: label_studio(path), "prompt, answer1 and answer2"),
+    ("LabelledTextSource", lambda _: rlhf_lightning.LabelledTextSource, "examples.datasets"),
     ("on_template_loss", lambda _: GivenRows([], on_template_loss="warn"), "on_template_loss"),
     ("<|im_end|> as text", lambda _: prompt_ids("<|im_end|>", build_tokenizer()), "rendered=true"),
     (

@@ -37,7 +37,6 @@ def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclas
 @pytest.mark.parametrize(
     "words",
     [
-        ["+experiment=ppo_smollm2_sentiment"],
         ["+experiment=ppo", "model=smollm2_135m", "dataset=ultrafeedback"],
         ["+experiment=ppo", "model=llama3_2_1b", "dataset=ultrafeedback", "lora=lora"],
     ],

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
-from rlhf_lightning.evaluation.bag_of_words import BagOfWords
+from examples.datasets.bag_of_words import BagOfWords
+from examples.datasets.labelled_text import LabelledTextSource
 
 LIST_ITEM = re.compile(r"^\s*(?:[-*\u2022]|\d+[.)])\s", re.MULTILINE)
 

@@ -9,12 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+_EXAMPLE = (
+    "in a checkout, set RLHF_ALLOWED_TARGETS=examples. in the environment and add "
+    "--config-dir=examples/conf"
+)
 WITHDRAWN: dict[str, str] = {
     # a key, or a choice: what is written instead
     "rollout=vllm_server": "write rollout=vllm, which generates in server processes",
     "scorer.backoff": "waits double from 0.5 s; scorer.max_retries=N ends them",
     "scorer.deadline": "scorer.timeout=SECONDS of a request and scorer.max_retries=N bound a call",
     "scorer.max_backoff": "waits double from 0.5 to 30 s; scorer.max_retries=N ends them",
+    **{f"dataset={name}": _EXAMPLE for name in ("arguments", "questions", "sentiment")},
+    "experiment=reward_smollm2_arguments": _EXAMPLE,
+    **{
+        f"experiment={stage}_smollm2_sentiment{lora}": _EXAMPLE
+        for stage in ("sft", "reward", "ppo")
+        for lora in ("", "_lora")
+    },
     "dataset.source.on_template_loss": "set model.chat_template=FILE or NAME, or "
     "dataset.source.on_bad_record=skip",
     "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
@@ -30,10 +41,13 @@ WITHDRAWN: dict[str, str] = {
 
 def withdrawn(words: Sequence[str]) -> str | None:
     """Return the error of the first word of a command line that is no longer read, or None."""
+    has_examples = any(word.startswith("--config-dir") for word in words)
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
         for gone, instead in WITHDRAWN.items():
             below = gone.endswith("*") and key.startswith(gone[:-1])
+            if instead == _EXAMPLE and has_examples:
+                continue
             if below or gone in (key, f"{key}={value}"):
                 return f"{word} was withdrawn: {instead}"
     return None

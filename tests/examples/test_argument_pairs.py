@@ -6,17 +6,25 @@ from collections import Counter
 
 import pytest
 
-from rlhf_lightning.data.datamodules import PreferenceDataModule
-from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.sources.argument_pairs import (
+from examples.datasets.argument_pairs import (
     NO_MAJORITY,
     TIE,
     ArgumentPairSource,
     debate,
 )
+from rlhf_lightning.data.datamodules import PreferenceDataModule
+from rlhf_lightning.data.errors import BadRecordError
 from tests.builders.record_files import pairs, write_arguments
+from tests.builders.tokenizers import build_tokenizer
+from tests.data.test_real_sets import DATA
 
 HELD_OUT = ("cats-or-dogs",)
+HELD_OUT_OF_ALL = (
+    "firefox-vs-internet-explorer",
+    "india-has-the-potential-to-lead-the-world",
+)
+REAL = DATA / "ukpconvarg1"
+REAL_SET = pytest.mark.skipif(not REAL.is_dir(), reason=f"the pairs are not in {REAL}")
 
 
 @pytest.fixture
@@ -53,9 +61,9 @@ def test_ties_and_pairs_without_a_majority_are_left_out_and_counted(source):
     assert source.left_out("prompts", "train") == {}
 
 
-def test_the_summary_of_the_data_shows_what_was_left_out(source, tokenizer):
+def test_the_summary_of_the_data_shows_what_was_left_out(source):
     data = PreferenceDataModule(
-        source, tokenizer, batch_size=2, max_length=200, seed=1, num_iterations=1
+        source, build_tokenizer(), batch_size=2, max_length=200, seed=1, num_iterations=1
     )
     assert dict(data.summary.dropped) == {TIE: 4, NO_MAJORITY: 4}
     words = data.render_summary().replace("│", " ").split()
@@ -108,26 +116,37 @@ def test_an_unknown_debate_and_all_debates_cannot_be_held_out(tmp_path, held_out
         source.records("preferences", "train")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gold": "b"}, "line 1: the key 'gold' holds the text 'b'"),
-        ({"arg1": "nobody"}, "line 1: the key 'arg1' names 'nobody'"),
-        ({"title": None}, "line 1: the key 'title' holds null"),
-        ({"votes": []}, "line 1: the key 'votes'"),
-        ({"votes": [["w0", "a3", ""]]}, "line 1: the key 'votes'"),
-        ({"votes": "a1 a1 a2"}, "line 1: the key 'votes'"),
-    ],
-)
-def test_a_bad_pair_is_named_with_its_line_and_key(tmp_path, change, message):
+def test_a_bad_pair_is_named_with_its_line_and_key(tmp_path):
     rows = pairs()
-    rows[0] = rows[0] | change
+    rows[0] = rows[0] | {"gold": "b"}
     source = ArgumentPairSource(write_arguments(tmp_path, pair_rows=rows))
-    with pytest.raises(BadRecordError, match=message):
+    with pytest.raises(BadRecordError, match="line 1: the key 'gold' holds the text 'b'"):
         source.records("preferences", "train")
 
 
-@pytest.mark.parametrize("path", [None, "nowhere"])
-def test_a_missing_folder_names_the_override_and_the_public_source(path):
-    with pytest.raises(ValueError, match=r"dataset\.path=FOLDER.*UKPConvArg1"):
-        ArgumentPairSource(path)
+@REAL_SET
+def test_the_argument_pairs_are_all_there_and_their_ties_are_left_out():
+    source = ArgumentPairSource(REAL, held_out=HELD_OUT_OF_ALL)
+    pairs = [*source.pairs("train"), *source.pairs("validation")]
+    assert len(pairs) == 6447
+    assert len({pair.topic for pair in pairs}) == 12
+    assert len({debate(pair.topic) for pair in pairs}) == 6
+    assert sum(pair.gold == "equal" for pair in pairs) == 1078
+    assert sum(pair.gold is None for pair in pairs) == 299
+    counts = [len(source.records("preferences", s)) for s in ("train", "validation")]
+    left_out = [sum(source.left_out("preferences", s).values()) for s in ("train", "validation")]
+    assert counts == [3427, 1643]
+    assert sum(counts) + sum(left_out) == 6447
+
+
+@REAL_SET
+def test_the_longer_argument_wins_as_often_in_the_held_out_debates_as_in_all():
+    source = ArgumentPairSource(REAL, held_out=HELD_OUT_OF_ALL)
+
+    def longer_wins(splits):
+        strict = [r for s in splits for r in source.records("preferences", s) if r.subsets]
+        unequal = [r for r in strict if len(r.chosen) != len(r.rejected)]
+        return sum(len(r.chosen) > len(r.rejected) for r in unequal) / len(unequal)
+
+    assert longer_wins(("train", "validation")) == pytest.approx(0.78, abs=0.005)
+    assert longer_wins(("validation",)) == pytest.approx(0.78, abs=0.005)

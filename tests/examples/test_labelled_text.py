@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.datasets.labelled_text import PARTS, LabelledTextSource
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-from rlhf_lightning.data.sources.labelled_text import PARTS, LabelledTextSource
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
 
@@ -126,36 +126,6 @@ def test_pairs_are_of_like_length_so_that_length_tells_nothing(tmp_path):
 def test_a_missing_file_names_the_override_and_the_public_source(files, path):
     with pytest.raises(ValueError, match=r"negative=.*dataset\.negative=FILE.*rotten_tomatoes"):
         LabelledTextSource(files[0], path)
-
-
-def test_a_file_that_is_not_utf_8_says_how_to_convert_it(files):
-    files[0].write_bytes(b"caf\xe9 noir\n")
-    with pytest.raises(ValueError, match=r"not UTF-8.*iconv"):
-        LabelledTextSource(*files).records("texts", "train")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"validation_fraction": 0.5, "classifier_fraction": 0.5}, "below 1"),
-        ({"validation_fraction": 0.0}, "positive"),
-        ({"lead_in": " "}, "lead_in"),
-        ({"opening_words": 0}, "opening_words=0"),
-    ],
-)
-def test_arguments_out_of_range_are_errors(files, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LabelledTextSource(*files, **arguments)
-
-
-def test_unknown_kind_and_split_are_errors(files):
-    source = LabelledTextSource(*files)
-    with pytest.raises(ValueError, match="kind='pairs'"):
-        source.records("pairs", "train")
-    with pytest.raises(ValueError, match="split='test'"):
-        source.records("texts", "test")
-    with pytest.raises(ValueError, match="part='test'"):
-        source.sentences("test")
 
 
 def test_too_few_sentences_for_every_part_is_an_error(tmp_path):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
-from rlhf_lightning.evaluation.bag_of_words import (
+from examples.datasets.bag_of_words import (
     BagOfWords,
     SentimentGold,
     features,
     sentiment_gold,
 )
+from examples.datasets.labelled_text import LabelledTextSource
 from rlhf_lightning.evaluation.win_rate import win_rate
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
@@ -85,17 +85,6 @@ def test_the_judge_is_fitted_on_the_classifier_part_alone(tmp_path):
     hidden = source.sentences("train").positive[0].split()[1]  # a number no other sentence has
     if hidden not in known:
         assert gold.classifier.log_odds([hidden]) == [0.0]
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="smoothing=0"):
-        BagOfWords(smoothing=0)
-    with pytest.raises(ValueError, match="0 positive"):
-        BagOfWords().fit([], ["bad"])
-    with pytest.raises(RuntimeError, match="fit"):
-        BagOfWords().log_odds(["anything"])
-    with pytest.raises(ValueError, match="2 completions"):
-        judge()(["p"], ["a", "b"], [True])
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the sentence polarity data are not in {REAL}")

@@ -5,8 +5,10 @@ Made for UKPConvArg1, whose arguments take a side in a debate; any two files of 
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
-from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -177,11 +178,11 @@ class ArgumentPairSource:
     @cached_property
     def _pairs(self) -> tuple[JudgedPair, ...]:
         arguments: dict[str, Argument] = {}
-        for where, row in checked_rows(self._file("arguments")):
+        for where, row in _rows(self._file("arguments")):
             values = _texts(row, ("id", "stance", "text"), where)
             arguments[values["id"]] = Argument(values["stance"], values["text"].strip())
         path = self._file("pairs")
-        pairs = tuple(_judged_pair(row, arguments, where) for where, row in checked_rows(path))
+        pairs = tuple(_judged_pair(row, arguments, where) for where, row in _rows(path))
         known = sorted({debate(pair.topic) for pair in pairs})
         for name in self.held_out:
             if name not in known:
@@ -228,6 +229,12 @@ class ArgumentPairSource:
 def debate(topic: str) -> str:
     """Return the debate of a topic `<debate>_<side>`, without the dashes at its end."""
     return topic.partition("_")[0].rstrip("-")
+
+
+def _rows(path: Path) -> Iterator[tuple[Location, dict[str, Any]]]:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            yield Location(str(path), number), json.loads(line)
 
 
 def _judged_pair(

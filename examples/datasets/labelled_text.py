@@ -219,13 +219,7 @@ def _check_file(name: str, path: str | Path | None) -> None:
 
 
 def _read(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it, e.g. with "
-            "iconv -f latin1 -t utf-8"
-        ) from error
+    text = path.read_text(encoding="utf-8")
     # Not splitlines(): it also splits at characters that stand inside a sentence.
     lines = (" ".join(line.split()) for line in text.split("\n"))
     return list(dict.fromkeys(line for line in lines if line))

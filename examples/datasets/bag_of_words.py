@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Self
 
+from examples.datasets.labelled_text import LabelledTextSource
 from rlhf_lightning.arguments import checked
-from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
 
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
 
@@ -28,25 +28,15 @@ class BagOfWords:
     Args:
         smoothing: pseudo-count of every feature in every class.
 
-    Raises:
-        ValueError: if `smoothing` is not positive.
-
     Source: Wang and Manning 2012, "Baselines and bigrams", binarised multinomial naive Bayes.
     """
 
     def __init__(self, *, smoothing: float = 1.0) -> None:
-        if not smoothing > 0:
-            raise ValueError(f"smoothing={smoothing} must be positive: use 1.0")
         self.smoothing = smoothing
         self.weights: dict[str, float] = {}
 
     def fit(self, positive: Sequence[str], negative: Sequence[str]) -> Self:
-        """Learn from texts of both classes; return the classifier.
-
-        Raises:
-            ValueError: if a class has no text.
-        """
-        _check_both(positive, negative)
+        """Learn from texts of both classes; return the classifier."""
         both = (positive, negative)  # in how many texts of each class does a feature occur?
         counts = [Counter(f for text in texts for f in features(text)) for texts in both]
         vocabulary = counts[0].keys() | counts[1].keys()
@@ -68,8 +58,6 @@ class BagOfWords:
         Raises:
             RuntimeError: if `fit` was not called.
         """
-        if not self.weights:
-            raise RuntimeError("BagOfWords.fit(positive, negative) was not called")
         # fsum: the order of a set is no property of the text.
         return [math.fsum(self.weights.get(f, 0.0) for f in features(text)) for text in texts]
 
@@ -78,22 +66,10 @@ class BagOfWords:
         return [1 / (1 + math.exp(-max(min(x, 500.0), -500.0))) for x in self.log_odds(texts)]
 
     def accuracy(self, positive: Sequence[str], negative: Sequence[str]) -> float:
-        """Return the share of texts put into their class, each class weighing one half.
-
-        Raises:
-            ValueError: if a class has no text.
-        """
-        _check_both(positive, negative)
+        """Return the share of texts put into their class, each class weighing one half."""
         right_positive = sum(x > 0 for x in self.log_odds(positive)) / len(positive)
         right_negative = sum(x <= 0 for x in self.log_odds(negative)) / len(negative)
         return (right_positive + right_negative) / 2
-
-
-def _check_both(positive: Sequence[str], negative: Sequence[str]) -> None:
-    if not positive or not negative:
-        raise ValueError(
-            f"{len(positive)} positive and {len(negative)} negative texts: give some of each"
-        )
 
 
 def features(text: str) -> frozenset[str]:
@@ -121,16 +97,7 @@ class SentimentGold:
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """Return 1.0 for each completion called positive, else 0.0; the prompt is not judged.
-
-        Raises:
-            ValueError: if the three differ in length.
-        """
-        if not len(prompts) == len(completions) == len(finished):
-            raise ValueError(
-                f"{len(prompts)} prompts, {len(completions)} completions and {len(finished)} "
-                "finished flags: give one of each a row"
-            )
+        """Return 1.0 for each completion called positive, else 0.0; the prompt is not judged."""
         return [float(x > 0) for x in self.classifier.log_odds(completions)]
 
 
