@@ -300,7 +300,9 @@ def _answer(
     skip = sampling.skip_special_tokens
     answers = make_responses(batch, generation, policy.tokenizer, skip_special_tokens=skip)
     numbers = [row_id // sampling.num_samples for _, row_id in rows]
-    return tuple(zip(numbers, answers.completions, answers.finished.tolist(), strict=True))
+    # Records that spell control tokens are refused.
+    texts = ControlTokens(policy.tokenizer).disarmed(answers.completions)
+    return tuple(zip(numbers, texts, answers.finished.tolist(), strict=True))
 
 
 def _candidates(

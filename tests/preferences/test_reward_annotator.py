@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -81,18 +80,13 @@ def test_the_answer_with_the_higher_score_is_preferred_plain_and_in_chats(folder
     assert len({label.choice for label in labels}) == 2
 
 
-def test_the_template_is_given_the_variables_of_a_pair_and_one_that_does_not_write_them_is_named(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_template_is_given_the_variables_of_a_pair_and_must_write_them(folder: Path) -> None:
     columns = {"tools": '[{"type": "function", "function": {"name": "weather"}}]'}
     pair = Pair.make(CHAT, "4", "it is 5", columns=columns)
     (without,) = RewardModelAnnotator(folder).label([Pair.make(CHAT, "4", "it is 5")])
     annotator = RewardModelAnnotator(folder)
-    (lost, again) = annotator.label([pair, replace(pair, domain="d")])
-    assert (lost.margin, again.margin) == (without.margin, without.margin)
-    (record,) = caplog.records
-    assert str(folder) in record.message
-    assert "does not write tools" in record.message
+    with pytest.raises(ValueError, match="does not write tools"):
+        annotator.label([pair])
     annotator._loaded[0].chat_template = "{{ tools | tojson if tools }}" + CHATML
     (told,) = annotator.label([pair])
     assert told.margin != without.margin
