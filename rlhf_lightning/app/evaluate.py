@@ -48,7 +48,6 @@ from rlhf_lightning.evaluation.human import (
     read_labels,
     write_blind,
 )
-from rlhf_lightning.evaluation.reference_answers import against_references, find_references
 from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.precision import in_precision, set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
@@ -123,8 +122,6 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
         metrics = {k: v for k, v in metrics.items() if not k.startswith("val/kl_per_")}
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
-    with precision:
-        metrics |= _against_references(settings, sides, mine, theirs)
     metrics |= _judged(settings, folder, mine, theirs) | reward_spread(settings)
     if settings.human == "export":
         _export(settings, folder, mine, theirs)
@@ -245,27 +242,6 @@ def _gates(
     safety = settings.safety
     required = required_measures(None if safety is None else safety.get("prompts"))
     return check_gates(settings.gates, metrics, required=required)
-
-
-def _against_references(
-    settings: EvaluateSettings, sides: Sides, mine: SideResponses, theirs: SideResponses
-) -> dict[str, float]:
-    """Return the win rates of both sides against the dataset's responses, where it has some."""
-    if not settings.references:
-        return {}
-    found = find_references(sides.source, sides.records, settings.prompts.part)
-    if not found:
-        say("The dataset has no responses to these prompts: no win rate against them.")
-        return {}
-    return against_references(
-        sides.comparison,
-        sides.policy,
-        sides.records,
-        found,
-        {"": mine.main, "baseline_": theirs.main},
-        max_prompt_length=sides.max_prompt_length,
-        batch_size=settings.evaluation.batch_size,
-    )
 
 
 def _judged(

@@ -399,11 +399,16 @@ def written_responses(
     encoder = TextEncoder(tokenizer)
     texts: list[str] = []
     for record, completion in zip(records, completions, strict=True):
+        said = completion
+        if not record.rendered:  # the scorer is shown no control token that a text spells
+            disarmed = encoder.control.disarmed
+            variables, said = disarmed(dict(record.variables)), disarmed(completion)
+            record = replace(record, prompt=disarmed(record.prompt), variables=variables)
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is not None:
             found = prompt_and_responses(
                 record.prompt,
-                [completion],
+                [said],
                 encoder,
                 rendered=record.rendered,
                 variables=record.variables,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -229,11 +229,6 @@ def variety(token_ids: Sequence[Sequence[int]], prefix: str, *, seed: int) -> di
 def num_prompts(answers: PolicyAnswers) -> int:
     """Return the number of prompts that were answered, each `answers_per_prompt` times."""
     return len(answers.prompts) // answers.answers_per_prompt
-
-
-def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
-    """Return the responses of these rows, each as the only one of its prompt."""
-    return replace(answers.rows(index), answers_per_prompt=1)
 
 
 def by_prompt(values: Sequence[float], count: int) -> Tensor:

@@ -124,8 +124,7 @@ class RewardModelAnnotator(Checked):
         self, prompt: Text, answer: str, variables: Mapping[str, str] = MappingProxyType({})
     ) -> EncodedSequence | None:
         disarmed = self._control.disarmed
-        prompt = disarmed(prompt) if isinstance(prompt, str) else tuple(disarmed(prompt))
-        record = DemonstrationRecord(prompt, completion_of(prompt, disarmed(answer)))
+        record = DemonstrationRecord(disarmed(prompt), completion_of(prompt, disarmed(answer)))
         if variables:
             asked, _ = with_row_keys(record, variables, Location("a response"))
             record = replace(record, variables=disarmed(asked.variables))

@@ -163,7 +163,6 @@ QUANTITIES: dict[str, Quantity] = {
     "val/num_prompts": Quantity("held-out prompts"),
     "val/num_harmful": Quantity("harmful prompts"),
     "val/num_harmless": Quantity("harmless look-alikes"),
-    "val/num_references": Quantity("prompts with a reference response"),
     "val/distinct_1": Quantity("held-out distinct words", "share"),
     "val/distinct_3": Quantity("held-out distinct trigrams", "share"),
     "val/refusal_rate_change": Quantity("change of refusals", "points"),

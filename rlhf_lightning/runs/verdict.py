@@ -35,7 +35,7 @@ _OWN = "val/chosen_reward"  # a policy's own rewards rank the pairs
 _UNPAIRED = "val/kl"  # KTO's rows are single responses
 _MATCHED, _SHORTER = "val/accuracy_length_matched", "val/accuracy_chosen_shorter"
 _BESIDE = (  # what is shown beside the headline, in order; with the baseline's where there is one
-    *(f"val/{judge}_win_rate" for judge in (*JUDGES, "gold_reference")),
+    *(f"val/{judge}_win_rate" for judge in JUDGES),
     *("val/human_reward_accuracy", "val/accuracy", "val/loss", "sft/loss"),
     *("val/score", "val/gold", "val/kl_per_token", "val/kl_per_response", "val/exact_match"),
     *("val/first_word_match", "val/solved", "val/answered", "val/response_length"),

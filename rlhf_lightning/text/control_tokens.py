@@ -38,7 +38,8 @@ class ControlTokens:
             return self._pattern.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", value)
         if isinstance(value, Mapping):
             return {key: self.disarmed(each) for key, each in value.items()}
-        return [self.disarmed(each) for each in value] if isinstance(value, list | tuple) else value
+        is_list = isinstance(value, list | tuple)
+        return type(value)(self.disarmed(each) for each in value) if is_list else value
 
 
 def _texts(value: Any) -> Iterator[str]:

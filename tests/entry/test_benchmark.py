@@ -39,7 +39,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 def evaluate(folder: Path, *overrides: str) -> Summary:
     from rlhf_lightning.app.evaluate import run
 
-    given = ["references=false", *overrides]
+    given = list(overrides)
     return run(settings_of(*given, entry="evaluate"), RunFolder(folder), given)
 
 

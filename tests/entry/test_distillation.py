@@ -212,7 +212,7 @@ def planned(*words: str) -> Any:
 
 
 def test_an_evaluation_of_its_run_has_no_score(command, tmp_path):
-    words = [f"run={command.path}", "evaluation.num_prompts=4", "references=false"]
+    words = [f"run={command.path}", "evaluation.num_prompts=4"]
     found = settings_of(*words, entry="evaluate")
     summary = evaluate.run(found, RunFolder(tmp_path / "evaluation"), words)
     assert "val/gold_win_rate" in summary.metrics

@@ -87,7 +87,7 @@ def test_an_evaluation_leaves_a_run_folder_with_every_measure(evaluated: RunFold
     summary = json.loads(evaluated.summary.read_text())
     assert (summary["stage"], summary["status"]) == ("evaluate", "completed")
     found = summary["metrics"]
-    for name in ("gold", "score", "gold_reference", "baseline_gold_reference", "score_reference"):
+    for name in ("gold", "score"):
         low, rate, high = (found[f"val/{name}_win_rate{end}"] for end in ("_low", "", "_high"))
         assert 0 <= low <= rate <= high <= 1
         assert f"val/{name}_win_rate_length_controlled" in found
@@ -223,7 +223,6 @@ def test_the_same_policy_on_both_sides_has_no_kl_and_wins_nothing_by_itself(
         f"policy={start}",
         f"baseline={start}",
         "scorer=none",
-        "references=false",
         "evaluation.temperature=0.0",
     ).metrics
     assert found["val/kl_per_token"] == 0.0

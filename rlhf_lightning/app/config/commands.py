@@ -84,7 +84,6 @@ class EvaluateSettings(FiguresSettings):
     baseline: str
     artifacts: ArtifactsSettings
     prompts: PromptsSettings
-    references: bool = True
     human: Literal["none", "export", "import"] = "none"
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()

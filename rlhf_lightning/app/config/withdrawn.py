@@ -26,6 +26,7 @@ WITHDRAWN: dict[str, str] = {
         for stage in ("sft", "reward", "ppo")
         for lora in ("", "_lora")
     },
+    "references": "the dataset's responses are no third side; from Python, gold_scores scores them",
     "dataset.source.on_template_loss": "set model.chat_template=FILE or NAME, or "
     "dataset.source.on_bad_record=skip",
     "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
