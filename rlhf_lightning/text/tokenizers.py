@@ -28,7 +28,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.models.loading import load_config, loading_options, naming_source
 from rlhf_lightning.models.whole_weights import listed
-from rlhf_lightning.text.template_date import leading_settings, with_fixed_date
+from rlhf_lightning.text.template_date import DATE, leading_settings, with_fixed_date
 from rlhf_lightning.text.turn_end import turn_end
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,9 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
     _check_rows(tokenizer, str(source), options)
     tokenizer.padding_side = "left"
-    arguments = dict(chat_template_arguments or {})
-    _fix_date(tokenizer, arguments.pop("date_string", None))
-    return with_template_arguments(tokenizer, arguments)
+    with_template_arguments(tokenizer, chat_template_arguments or {})
+    _change_templates(tokenizer, with_fixed_date)
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def with_template(tokenizer: Any, chat_template: str | None) -> Any:
@@ -179,6 +179,7 @@ def _with_settings(template: str, arguments: Mapping[str, Any]) -> str:
                 "checkpoint"
             )
     arguments = {k: v for k, v in arguments.items() if k not in known}
+    template = with_fixed_date(template, arguments.pop("date_string", DATE))
     lines = "".join(f"{{%- set {k} = {_in_jinja(v)} %}}" for k, v in sorted(arguments.items()))
     return lines + template
 
@@ -204,7 +205,7 @@ def as_saved(source: str, options: dict[str, Any]) -> Any:
         options: result of `loading_options`.
     """
     tokenizer = _as_saved(source, options)
-    _fix_date(tokenizer, None)
+    _change_templates(tokenizer, with_fixed_date)
     return tokenizer
 
 
@@ -215,10 +216,6 @@ def _as_saved(source: str, options: dict[str, Any]) -> Any:
         version = {k: v for k, v in options.items() if k == "revision"}
         return PreTrainedTokenizerFast.from_pretrained(source, **version)
     return tokenizer
-
-
-def _fix_date(tokenizer: Any, date_string: str | None) -> None:
-    _change_templates(tokenizer, lambda template: with_fixed_date(template, date_string))
 
 
 def _in_jinja(value: Any) -> str:

@@ -85,7 +85,6 @@ class TextEncoder:
         self._words_only = isinstance(core, WordLevel)
         self._known: dict[tuple[str, int], _Cut] = {}
         self._last: tuple[str, Any, list[int]] = ("", None, [])
-        self._changes: dict[tuple[str, str], bool] = {}
         private = tokenizer("\U0010fffd", add_special_tokens=False, verbose=False)["input_ids"]
         self._drops_unknown = not private
         self._has_token: dict[str, bool] = {}
@@ -165,10 +164,8 @@ class TextEncoder:
         """Return True if white space that ends a prompt has other tokens in front of a response."""
         if not (end[-1:].isspace() and response):
             return False
-        if (end, response) not in self._changes:
-            (_, alone), (_, whole) = self._tokenized([end, end + response])
-            self._changes[end, response] = alone != whole[: len(alone)]
-        return self._changes[end, response]
+        (_, alone), (_, whole) = self._tokenized([end, end + response])
+        return alone != whole[: len(alone)]
 
     def _cut(self, encoding: Any, ids: list[int], at: int, text: str) -> _Cut:
         if not at:
