@@ -373,6 +373,17 @@ def encode_safety_prompts(
     return batches
 
 
+def _disarmed(
+    record: PromptRecord, completion: Text, encoder: TextEncoder
+) -> tuple[PromptRecord, Text]:
+    """Return a prompt and a response without the control tokens that their texts spell."""
+    if record.rendered:
+        return record, completion
+    plain = encoder.control.disarmed
+    variables = plain(dict(record.variables))
+    return replace(record, prompt=plain(record.prompt), variables=variables), plain(completion)
+
+
 def written_responses(
     records: Sequence[PromptRecord],
     completions: Sequence[Text],
@@ -399,11 +410,7 @@ def written_responses(
     encoder = TextEncoder(tokenizer)
     texts: list[str] = []
     for record, completion in zip(records, completions, strict=True):
-        said = completion
-        if not record.rendered:  # the scorer is shown no control token that a text spells
-            disarmed = encoder.control.disarmed
-            variables, said = disarmed(dict(record.variables)), disarmed(completion)
-            record = replace(record, prompt=disarmed(record.prompt), variables=variables)
+        record, said = _disarmed(record, completion, encoder)
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is not None:
             found = prompt_and_responses(

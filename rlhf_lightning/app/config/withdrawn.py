@@ -21,11 +21,12 @@ WITHDRAWN: dict[str, str] = {
     "scorer.max_backoff": "waits double from 0.5 to 30 s; scorer.max_retries=N ends them",
     **{f"dataset={name}": _EXAMPLE for name in ("arguments", "questions", "sentiment")},
     "experiment=reward_smollm2_arguments": _EXAMPLE,
-    **{
-        f"experiment={stage}_smollm2_sentiment{lora}": _EXAMPLE
-        for stage in ("sft", "reward", "ppo")
-        for lora in ("", "_lora")
-    },
+    "experiment=sft_smollm2_sentiment": _EXAMPLE,
+    "experiment=sft_smollm2_sentiment_lora": _EXAMPLE,
+    "experiment=reward_smollm2_sentiment": _EXAMPLE,
+    "experiment=reward_smollm2_sentiment_lora": _EXAMPLE,
+    "experiment=ppo_smollm2_sentiment": _EXAMPLE,
+    "experiment=ppo_smollm2_sentiment_lora": _EXAMPLE,
     "references": "the dataset's responses are no third side; from Python, gold_scores scores them",
     "dataset.source.on_template_loss": "set model.chat_template=FILE or NAME, or "
     "dataset.source.on_bad_record=skip",
