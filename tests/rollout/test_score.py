@@ -76,7 +76,7 @@ def test_a_weighted_sum_takes_the_domains_weights_where_there_are_some():
 @pytest.mark.parametrize("where", ["weights", "domain_weights"])
 def test_a_weight_for_no_scorer_is_refused(where):
     weights = {"lenght": 1.0} if where == "weights" else {"maths": {"lenght": 1.0}}
-    with pytest.raises(ValueError, match=r"weights has 'lenght', but the scorers are \['length'\]"):
+    with pytest.raises(ValueError, match=r"\['lenght'\], but the scorers are \['length'\]"):
         WeightedScorer({"length": ConstantScorer([])}, **{where: weights})
 
 

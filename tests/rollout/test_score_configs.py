@@ -86,21 +86,10 @@ def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_datac
     ("overrides", "message"),
     [
         (["scorer=http"], r"scorer\.url is not set: add scorer\.url=\.\.\."),
-        (["scorer=text_reward_model"], r"scorer\.source is not set"),
-        (
-            ["~scorer"],
-            r"PPO needs a scorer: scorer=NAME, one of function, http, no_reward, none, reward_",
-        ),
-        (["scorer=function"], r"scorer\.function is not set"),
-        (["scorer=http", "scorer.url=localhost"], "url='localhost' must be http://"),
-        (["scorer=http", "scorer.url=http://h:99999/"], "scorer.url='http://h:99999/' must be"),
-        (["scorer=http", "scorer.url='http://h\\n/'"], "must be http://"),
+        (["~scorer"], r"PPO needs a scorer: scorer=NAME, one of function, http"),
         (["scorer=http", "scorer.url='http://[::1/'"], "must be http://"),
-        (["scorer=http", URL, "scorer.timeout=0"], "scorer.timeout=0 must be > 0"),
         (["scorer=http", URL, "scorer.batch_size=1.5"], "batch_size=1.5 is float, expected int"),
         (["scorer=text_reward_model", "scorer.source=x", "scorer.ending=eot"], "ending='eot' must"),
-        (["scorer=text_reward_model", "scorer.source=x", "scorer.std=0"], "std=0 must be > 0"),
-        (["scorer=text_reward_model", "scorer.source=x", "scorer.output=p"], "output='p' must be"),
     ],
 )
 def test_a_scorer_that_cannot_work_is_refused_before_anything_runs(overrides, message):

@@ -10,7 +10,6 @@ batch beyond rounding, but they are not the tokens of the other engines.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,6 +26,7 @@ from rlhf_lightning.arguments import AtLeast0, Program, Seconds, StopIds, TokenI
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.functional.logprobs import token_logprobs
+from rlhf_lightning.rollout.background import in_background
 from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.generators.vllm_engine import Completion
 from rlhf_lightning.rollout.generators.vllm_server import ServerPool
@@ -181,7 +181,7 @@ class VllmGenerator:
             self.check_logprobs(model, probe, self._written(gathered(probe), stay_awake=True))
             asked = gathered(request)
             if rank() == 0:
-                self.under_way = _in_background(lambda: self._all_written(asked))
+                self.under_way = in_background(lambda: self._all_written(asked))
             sent = stack.pop_all()  # the files have to be there until all is written
         under_way = self.under_way
 
@@ -290,20 +290,6 @@ class VllmGenerator:
 def _own(asked: Sequence[Request], responses: Sequence[Completion]) -> list[Completion]:
     before = sum(len(request.rows) for request in asked[: rank()])
     return list(responses[before : before + len(asked[rank()].rows)])
-
-
-def _in_background(function: Callable[[], list[Completion]]) -> Future[list[Completion]]:
-    """Run `function` in a thread that does not hold up the end of this process."""
-    future: Future[list[Completion]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, fill: float) -> Tensor:

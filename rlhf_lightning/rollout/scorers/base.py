@@ -114,25 +114,18 @@ def response_texts_of(responses: Responses, *, thoughts: Thoughts = "keep") -> l
     """Return the responses as texts, row by row, with their thoughts or without."""
     columns = responses.prompts.columns
     conversations = columns.get(CONVERSATION, ("",) * len(responses.prompts))
-    rows = zip(
-        columns["prompt"],
-        conversations,
-        responses.completions,
-        responses.finished.tolist(),
-        strict=True,
-    )
+    ends = responses.finished.tolist()
+    rows = zip(columns["prompt"], conversations, responses.completions, ends, strict=True)
     found = []
     for prompt, written, completion, finished in rows:
         messages = json.loads(written) if written else None
         rendered = messages is True  # of a plain prompt whose special tokens are tokens
-        messages = None if rendered else messages
         variables: dict[str, Any] = {}
-        if messages and isinstance(messages[-1], list):
+        if messages and not rendered and isinstance(messages[-1], list):
             variables, messages = messages
         text = shown(prompt, completion, thoughts, "scorer.thoughts")
-        found.append(
-            ResponseText(text.prompt, messages, text.response, finished, rendered, variables)
-        )
+        turns = None if rendered else messages
+        found.append(ResponseText(text.prompt, turns, text.response, finished, rendered, variables))
     return found
 
 
@@ -346,21 +339,19 @@ class WeightedScorer:
         self.scorers = dict(scorers)
         self.weights = dict(weights or {})
         self.domain_weights = {k: dict(v) for k, v in (domain_weights or {}).items()}
-        of_domains = [("domain_weights", given) for given in self.domain_weights.values()]
-        for key, given in (("weights", self.weights), *of_domains):
-            for name in given:
-                if name not in self.scorers:
-                    raise ValueError(
-                        f"{key} has {name!r}, but the scorers are {sorted(self.scorers)}"
-                    )
+        named = {name for given in self._weights for name in given}
+        if unknown := sorted(named - self.scorers.keys()):
+            raise ValueError(f"weights of {unknown}, but the scorers are {sorted(self.scorers)}")
+
+    @property
+    def _weights(self) -> list[dict[str, float]]:
+        return [self.weights, *self.domain_weights.values()]
 
     @property
     def normalized(self) -> bool:
         """True if all of them are and none has a weight above 1; known once they are built."""
-        weights = [self.weights, *self.domain_weights.values()]
-        return all(
-            getattr(scorer, "normalized", False) for scorer in self.scorers.values()
-        ) and all(abs(weight) <= 1 for given in weights for weight in given.values())
+        large = any(abs(weight) > 1 for given in self._weights for weight in given.values())
+        return not large and all(getattr(s, "normalized", False) for s in self.scorers.values())
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Build every scorer; return all their models."""

@@ -12,7 +12,6 @@ import reprlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.arguments import CodeName
+from rlhf_lightning.rollout.background import in_background
 
 RewardFunction = Callable[..., Any]
 OURS = ("prompts", "completions")
@@ -79,8 +79,8 @@ def call_function(
         with named_while_running(what):
             returned = function(**given)
             if inspect.isawaitable(returned):
-                with ThreadPoolExecutor(1) as pool:  # the loop of a notebook is in this thread
-                    returned = pool.submit(asyncio.run, awaited(returned)).result()
+                coroutine = awaited(returned)  # the loop of a notebook is in this thread
+                returned = in_background(lambda: asyncio.run(coroutine)).result()
     except (Exception, SystemExit) as error:
         raise RuntimeError(
             f"{what} raised {_line(error)}; it was called with texts (no lists of messages), "
