@@ -18,7 +18,6 @@ from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.identity import rows_digest
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
-from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from tests.rollout.answers import responses_of
 
 PLAIN = {
@@ -47,12 +46,6 @@ def rows_of(columns):
 def as_jsonl(folder, columns):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(columns)))
-    return FileSource(path, validation_fraction=0)
-
-
-def as_json(folder, columns):
-    path = folder / "rows.json"
-    path.write_text(json.dumps(rows_of(columns)))
     return FileSource(path, validation_fraction=0)
 
 
@@ -86,7 +79,6 @@ def columns_of(batch):
     ("write", "columns"),
     [
         (as_jsonl, PLAIN),
-        (as_json, PLAIN),
         (as_parquet, PLAIN | ONLY_COLUMNAR),
         (as_data_set, PLAIN | ONLY_COLUMNAR),
         (in_memory, PLAIN | ONLY_COLUMNAR | {"thing": [(1, 2)] * 4}),
@@ -133,12 +125,6 @@ def test_a_column_that_few_rows_have_is_in_every_batch(tokenizer):
     assert sorted(v or 0 for both in values for v in both) == [0] * 7 + [1]
 
 
-def test_the_built_in_rewards_read_numbers_of_any_type():
-    reward = NumberReward()
-    columns = {"answer": [72, 72.0, Decimal("72"), "#### 72", "72"]}
-    assert reward(["p"] * 5, ["#### 72"] * 5, **columns) == [1.0] * 5
-
-
 def test_values_that_show_their_place_in_memory_are_the_same_data(tokenizer):
     """An image of a hub set is read anew by each rank and by a resumed run."""
 
@@ -152,12 +138,3 @@ def test_values_that_show_their_place_in_memory_are_the_same_data(tokenizer):
         return rows_digest(data.rows("train"))
 
     assert digest("a", Image(1)) == digest("a", Image(1)) != digest("b", Image(1))
-
-
-def test_a_column_of_one_split_alone_is_in_the_other_too(tokenizer):
-    rows = [{"prompt": f"w{i}"} for i in range(2, 20)] + [{"prompt": "w20", "answer": 1}]
-    data = PromptDataModule(GivenRows(rows, validation_fraction=0.3), tokenizer, batch_size=2)
-    data.setup()
-    held_out = data.rows("validation")
-    assert held_out
-    assert {"answer" in row.columns for row in [*data.rows("train"), *held_out]} == {True}

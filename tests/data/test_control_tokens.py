@@ -196,9 +196,3 @@ def test_a_row_says_whether_its_texts_were_rendered(tmp_path, name, value):
         prompts = source.records("prompts", "train")
         assert [prompt.rendered for prompt in prompts] == [True, False]
         assert "rendered" not in prompts[0].columns
-
-
-def test_a_row_that_says_neither_is_an_error(write_jsonl):
-    path = write_jsonl([{"prompt": "a", "completion": "b", "rendered": "by hand"}])
-    with pytest.raises(BadRecordError, match=r"line 1: the key 'rendered' holds .*columns=\{rend"):
-        FileSource(path).records("demonstrations", "train")

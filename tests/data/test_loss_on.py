@@ -96,27 +96,6 @@ def test_each_turn_is_learnt_with_the_token_that_ends_it(family, kind):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_turns_of_a_conversation_are_tokenized_in_one_go(kind, monkeypatch):
-    tokenizer = family_tokenizer("chatml", kind)
-    given = []
-    call = type(tokenizer).__call__
-
-    def counting(self, texts, **options):
-        given.extend(texts)
-        return call(self, texts, **options)
-
-    monkeypatch.setattr(type(tokenizer), "__call__", counting)
-
-    def count(turns):
-        given.clear()
-        rows, _ = encoded(conversation(*["the end"] * turns), tokenizer, max_length=10**5)
-        assert len(rows) == 1
-        return sum(map(len, given))
-
-    assert count(40) < 12 * count(4)
-
-
 def test_a_turn_of_weight_0_is_not_learnt_and_the_last_learnt_one_is_the_response():
     tokenizer = build_tokenizer(template=PLAIN)
     messages = conversation("a", "b", "c", "d", "e", "f")
@@ -161,15 +140,6 @@ def test_an_empty_turn_is_named_and_a_weight_of_0_is_the_way_on():
     assert learnt(messages, tokenizer) == ["1: <s>a<|im_end|>c[[d<|im_end|>]]"]
 
 
-def test_a_turn_that_answers_nothing_is_named():
-    tokenizer = build_tokenizer(template=PLAIN)
-    messages = [{"role": "assistant", "content": "hello"}, *conversation("a", "b")]
-    with pytest.raises(BadRecordError, match=r"message 1 .*weight: 0"):
-        encoded(messages, tokenizer)
-    messages[0]["weight"] = 0
-    assert learnt(messages, tokenizer) == ["1: <s>hello<|im_end|>a[[b<|im_end|>]]"]
-
-
 def test_plain_records_have_no_turns():
     source = GivenRows([{"prompt": "a", "completion": "b"}], validation_fraction=0)
     records = source.records("demonstrations", "train")
@@ -177,15 +147,3 @@ def test_plain_records_have_no_turns():
         encode_all(records, build_tokenizer(), max_length=9, loss_on="all")
     with pytest.raises(ValueError, match=r"loss_on=all .*texts"):
         DemonstrationDataModule([], build_tokenizer(), batch_size=1, kind="texts", loss_on="all")
-
-
-def test_the_data_module_deals_out_the_rows_of_all_turns():
-    tokenizer = build_tokenizer(template=DROPS_THOUGHTS)
-    messages = conversation("a", "b", "c", "d")
-    messages[1]["reasoning_content"] = "x"
-    source = GivenRows([{"messages": messages}], validation_fraction=0)
-    data = DemonstrationDataModule(source, tokenizer, batch_size=2, num_epochs=1, loss_on="all")
-    assert len(data.rows("train")) == 2
-    assert (
-        sum(int(row.loss_mask.sum()) for row in data.rows("train")) == len("<think>x</think>bd") + 2
-    )

@@ -21,7 +21,6 @@ def said(content):
     ("key", "row"),
     [
         ("completion", {"prompt": "why?", "completion": " so"}),
-        ("completion", {"prompt": ASKED, "completion": said("so")}),
         ("messages", {"messages": [*ASKED, *said("so")]}),
         ("chosen", {"prompt": "why?", "chosen": " so", "rejected": " no"}),
         ("rejected", {"prompt": ASKED, "chosen": said("so"), "rejected": said("no")}),

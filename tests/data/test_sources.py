@@ -52,31 +52,6 @@ def test_pairs_that_imply_their_prompt_leak_no_answer(tmp_path):
     assert not held_out & {text.split()[1] for text in train}
 
 
-def test_a_validation_file_with_answers_of_the_training_file_is_told(tmp_path, caplog):
-    (tmp_path / "pairs").mkdir()
-    write(tmp_path / "pairs/train.jsonl", [{"chosen": "q1 ? the cat", "rejected": "q1 ? the car"}])
-    other = [
-        {"chosen": "q1 ? the cat", "rejected": "q1 ? no"},
-        {"chosen": "q2 a", "rejected": "q2 b"},
-    ]
-    write(tmp_path / "pairs/validation.jsonl", other)
-    FileSource(tmp_path / "pairs").records("preferences", "train")
-    assert "1 of 2 validation prompts are trained on too" in caplog.text
-
-
-def test_a_prompt_is_held_out_from_every_kind_alike(tmp_path):
-    path = write(tmp_path / "a.jsonl", PAIRS)
-    kinds = ("preferences", "demonstrations", "prompts")
-    held_out = [
-        {
-            prompt_key(r)
-            for r in FileSource(path, validation_fraction=0.3, seed=1).records(k, "validation")
-        }
-        for k in kinds
-    ]
-    assert held_out[0] == held_out[1] == held_out[2]
-
-
 def test_a_validation_file_that_shares_prompts_is_reported(tmp_path, caplog):
     train = write(tmp_path / "a.jsonl", PAIRS[:30])
     validation = write(tmp_path / "b.jsonl", PAIRS[27:36])
@@ -110,13 +85,6 @@ def test_pairs_without_a_prompt_cannot_be_prompts_but_are_skipped_only_once(writ
     for _ in range(2):
         assert [r.prompt for r in source.records("prompts", "train")] == ["a"]
     assert len(source.skipped_records) == 1
-
-
-def test_a_bad_record_error_survives_pickling(tmp_path):
-    with pytest.raises(BadRecordError) as caught:
-        FileSource(tmp_path / "no.csv").records("prompts", "train")
-    copied = pickle.loads(pickle.dumps(caught.value))
-    assert (str(copied), copied.where) == (str(caught.value), caught.value.where)
 
 
 def test_hub_rows_come_through_datasets_with_every_choice_passed_on(monkeypatch):
@@ -199,14 +167,6 @@ def test_a_mix_with_an_empty_source_is_an_error():
     mixed = MixedSource([ListSource([PromptRecord("a")]), ListSource([])], [1, 1])
     with pytest.raises(ValueError, match="source 1 of the mix has no prompts"):
         mixed.records("prompts", "train")
-
-
-def test_skipped_records_of_all_sources_are_named_by_the_mix(write_jsonl):
-    path = write_jsonl(["oops", '{"prompt": "a"}'])
-    source = FileSource(path, validation_fraction=0, on_bad_record="skip")
-    mixed = MixedSource([source, ListSource([PromptRecord("b")])], [1, 1])
-    assert len(mixed.records("prompts", "train")) == 2
-    assert len(mixed.skipped_records) == 1
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,6 @@ def test_fields_are_put_into_the_users_message_and_braces_of_a_field_stay(path):
     )
 
 
-def test_plain_text_has_the_space_before_the_completion(path):
-    record = make(path, validation_fraction=0, chat=False).records("demonstrations", "train")[0]
-    assert record.prompt == "On linux, with tool0: do thing 0"
-    assert record.completion == " tool0 --0 {{file}} linux"
-
-
 def test_a_prompt_carries_the_rows_fields_and_its_finished_completion(path):
     source = make(path, validation_fraction=0, domain="platform", completion="${page} {task}")
     record = source.records("prompts", "train")[0]
@@ -154,32 +148,16 @@ def test_a_row_without_a_field_is_an_error_or_skipped_and_counted(write_jsonl, r
     assert len(source.skipped_records) == 1
 
 
-def test_a_completion_of_which_nothing_is_left_is_an_error(write_jsonl):
-    file = write_jsonl([{"q": "a", "completion": "<<1>>"}])
-    source = TemplateSource(file, prompt="{q}", remove="<<[^<>]*>>")
-    with pytest.raises(BadRecordError, match="line 1: the completion is empty"):
-        source.records("prompts", "train")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"prompt": "Task:"}, "has no {field}"),
         ({"prompt": "{page.__class__}"}, "plain names in braces"),
-        ({"prompt": "{page!r}"}, "plain names in braces"),
-        ({"prompt": "{}"}, "plain names in braces"),
         ({"prompt": "{page"}, "no template"),
         ({"remove": "("}, "no regular expression"),
-        ({"max_completion_chars": 0}, "max_completion_chars=0"),
         ({"system": "s", "chat": False}, "no system message"),
-        ({"on_bad_record": "ignore"}, "on_bad_record"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_is_read(options, message):
     with pytest.raises(ValueError, match=message):
         make("nowhere.jsonl", **options)
-
-
-def test_a_missing_path_names_the_override():
-    with pytest.raises(ValueError, match=r"dataset\.path=FILE"):
-        make(None)
