@@ -256,18 +256,12 @@ def encode_text(
     """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
     report = report or EncodingReport()
     encoder = text_encoder(tokenizer)
-    ids: list[int] = []
     with _placed(record, report) as options:
         ids = end_with_eos(prompt_ids(record.text, encoder, **options), encoder.eos)
-    if not ids:  # a bad record that is left out
-        return None
-    if len(ids) > max_length:
-        if not _may_cut(over_long):
-            report.dropped[OVER_LONG] += 1
-            return None
-        ids = _cut_left(ids, max_length, encoder.bos)
-        report.num_truncated += 1
-    return _sequence(ids, num_given=1, domain=record.domain)
+        fitted = _fit(ids, 0, max_length, over_long, encoder.bos, report)
+        if fitted is not None:
+            return _sequence(fitted, num_given=1, domain=record.domain)
+    return None
 
 
 def encode_demonstration(
@@ -289,9 +283,8 @@ def encode_demonstration(
     report = report or EncodingReport()
     with _placed(record, report) as options:
         row = _demonstration(record, tokenizer, max_length, over_long, report, options)
-        return (
-            replace(row, label=record.label) if row and isinstance(record, UnpairedRecord) else row
-        )
+        label = record.label if isinstance(record, UnpairedRecord) else None
+        return row and replace(row, label=label)
     return None
 
 
@@ -379,7 +372,6 @@ def encode_preference(
     """
     report = report or EncodingReport()
     encoder = text_encoder(tokenizer)
-    fitted = None
     with _placed(record, report) as options:
         sides = (record.chosen, record.rejected)
         found = prompt_and_responses(record.prompt, sides, encoder, **options)
@@ -389,17 +381,18 @@ def encode_preference(
             return None
         longer = max(len(chosen), len(rejected))
         fitted = _fit(found.prompt, longer, max_length, over_long, encoder.bos, report)
-    if fitted is None:
-        return None
-    report.num_merged += found.is_merged
-    return EncodedPreference(
-        _ids([*fitted, *chosen]),
-        _ids([*fitted, *rejected]),
-        prompt_length=len(fitted),
-        margin=record.margin or 0.0,
-        domain=record.domain,
-        subsets=record.subsets,
-    )
+        if fitted is None:
+            return None
+        report.num_merged += found.is_merged
+        return EncodedPreference(
+            _ids([*fitted, *chosen]),
+            _ids([*fitted, *rejected]),
+            prompt_length=len(fitted),
+            margin=record.margin or 0.0,
+            domain=record.domain,
+            subsets=record.subsets,
+        )
+    return None
 
 
 def encode_prompt(
@@ -419,16 +412,16 @@ def encode_prompt(
     """
     report = report or EncodingReport()
     encoder = text_encoder(tokenizer)
-    fitted = None
     with _placed(record, report) as options:
-        prompt = prompt_ids(record.prompt, encoder, **options)
-        if not prompt:
+        ids = prompt_ids(record.prompt, encoder, **options)
+        if not ids:
             report.dropped[NO_TOKENS] += 1
             return None
-        fitted = _fit(prompt, 0, max_length, over_long, encoder.bos, report)
-    if fitted is None:
-        return None
-    return EncodedPrompt(_ids(fitted), prompt_columns(record, encoder.tokenizer), record.domain)
+        fitted = _fit(ids, 0, max_length, over_long, encoder.bos, report)
+        if fitted is not None:
+            columns = prompt_columns(record, encoder.tokenizer)
+            return EncodedPrompt(_ids(fitted), columns, record.domain)
+    return None
 
 
 def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def line_for(row: Row) -> str | None:
 
 
 def _line(table: dict[str, str], row: Row) -> str | None:
-    named = {key for key, value in row.items() if value is not None and str(value)}
+    named = {key for key, x in row.items() if x is not None and not (isinstance(x, str) and not x)}
     return next((fix for keys, fix in table.items() if named.issuperset(keys.split())), None)
 
 

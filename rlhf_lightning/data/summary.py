@@ -48,9 +48,9 @@ class LengthSummary:
         return f"{self.minimum} / {self.median:g} / {self.percentile_95} / {self.maximum}"
 
 
-@dataclass(frozen=True)
-class DataSummary:
-    """Summary of one split of the data.
+@dataclass(kw_only=True)
+class DataSummary(EncodingReport):
+    """Summary of one split of the data: the report of its encoding, and what the rows hold.
 
     Args:
         name: title, e.g. `train preferences`.
@@ -61,13 +61,7 @@ class DataSummary:
         num_duplicates: rows whose tokens are those of an earlier row.
         num_contradictions: preferences that another row of the same prompt turns round, and
             responses that another row gives the other label.
-        num_truncated: rows whose prompt was cut from the left.
-        unread: records with a key of a message that the chat template does not read, by its name.
-        num_merged: rows in which the end of the prompt has other tokens where it stands alone.
-        num_unknown: rows with text that the tokenizer writes as `<unk>` or leaves out.
         missing_columns: rows of prompts that lack a column which others have, by its name.
-        dropped: records that were left out when encoding, a reason each.
-        skipped: messages about bad records that were left out.
     """
 
     name: str
@@ -77,53 +71,43 @@ class DataSummary:
     labels: Mapping[bool, int]
     num_duplicates: int
     num_contradictions: int
-    num_truncated: int
-    unread: Mapping[str, int]
-    unread_columns: Mapping[str, int]
-    num_merged: int
-    num_unknown: int
     missing_columns: Mapping[str, int]
-    dropped: Mapping[str, int]
-    skipped: tuple[str, ...]
 
     def render(self, but: Collection[str] = ()) -> str:
         """Return a compact table as text, without the unread columns and keys in `but`."""
+        domains = {name or "(none)": n for name, n in self.domains.items()}
+        unread, unread_columns = (
+            {key: n for key, n in counts.most_common() if key not in but}
+            for counts in (self.unread, self.unread_columns)
+        )
+        contradictions = "pairs that another one contradicts (A > B and B > A)"
+        rows: dict[str, Any] = {
+            "domains": domains if set(self.domains) - {""} else {},
+            "labels": {str(label).lower(): n for label, n in self.labels.items()},
+            **{f"{k} tokens, min / median / 95 % / max": str(v) for k, v in self.lengths.items()},
+            "duplicate rows": str(self.num_duplicates),
+            "responses with both labels" if self.labels else contradictions: (
+                self.num_contradictions
+            ),
+            "prompts cut from the left": self.num_truncated,
+            "rows whose prompt ends in other tokens where it stands alone": self.num_merged,
+            "rows with text unknown to the tokenizer (<unk>, or left out)": self.num_unknown,
+            "keys of messages that the chat template does not read": unread,
+            "columns that are not read (map them with columns=)": unread_columns,
+            **{
+                f"rows without {name!r}, which is None to the reward": count
+                for name, count in self.missing_columns.items()
+            },
+            **{f"dropped: {reason}": count for reason, count in self.dropped.items()},
+            "bad records skipped": len(self.skipped),
+        }
         table = Table(title=self.name, show_header=False, title_justify="left")
         table.add_row("rows", f"{self.num_rows}")
-        if set(self.domains) - {""}:
-            counts = (f"{name or '(none)'} {count}" for name, count in self.domains.items())
-            table.add_row("domains", ", ".join(counts))
-        if self.labels:
-            counts = (f"{str(label).lower()} {count}" for label, count in self.labels.items())
-            table.add_row("labels", ", ".join(counts))
-        for name, lengths in self.lengths.items():
-            table.add_row(f"{name} tokens, min / median / 95 % / max", str(lengths))
-        table.add_row("duplicate rows", str(self.num_duplicates))
-        for name, count in (
-            (
-                "responses with both labels"
-                if self.labels
-                else "pairs that another one contradicts (A > B and B > A)",
-                self.num_contradictions,
-            ),
-            ("prompts cut from the left", self.num_truncated),
-            ("rows whose prompt ends in other tokens where it stands alone", self.num_merged),
-            ("rows with text unknown to the tokenizer (<unk>, or left out)", self.num_unknown),
-        ):
-            if count:
-                table.add_row(name, str(count))
-        for name, unread in (
-            ("keys of messages that the chat template does not read", self.unread),
-            ("columns that are not read (map them with columns=)", self.unread_columns),
-        ):
-            if new := {key: count for key, count in unread.items() if key not in but}:
-                table.add_row(name, ", ".join(f"{key} {count}" for key, count in new.items()))
-        for name, count in self.missing_columns.items():
-            table.add_row(f"rows without {name!r}, which is None to the reward", str(count))
-        for reason, count in self.dropped.items():
-            table.add_row(f"dropped: {reason}", str(count))
-        if self.skipped:
-            table.add_row("bad records skipped", str(len(self.skipped)))
+        for name, value in rows.items():
+            if isinstance(value, Mapping):
+                value = ", ".join(f"{key} {count}" for key, count in value.items())
+            if value:
+                table.add_row(name, str(value))
         return render_table(table)
 
 
@@ -148,7 +132,10 @@ def summarize(
         for part, length in part_lengths(row).items():
             lengths.setdefault(part, []).append(length)
     identities = {_identity(row) for row in encoded}
+    asked = (row for row in encoded if isinstance(row, EncodedPrompt))
+    lacking = (k for row in asked for k, v in row.columns.items() if v is None)
     return DataSummary(
+        **{**vars(report), "skipped": [*skipped, *report.skipped]},
         name=name,
         num_rows=len(encoded),
         domains=dict(Counter(row.domain for row in encoded).most_common()),
@@ -156,26 +143,7 @@ def summarize(
         labels=Counter(label for row in encoded if (label := _label(row)) is not None),
         num_duplicates=len(encoded) - len(identities),
         num_contradictions=sum(_contrary(row) in identities for row in encoded),
-        num_truncated=report.num_truncated,
-        unread=dict(report.unread.most_common()),
-        unread_columns=dict(report.unread_columns.most_common()),
-        num_merged=report.num_merged,
-        num_unknown=report.num_unknown,
-        missing_columns=_missing_columns(encoded),
-        dropped=dict(report.dropped),
-        skipped=(*skipped, *report.skipped),
-    )
-
-
-def _missing_columns(encoded: Sequence[Encoded]) -> dict[str, int]:
-    prompts = [row for row in encoded if isinstance(row, EncodedPrompt)]
-    return dict(
-        Counter(
-            name
-            for row in prompts
-            for name, value in row.columns.items()
-            if value is None and name != CONVERSATION
-        )
+        missing_columns=dict(Counter(name for name in lacking if name != CONVERSATION)),
     )
 
 

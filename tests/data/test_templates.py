@@ -161,3 +161,11 @@ def test_a_row_without_a_field_is_an_error_or_skipped_and_counted(write_jsonl, r
 def test_arguments_that_cannot_work_are_refused_before_anything_is_read(options, message):
     with pytest.raises(ValueError, match=message):
         make("nowhere.jsonl", **options)
+
+
+def test_a_field_called_label_is_a_class_unless_it_is_true_or_false(write_jsonl):
+    rows = [{"q": f"q{i}", "label": label} for i, label in enumerate(["sports", "home"])]
+    source = TemplateSource(
+        write_jsonl(rows), prompt="{q}", completion="{label}", validation_fraction=0
+    )
+    assert len(source.records("demonstrations", "train")) == 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
 from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import ParsedRow
+from rlhf_lightning.data.labels import Labels
 from rlhf_lightning.data.records import DemonstrationRecord, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.messages import as_text, fields_of
@@ -111,6 +112,11 @@ class TemplateSource(FileSource):
             splits["validation"] = new
             self._left_out["validation"][SEEN] = len(held_out) - len(new)
         return splits
+
+    def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
+        # A field of this name is often a class, which a template writes.
+        said = {str(row.columns.get("label")).lower() for row in rows}
+        return super()._find_labels(rows) if said <= {"true", "false"} else Labels(None)
 
     def _parser(self) -> Callable[[Row, Location], ParsedRow]:
         return self._parse_row
