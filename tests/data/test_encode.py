@@ -205,6 +205,12 @@ def test_a_prompt_without_a_token_is_dropped(make_tokenizer):
     assert report.dropped == {NO_TOKENS: 1}
 
 
+def test_labels_sum_to_the_response_lengths_with_eos(tokenizer):
+    answers = ["", "a", "bcd", "efghi"]
+    rows, _ = encode_all([DemonstrationRecord("why?", a) for a in answers], tokenizer, **WIDE)
+    assert [int(row.loss_mask.sum()) for row in rows] == [len(a) + 1 for a in answers]
+
+
 @pytest.mark.parametrize(
     ("options", "record", "message"),
     [
