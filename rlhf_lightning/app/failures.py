@@ -48,7 +48,8 @@ def explain_failure(
         ):
             evaluates = f"{PACKAGE}.app.finalize" in _modules_passed(error)
             return RunFailedError(f"out of memory ({text}). {save_memory(evaluates)}")
-        if "os error 28" in text or (isinstance(one, OSError) and one.errno in _FULL):
+        full = any(f"os error {number}" in text for number in _FULL)  # as safetensors says it
+        if full or (isinstance(one, OSError) and one.errno in _FULL):
             place = getattr(one, "filename", None) or folder.path
             return RunFailedError(
                 f"cannot write {place} ({text}): make room, then continue with resume=auto"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig, PeftConfig
@@ -37,6 +37,9 @@ _OTHER_SCALES = (
 _PEFTS_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Of PEFT's ways to draw an adapter those that leave the base as it was.
 _DRAWN_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+ModelT = TypeVar("ModelT", AdaptedPolicy, AdaptedScalarModel)
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,6 @@ def check_same_scale(files: AdapterFiles, lora: LoraHparams, folder: Path) -> No
         )
 
 
-@torch.no_grad()
 def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedScalarModel:
     """Put a stored value or reward model onto `base`, as adapter and head `name`.
 
@@ -210,16 +212,9 @@ def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedSc
         raise ValueError(f"the adapter in {folder} lacks score.weight, a reward head")
     base.add_adapter(name, seed=0, lora=files.lora)
     base.heads[name] = scalar_head(base.hidden_size, init_std=0.0)
-    model = AdaptedScalarModel(base, name)
-    head = {
-        "head.weight": files.tensors["score.weight"],
-        "head.bias": torch.tensor([files.reward_offset]),
-    }
-    _fill(model, files, folder, head)
-    return model
+    return _filled(AdaptedScalarModel(base, name), files, folder)
 
 
-@torch.no_grad()
 def load_policy_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedPolicy:
     """Put a stored policy onto `base`, as adapter `name`, to continue training it.
 
@@ -232,29 +227,26 @@ def load_policy_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedPo
         raise ValueError(f"{folder} is the adapter of a reward model: give that of a policy")
     check_same_scale(files, base.lora, folder)
     base.add_adapter(name, seed=0, lora=files.lora)
-    model = AdaptedPolicy(base, name)
-    _fill(model, files, folder, {})
-    return model
+    return _filled(AdaptedPolicy(base, name), files, folder)
 
 
-def _fill(
-    model: AdaptedPolicy | AdaptedScalarModel,
-    files: AdapterFiles,
-    folder: Path,
-    head: Mapping[str, Tensor],
-) -> None:
-    own = {path: value for path, value in files.tensors.items() if path != "score.weight"}
+@torch.no_grad()
+def _filled(model: ModelT, files: AdapterFiles, folder: Path) -> ModelT:
     state = {}
-    for path, value in own.items():  # {module path}.lora_A.weight
+    for path, value in files.tensors.items():  # {module path}.lora_A.weight
+        if path == "score.weight":
+            state |= {"head.weight": value, "head.bias": torch.tensor([files.reward_offset])}
+            continue
         module, half, _ = path.rsplit(".", 2)
         state[f"adapter.{module.replace('.', '/')}/{half}.weight"] = value
     try:
-        model.load_state_dict(state | dict(head))
+        model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(
             f"the adapter in {folder} (trained on {files.base or 'an unknown base'}) does not fit "
-            f"the base: {str(error).splitlines()[1].strip() if str(error) else error}"
+            f"the base: {' '.join(str(error).split()[6:])[:300]}"
         ) from error
+    return model
 
 
 @torch.no_grad()
