@@ -246,7 +246,7 @@ def test_an_adapter_is_not_merged_with_another_scale_than_it_was_trained_with(
     saved = OmegaConf.load(config)
     saved.lora.alpha = 64
     OmegaConf.save(saved, config)
-    with pytest.raises(ConfigError, match=r"r=4 alpha=64, .*checkpoint r=4 alpha=32"):
+    with pytest.raises(ConfigError, match=r"lora\.alpha=32"):
         export(moved, tmp_path)
 
 
