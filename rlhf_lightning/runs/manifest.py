@@ -149,10 +149,9 @@ def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
         manifest = parse(Manifest, path.read_bytes())
     except ValueError as error:
         raise ManifestError(f"{path} is damaged ({error}): {_FIX}") from error
-    expected = (manifest.fingerprint, manifest.adapter)
-    if (
-        verify
-        and (fingerprint(folder), manifest.adapter and _adapter_hash(path.parent)) != expected
+    if verify and (
+        fingerprint(folder) != manifest.fingerprint
+        or (manifest.adapter and _adapter_hash(path.parent) != manifest.adapter)
     ):
         raise ManifestError(
             f"{folder} is not what its {MANIFEST} says (SHA-256): the files were changed or only "
