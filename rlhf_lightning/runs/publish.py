@@ -75,9 +75,11 @@ def _files(folder: Path) -> set[str]:
 
 def _keep_added(former: Path, staging: Path) -> None:
     """Copy the files of a folder that we have not written there into the one that replaces it."""
-    known = (former / WRITTEN).is_file()
-    written = set(json.loads((former / WRITTEN).read_text())) if known else _files(staging)
-    for name in _files(former) - {WRITTEN} - written if former.exists() else ():
+    there = _files(former) if former.exists() else set()
+    written = {name for name in there if ".safetensors" in name} | _files(staging)
+    if WRITTEN in there:
+        written = {WRITTEN, *json.loads((former / WRITTEN).read_text())}
+    for name in there - written:
         if os.path.lexists(staging / name):
             raise FolderTakenError(
                 f"{former / name} was not written by us, and a new file of that name would take "

@@ -159,7 +159,7 @@ def take_over(
         if kept is None:
             changed[group] = node
         for key in kept or ():
-            if key in (node or {}):
+            if node and key in node:
                 OmegaConf.update(changed, f"{group}.{key}", node[key], merge=False, force_add=True)
     for theirs, ours in _SINGLE[entry].items():
         if (value := trained.select(theirs)) is not None:
