@@ -14,6 +14,7 @@ import math
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -276,7 +277,8 @@ class IterationCheckpoint(Checkpoint):
         source = Path(trainer.ckpt_path or "").resolve().with_name(here.name)
         if trainer.is_global_zero and source.exists() and not here.exists():
             here.parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if source.is_dir() else shutil.copyfile)(source, here)
+            copy: Callable[..., Any] = shutil.copytree if source.is_dir() else shutil.copyfile
+            copy(source, here)
         if trainer.strategy.broadcast(here.exists()):
             return
         lost = f"the best checkpoint so far, that of iteration {best}, is not beside the newest one"

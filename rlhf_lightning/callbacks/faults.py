@@ -72,7 +72,9 @@ def describe_rows(
             else:
                 row[name] = decoded(own[i], tokenizer)
         before = own
-    columns = {name: value for name, value in vars(batch).items() if isinstance(value, tuple)}
+    columns: dict[str, Any] = {
+        name: value for name, value in vars(batch).items() if isinstance(value, tuple)
+    }
     columns |= {name: value.tolist() for name, value in _tensors(batch) if value.dim() == 1}
     for i, row in enumerate(rows):
         row |= {name: value[i] for name, value in columns.items()}

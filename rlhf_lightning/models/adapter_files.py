@@ -232,7 +232,7 @@ def load_policy_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedPo
 
 @torch.no_grad()
 def _filled(model: ModelT, files: AdapterFiles, folder: Path) -> ModelT:
-    state = {}
+    state: dict[str, Tensor] = {}
     for path, value in files.tensors.items():  # {module path}.lora_A.weight
         if path == "score.weight":
             state |= {"head.weight": value, "head.bias": torch.tensor([files.reward_offset])}
