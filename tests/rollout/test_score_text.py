@@ -16,8 +16,6 @@ from transformers import (
 
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
-from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.text.thoughts import _tell
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.rollout.reward_models import (
@@ -125,13 +123,9 @@ def test_a_pair_classifier_gets_question_and_answer_as_a_pair(model_type, tmp_pa
     close(got, plain_call(folder, WORDS, ANSWERS)[:, 0])
     as_one = scored(folder, text_answers(WORDS, ANSWERS)).total
     assert (got - as_one).abs().max() > 1e-2
-
-
-def test_token_types_tell_the_answer_from_the_question(tmp_path):
-    folder = save_reward_model(tmp_path, "bert")
-    got = scored(folder, text_answers(WORDS, ANSWERS), input_format="pair").total
-    without = plain_call(folder, WORDS, ANSWERS, return_token_type_ids=False)[:, 0]
-    assert (got - without).abs().max() > 1e-2
+    if model_type == "bert":  # token types tell the answer from the question
+        without = plain_call(folder, WORDS, ANSWERS, return_token_type_ids=False)[:, 0]
+        assert (got - without).abs().max() > 1e-2
 
 
 def test_a_classifier_of_completions_does_not_see_the_prompt(tmp_path):
@@ -226,7 +220,7 @@ def test_several_labels_of_an_unknown_kind_need_the_way_to_read_them(tmp_path):
         built(folder, label=1)
 
 
-@pytest.mark.parametrize("label", [None, "nice", 2])
+@pytest.mark.parametrize("label", [None, "nice"])
 def test_several_labels_need_the_one_that_is_rewarded(label, tmp_path):
     folder = save_reward_model(tmp_path, "bert", num_labels=2, **LABELS)
     with pytest.raises(ValueError, match=r"has 2 labels, .*: 0: bad, 1: good"):
@@ -283,24 +277,6 @@ def test_settings_that_do_not_fit_the_model_are_refused(model_type, settings, me
     folder = save_reward_model(tmp_path, model_type)
     with pytest.raises(ValueError, match=message):
         built(folder, **settings)
-
-
-def test_a_scorer_that_was_not_built_is_an_error(tmp_path):
-    scorer = TextRewardModelScorer(save_reward_model(tmp_path, "gpt2"))
-    with pytest.raises(RuntimeError, match=r"build\(\) was not called"):
-        scorer(text_answers(PROMPTS, COMPLETIONS))
-
-
-def test_a_sum_of_a_text_reward_model_and_a_function(tmp_path):
-    folder = save_reward_model(tmp_path, "bert")
-    reward = TextRewardModelScorer(folder)
-    length = FunctionScorer(lambda prompts, completions: [len(c) for c in completions])
-    both = WeightedScorer({"model": reward, "length": length}, weights={"length": -0.5})
-    assert both.build() == reward.build() == [reward.model]
-    answers = text_answers(WORDS, ANSWERS)
-    got = both(answers)
-    close(got.total, reward(answers).total - 0.5 * torch.tensor([5.0, 2.0, 17.0]))
-    assert set(got.components) == {"model", "length"}
 
 
 def normalized_by(folder, **keys):
