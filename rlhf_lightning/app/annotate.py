@@ -124,7 +124,7 @@ def _digest(file: Path) -> str:
 def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
     try:
         # of the extra `annotate`, which may be missing
-        from rlhf_lightning.preferences.annotation.page import PortError, serve
+        from rlhf_lightning.preferences.annotation.page import serve
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the page needs {error.name}: pip install -e '.[annotate]' in the checkout"
@@ -147,8 +147,11 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
 
     try:
         serve(store, announce=announce, **settings.page.model_dump())
-    except PortError as error:
-        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(
+            f"page.port={settings.page.port} cannot be listened on ({error.strerror}): another "
+            "server may run there; page.port=0 takes a free port"
+        ) from error
     except (KeyboardInterrupt, RunStoppedError):
         after = store.progress()
         say(f"stopped: {after.done} of {after.wanted} labels are in {store.path}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -121,8 +121,7 @@ class Sampling(Checked):
         return len(self.policies) * len(self.decodings) * self.num_samples
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A piece of work: prompts `start` to `stop` for one policy and one way to decode."""
 
     policy: int
@@ -136,15 +135,6 @@ class Unit:
         return f"{self.policy}/{self.decoding}/{self.start}-{self.stop}"
 
 
-@dataclass(frozen=True)
-class DoneUnit:
-    """A unit and its responses: (prompt number, text, ended by itself)."""
-
-    name: str
-    plan: str
-    answers: tuple[tuple[int, str, bool], ...]
-
-
 def units(sampling: Sampling, num_prompts: int) -> list[Unit]:
     """Return all units, policy after policy, so that each is loaded once."""
     return [
@@ -155,21 +145,15 @@ def units(sampling: Sampling, num_prompts: int) -> list[Unit]:
     ]
 
 
-def candidate_journal(path: Path | str) -> Journal[DoneUnit]:
-    """Return the journal of units."""
-    return Journal(
-        path,
-        write=lambda unit: {"unit": unit.name, "plan": unit.plan, "answers": unit.answers},
-        read=lambda row, where: DoneUnit(
-            row["unit"], row["plan"], tuple((n, text, end) for n, text, end in row["answers"])
-        ),
-    )
+def candidate_journal(path: Path | str) -> Journal[dict[str, Any]]:
+    """Return the journal of units: name, plan, and (prompt number, text, ended by itself)."""
+    return Journal(path, write=dict, read=lambda row, where: dict(row))
 
 
 def sample_candidates(
     prompts: Sequence[PromptRecord],
     sampling: Sampling,
-    journal: Journal[DoneUnit],
+    journal: Journal[dict[str, Any]],
 ) -> list[Candidate]:
     """Return every response, by policy, way to decode and prompt; do only units not yet done.
 
@@ -178,11 +162,11 @@ def sample_candidates(
             special tokens.
     """
     plan = _plan(prompts, sampling)
-    done = {unit.name: unit for unit in journal.read()}
-    if others := [unit for unit in done.values() if unit.plan != plan]:
+    done = {row["unit"]: row for row in journal.read()}
+    if others := [row for row in done.values() if row["plan"] != plan]:
         raise ValueError(
             f"{journal.path} holds candidates of other prompts or settings (unit "
-            f"{others[0].name}): start a new run, or give the prompts and settings it began with"
+            f"{others[0]['unit']}): start a new run, or give the prompts and settings it began with"
         )
     todo = units(sampling, len(prompts))
     missing = [unit for unit in todo if unit.name not in done]
@@ -192,10 +176,12 @@ def sample_candidates(
         encoded = _encode(prompts, policy.tokenizer, sampling)
         for unit in with_bar([*own], "candidates", "batches"):
             answers = _answer(unit, policy, encoded, sampling)
-            done[unit.name] = DoneUnit(unit.name, plan, answers)
+            done[unit.name] = {"unit": unit.name, "plan": plan, "answers": answers}
             journal.append([done[unit.name]])
         del policy
-    return [c for unit in todo for c in _candidates(unit, done[unit.name], prompts, sampling)]
+    return [
+        c for unit in todo for c in _candidates(unit, done[unit.name]["answers"], prompts, sampling)
+    ]
 
 
 def collect_candidates(
@@ -306,14 +292,14 @@ def _answer(
 
 
 def _candidates(
-    unit: Unit, done: DoneUnit, prompts: Sequence[PromptRecord], sampling: Sampling
+    unit: Unit, answers: Sequence[Any], prompts: Sequence[PromptRecord], sampling: Sampling
 ) -> Iterator[Candidate]:
     same: dict[str, Any] = {
         "model": list(sampling.policies)[unit.policy],
         "settings": sampling.decodings[unit.decoding].settings,
         "seed": sampling.seed,
     }
-    for number, text, end in done.answers:
+    for number, text, end in answers:
         asked = prompts[number]
         given = {**asked.columns, **as_columns(asked.variables)}
         columns = {name: as_text(value) for name, value in given.items()}

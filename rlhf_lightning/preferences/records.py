@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, Field
 
 from rlhf_lightning.arguments import AtLeast0, annotations_of, fitting
-from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
+from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import ROLES, VARIABLES, Text, text_key
 
@@ -253,19 +253,17 @@ def _checked_prompt(key: str, prompt: Any) -> Text:
         if not prompt.strip():
             raise LabError(f"{key} is empty: there is nothing to answer")
         return prompt
-    messages = prompt if isinstance(prompt, list | tuple) else []
-    for message in messages:
-        if (
-            not isinstance(message, Mapping)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content"), str)
-        ):
-            raise LabError(
-                f"{key} holds the message {describe(message)}: write "
-                f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
-            )
-    if not messages:
-        raise LabError(f"{key} is {describe(prompt)}, expected text or messages")
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    if not messages or not all(
+        isinstance(message, Mapping)
+        and message.get("role") in ROLES
+        and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise LabError(
+            f"{key} is {describe(prompt)}, expected text or messages "
+            f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
+        )
     return tuple(dict(message) for message in messages)
 
 
@@ -286,20 +284,13 @@ def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> Rec
     Raises:
         BadRecordError: with the place, for an unknown or missing key or a value that cannot be.
     """
-    known = {item.name: item for item in fields(cls)}
-    for key in row:
-        if key not in known:
-            hint = closest(str(key), known)
-            meant = f"did you mean {hint!r}" if hint else "leave it out"
-            raise BadRecordError(where, f"{cls.__name__} has no key {key!r}", meant)
-    for key, item in known.items():
-        if key not in row and item.default is MISSING and item.default_factory is MISSING:
-            found = f"{cls.__name__} lacks the key {key!r}"
-            raise BadRecordError(where, found, f"its keys are {', '.join(known)}")
     try:
         return cls(**row)
     except LabError as error:
         raise BadRecordError(where, str(error), "mend the value, or leave the line out") from error
+    except TypeError as error:  # of the call: it names the key
+        keys = ", ".join(item.name for item in fields(cls))
+        raise BadRecordError(where, str(error), f"the keys of {cls.__name__} are {keys}") from error
 
 
 def read_records(cls: type[RecordT], path: str | Path) -> Iterator[RecordT]:

@@ -160,13 +160,3 @@ def test_a_lab_without_overrated_answers_says_what_to_do(lab: Lab) -> None:
     fair = replace(lab.worst, score=lambda answers: [float(t == "good") for _, t in answers])
     with pytest.raises(ValueError, match=r"adversarial=false"):
         replace(lab, worst=fair).run([])
-
-
-def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
-    odd = ["good\u2028one", "a very\x85long answer", "short\x0b", "new"]
-    run = collected(tmp_path, "p", odd, [1, 2])
-    pairs, overrated = WorstSamples(
-        run, lambda a: [float(len(t)) for _, t in a], num_pairs=5
-    ).pairs(seed=1)
-    assert overrated == 1
-    assert texts(pairs) == [{odd[1], odd[3]}]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
-from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold
 from rlhf_lightning.preferences.agreement import position_bias
 from rlhf_lightning.preferences.annotators import (
@@ -73,15 +72,7 @@ def test_the_demo_rules_know_manners_and_no_fact() -> None:
     [
         (lambda: RuleAnnotator([]), r"rules=\[\] must be not empty"),
         (lambda: RuleAnnotator([LengthRule(3)], tie_below=-1), "tie_below=-1"),
-        (lambda: LengthRule(0), "words=0"),
-        (lambda: PhraseRule([], 1.0), "at least one phrase"),
-        (lambda: PhraseRule([" "], 1.0), "none of them empty"),
         (lambda: CallableRule(lambda p, r: None)("", ""), "returned None"),
-        (lambda: CallableRule(lambda p, r: math.inf)("", ""), "returned inf"),
-        (
-            lambda: SimulatedPerson(SimulatedAnnotator("x", 0.0, 0.0), lengths, seed=1),
-            "must be > 0",
-        ),
     ],
 )
 def test_a_rule_or_person_that_cannot_work_is_refused(make, message: str) -> None:
@@ -124,13 +115,6 @@ def test_a_bias_for_what_is_shown_first_is_seen_in_the_labels() -> None:
     assert position_bias(fair.label(PAIRS)).value == pytest.approx(0.5, abs=0.08)
     # sigmoid(1) = 0.731
     assert position_bias(biased.label(PAIRS)).value == pytest.approx(0.731, abs=0.06)
-
-
-def test_a_liking_for_length_is_that_of_the_built_in_world() -> None:
-    wordy = SimulatedAnnotator("wordy", temperature=0.5, length_bias=1.0)
-    person = SimulatedPerson(wordy, gold_scores, seed=1)
-    pair = Pair.make("what is 1 plus 1 ?", "it is 2 .", "it is 2 . " + "time flies . " * 3)
-    assert person.label([pair])[0].choice == "second"
 
 
 def test_gold_that_holds_answers_against_the_right_one_is_given_it() -> None:

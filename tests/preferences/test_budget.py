@@ -113,10 +113,3 @@ def test_the_cost_before_and_after_by_hand() -> None:
     mixed = actual_cost([*measured, label("x", "a", "first")], hparams)
     assert (mixed.hours, mixed.measured) == (pytest.approx(0.51), False)
     assert actual_cost([], hparams).money == 0
-
-
-def test_shares_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="must not sum to more than 1"):
-        BudgetHparams(automatic_share=0.7, validation_share=0.4)
-    with pytest.raises(ValueError, match="hourly_wage"):
-        BudgetHparams(hourly_wage=-1.0)

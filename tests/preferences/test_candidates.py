@@ -161,13 +161,6 @@ def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
     assert len(usable(candidates, keep_unfinished=True)[0]) == 4
 
 
-def test_settings_that_sample_nothing_are_refused(sampling: Sampling) -> None:
-    with pytest.raises(ValueError, match="num_samples=0"):
-        replace(sampling, num_samples=0)
-    with pytest.raises(ValueError, match=r"policies=.* must be not empty"):
-        replace(sampling, policies={})
-
-
 def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(
     sampling: Sampling, policy: LoadedPolicy, tmp_path: Path
 ) -> None:

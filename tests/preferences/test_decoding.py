@@ -65,18 +65,3 @@ def test_a_grid_is_every_combination() -> None:
         {"temperature": 1.0, "top_p": 1.0},
     ]
     assert grid({"top_k": [20]})[0].settings == {"temperature": 1.0, "top_p": 1.0, "top_k": 20}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temprature": [1.0]}, "decoding.temprature is unknown: use temperature, top_p, top_k"),
-        ({"top_p": []}, "give a list"),
-        ({"top_p": 0.9}, "give a list"),
-        ({"top_p": [0.0]}, "top_p"),
-        ({"temperature": [-1.0]}, "temperature"),
-    ],
-)
-def test_a_grid_that_cannot_be_says_why(settings, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        grid(settings)

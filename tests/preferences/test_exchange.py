@@ -163,7 +163,7 @@ def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped
         (
             "a.json",
             '[{"data": {"prompt": "Q", "answer1": "a", "answer2": "b"}, "meta": {"pair": 3}}]',
-            "record 1: it cannot be read",
+            "record 1: .*Pair",
         ),
         (
             "a.json",

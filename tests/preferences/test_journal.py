@@ -48,7 +48,7 @@ def test_what_is_appended_is_read_back_and_a_torn_line_is_dropped(tmp_path: Path
 def test_a_line_that_is_something_else_names_its_place(tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     path.write_text('{"pair_id": "r"}\n')
-    with pytest.raises(BadRecordError, match="line 1: Label lacks the key 'annotator'"):
+    with pytest.raises(BadRecordError, match=r"line 1: .*'annotator'"):
         record_journal(Label, path).read()
 
 

@@ -168,29 +168,6 @@ def test_a_refused_text_is_a_skip_and_only_refusals_are_an_error() -> None:
         judge(server, concurrency=1).label(PAIRS)
 
 
-def test_no_reply_within_the_time_limit_is_tried_again() -> None:
-    def slow(*_) -> str:
-        time.sleep(2.0)
-        return "[[A]]"
-
-    with serving(slow, prefers_longer) as server:
-        annotator = judge(server, concurrency=1, timeout=0.3)
-        started = time.monotonic()
-        assert annotator.label(PAIRS[:1])[0].choice == "first"
-        assert time.monotonic() - started < 1.9
-    assert judge_figures(annotator.judgements).retries == 1
-
-
-def test_requests_keep_to_so_many_at_once() -> None:
-    def pausing(*shown) -> str:
-        time.sleep(0.05)
-        return prefers_longer(*shown)
-
-    with serving(pausing) as server:
-        judge(server, concurrency=3).label(PAIRS)
-        assert server.most_at_once == 3
-
-
 def test_requests_under_way_when_the_limit_is_reached_are_kept(tmp_path: Path) -> None:
     def pausing(*shown) -> str:
         time.sleep(0.1)

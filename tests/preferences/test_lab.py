@@ -236,16 +236,3 @@ def test_without_two_answers_to_a_prompt_it_says_what_to_do(lab: Lab) -> None:
     same = replace(lab.sampling, decodings=[Decoding(temperature=0.31, top_p=0.01)])
     with pytest.raises(ValueError, match=r"said before.*sample more"):
         replace(lab, sampling=same).run(PROMPTS)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pairing": "best"}, "^pairing='best'"),
-        ({"aggregation": "mean"}, "^aggregation='mean'"),
-        ({"pairs_per_prompt": 0}, "pairs_per_prompt"),
-    ],
-)
-def test_settings_that_cannot_be_say_why(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        LabHparams(**changes)

@@ -150,7 +150,7 @@ def test_left_and_right_mean_the_pair_wherever_it_was_shown(tmp_path: Path):
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_no_confirmed_label_is_lost_when_the_server_is_killed_under_its_raters(tmp_path: Path):
     port, end = free_port(), threading.Event()
     confirmed: list[tuple[str, str]] = []
@@ -168,21 +168,18 @@ def test_no_confirmed_label_is_lost_when_the_server_is_killed_under_its_raters(t
                 time.sleep(0.1)
                 client, page = Client(url), ""
 
-    for number in range(3):
-        words = (make_pairs(2000), "labels_per_pair=2") if number == 0 else ()
-        with serving(tmp_path, *words, port=port) as server:
-            if number == 0:
-                tasks = [(server.url, f"rater {n}") for n in range(6)]
-                raters = [threading.Thread(target=rate, args=task) for task in tasks]
-                for rater in raters:
-                    rater.start()
-            time.sleep(2)
-            if number == 2:
-                end.set()
-                for rater in raters:
-                    rater.join(30)
-            server.kill()
+    try:
+        for most in (40, 80):
+            words = (make_pairs(500), "labels_per_pair=2") if most == 40 else ()
+            with serving(tmp_path, *words, port=port) as server:
+                for number in range(4) if most == 40 else ():
+                    task = server.url, f"rater {number}"
+                    threading.Thread(target=rate, args=task, daemon=True).start()
+                while len(confirmed) < most:
+                    time.sleep(0.05)
+                server.kill()
+    finally:
+        end.set()
     kept = [(x.annotator, x.pair_id) for x in server.labels()]
-    assert len(confirmed) > 50
     assert set(confirmed) <= set(kept)
     assert len(kept) == len(set(kept))

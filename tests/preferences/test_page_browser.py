@@ -123,28 +123,6 @@ def test_undo_brings_the_pair_back_with_what_was_said(browser: Chrome, tmp_path:
 
 
 @pytest.mark.thorough
-def test_two_raters_at_once_never_get_the_same_pair_where_one_rating_is_wanted(
-    browser: Chrome, another_browser: Chrome, tmp_path: Path
-):
-    with serving(tmp_path, make_pairs(7)) as server:
-        raters = {"Ann": browser, "Bob": another_browser}
-        for name, driver in raters.items():
-            sign_in(driver, server, name)
-        seen: list[str] = []
-        while True:
-            questions = [shown(d)[0] for d in raters.values() if pair_on(d)]
-            assert len(questions) == len(set(questions)), "both have the same pair on the screen"
-            if not questions:
-                break
-            seen += questions
-            for driver in raters.values():
-                if pair_on(driver):
-                    press(driver, "1")
-        assert sorted(seen) == sorted(str(pair.prompt) for pair in make_pairs(7))
-        assert {label.annotator for label in server.labels()} == {"Ann", "Bob"}
-
-
-@pytest.mark.thorough
 def test_a_restart_in_the_middle_loses_nothing_and_the_rater_goes_on(
     browser: Chrome, tmp_path: Path
 ):
@@ -240,18 +218,3 @@ def assert_fits(browser: Chrome) -> None:
     assert wide == []
     script = "return [document.documentElement.scrollWidth, innerWidth]"
     assert browser.execute_script(script) == [360, 360]
-
-
-@pytest.mark.thorough
-def test_the_page_works_without_its_script(browser: Chrome, tmp_path: Path):
-    with serving(tmp_path, make_pairs(2)) as server:
-        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-        sign_in(browser, server, "Ann")
-        browser.find_element(By.CSS_SELECTOR, ".reason").send_keys("clear" + Keys.ENTER)
-        assert server.labels() == []
-        browser.find_element(By.CSS_SELECTOR, "button[value=tie]").click()
-        wait(browser, lambda: server.labels())
-        wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, ".undo:not(:disabled)"))
-        browser.find_element(By.CSS_SELECTOR, ".undo").click()
-        wait(browser, lambda: noted(browser).startswith("Taken back"))
-        assert server.labels() == []

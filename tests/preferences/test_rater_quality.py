@@ -105,10 +105,3 @@ def test_one_vote_by_somebody_unknown_is_believed_but_not_fully() -> None:
     model = dawid_skene(make_votes([(0, "new", 0)], ("first", "second", "tie")))
     assert 0.4 < model.posterior[0, 0] < 1.0
     assert likely_choices(model, at_least=0.99).tolist() == [MISSING]
-
-
-def test_what_it_cannot_do_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no vote"):
-        dawid_skene(make_votes([], ("first", "second")))
-    with pytest.raises(ValueError, match="smoothing=-1"):
-        dawid_skene(make_votes([(0, "a", 0)], ("first", "second")), smoothing=-1)

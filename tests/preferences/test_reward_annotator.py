@@ -110,8 +110,3 @@ def test_an_answer_that_is_too_long_is_skipped_and_near_scores_are_ties(folder: 
     assert labels[1].reason == f"longer than {short} tokens"
     ties = RewardModelAnnotator(folder, tie_below=1e6).label(PLAIN)
     assert {label.choice for label in ties} == {"tie"}
-
-
-def test_numbers_that_cannot_be_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="micro_batch_size=0"):
-        RewardModelAnnotator(folder, micro_batch_size=0)

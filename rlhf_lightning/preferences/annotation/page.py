@@ -132,7 +132,7 @@ class Page:
         if not rater:
             return self._render("start", problem="", name="")
         task, progress = self._store.next_task(rater), self._store.progress(rater)
-        values = {
+        values: dict[str, Any] = {
             "rater": rater,
             "progress": progress,
             "note": NOTES.get(request.query_params.get("note", ""), ""),
@@ -217,10 +217,6 @@ def _same(given: str, expected: str) -> bool:
     return secrets.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
-class PortError(Exception):
-    """The port cannot be listened on; the message says why and what to do."""
-
-
 def serve(
     store: LabelStore, *, port: int, announce: Callable[[str], None], **settings: Any
 ) -> None:
@@ -233,20 +229,14 @@ def serve(
         settings: `title`, `instructions` and `thoughts` of `Page`.
 
     Raises:
-        PortError: if the port is taken.
+        OSError: if the port is taken.
     """
     # asyncio sends small packets at once (TCP_NODELAY) only where the protocol is named; without it
     # every page waits 40 ms for an acknowledgement.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind(("127.0.0.1", port))
-            listening.listen()
-        except OSError as error:
-            raise PortError(
-                f"page.port={port} cannot be listened on ({error.strerror}): another server may "
-                "run there; page.port=0 takes a free port"
-            ) from error
+        listening.bind(("127.0.0.1", port))
+        listening.listen()
         port = listening.getsockname()[1]
         config = uvicorn.Config(
             Page(store, port, **settings).app(),

@@ -363,7 +363,12 @@ def describe_store(store: LabelStore) -> str:
     labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
     for label in store.labels():
         labels[label.annotator, label.kind].append(label)
-    rows = [["annotator", "kind", "labels", "skips", "seconds", "known answers", "first shown"]]
+    imports = ", ".join(store.noted("import %"))
+    total = f"{store.path}: {progress.done} of {progress.wanted} labels"
+    lines = [total + (f", pairs of {imports}" if imports else ""), describe_agreement(store)]
+    row = "{:24} {:>12} {:>7} {:>6} {:>8} {:>14} {:>12}"
+    heads = ("annotator", "kind", "labels", "skips", "seconds", "known answers", "first shown")
+    lines.append(row.format(*heads))
     for (name, kind), given in labels.items():
         judged = [x for x in given if x.choice != "skip"]
         seconds = [x.seconds for x in judged if x.seconds is not None]
@@ -371,18 +376,8 @@ def describe_store(store: LabelStore) -> str:
         here = (x.shown_first_won for x in judged if (x.pair_id, x.annotator) in at_page)
         sides = [won for won in here if won is not None]
         took = f"{median(seconds):.1f}" if seconds else "-"
-        counts = str(len(judged)), str(len(given) - len(judged))
-        rows.append([name, kind, *counts, took, _of(found), _of(sides)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    imports = ", ".join(store.noted("import %"))
-    total = f"{store.path}: {progress.done} of {progress.wanted} labels"
-    lines = [total + (f", pairs of {imports}" if imports else ""), describe_agreement(store)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+        skips = len(given) - len(judged)
+        lines.append(row.format(name, kind, len(judged), skips, took, _of(found), _of(sides)))
     return "\n".join(lines)
 
 
