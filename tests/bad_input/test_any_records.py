@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
 
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
 from rlhf_lightning.data.files import read_rows
@@ -106,72 +100,6 @@ def test_a_key_with_half_of_a_character_is_named_in_words_that_a_log_file_takes(
     parse([row, {"text": "t"}], "skip")
     assert "prompt\\ude99" in caplog.text
     caplog.text.encode()
-
-
-@pytest.mark.slow
-@examples(5000)
-@given(st.lists(ROW, min_size=1, max_size=4))
-def test_very_many_rows_are_records_or_are_named(rows):
-    check_rows(rows)
-
-
-def check_file(path: Path) -> None:
-    try:
-        for where, row in read_rows(path):
-            assert str(where).startswith(str(path))
-            if isinstance(row, BadRecordError):
-                must_tell(row, str(path))
-            else:
-                check_rows([row])
-    except BadRecordError as error:
-        must_tell(error, str(path))
-
-
-def whole_file(extension: str) -> bytes:
-    rows = [{"prompt": f"p {i}", "chosen": "a", "rejected": 'b "c", d\n'} for i in range(3)]
-    if extension.startswith(".jsonl"):
-        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    elif extension.startswith(".json"):
-        content = json.dumps(rows).encode()
-    elif extension.startswith(".csv"):
-        file = io.StringIO()
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-        content = file.getvalue().encode()
-    else:
-        sink = io.BytesIO()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-        content = sink.getvalue()
-    return gzip.compress(content) if extension.endswith(".gz") else content
-
-
-EXTENSIONS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
-DAMAGE = st.tuples(st.floats(0, 1), st.binary(max_size=6), st.sampled_from(["cut", "put", "add"]))
-
-
-def damaged(content: bytes, where: float, more: bytes, how: str) -> bytes:
-    at = int(where * len(content))
-    if how == "cut":
-        return content[:at]
-    return content[:at] + more + content[at + (len(more) if how == "put" else 0) :]
-
-
-@examples(15)
-@given(st.sampled_from(EXTENSIONS), DAMAGE)
-def test_a_damaged_file_gives_its_records_or_is_named(tmp_path, extension, damage):
-    path = tmp_path / f"pairs{extension}"
-    path.write_bytes(damaged(whole_file(extension), *damage))
-    check_file(path)
-
-
-@pytest.mark.slow
-@examples(3000)
-@given(st.sampled_from(EXTENSIONS), DAMAGE | st.tuples(st.just(0.0), st.binary(), st.just("put")))
-def test_very_many_damaged_files_are_named(tmp_path, extension, damage):
-    path = tmp_path / f"pairs{extension}"
-    path.write_bytes(damaged(whole_file(extension), *damage))
-    check_file(path)
 
 
 NASTY = {  # JSON that is valid, or nearly so, and no record

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pyarrow
-from pyarrow import feather, parquet
+from pyarrow import parquet
 
 from rlhf_lightning.data.records import PreferenceRecord
 from tests.builders.models import VOCABULARY, tiny_policy, tiny_tokenizer
@@ -47,8 +47,6 @@ def write(path, rows):
     elif path.suffix == ".csv":
         lines = [",".join(rows[0]), *(",".join(str(v) for v in row.values()) for row in rows)]
         path.write_text("\n".join(lines))
-    elif path.suffix == ".feather":
-        feather.write_feather(pyarrow.Table.from_pylist(rows), path)
     elif path.suffix == ".arrow":
         table = pyarrow.Table.from_pylist(rows)
         with pyarrow.ipc.new_stream(path, table.schema) as stream:
