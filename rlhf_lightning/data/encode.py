@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,19 +224,6 @@ def _texts(record: Record) -> tuple[Text, ...]:
     return (record.text if isinstance(record, TextRecord) else record.prompt,)
 
 
-@contextmanager
-def _placed(record: Record, report: EncodingReport) -> Iterator[dict[str, Any]]:
-    """Give the options of the record's texts; its faults get its place, or leave it out."""
-    where = record.origin.where or Location("a record")
-    try:
-        yield {"rendered": record.rendered, "variables": record.variables}
-    except ChatTemplateError as error:
-        bad = BadRecordError(where, error.found, error.fix)
-        if not record.origin.skip:
-            raise bad from error
-        report.skipped.append(str(bad))
-
-
 def _plain_texts(records: Iterable[Record]) -> Iterator[tuple[str, str | None]]:
     for prompt, *answers in map(_texts, records):
         asked: list[Text | None] = [*answers] or [None]
@@ -245,32 +232,68 @@ def _plain_texts(records: Iterable[Record]) -> Iterator[tuple[str, str | None]]:
                 yield prompt, answer
 
 
+class Limits(TypedDict, total=False):
+    """Most tokens of a row, what to do with longer ones, and the report that counts."""
+
+    max_length: Required[int]
+    over_long: OverLong
+    report: EncodingReport | None
+
+
+class _Fit:
+    """A tokenizer and the limits of its rows."""
+
+    def __init__(self, tokenizer: Tokenizes, limits: Limits) -> None:
+        self.encoder = text_encoder(tokenizer)
+        self.max_length = limits["max_length"]
+        self.over_long = limits.get("over_long", "drop")
+        self.report = limits.get("report") or EncodingReport()
+        if self.over_long not in get_args(OverLong):
+            fix = "use 'drop' or 'truncate_left'"
+            raise ValueError(f"over_long={self.over_long!r} is unknown: {fix}")
+
+    @contextmanager
+    def placed(self, record: Record) -> Iterator[dict[str, Any]]:
+        """Give the options of the record's texts; its faults get its place, or leave it out."""
+        where = record.origin.where or Location("a record")
+        try:
+            yield {"rendered": record.rendered, "variables": record.variables}
+        except ChatTemplateError as error:
+            bad = BadRecordError(where, error.found, error.fix)
+            if not record.origin.skip:
+                raise bad from error
+            self.report.skipped.append(str(bad))
+
+    def cut(self, prompt: list[int], num_response: int = 0) -> list[int] | None:
+        """Return a prompt, cut from the left if it must and may be; None drops the record."""
+        room, bos = self.max_length - num_response, self.encoder.bos
+        if len(prompt) <= room:
+            return prompt
+        if self.over_long == "drop" or room < 1:
+            self.report.dropped[OVER_LONG if self.over_long == "drop" else RESPONSE_TOO_LONG] += 1
+            return None
+        self.report.num_truncated += 1
+        # behind BOS where BOS marks the start, and not every turn
+        if prompt[0] == bos and prompt.count(bos) == 1 and room > 1:
+            return [prompt[0], *prompt[len(prompt) - room + 1 :]]
+        return prompt[len(prompt) - room :]
+
+
 def encode_text(
-    record: TextRecord,
-    tokenizer: Tokenizes,
-    *,
-    max_length: int,
-    over_long: OverLong = "drop",
-    report: EncodingReport | None = None,
+    record: TextRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
 ) -> EncodedSequence | None:
     """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
-    report = report or EncodingReport()
-    encoder = text_encoder(tokenizer)
-    with _placed(record, report) as options:
-        ids = end_with_eos(prompt_ids(record.text, encoder, **options), encoder.eos)
-        fitted = _fit(ids, 0, max_length, over_long, encoder.bos, report)
-        if fitted is not None:
-            return _sequence(fitted, num_given=1, domain=record.domain)
+    fit = _Fit(tokenizer, limits)
+    with fit.placed(record) as options:
+        ids = fit.cut(
+            end_with_eos(prompt_ids(record.text, fit.encoder, **options), fit.encoder.eos)
+        )
+        return None if ids is None else _sequence(ids, num_given=1, domain=record.domain)
     return None
 
 
 def encode_demonstration(
-    record: DemonstrationRecord,
-    tokenizer: Tokenizes,
-    *,
-    max_length: int,
-    over_long: OverLong = "drop",
-    report: EncodingReport | None = None,
+    record: DemonstrationRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
 ) -> EncodedSequence | None:
     """Return prompt, completion and EOS, the last two learnt; None if dropped.
 
@@ -280,21 +303,14 @@ def encode_demonstration(
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
         BadRecordError: if it refuses the record, or does not write all of it.
     """
-    report = report or EncodingReport()
-    with _placed(record, report) as options:
-        row = _demonstration(record, tokenizer, max_length, over_long, report, options)
-        label = record.label if isinstance(record, UnpairedRecord) else None
-        return row and replace(row, label=label)
+    fit = _Fit(tokenizer, limits)
+    with fit.placed(record) as options:
+        return _demonstration(record, fit, options)
     return None
 
 
 def encode_turns(
-    record: DemonstrationRecord,
-    tokenizer: Tokenizes,
-    *,
-    max_length: int,
-    over_long: OverLong = "drop",
-    report: EncodingReport | None = None,
+    record: DemonstrationRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
 ) -> list[EncodedSequence]:
     """Return rows in which every turn of the assistant is learnt once, but those of weight 0.
 
@@ -303,11 +319,11 @@ def encode_turns(
     Raises:
         ValueError: as `encode_demonstration`, and if the record is plain or a turn is empty.
     """
-    report = report or EncodingReport()
+    fit = _Fit(tokenizer, limits)
     rows: list[EncodedSequence] = []
-    with _placed(record, report) as options:
+    with fit.placed(record) as options:
         for turn in _turns(record):
-            row = _demonstration(turn, tokenizer, max_length, over_long, report, options)
+            row = _demonstration(turn, fit, options)
             if row is None:
                 continue
             size = len(row)
@@ -338,31 +354,20 @@ def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
 
 
 def _demonstration(
-    record: DemonstrationRecord,
-    tokenizer: Tokenizes,
-    max_length: int,
-    over_long: OverLong,
-    report: EncodingReport,
-    options: dict[str, Any],
+    record: DemonstrationRecord, fit: _Fit, options: dict[str, Any]
 ) -> EncodedSequence | None:
-    encoder = text_encoder(tokenizer)
-    found = prompt_and_responses(record.prompt, [record.completion], encoder, **options)
+    found = prompt_and_responses(record.prompt, [record.completion], fit.encoder, **options)
     answer = found.responses[0]
-    fitted = _fit(found.prompt, len(answer), max_length, over_long, encoder.bos, report)
-    if fitted is None:
+    prompt = fit.cut(found.prompt, len(answer))
+    if prompt is None:
         return None
-    report.num_merged += found.is_merged
-    given = max(len(fitted), 1)
-    return _sequence([*fitted, *answer], num_given=given, domain=record.domain)
+    fit.report.num_merged += found.is_merged
+    row = _sequence([*prompt, *answer], num_given=max(len(prompt), 1), domain=record.domain)
+    return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
 
 
 def encode_preference(
-    record: PreferenceRecord,
-    tokenizer: Tokenizes,
-    *,
-    max_length: int,
-    over_long: OverLong = "drop",
-    report: EncodingReport | None = None,
+    record: PreferenceRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
 ) -> EncodedPreference | None:
     """Return both responses behind the same (perhaps cut) prompt, EOS included; None if dropped.
 
@@ -370,24 +375,22 @@ def encode_preference(
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
         BadRecordError: if it refuses the record, or does not write all of it.
     """
-    report = report or EncodingReport()
-    encoder = text_encoder(tokenizer)
-    with _placed(record, report) as options:
+    fit = _Fit(tokenizer, limits)
+    with fit.placed(record) as options:
         sides = (record.chosen, record.rejected)
-        found = prompt_and_responses(record.prompt, sides, encoder, **options)
+        found = prompt_and_responses(record.prompt, sides, fit.encoder, **options)
         chosen, rejected = found.responses
         if chosen == rejected:
-            report.dropped[IDENTICAL] += 1
+            fit.report.dropped[IDENTICAL] += 1
             return None
-        longer = max(len(chosen), len(rejected))
-        fitted = _fit(found.prompt, longer, max_length, over_long, encoder.bos, report)
-        if fitted is None:
+        prompt = fit.cut(found.prompt, max(len(chosen), len(rejected)))
+        if prompt is None:
             return None
-        report.num_merged += found.is_merged
+        fit.report.num_merged += found.is_merged
         return EncodedPreference(
-            _ids([*fitted, *chosen]),
-            _ids([*fitted, *rejected]),
-            prompt_length=len(fitted),
+            _ids([*prompt, *chosen]),
+            _ids([*prompt, *rejected]),
+            prompt_length=len(prompt),
             margin=record.margin or 0.0,
             domain=record.domain,
             subsets=record.subsets,
@@ -396,31 +399,21 @@ def encode_preference(
 
 
 def encode_prompt(
-    record: PromptRecord,
-    tokenizer: Tokenizes,
-    *,
-    max_length: int,
-    over_long: OverLong = "drop",
-    report: EncodingReport | None = None,
+    record: PromptRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
 ) -> EncodedPrompt | None:
-    """Return the prompt alone, with its columns; None if dropped.
-
-    Its columns are those of `prompt_columns`.
+    """Return the prompt alone, with the columns of `prompt_columns`; None if dropped.
 
     Raises:
         BadRecordError: if the chat template refuses the record, or does not write all of it.
     """
-    report = report or EncodingReport()
-    encoder = text_encoder(tokenizer)
-    with _placed(record, report) as options:
-        ids = prompt_ids(record.prompt, encoder, **options)
+    fit = _Fit(tokenizer, limits)
+    with fit.placed(record) as options:
+        ids = prompt_ids(record.prompt, fit.encoder, **options)
         if not ids:
-            report.dropped[NO_TOKENS] += 1
-            return None
-        fitted = _fit(ids, 0, max_length, over_long, encoder.bos, report)
-        if fitted is not None:
-            columns = prompt_columns(record, encoder.tokenizer)
-            return EncodedPrompt(_ids(fitted), columns, record.domain)
+            fit.report.dropped[NO_TOKENS] += 1
+        elif (ids := fit.cut(ids)) is not None:
+            columns = prompt_columns(record, fit.encoder.tokenizer)
+            return EncodedPrompt(_ids(ids), columns, record.domain)
     return None
 
 
@@ -439,41 +432,6 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
     written = [dict(record.variables), messages] if record.variables else messages
     columns[CONVERSATION] = json.dumps(written, ensure_ascii=False, default=str)
     return columns | {"prompt": write_chat(record.prompt, tokenizer, variables=record.variables)}
-
-
-def _fit(
-    prompt: list[int],
-    num_response: int,
-    max_length: int,
-    over_long: OverLong,
-    bos: int | None,
-    report: EncodingReport,
-) -> list[int] | None:
-    """Return the prompt, cut from the left if it must and may be; None if the record is dropped."""
-    room = max_length - num_response
-    if len(prompt) <= room:
-        return prompt
-    if not _may_cut(over_long):
-        report.dropped[OVER_LONG] += 1
-        return None
-    if room < 1:
-        report.dropped[RESPONSE_TOO_LONG] += 1
-        return None
-    report.num_truncated += 1
-    return _cut_left(prompt, room, bos)
-
-
-def _cut_left(ids: list[int], room: int, bos: int | None) -> list[int]:
-    """Return the last tokens, behind BOS where BOS marks the start (and not every turn)."""
-    if ids[0] == bos and ids.count(bos) == 1 and room > 1:
-        return [ids[0], *ids[len(ids) - room + 1 :]]
-    return ids[len(ids) - room :]
-
-
-def _may_cut(over_long: OverLong) -> bool:
-    if over_long not in ("drop", "truncate_left"):
-        raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
-    return over_long == "truncate_left"
 
 
 def _sequence(ids: Sequence[int], *, num_given: int, domain: str) -> EncodedSequence:
