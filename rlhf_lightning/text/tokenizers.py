@@ -155,12 +155,12 @@ def with_template_arguments(
         arguments: names and plain values (truth values, numbers, texts, null).
 
     Raises:
-        ValueError: if there are arguments and no chat template, or the template sets one of them to
+        ValueError: if arguments but the date have no chat template, or it sets one of them to
             another value.
     """
     if not arguments:
         return tokenizer
-    if not tokenizer.chat_template:
+    if not tokenizer.chat_template and arguments.keys() - {"date_string"}:
         raise ValueError(
             f"model.chat_template_arguments={dict(arguments)} need a chat template, and the "
             "tokenizer has none: give model.chat_template=FILE or a name, or leave them out"

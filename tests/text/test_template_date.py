@@ -72,6 +72,11 @@ def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path,
         load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": True})
 
 
+def test_a_tokenizer_without_a_template_writes_no_date(tmp_path):
+    folder = saved(tmp_path / "hub", None)
+    assert not load_tokenizer(folder, chat_template_arguments={"date_string": DATE}).chat_template
+
+
 def test_a_reward_models_template_of_a_file_has_the_fixed_date_too(tmp_path):
     (tmp_path / "turns.jinja").write_text(LLAMA)
     renderer = Renderer(build_tokenizer(), str(tmp_path / "turns.jinja"))
