@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"  # in a run folder
 HYDRA = ".hydra"  # and in it what Hydra writes
 _POLL_SECONDS = 0.2
-_taken: dict[Path, int] = {}  # run folders, with the descriptors of their locks
+_locks: dict[Path, int] = {}  # run folders, with the descriptors of their locks
 
 
 class FolderTakenError(FileExistsError, RuntimeError):
@@ -68,7 +68,7 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
         FolderTakenError: if a living process writes into the folder.
     """
     take_run(folder, check)
-    lock = _taken.pop(Path(folder).resolve())
+    lock = _locks.pop(Path(folder).resolve())
     try:
         yield
     finally:
@@ -81,7 +81,7 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
     The arguments and what is raised are those of `claim_run`.
     """
     folder = Path(folder)
-    if (key := folder.resolve()) in _taken:
+    if (key := folder.resolve()) in _locks:
         return
     check()
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,13 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
             f"the run folder {folder} is in use by {_holder(folder / LOCK)}: wait for it to end, "
             "end it, or choose another folder with hydra.run.dir="
         )
-    _taken[key] = lock
+    _locks[key] = lock
 
 
 def is_claimed(folder: Path | str) -> bool:
     """Return whether a living process writes into the run folder; `take_run` is no writing."""
     path = Path(folder) / LOCK
-    if Path(folder).resolve() in _taken or not path.exists():
+    if Path(folder).resolve() in _locks or not path.exists():
         return False
     try:
         if (lock := _acquire(path)) is not None:
