@@ -91,11 +91,8 @@ def finish_sweep(sweep: Path) -> None:
     Raises:
         SystemExit: then.
     """
-    jobs = sorted(
-        {path.parent.parent for path in sweep.glob("*/.hydra/config.yaml")},
-        key=lambda path: (len(path.name), path.name),
-    )
-    runs = [RunFolder(job) for job in jobs]
+    jobs = {path.parent.parent for path in sweep.glob("*/.hydra/config.yaml")}
+    runs = [RunFolder(job) for job in sorted(jobs, key=lambda path: (len(path.name), path.name))]
     begun = [run for run in runs if run.summary.is_file()]
     if len(begun) > 1:
         page = write_comparison(begun, sweep / "comparison.html")
@@ -103,8 +100,12 @@ def finish_sweep(sweep: Path) -> None:
     failed = [(run, why) for run in runs if (why := _failure(run)) is not None]
     if not failed:
         return
+    words = {run.name: _words(run) for run in runs}
+    shared = set.intersection(*map(set, words.values())) if len(runs) > 1 else set()
     lines = [f"{len(failed)} of {len(runs)} jobs failed:"]
-    lines += [f"  {run.name}  {' '.join(_overrides(run))}: {why}" for run, why in failed]
+    for run, why in failed:
+        own = [word for word in words[run.name] if word not in shared]
+        lines.append(f"  {run.name}  {' '.join(own)}: {why}")
     sys.stderr.write("\n".join(lines) + "\n")
     raise SystemExit(1)
 
@@ -117,20 +118,6 @@ def _failure(run: RunFolder) -> str | None:
     return None if summary.status == "completed" else summary.cause or summary.status
 
 
-def _overrides(run: RunFolder) -> list[str]:
-    """Return the settings of a job that the sweep chose, as far as they differ."""
-    own, *others = (
-        _read(path.parent.parent)
-        for path in [
-            run.config,
-            *(p for p in run.path.parent.glob("*/.hydra/config.yaml") if p != run.config),
-        ]
-    )
-    shared = set(own).intersection(*others) if others else set()
-    return [override for override in own if override not in shared]
-
-
-def _read(job: Path) -> list[str]:
-    file = job / ".hydra" / "overrides.yaml"
-    content = read_yaml(file) if file.is_file() else None
-    return [str(override) for override in content or []]
+def _words(run: RunFolder) -> list[str]:
+    file = run.config.with_name("overrides.yaml")
+    return [str(word) for word in (read_yaml(file) if file.is_file() else None) or []]

@@ -29,7 +29,7 @@ from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
-from rlhf_lightning.app.config.save import keep_changes, keep_configuration
+from rlhf_lightning.app.config.save import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices, check_run
 from rlhf_lightning.app.failures import (
@@ -127,7 +127,6 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         try:
             if first:
                 write_summary(folder, summary)
-                keep_changes(settings, folder, overrides)
             return _train(settings, folder, checkpoint, summary, overrides)
         except BaseException as error:
             failure = explain_failure(error, folder, partial(_memory_advice, settings, overrides))

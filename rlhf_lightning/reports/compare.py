@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.evaluation.comparisons import paired_differences
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
-from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart
-from rlhf_lightning.reports.curves import looked_at_first
-from rlhf_lightning.reports.html import render, text
-from rlhf_lightning.reports.samples import figures
-from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.changes import ABSENT, flatten
-from rlhf_lightning.runs.changes import show as show_setting
-from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import (
-    bound_keys,
-    capitalized,
-    counted,
-    ends,
-    quantity,
-    show,
-)
+from rlhf_lightning.reports.charts import Figure, Series, line_chart
+from rlhf_lightning.reports.html import render
+from rlhf_lightning.runs.folder import RunFolder, read_samples, write_text
+from rlhf_lightning.runs.metric_catalog import bound_keys, ends, quantity, show
 from rlhf_lightning.runs.outcome import FEW
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 
-SCORE_WINS = "val/score_win_rate"
-KL = "val/kl_per_token"
 COLUMNS = (
     "val/gold_win_rate",
     "val/score_win_rate",
@@ -45,32 +31,19 @@ COLUMNS = (
     "val/response_length",
     "val/distinct_2",
 )
-_MAX_PROMPTS = 6
 _HEAD = 250  # characters with which each page of ours begins
-
-
-# Settings that change no figure of a run: they do not name it.
-_WITHOUT_EFFECT = ("callbacks.checkpoint.", "callbacks.samples.", "logger.", "resume", "ckpt_path")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One of several runs.
+    """One of several runs: its folder, what tells it from the others, its summary and settings.
 
-    Args:
-        folder: folder of the run.
-        label: what tells it from the others.
-        summary: final summary of the run.
-        rows: rows of metrics.csv.
-        samples: samples of samples.jsonl.
-        settings: dotted key -> value as text, of what differs between the runs.
+    `settings` are those that differ between the runs, as text by dotted key.
     """
 
     folder: RunFolder
     label: str
     summary: Summary
-    rows: Sequence[Mapping[str, float]]
-    samples: Sequence[Mapping[str, Any]]
     settings: Mapping[str, str]
 
     @property
@@ -85,23 +58,18 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     Raises:
         FileNotFoundError: if a folder has no summary.
     """
-    configs = [dict(flatten(_config(folder))) for folder in folders]
+    configs = [dict(_leaves(saved_config(folder))) for folder in folders]
     keys = list(dict.fromkeys(key for config in configs for key in config))
-    values = {key: [show_setting(config.get(key, ABSENT)) for config in configs] for key in keys}
-    different = {key: shown for key, shown in values.items() if len(set(shown)) > 1}
+    shown = [{key: config.get(key, "not set") for key in keys} for config in configs]
+    different = [key for key in keys if len({config[key] for config in shown}) > 1]
     runs = []
-    for index, folder in enumerate(folders):
-        settings = {key: shown[index] for key, shown in different.items()}
-        runs.append(
-            Run(
-                folder,
-                _label(folder, settings),
-                read_summary(folder),
-                read_metrics(folder.metrics),
-                read_samples(folder.samples),
-                settings,
-            )
-        )
+    for folder, config in zip(folders, shown, strict=True):
+        settings = {key: config[key] for key in different}
+        short = [f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()]
+        parts = folder.path.resolve().parts
+        name = "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
+        label = " ".join(short) if 0 < len(short) <= 3 and len(" ".join(short)) <= 80 else name
+        runs.append(Run(folder, label, read_summary(folder), settings))
     return runs
 
 
@@ -128,13 +96,8 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     if len(folders) < 2:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
-    titles = {r.summary.title for r in runs}
-    stages = ", ".join(sorted(titles))
+    stages = ", ".join(sorted({run.summary.title for run in runs}))
     columns = [n for n in COLUMNS if any(run.metrics.get(n) is not None for run in runs)]
-    logged = {name for run in runs for row in run.rows for name in row} - {ITERATION}
-    first = looked_at_first(sorted(logged))
-    rest = sorted(name for name in logged if name not in first and not name.startswith("time/"))
-    curves, more = ([f for n in names if (f := _figure(runs, n))] for names in (first, rest))
     body = render(
         "comparison.html",
         runs=runs,
@@ -143,27 +106,12 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         columns={name: quantity(name).label for name in columns},
         show=show,
         ends=ends,
-        facts=about_all(runs),
-        intervals=any(ends(run.metrics, name) for run in runs for name in columns),
         exported=next((run for run in runs if run.folder.export.is_dir()), None),
         paired=paired_with_first(runs),
-        frontier=_frontier_chart(runs),
-        curves=curves,
-        more_curves=more,
-        samples=_samples(runs),
+        chart=_chart(runs),
     )
     title = f"{len(runs)} runs of {stages}"
     return str(render("page.html", title=title, body=body, footer="rlhf_lightning"))
-
-
-def about_all(runs: Sequence[Run]) -> dict[str, str]:
-    """Return from what, on what and against what, as far as all runs say the same."""
-    about: dict[str, str] = dict(runs[0].summary.about)
-    prompts = runs[0].metrics.get("val/num_prompts")
-    if prompts is not None and all(r.metrics.get("val/num_prompts") == prompts for r in runs):
-        about["measured on"] = counted(prompts, "held-out prompt")
-    others = [run.summary.about for run in runs[1:]]
-    return {k: v for k, v in about.items() if all(o.get(k, v) == v for o in others)}
 
 
 def paired_with_first(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -194,85 +142,35 @@ def _values(run: Run) -> dict[str, Any]:
     return lines[-1] if lines else {}
 
 
-def frontier(points: Sequence[Point]) -> list[Point]:
-    """Return the points that none beats in both: less KL and more wins, by rising KL."""
-    kept: list[Point] = []
-    for kl, rate in sorted(points, key=lambda p: (p[0], -p[1])):
-        if not kept or rate > kept[-1][1]:
-            kept.append((kl, rate))
-    return kept
-
-
-def _frontier_chart(runs: Sequence[Run]) -> list[Figure]:
-    """Return win rate by the score over KL, a mark a run; none with fewer than two."""
+def _chart(runs: Sequence[Run]) -> Figure | None:
+    """Return win rate by the score over KL, a mark a run; None with fewer than two."""
+    wins, kl = "val/score_win_rate", "val/kl_per_token"
     series = []
     for run in runs:
-        kl, rate, low, high = (
-            run.metrics.get(key) for key in (KL, SCORE_WINS, *bound_keys(SCORE_WINS))
-        )
-        points = [] if kl is None or rate is None else [(kl, rate)]
+        x, y, low, high = (run.metrics.get(key) for key in (kl, wins, *bound_keys(wins)))
+        points = [] if x is None or y is None else [(x, y)]
         bounds = [] if low is None or high is None else [(low, high)]
         series.append(Series(run.label, points, "marks", bounds))
-    known = [point for one in series for point in one.points]
-    if len(known) < 2:
-        return []
+    if sum(bool(one.points) for one in series) < 2:
+        return None
     title, legends = "Win rate by the score over KL", [one.label for one in series]
-    series.append(Series("frontier", frontier(known), "reference"))
     chart = line_chart(title, series, unit="share", whole=False)
-    return [Figure(title, chart, legends=legends)]
+    return Figure(title, chart, legends=legends)
 
 
-def _figure(runs: Sequence[Run], name: str) -> Figure | None:
-    kind = "marks" if name.startswith("val/") else "line"
-    series = [
-        Series(
-            run.label,
-            [(r[ITERATION], r[name]) for r in run.rows if math.isfinite(r.get(name, math.nan))],
-            kind,
-        )
-        for run in runs
-    ]
-    about = quantity(name)
-    chart = line_chart(about.label, series, unit=about.unit, band=about.healthy)
-    return Figure(capitalized(about.label), chart, code=name) if chart else None
-
-
-def _samples(runs: Sequence[Run]) -> str:
-    answered: list[tuple[Run, dict[str, Any]]] = []
-    for run in runs:
-        held_out = [s for s in run.samples if s.get("baseline_response") is not None]
-        last = max((s[ITERATION] for s in held_out), default=None)
-        if held_out:  # a run that failed may have none
-            answered.append((run, {s["prompt"]: s for s in held_out if s[ITERATION] == last}))
-    first = answered[0][1] if answered else {}
-    prompts = [p for p in first if all(p in other for _, other in answered[1:])]
-    cards = [
-        {
-            "prompt": prompt,
-            "answers": [
-                (run.label, figures(by[prompt], ""), text(by[prompt].get("response", "")), "now")
-                for run, by in answered
-            ],
-        }
-        for prompt in prompts[:_MAX_PROMPTS]
-    ]
-    lead = "Held-out prompts that all runs answered, not selected."
-    return render("samples.html", lead=lead, cards=cards, css="") if cards else ""
-
-
-def _label(folder: RunFolder, settings: Mapping[str, str]) -> str:
-    settings = {k: v for k, v in settings.items() if not k.startswith(_WITHOUT_EFFECT)}
-    if 0 < len(settings) <= 3 and all(len(value) <= 24 for value in settings.values()):
-        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
-    parts = folder.path.resolve().parts
-    return "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
-
-
-def _config(folder: RunFolder) -> dict[str, Any]:
-    if not folder.config.is_file():
-        return {}
+def saved_config(folder: RunFolder) -> dict[str, Any]:
+    """Return the configuration of a run without its secrets; {} where it cannot be read."""
     try:
-        content = read_yaml(folder.config)
+        content = read_yaml(folder.config) if folder.config.is_file() else None
     except (OSError, ValueError):
         return {}
     return public_config(content, content) if isinstance(content, dict) else {}
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted key and text of each leaf; a list is one."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value if isinstance(value, str) else json.dumps(value, default=str)

@@ -23,7 +23,6 @@ from rlhf_lightning.reports.distributions import (
     wins_figures,
 )
 from rlhf_lightning.reports.html import render
-from rlhf_lightning.reports.next_step import next_step, place_of
 from rlhf_lightning.reports.outcome import (
     Metrics,
     best_of_figures,
@@ -33,7 +32,6 @@ from rlhf_lightning.reports.outcome import (
 )
 from rlhf_lightning.reports.samples import samples_section
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.changes import read_changes
 from rlhf_lightning.runs.doctor_log import (
     DoctorEvent,
     actions_of,
@@ -201,6 +199,37 @@ def _verdict(
     )
 
 
+def next_step(summary: Summary, folder: RunFolder) -> str:
+    """Return what to do next: a sentence, or one and a command on a second line; "" while it runs.
+
+    A pipeline's gates are named with their stage.
+    """
+    if summary.status == "running":
+        return ""
+    if summary.status != "completed":
+        if not folder.last_checkpoint.exists():
+            return "It left no checkpoint: mend the cause and run it again."
+        way = "the same command with resume=auto" if folder.config.is_file() else "fit(ckpt_path=)"
+        return f"Mend the cause; {way} goes on from the last checkpoint."
+    if not summary.judged:
+        return "The same command without debug=fast trains."
+    for alert in summary.alerts:
+        if alert["level"] == "alarm" and alert["cleared_at"] is None:
+            return f"The doctor's alarm comes first. {alert['message']}. Try: {alert['remedy']}."
+    for gate in summary.gates:
+        if not gate.passed:
+            told = f"{gate.name}: {gate.reason}" if "stages" in summary.about else gate.reason
+            return f"{told}. Read the samples, change one setting and run it again."
+    if verdict(summary).number_tone == "bad":
+        return "Do not build on it: read the samples, change one setting and run it again."
+    return summary.next or "Read the samples."
+
+
+def place_of(path: Path) -> str:
+    """Return the end of a path: a report is sent around, and the rest names people and machines."""
+    return "/".join(path.resolve().parts[-3:])
+
+
 def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Markup:
     """Return from what, on what, against what and on how many prompts; "" where nobody said it."""
     if summary is None or not summary.about:
@@ -278,17 +307,17 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
             "versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()),
         }
     facts = {name: value for name, value in facts.items() if value not in (None, "")}
-    files, changes = {}, read_changes(folder)
-    words, resolved = (folder.config.with_name(name) for name in ("overrides.yaml", RESOLVED))
-    if given := _saved(words):
-        files["Words of the command line"] = _yaml(public_words([str(word) for word in given]))
+    files, words = {}, []
+    overrides, resolved = (folder.config.with_name(n) for n in ("overrides.yaml", RESOLVED))
+    if given := _saved(overrides):
+        words = public_words([str(word) for word in given])
     if resolved.is_file():
         files["The whole configuration"] = resolved.read_bytes().decode("utf-8", "replace").strip()
     elif isinstance(config := _saved(folder.config), dict):
         files["The whole configuration"] = _yaml(public_config(config, config))
-    if not facts and not files:
+    if not (facts or files or words):
         return ""
-    return render("settings.html", facts=facts, changes=changes, files=files)
+    return render("settings.html", facts=facts, words=words, files=files)
 
 
 def _saved(file: Path) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.reports.compare import _config
+from rlhf_lightning.reports.compare import saved_config
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import settings_of
 
@@ -125,7 +125,7 @@ def test_objects_of_yaml_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "a: !!python/object/apply:os.system ['true']")
     with pytest.raises(ConfigError):
         settings_of(f"run={folder.path}", entry="evaluate")
-    assert _config(folder) == {}  # as a report reads it
+    assert saved_config(folder) == {}  # as a report reads it
 
 
 def test_what_a_run_read_from_the_environment_is_saved_as_its_value(working_folder, monkeypatch):

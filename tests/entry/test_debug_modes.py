@@ -17,7 +17,7 @@ from rlhf_lightning.app.run_summary import earlier_seconds
 from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
-from rlhf_lightning.reports.next_step import next_step
+from rlhf_lightning.reports.page import next_step
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from rlhf_lightning.runs.verdict import verdict

@@ -8,8 +8,6 @@ import pytest
 
 from rlhf_lightning.app.report import run
 from rlhf_lightning.reports.compare import (
-    frontier,
-    read_runs,
     render_comparison,
     write_comparison,
 )
@@ -55,16 +53,6 @@ def test_runs_that_failed_are_shown(tmp_path):
     assert "<td>failed</td>" in page
 
 
-def test_a_setting_that_changes_no_figure_names_no_run(tmp_path):
-    folders = sweep(tmp_path)
-    often = folders[0].config.read_text() + "callbacks: {checkpoint: {every_n_iterations: 2}}\n"
-    folders[0].config.write_text(often)
-    runs = read_runs(folders)
-    assert [r.label for r in runs] == ["kl_coef=0.01", "kl_coef=0.05", "kl_coef=0.1", "kl_coef=0.2"]
-    page = render_comparison(folders)
-    assert "callbacks.checkpoint.every_n_iterations" in page, "it is told among what differs"
-
-
 def test_the_page_says_how_the_next_stage_starts_from_one_of_the_runs(tmp_path, monkeypatch):
     folders = sweep(tmp_path / "multirun")
     assert "artifacts." not in render_comparison(folders)
@@ -75,22 +63,14 @@ def test_the_page_says_how_the_next_stage_starts_from_one_of_the_runs(tmp_path, 
     assert "jobs of a sweep publish none, unless" in page
 
 
-def test_the_frontier_keeps_what_nothing_beats_in_both():
-    points = [(0.1, 0.7), (0.2, 0.83), (0.3, 0.8), (0.4, 0.84), (0.1, 0.6)]
-    assert frontier(points) == [(0.1, 0.7), (0.2, 0.83), (0.4, 0.84)]
-
-
-def test_the_page_has_what_differs_and_a_line_a_run_and_needs_no_network(tmp_path):
+def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_path):
     folders = sweep(tmp_path)
     page = render_comparison(folders)
-    places = [page.index(part) for part in ("4 runs of", "Runs<", "Win rate against KL", "Curves")]
+    places = [page.index(part) for part in ("4 runs of", "Runs<", "Win rate against KL")]
     assert places == sorted(places)
     assert "module.ppo.kl_coef" in page
+    assert "kl_coef=0.05" in page  # a label
     assert "/home/me" not in page
-    charts = re.findall(r"<svg.*?</svg>", page, re.S)
-    scores = next(c for c in charts if "<title>score</title>" in c)
-    assert {f"line s{i}" for i in range(4)} == set(re.findall(r"line s\d", scores))
-    assert "How do I cook rice?" in page
     assert not re.search(r"(https?:)?//[a-z]|url\(|<script|<img|<link", page, re.I)
 
 
@@ -117,21 +97,6 @@ def test_a_page_of_somebody_else_is_no_place_for_a_comparison(tmp_path):
     assert "my thesis" in mine.read_text()
     for _ in range(2):
         write_comparison(runs, tmp_path / "both.html")
-
-
-def test_the_page_says_what_all_runs_have_in_common_and_what_the_small_figures_are(tmp_path):
-    folders = sweep(tmp_path)
-    for number, folder in enumerate(folders):
-        found = read_summary(folder)
-        about = {"data": "alert <b>", "not the default": f"ppo.kl_coef={number}"}
-        metrics = {**found.metrics, "val/num_prompts": 2000.0}
-        write_summary(folder, replace(found, about=about, metrics=metrics))
-    page = render_comparison(folders)
-    told = page[page.index("What was run") : page.index("Runs</h2>")]
-    assert "alert &lt;b&gt;" in told
-    assert "2,000 held-out prompts" in told
-    assert "kl_coef" not in told
-    assert "95 % intervals" in page
 
 
 def test_policies_of_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):

@@ -57,7 +57,7 @@ def test_a_summary_with_figures_that_are_none_is_damaged(tmp_path, monkeypatch, 
 def test_samples_and_configuration_that_are_damaged_are_left_out(tmp_path, monkeypatch):
     folder = fake_ppo_run(tmp_path / "run")
     folder.config.parent.mkdir(exist_ok=True)
-    for path in (folder.samples, folder.config, folder.config.with_name("changes.json")):
+    for path in (folder.samples, folder.config):
         path.write_bytes(b"\xff\x00{[\n")
     monkeypatch.setattr(sys, "argv", ["rlhf-report", str(folder.path)])
     main()
