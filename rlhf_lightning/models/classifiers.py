@@ -5,18 +5,23 @@ Legend: b rows of a micro-batch, W their padded width, L labels, H hidden size.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_lightning.functional.sequences import last_token_index
+from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.whole_weights import listed, load_whole
 
+DTYPES = ("float32", "bfloat16", "auto")
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
 
 
@@ -59,10 +64,8 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         self.model: Any = model
         self.reads_last_token = isinstance(getattr(model, "score", None), nn.Linear)
-        for name, module in list(model.named_modules()):
-            is_head = name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear)
-            if is_head and module.out_features == model.config.num_labels:
-                model.set_submodule(name, Float32Linear(module))
+        for name, head in _heads(model).items():
+            model.set_submodule(name, Float32Linear(head))
         # What `export_scalar_model` leaves out of the head, which has no bias there.
         self.offset = float(getattr(model.config, "reward_offset", 0.0))
 
@@ -97,12 +100,14 @@ def load_classifier(
     Args:
         source: folder or hub name.
         revision: branch, tag or commit of a hub name.
-        dtype: dtype of the weights; "auto" is that of the checkpoint.
+        dtype: dtype of the weights; "auto" is that of the checkpoint, and for the head its own.
 
     Raises:
-        ValueError: if the checkpoint stores no classification head, or if it needs code from its
-            repository, which is never run.
+        ValueError: if `dtype` is unknown, if the checkpoint stores no classification head, or if it
+            needs code from its repository, which is never run.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} of a reward model must be one of {', '.join(DTYPES)}")
     loading = loading_options(source, revision=revision)
 
     def not_stored(missing: list[str]) -> str | None:
@@ -131,7 +136,33 @@ def load_classifier(
             f"{source} needs code from its own repository, which is never run: serve the model "
             "and use scorer=http"
         ) from error
+    if dtype == "auto" and reads_weights():
+        _restore_heads(model, str(source), revision)
     return SequenceClassifier(model).eval().requires_grad_(False)
+
+
+def _heads(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linear layers that give the logits, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.out_features == model.config.num_labels
+        and name.rpartition(".")[2] in _HEADS
+    }
+
+
+def _restore_heads(model: PreTrainedModel, source: str, revision: str | None) -> None:
+    """Read the head again, as it is stored: it was rounded to the dtype of the others."""
+    for name, head in _heads(model).items():
+        for key, parameter in head.named_parameters(prefix=name):
+            try:
+                index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+                file = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"][key]
+            except OSError:  # in one file
+                file = SAFE_WEIGHTS_NAME
+            with safe_open(cached_file(source, file, revision=revision), "pt") as tensors:
+                parameter.data = tensors.get_tensor(key).to(parameter.device)
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:

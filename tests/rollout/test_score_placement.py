@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoTokenizer
 
 from rlhf_lightning.distributed.collectives import SHARD, mesh_in_groups, shard
 from rlhf_lightning.models.export import export_scalar_model
@@ -23,6 +24,7 @@ from tests.rollout.reward_models import (
     built,
     byte_tokenizer,
     close,
+    plain_model,
     save_reward_model,
     text_answers,
 )
@@ -72,6 +74,28 @@ def test_auto_takes_the_dtype_of_the_checkpoint(tmp_path):
     dtypes = {p.dtype for p in built(saved, dtype="auto").model.parameters()}
     assert dtypes == {torch.bfloat16}
     close(built(saved, dtype="auto")(answers()).total, scorer(answers()).total)
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
+@pytest.mark.parametrize("model_type", ["llama", "roberta"])
+def test_auto_does_not_round_a_head_in_fp32_of_a_checkpoint_in_bf16(model_type, shards, tmp_path):
+    folder = save_reward_model(tmp_path / "fp32", model_type)
+    model = plain_model(folder)
+    head = model.score if model_type == "llama" else model.classifier.out_proj
+    stored = head.weight.detach().clone()
+    assert not torch.equal(stored, stored.bfloat16().float())
+    model.bfloat16()
+    head.float().weight.data.copy_(stored)
+    saved = tmp_path / "mixed"
+    model.save_pretrained(saved, **shards)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(saved)
+    kept = built(saved, dtype="auto").model.model
+    read = dict(kept.named_parameters())
+    own = [name for name, value in read.items() if value.dtype == torch.float32]
+    assert {name.rpartition(".")[0] for name in own} == {
+        "score" if model_type == "llama" else "classifier.out_proj"
+    }
+    assert torch.equal(read[own[0]], stored)
 
 
 class RewardOfText(TextRewardModelScorer):
