@@ -6,20 +6,16 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.memory_plan.report import make_report
-from rlhf_lightning.app.memory_plan.request import device_bytes, policy_shape, read_run
-from rlhf_lightning.app.memory_plan.run import Shape, ShapeError
-from rlhf_lightning.app.memory_plan.sizes import readable
+from rlhf_lightning.app.plan import Plan, policy_config, readable
 from rlhf_lightning.app.stages.spec import TrainingComponents
+from rlhf_lightning.models.memory import count_weights
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration
@@ -27,9 +23,7 @@ from rlhf_lightning.runs.summary import read_summary
 
 logger = logging.getLogger(__name__)
 NUM_EARLIER_RUNS = 20
-GIB = 2**30
-# A weight, its gradient and two moments of Adam, four bytes each.
-BYTES_TRAINED = 16
+CHECKPOINTING = "model.activation_checkpointing=true"
 
 
 def start_settings(
@@ -60,7 +54,7 @@ def start_settings(
     decoding = _decoding(settings, parts)
     if decoding is not None:
         lines["decoding"] = decoding
-    lines["memory"] = _memory(settings)
+    lines["memory"] = _planned(settings) or "rlhf-plan with the same arguments gives the peak"
     lines["seed"] = settings.seed
     rows = {split: len(parts.data.rows(split)) for split in ("train", "validation")}
     few = few_steps(settings, rows["train"], _iterations(settings, parts))
@@ -148,31 +142,17 @@ def _iterations(settings: TrainSettings, parts: TrainingComponents) -> int:
 
 def _model(settings: TrainSettings) -> str:
     try:
-        shape: Shape = policy_shape(settings)
-    except (ConfigError, ShapeError):  # a hub name whose shape no config carries
+        config = policy_config(settings)
+    except ConfigError:  # a hub name whose shape no config carries
         return settings.model.name or "as in the checkpoint"
-    name = shape.config().model_type
-    size = readable_count(settings.model.num_parameters or count_parameters(shape))
+    size = readable_count(settings.model.num_parameters or count_weights(config).total)
     how = (
         "every weight is trained"
         if settings.lora is None
         else f"adapters of rank {settings.lora.r}"
     )
-    return f"{name}, {size} weights, {shape.num_layers} layers; {how}"
-
-
-def count_parameters(shape: Shape) -> int:
-    """Return the weights of a causal language model of this shape; nothing is allocated."""
-
-    def count(num_layers: int) -> int:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape.config(num_layers))
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    layers = shape.num_layers
-    if layers < 3:
-        return count(layers)
-    return count(1) + (layers - 1) * (count(2) - count(1))
+    layers = config.get_text_config().num_hidden_layers
+    return f"{config.model_type}, {size} weights, {layers} layers; {how}"
 
 
 def earlier_seconds(settings: TrainSettings) -> float | None:
@@ -209,21 +189,6 @@ def readable_count(number: int) -> str:
     return str(number)
 
 
-def _memory(settings: TrainSettings) -> str:
-    """Return what is there in any case; activations are for the plan, which takes seconds."""
-    peak = "rlhf-plan with the same arguments gives the peak"
-    try:
-        shape = policy_shape(settings)
-    except (ConfigError, ShapeError):
-        return peak
-    if settings.lora is not None or settings.strategy.name == "fsdp":
-        return peak
-    weights = settings.model.num_parameters or count_parameters(shape)
-    trained = len(settings.spec.trains)
-    size = readable(trained * weights * BYTES_TRAINED)
-    return f"{size} of fp32 weights, gradients and Adam state on a device; {peak}"
-
-
 def _data(settings: TrainSettings, parts: TrainingComponents) -> str:
     counts = [len(parts.data.rows(split)) for split in ("train", "validation")]
     name = settings.dataset.name
@@ -249,8 +214,8 @@ def _decoding(settings: TrainSettings, parts: TrainingComponents) -> str | None:
     prompt = settings.data.get("max_prompt_length")
     columns = None if prompt is None else prompt + settings.all_hparams["sampling"].max_new_tokens
     try:
-        reason = why_not_captured(policy_shape(settings).config(), columns)
-    except (ConfigError, ShapeError):  # a hub name whose shape no config carries
+        reason = why_not_captured(policy_config(settings), columns)
+    except ConfigError:  # a hub name whose shape no config carries
         return "captured CUDA graphs where the model allows"
     return "captured CUDA graphs" if reason is None else f"token by token: {reason}"
 
@@ -263,44 +228,26 @@ def memory_advice(settings: TrainSettings, overrides: Sequence[str], *, evaluate
         overrides: overrides of the command line.
         evaluates: memory ran out in the evaluation at the end.
     """
-    stage, asked = settings.spec, settings.evaluation
-    fixes = [_smaller("evaluation.micro_batch_size", asked.micro_batch_size, 8)]
+    spec, asked = settings.spec, settings.evaluation if evaluates else settings.hparams
+    place = "evaluation" if evaluates else f"module.{spec.settings}"
+    now, length = asked.micro_batch_size, "evaluation.max_new_tokens"
+    fixes = [] if now == 1 else [f"{place}.micro_batch_size={now // 2 if now else 8} (now {now})"]
     if not evaluates:
-        key = f"module.{stage.settings}.micro_batch_size"
-        half = max(settings.data.batch_size // 2, 1)
-        fixes = [_smaller(key, settings.hparams.micro_batch_size, min(8, half))]
-        if not settings.model.activation_checkpointing:
-            fixes.append("model.activation_checkpointing=true")
-        if settings.lora is None:
-            fixes.append("lora=lora")
-    length = "evaluation.max_new_tokens" if evaluates else stage.shortened_by
+        fixes += [] if settings.model.activation_checkpointing else [CHECKPOINTING]
+        fixes += [] if settings.lora else ["lora=lora"]
+        length = spec.shortened_by
     fixes.append(f"{length} below {settings.select(length)}")
-    command = " ".join(["python -m rlhf_lightning.plan", *overrides])
-    return (
-        f"Change one of: {', '.join(f for f in fixes if f)}. {_planned(settings)}"
-        f"What each of them saves says  {command}"
-    )
+    planned, command = _planned(settings), " ".join(["rlhf-plan", *overrides])
+    took = f" The run takes {planned}." if planned else ""
+    return f"Change one of: {', '.join(fixes)}.{took} What each of them saves says  {command}"
 
 
 def _planned(settings: TrainSettings) -> str:
-    """Return the figures of the plan of the run, in one or two sentences."""
-    plan = PlanGroup()
+    """Return the peak of the run by its plan, in a phrase; empty where none can be made."""
     try:
-        request = read_run(settings, plan)
-        report = make_report(request.run, device_bytes(request.run, plan), request.notes)
+        plan = Plan(settings, PlanGroup())
+        room = f" of {readable(plan.memory)}" if plan.memory else ""
+        return f"{readable(plan.total)}{room} at its peak ({plan.peak}), by rlhf-plan"
     except Exception as problem:  # for want of memory, too: it must not hide what has happened
         logger.warning("the plan of this run could not be made: %s", problem)
         return ""
-    room = f" of {report.device_memory / GIB:.2f} GiB" if report.device_memory else ""
-    less = [f"{' '.join(c.settings)}: {c.total / GIB:.2f} GiB" for c in report.choices]
-    return (
-        f"By its plan the run takes {report.total / GIB:.2f} GiB{room} at its peak "
-        f"({report.peak_phase})" + (f"; with {', '.join(less)}. " if less else ". ")
-    )
-
-
-def _smaller(key: str, now: int | None, first: int) -> str:
-    if now == 1:
-        return ""
-    held = "all rows of a process at once" if now is None else str(now)
-    return f"{key}={first if now is None else max(now // 2, 1)} (now {held})"

@@ -10,8 +10,7 @@ on N x V. Few logits are kept in the compute dtype instead, which saves that wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,22 +39,10 @@ ROWS_MULTIPLE = 16
 CACHE_BYTES = 4 * 2**20
 
 Accumulate = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-_planned_for: str | None = None
-
-
-@contextmanager
-def sized_for(device_type: str) -> Iterator[None]:
-    """Cut logits inside as on such a device: for plans of its memory, made on tensors of a CPU."""
-    global _planned_for
-    before, _planned_for = _planned_for, device_type
-    try:
-        yield
-    finally:
-        _planned_for = before
 
 
 def _on_cpu(device: torch.device) -> bool:
-    return (_planned_for or device.type) == "cpu"
+    return device.type == "cpu"
 
 
 def _sizes(device: torch.device) -> Sizes:

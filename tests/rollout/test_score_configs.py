@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import PlanGroup
-from rlhf_lightning.app.memory_plan.request import read_run
+from rlhf_lightning.app.plan import Plan
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
 from rlhf_lightning.rollout.scorers.http import HttpScorer
@@ -127,7 +127,7 @@ def test_a_scorer_of_ones_own_says_its_ranges_and_what_it_holds(tmp_path, monkey
         settings_of(*words, "+scorer.window=0")
     settings = settings_of(*words, "+scorer.window=2")
     plan = PlanGroup(device_memory="80GiB", device="cpu")
-    assert read_run(settings, plan).run.scoring.kind == "adapter"
+    assert Plan(settings, plan).models["reward adapters"] > 0
     with pytest.raises(ConfigError, match="needs the base"):
         settings_of("+experiment=dpo", *words[1:])
 

@@ -446,15 +446,11 @@ class PlanGroup(Settings):
         device_memory: memory of one device, such as 80GiB; None asks this machine.
         device: cpu or cuda; auto takes that of the trainer.
         format: table, or json for programs.
-        reward_model: one of `conf/model`, or a folder, whose shape the reward model has.
-        teacher: the same of the teacher.
     """
 
     device_memory: str | float | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     format: Literal["table", "json"] = "table"
-    reward_model: str | None = None
-    teacher: str | None = None
 
 
 def _checked_gates(gates: Any) -> Any:

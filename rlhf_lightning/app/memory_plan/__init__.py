@@ -1,1 +1,0 @@
-"""Memory before launch: what a configuration takes on each device, without weights or data."""
