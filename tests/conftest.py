@@ -54,12 +54,10 @@ BEGUN_FIRST = (
     "test_train.py",
     "test_launching.py",
     "test_lost_ranks.py",
-    "test_model_configs.py",
     "test_collect.py",
     "test_documented_commands.py",
     "test_interrupts.py",
     "test_disk.py",
-    "test_plan.py",
     "test_memory.py",
 )
 

