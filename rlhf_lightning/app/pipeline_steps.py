@@ -106,7 +106,7 @@ class Step:
         folders = {name: self.place / name for name in ("data", "export")}
         if self.settings.select("artifacts.publish") and self.settings.paths.publish:
             folders["artifact"] = Path(self.settings.artifacts.publish)
-        found = {}
+        found: dict[str, str] = {}
         for name, folder in folders.items():
             with suppress(OSError, ManifestError):
                 found |= {name: content_digest(folder)} if folder.is_dir() else {}
@@ -213,7 +213,7 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
         return Step(number, stage, place, "train", words)
     command = "collect" if stage == "adversarial" else stage  # by the same people and judges
     leads = [one for one in (LEADS[:1] if command == "evaluate" else LEADS)
-             if settings.experiments.get(one)]  # fmt: skip
+             if settings.experiments.get(one)]  # type: ignore[call-overload]  # fmt: skip
     if not leads:
         raise ConfigError(f"experiments.ppo=null leaves none to {command}: use {command}=false")
     lead = _step(settings, folder, number, leads[0])

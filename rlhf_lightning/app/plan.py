@@ -190,12 +190,12 @@ class Plan:
             yield from self._scorers(part)
         given, holds = node.arguments, getattr(node.call, "holds", None)
         if holds == "adapter":
-            yield holds, 4 * self._trained(SCALAR)
+            yield "adapter", 4 * self._trained(SCALAR)
         for source in given.get("sources", [given.get("source")]) if holds == "model" else ():
             counts = count_weights(_config_at(source, self.policy))
             follows = isinstance(given.get("load"), Node)
             arithmetic: Arithmetic = "bf16" if given.get("dtype") == "bfloat16" else "fp32"
-            yield holds, counts.held(self.frozen if follows else arithmetic, trunk=True)
+            yield "model", counts.held(self.frozen if follows else arithmetic, trunk=True)
 
     def _together(self, rows: int) -> int:
         """Return how many of so many rows go through a model together."""

@@ -411,9 +411,9 @@ def encode_prompt(
         ids = prompt_ids(record.prompt, fit.encoder, **options)
         if not ids:
             fit.report.dropped[NO_TOKENS] += 1
-        elif (ids := fit.cut(ids)) is not None:
+        elif (kept := fit.cut(ids)) is not None:
             columns = prompt_columns(record, fit.encoder.tokenizer)
-            return EncodedPrompt(_ids(ids), columns, record.domain)
+            return EncodedPrompt(_ids(kept), columns, record.domain)
     return None
 
 

@@ -103,8 +103,10 @@ def find_labels(
         BadRecordError: if no label is `good`.
     """
     column = columns.get("label", "label")
+    if column is None:
+        return Labels(None)
     shown = (row for row in rows if isinstance(row.record, DemonstrationRecord))
-    labelled = [row for row in shown if row.columns.get(column or "") is not None]
+    labelled = [row for row in shown if row.columns.get(column) is not None]
     if not labelled:
         return Labels(None)
     labels = Labels(column, good, names_of(column))

@@ -265,11 +265,10 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
         )
     with _naming(where):
         texts, domain = [data[key] for key in DATA_KEYS], str(data.get("domain") or "")
-        is_ours = known is not None
-        pair = from_row(Pair, known, where) if is_ours else Pair.make(*texts, domain=domain)
+        pair = from_row(Pair, known, where) if known else Pair.make(*texts, domain=domain)
         given = row.get("annotations") or ()
-        found = [_annotation(each, pair, where, source, now) for each in given]
-    return pair, [label for label in found if label is not None]
+        labels = [_annotation(each, pair, where, source, now) for each in given]
+    return pair, [label for label in labels if label is not None]
 
 
 def _annotation(
@@ -278,10 +277,10 @@ def _annotation(
     """Return the label of an annotation; None for one that was opened and left."""
     parts = {part.get("type"): part.get("value") or {} for part in given.get("result") or ()}
     side = parts.get("pairwise", {}).get("selected")
-    word = {"left": "first", "right": "second"}.get(side) or (
+    word: Any = {"left": "first", "right": "second"}.get(str(side)) or (
         parts.get("choices", {}).get("choices") or [None]
     )[0]
-    choice = "skip" if given.get("was_cancelled") else word
+    choice: Any = "skip" if given.get("was_cancelled") else word
     if choice is None and not parts:
         return None
     if choice not in CHOICES:
@@ -291,7 +290,10 @@ def _annotation(
     account = given.get("completed_by")
     if isinstance(account, Mapping):
         account = account.get("email") or account.get("id")
-    values = {"annotator": source if account is None else str(account), "kind": "person"}
+    values: dict[str, Any] = {
+        "annotator": source if account is None else str(account),
+        "kind": "person",
+    }
     values |= {k: v for k, v in (given.get("rlhf") or {}).items() if k in LABEL_STUDIO_KEYS}
     return Label(
         pair.pair_id,
