@@ -10,7 +10,7 @@ import torch
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import load_policy
-from tests.builders.models import config_fields, flat_gradients, tiny_policy
+from tests.builders.models import flat_gradients, tiny_policy
 
 IDS = torch.arange(12).view(2, 6) + 3
 
@@ -68,9 +68,3 @@ def test_an_adapter_with_dropout_beside_one_without_keeps_the_state(source, monk
     assert not states_read(policy, monkeypatch)
     policy.base.add_adapter("other", seed=1, lora=LoraHparams(r=4, alpha=8, dropout=0.5))
     assert states_read(policy, monkeypatch)
-
-
-def test_a_model_from_scratch_without_dropout_keeps_none(monkeypatch):
-    fields = config_fields("gpt2")
-    policy = load_policy(from_scratch=fields, activation_checkpointing=True)
-    assert not states_read(policy, monkeypatch)

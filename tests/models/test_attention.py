@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from rlhf_lightning.models.cpu import attention
 from rlhf_lightning.models.cpu.attention import NAME, short_attention
 from tests.builders.models import MODEL_TYPES, tiny_policy
 
@@ -67,27 +66,6 @@ def test_the_scale_is_the_one_asked_for():
     other, _ = short_attention(Module(), *tensors, None, scaling=1.0)
     assert torch.equal(usual, again)
     assert not torch.equal(usual, other)
-
-
-@pytest.mark.parametrize("case", ["mask", "fp32", "one query"])
-def test_everything_else_goes_to_torchs_kernel(monkeypatch, case):
-    calls = []
-
-    def kernel(module, query, *rest, **options):
-        calls.append(query.shape)
-        return query.transpose(1, 2), None
-
-    monkeypatch.setattr(attention, "sdpa_attention_forward", kernel)
-    query, key, value = inputs()
-    mask = None
-    if case == "mask":
-        mask = torch.ones(2, 1, 24, 24, dtype=torch.bool)
-    if case == "fp32":
-        query, key, value = query.float(), key.float(), value.float()
-    if case == "one query":
-        query = query[:, :, -1:]
-    short_attention(Module(), query, key, value, mask)
-    assert calls == [query.shape]
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)

@@ -77,14 +77,6 @@ def test_copies_are_in_no_state_dict_and_end_with_the_step():
     assert not any("forward" in vars(m) for m in linears)
 
 
-def test_without_autocast_and_on_a_cpu_by_default_no_layer_is_replaced():
-    policy = built("llama")
-    with compute_copies(policy, devices=("cpu",)):
-        assert not any("forward" in vars(m) for m in policy.modules())
-    with torch.autocast("cpu", torch.bfloat16), compute_copies(policy):
-        assert not any("forward" in vars(m) for m in policy.modules())
-
-
 def test_frozen_weights_get_no_gradient_and_repeated_layers_the_same_one():
     plain, copied = built("llama"), built("llama")
     checkpoint_activations(copied.model)

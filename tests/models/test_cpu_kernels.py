@@ -13,7 +13,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.models import tiny_policy
 from tests.builders.stages import fit, ppo_hparams, tiny_module
 
 # The folder as if it were deleted, and a run of PPO by its command's own function.
@@ -62,20 +61,3 @@ def test_a_run_with_the_switch_off_does_not_need_the_folder(tmp_path):
     result = without_the_folder(tmp_path, "false")
     assert result.returncode == 0, result.stderr[-3000:]
     assert read_summary(RunFolder(tmp_path / "run")).status == "completed"
-
-
-@pytest.mark.slow  # shows that the test above could fail
-def test_a_run_with_the_switch_on_needs_it(tmp_path):
-    assert "rlhf_lightning.models.cpu" in without_the_folder(tmp_path, "true").stderr
-
-
-def test_a_switch_that_is_off_outside_stays_off_inside():
-    with cpu_kernels(False), cpu_kernels(True):
-        plain = tiny_policy("llama")
-    assert not type(plain.model.model.layers[0]).__module__.startswith("rlhf_lightning")
-    assert type(tiny_policy("llama").model.model.layers[0]).__module__.startswith("rlhf_lightning")
-
-
-def test_a_switch_that_is_neither_true_nor_false_is_refused():
-    with pytest.raises(ValueError, match=r"model.cpu_kernels=maybe must be true or false"):
-        cpu_kernels("maybe").__enter__()

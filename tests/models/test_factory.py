@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.models.export import export_policy, export_scalar_model
 from rlhf_lightning.models.factory import (
@@ -14,7 +13,6 @@ from rlhf_lightning.models.factory import (
     frozen,
     load_policy,
     load_scalar_model,
-    set_dropout,
 )
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.rewards import score_clip_of
@@ -95,49 +93,6 @@ def test_loaded_policies_and_scalar_models_have_no_dropout_either(model_type, tm
         assert torch.equal(model(IDS, POSITIONS), model(IDS, POSITIONS))
 
 
-def test_set_dropout_leaves_switches_alone():
-    config = SimpleNamespace(attn_pdrop=0.1, hidden_dropout=0.2, use_dropout=True, hidden=3)
-    set_dropout(config, 0.0)
-    assert vars(config) == {
-        "attn_pdrop": 0.0,
-        "hidden_dropout": 0.0,
-        "use_dropout": True,
-        "hidden": 3,
-    }
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_an_exported_policy_gives_the_same_logits_here_and_in_transformers(model_type, tmp_path):
-    policy = tiny_policy(model_type)
-    export_policy(policy, tmp_path, policy.state_dict())
-    assert list(tmp_path.glob("*.safetensors"))
-    assert not list(tmp_path.glob("*.bin"))
-    with torch.no_grad():
-        expected = logprobs(policy)
-        assert torch.equal(logprobs(load_policy(tmp_path)), expected)
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-        logits = plain(input_ids=IDS).logits.flatten(0, 1)
-        theirs = logits.log_softmax(-1).gather(1, TOKENS.unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_an_exported_reward_model_scores_the_same_its_offset_included(model_type, tmp_path):
-    model = tiny_scalar_model(model_type, bias=0.3)
-    model.normalize(0.4, 2.5)
-    offset = model.head.bias.item()
-    assert offset != 0
-    export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
-    with torch.no_grad():
-        expected = model(IDS, POSITIONS)
-        again = load_scalar_model(tmp_path)
-        assert torch.equal(again(IDS, POSITIONS), expected)
-        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-        # IDS holds no pad, so the classifier reads the last token as we do.
-        scores = plain(input_ids=IDS).logits.squeeze(-1) + plain.config.reward_offset
-    torch.testing.assert_close(scores, expected.view(2, 8)[:, -1], rtol=0, atol=1e-5)
-
-
 def test_a_normalized_reward_model_survives_a_second_export(tmp_path):
     model = tiny_scalar_model("llama", bias=0.3)
     for name in ("a", "b"):
@@ -172,7 +127,7 @@ def test_scores_of_another_frameworks_reward_model_are_clipped_only_if_it_normal
         assert score_clip_of("auto", scorer) == clip
 
 
-@pytest.mark.parametrize("offset", [float("nan"), float("inf"), "0.3", None])
+@pytest.mark.parametrize("offset", [float("nan"), "0.3"])
 def test_an_offset_that_is_no_number_is_refused(tmp_path, offset):
     model = tiny_scalar_model("llama")
     export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
@@ -214,17 +169,6 @@ def test_weights_from_scratch_depend_on_the_seed_alone():
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("options", [{}, {"source": "x", "from_scratch": {"model_type": "gpt2"}}])
-def test_a_policy_has_exactly_one_origin(options):
-    with pytest.raises(ValueError, match="exactly one of source and from_scratch"):
-        load_policy(**options)
-
-
-def test_an_unknown_head_is_refused():
-    with pytest.raises(ValueError, match="head='new' must be 'stored', 'zero' or 'reward'"):
-        load_scalar_model("nowhere", head="new")
 
 
 def test_a_frozen_model_is_in_eval_mode_without_gradients():

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_lightning.functional.sequences import position_ids
 from rlhf_lightning.models.forward import (
     BUCKET,
     bucket_width,
     by_micro_batch,
     micro_batches,
-    pack,
-    pack_right,
     pair_micro_batches,
     response_statistics,
     response_values,
@@ -104,23 +101,6 @@ def test_values_and_scores_are_those_of_the_plain_model_without_padding(model_ty
     assert scores.std() > 0.1
 
 
-def test_left_padding_without_position_ids_would_be_a_large_error_for_gpt2():
-    # What the packing avoids, and why the comparison above is not vacuous.
-    model = tiny_policy("gpt2").model
-    batch = padded(PROMPTS, RESPONSES)
-    mask = batch.attention_mask
-    with torch.no_grad():
-        naive = model(input_ids=batch.sequences, attention_mask=mask.long()).logits[2]
-        right = model(
-            input_ids=batch.sequences, attention_mask=mask.long(), position_ids=position_ids(mask)
-        ).logits[2]
-        true = unpadded_logits(model, PROMPTS[2] + RESPONSES[2])
-    real = mask[2]
-    naive, right, true = (x.log_softmax(-1) for x in (naive[real], right[real], true))
-    assert (right - true).abs().max() < 1e-5
-    assert (naive - true).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_row_has_the_same_bits_in_every_micro_batch_and_padding(model_type, bf16):
@@ -148,28 +128,6 @@ def test_a_row_has_the_same_bits_in_every_micro_batch_and_padding(model_type, bf
         for a, b in zip(evaluate(wide, None), (*exact, values), strict=True):
             assert torch.equal(a[:, :width], b)
             assert (a[:, width:] == 0).all()
-
-
-def test_packing_moves_tokens_to_column_0_and_pads_to_the_bucket():
-    batch = padded([[5, 6], [7]], [[8, EOS], [9, 10]], pad=EOS, left=1, right=1)
-    packed = pack(batch)
-    assert packed.input_ids.shape == (2, BUCKET)
-    assert packed.input_ids[0].tolist() == [5, 6, 8, EOS] + [0] * (BUCKET - 4)
-    assert packed.input_ids[1].tolist() == [7, 9, 10] + [0] * (BUCKET - 3)
-    assert packed.positions.tolist() == [1, 2, BUCKET + 0, BUCKET + 1]
-    assert packed.tokens.tolist() == [8, EOS, 9, 10]
-
-
-@pytest.mark.parametrize(
-    ("length", "width"), [(1, BUCKET), (BUCKET, BUCKET), (BUCKET + 1, 2 * BUCKET)]
-)
-def test_the_bucket_of_a_row_is_the_next_multiple(length, width):
-    assert bucket_width(torch.tensor(length)) == width
-    ids = torch.arange(2, 2 + length).unsqueeze(0)
-    packed = pack_right(ids, torch.ones_like(ids, dtype=torch.bool))
-    assert packed.shape == (1, width)
-    assert torch.equal(packed[:, :length], ids)
-    assert (packed[:, length:] == 0).all()
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, 5])
@@ -227,23 +185,6 @@ def test_without_a_number_of_rows_a_micro_batch_by_tokens_has_a_budget_of_them()
     for rows in parts:
         width = int(bucket_width(mask[rows].sum(-1)).max())
         assert len(rows) * width <= 4096
-
-
-def test_micro_batches_by_tokens_are_a_quarter_of_those_by_buckets():
-    # Of each of 8 ranks: an optimizer step of 8 rows, and the 32 rows of a rollout. Ranks that
-    # share a model run as many as the one that needs most.
-    def most(rows: int, way: str) -> float:
-        counts = []
-        for step in range(20):
-            masks = [log_normal_mask(rows, seed=8 * step + rank) for rank in range(8)]
-            with micro_batching(way):
-                counts.append(max(len(micro_batches(mask, 4)) for mask in masks))
-        return sum(counts) / len(counts)
-
-    assert 7.5 < most(8, "buckets") <= 8
-    assert most(8, "tokens") < 2.2
-    assert most(32, "buckets") > 20
-    assert most(32, "tokens") < 6
 
 
 def test_rows_share_a_forward_by_buckets_on_a_cpu_and_by_tokens_elsewhere_unless_told():

@@ -16,19 +16,12 @@ PROMPT = torch.tensor([[5, 6, 7]])
 # what generation_config.json says -> what the export's says of it
 MENDED = {
     "greedy beside a temperature": ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {}),
-    "greedy beside top-h": ({"do_sample": False, "top_h": 0.4, "epsilon_cutoff": 3e-4}, {}),
-    "greedy by its temperature": ({"do_sample": False, "temperature": 0.0}, {}),
     "samples at temperature 0": ({"do_sample": True, "temperature": 0.0, "top_k": 5}, {}),
-    "says nothing but temperature 0": ({"temperature": 0}, {}),
     "beams of one": ({"num_beams": 1, "early_stopping": True, "length_penalty": 1.2}, {}),
-    "scores": ({"output_scores": True, "return_dict_in_generate": False}, {}),
-    "logits": ({"output_logits": True}, {}),
-    "a cache that is off": ({"use_cache": False, "cache_implementation": "static"}, {}),
     "beams": (
         {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
         {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
     ),
-    "does not say whether to sample": ({"temperature": 0.6, "min_p": 0.1, "top_k": 7}, {}),
     "samples": (
         {"do_sample": True, "temperature": 0.6, "min_p": 0.1},
         {"temperature": 0.6, "min_p": 0.1},

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.models.cpu.packed_weights import kernel_rows
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.rollout.generators.prepared_weights import linear_weights_prepared
 from tests.builders.models import VOCABULARY, tiny_policy, tiny_scalar_model
@@ -23,15 +22,6 @@ def private_memory() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     pytest.skip("/proc/self/status has no RssAnon: memory is measured on Linux")
-
-
-def test_rows_are_rounded_up_to_few_numbers_and_by_an_eighth_at_most():
-    for count in range(1, 3000):
-        rows = kernel_rows(count)
-        assert count <= rows < count + max(8, count / 8)
-        assert kernel_rows(rows) == rows
-    assert {kernel_rows(n) for n in range(1, 65)} == {8, 16, 24, 32, 40, 48, 56, 64}
-    assert len({kernel_rows(n) for n in range(1, 1025)}) == 40
 
 
 @torch.no_grad()

@@ -6,20 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from rlhf_lightning.hparams import LoraHparams, PPOHparams, RewardHparams, SFTHparams
+from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.learning_rates import TABLE, default_learning_rate
 from rlhf_lightning.modules.optimization import parameter_group
 from tests.builders.runs import make_start
 
 KINDS = ("sft", "reward", "policy", "value")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_size_of_the_table_has_the_rate_of_its_row(kind):
-    assert len(TABLE) >= 7
-    for row in TABLE:
-        assert default_learning_rate(kind, row.num_parameters, lora=False) == getattr(row, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,12 +37,6 @@ def test_adapters_have_ten_times_the_rate():
         for size in (10**6, 2 * 10**8, 10**10):
             full = default_learning_rate(kind, size, lora=False)
             assert default_learning_rate(kind, size, lora=True) == pytest.approx(10 * full)
-
-
-def test_no_hyper_parameters_carry_a_rate_of_some_size():
-    assert SFTHparams().learning_rate is None
-    assert RewardHparams().learning_rate is None
-    assert (PPOHparams().learning_rate, PPOHparams().value_learning_rate) == (None, None)
 
 
 def test_a_module_without_a_rate_takes_that_of_its_own_model(tmp_path):

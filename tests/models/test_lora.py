@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -102,13 +102,6 @@ def test_gradients_of_one_adapter_reach_it_alone_though_another_graph_is_alive(f
     assert all(p.grad is not None for p in value.parameters())
 
 
-def test_adding_an_adapter_keeps_a_frozen_one_frozen(folders):
-    base = load_base(folders["llama"], LORA)
-    frozen = add_scalar_model(base, "reward", init_std=0.1, seed=1).requires_grad_(False)
-    add_policy(base, "policy", seed=0)
-    assert not any(p.requires_grad for p in frozen.parameters())
-
-
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_checkpointed_activations_change_no_gradient_whichever_adapter_is_on_later(folders, kind):
     gradients = []
@@ -190,13 +183,7 @@ def test_an_adapter_of_another_shape_is_refused_by_name(folders, tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("use_rslora", True),
-        ("alora_invocation_tokens", [1, 2]),
-        ("use_dora", True),
-        ("alpha_pattern", {"q_proj": 4}),
-        ("rank_pattern", {"q_proj": 2}),
-    ],
+    [("use_rslora", True), ("rank_pattern", {"q_proj": 2})],
 )
 def test_an_adapter_of_peft_that_is_scaled_otherwise_is_refused_by_key(
     folders, tmp_path, key, value
@@ -216,14 +203,14 @@ def peft_model(folder: Path, **options) -> PeftModel:
     return get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
 
 
-@pytest.mark.parametrize("drawn", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("drawn", ["pissa", "olora"])
 def test_an_adapter_of_peft_that_changed_its_base_is_refused(folders, tmp_path, drawn):
     peft_model(folders["llama"], init_lora_weights=drawn).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"init_lora_weights='{drawn}', .*merge"):
         read_adapter(tmp_path)
 
 
-@pytest.mark.parametrize("drawn", [True, False, "gaussian", "orthogonal"])
+@pytest.mark.parametrize("drawn", [True, "gaussian"])
 def test_an_adapter_of_peft_that_left_its_base_alone_is_loaded(folders, tmp_path, drawn):
     theirs = peft_model(folders["llama"], init_lora_weights=drawn).eval()
     shaken(torch.nn.ParameterList(p for p in theirs.parameters() if p.requires_grad))
@@ -247,18 +234,6 @@ def test_an_adapter_of_peft_that_left_its_base_alone_is_loaded(folders, tmp_path
 def test_an_adapter_of_peft_with_other_tensors_is_refused_by_name(folders, tmp_path, options, name):
     peft_model(folders["gpt2"], **options).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"holds {name}.*merge"):
-        read_adapter(tmp_path)
-
-
-def test_an_adapter_of_another_kind_is_not_called_damaged(folders, tmp_path):
-    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    get_peft_model(load_policy(folders["llama"]).model, config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"of the kind IA3.*merge it into its base"):
-        read_adapter(tmp_path)
-
-
-def test_a_missing_adapter_folder_says_how_one_is_made(tmp_path):
-    with pytest.raises(FileNotFoundError, match="lora=lora"):
         read_adapter(tmp_path)
 
 
@@ -319,20 +294,3 @@ def test_named_target_modules_alone_get_an_adapter(folders):
     names = set(add_policy(base, "policy", seed=0).state_dict())
     assert len(names) == 2 * 2 * 2
     assert all("q_proj" in name or "v_proj" in name for name in names)
-
-
-def test_a_longer_end_of_a_path_names_fewer_modules_here_and_in_peft(folders, tmp_path):
-    base = load_base(folders["llama"], LoraHparams(r=4, alpha=8, target_modules="1.mlp.up_proj"))
-    policy = shaken(add_policy(base, "policy", seed=0))
-    assert base.targets == ["model.layers.1.mlp.up_proj"]
-    save_adapter(policy, tmp_path, policy.state_dict(), base="b", base_fingerprint="")
-    theirs = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folders["llama"]), tmp_path
-    )
-    assert theirs.targeted_module_names == base.targets
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for machines without CUDA")
-def test_a_four_bit_base_without_cuda_says_what_it_needs(folders):
-    with pytest.raises(ValueError, match=r"needs CUDA and bitsandbytes"):
-        load_base(folders["llama"], LoraHparams(quantization="nf4"))

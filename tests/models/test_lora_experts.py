@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,7 +16,6 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import (
     load_policy_adapter,
     merge_adapter,
-    read_adapter,
     save_adapter,
 )
 from rlhf_lightning.models.factory import load_base, load_policy
@@ -105,33 +103,10 @@ def test_dense_layers_beside_experts_are_trained_merged_and_read_by_peft(model_t
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_adapter_of_peft_on_the_experts_is_refused_by_the_name_of_their_parameter(tmp_path):
-    folder = saved(tmp_path / "base", "mixtral", num_local_experts=4)
-    config = LoraConfig(target_parameters=["experts.down_proj"], target_modules=[])
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
-    theirs.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"holds .*experts.*merge it"):
-        read_adapter(tmp_path / "adapter")
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen3_next", "llama"])
-def test_a_mixture_says_what_is_adapted_and_which_share_of_its_weights(
-    model_type, tmp_path, caplog
-):
-    fields = MIXTURES.get(model_type, {})
-    fields = {"num_local_experts": 4} if model_type == "mixtral" else fields
+def test_a_mixture_says_that_its_experts_are_not_adapted(tmp_path, caplog):
     # Another size than above: a text is logged once.
-    folder = saved(tmp_path, model_type, **fields | {"vocab_size": 80})
+    folder = saved(tmp_path, "mixtral", num_local_experts=4, vocab_size=80)
     with caplog.at_level(logging.WARNING):
         base = load_policy(folder, lora=LoraHparams(r=2, alpha=2)).base
-    if model_type == "llama":
-        assert "experts" not in caplog.text
-        return
-    whole = load_policy(folder).model
-    sizes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
-    share = sum(sizes[f"{path}.weight"] for path in base.targets) / sum(sizes.values())
     assert f"{len(base.targets)} matrices" in caplog.text
-    assert float(re.search(r"([\d.]+)% of", caplog.text).group(1)) == pytest.approx(
-        100 * share, abs=0.05
-    )
     assert "experts (down_proj, gate_up_proj)" in caplog.text

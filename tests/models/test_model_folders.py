@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 
@@ -14,7 +13,6 @@ from rlhf_lightning.app import export
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.runs.model_folder import of_adapter
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import tiny_policy, tiny_tokenizer
 
@@ -53,21 +51,6 @@ def test_an_adapters_folder_is_named_with_its_base_and_the_way_to_merge_it(model
     for load in (load_policy, load_tokenizer):
         with pytest.raises(ValueError, match=r"is an adapter on .*merge_and_unload"):
             load(adapter)
-
-
-def test_an_adapter_of_a_run_is_named_with_its_merged_model_where_that_stands(model, adapter):
-    (adapter / "rlhf_lightning.json").write_text("{}")
-    own = model / "adapter"
-    shutil.copytree(adapter, own)
-    assert "merge_and_unload" in of_adapter(own)  # it lies beside its base
-    (model / "training_config.yaml").touch()
-    assert f"give {model}, where it is merged" in of_adapter(own)
-
-
-def test_a_reward_adapter_is_named_with_what_merges_it(adapter):
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": "SEQ_CLS"}))
-    assert "ForSequenceClassification" in of_adapter(adapter)
 
 
 def test_an_adapter_that_is_to_be_exported_is_named_as_one(adapter):

@@ -14,7 +14,6 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_model
-from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.models import (
@@ -139,15 +138,3 @@ def test_the_kl_of_a_policy_that_is_being_trained_is_measured_without_its_dropou
     assert max(map(abs, answers.kl)) < 1e-4, "the policy is the reference"
     assert policy.training
     assert is_random(policy)
-
-
-def test_every_part_is_afterwards_in_the_mode_that_it_was_in():
-    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Sequential(torch.nn.Dropout()))
-    model[1].eval()
-    before = [module.training for module in model.modules()]
-    assert before == [True, True, False, False]
-    during = []
-    with in_eval_mode(model):
-        during += [module.training for module in model.modules()]
-    assert during == [False] * 4
-    assert [module.training for module in model.modules()] == before

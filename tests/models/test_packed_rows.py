@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.cpu import llama_layer, products
-from rlhf_lightning.models.cpu.row_blocks import DECODERS, RowBlocks
+from rlhf_lightning.models.cpu.row_blocks import DECODERS
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.forward import (
-    BUCKET,
     pack_together,
     packed_micro_batches,
     packs,
@@ -104,18 +103,6 @@ def test_in_bf16_packed_rows_are_as_near_to_fp32_as_rows_alone(
     assert 0 < float((got - exact).norm()) < 1.2 * float((usual - exact).norm())
 
 
-@pytest.mark.parametrize("model_type", DECODERS)
-def test_a_row_does_not_depend_on_what_it_is_packed_with(model_type):
-    policy = tiny_policy(model_type)
-    with torch.no_grad():
-        before = packed_logprobs(policy, ROWS)
-        changed = [*ROWS[:1], [7] * 20, *ROWS[2:]]
-        after = packed_logprobs(policy, changed)
-    row = torch.arange(len(ROWS)).repeat_interleave(torch.tensor([len(r) - 1 for r in ROWS]))
-    torch.testing.assert_close(after[row != 1], before[row != 1], rtol=0, atol=1e-6)
-    assert (after[row == 1] - before[row == 1]).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_scores_of_packed_rows_are_those_of_rows_alone_padded_on_either_side(model_type, left):
@@ -170,23 +157,6 @@ def test_what_cannot_keep_rows_apart_is_not_packed():
     with micro_batching("buckets"):
         assert not packs(tiny_policy("llama"))
     assert packs(tiny_policy("llama"))
-
-
-def test_a_pack_has_no_padding_but_at_its_end_and_its_blocks_are_buckets():
-    ids, mask = padded([[5, 6, 7], [8], [9, 10]], left=True)
-    together = pack_together(ids, mask)
-    assert together.input_ids.tolist() == [[5, 6, 7, 8, 9, 10] + [0] * (BUCKET - 6)]
-    assert together.row_lengths == (3, 1, 2, 10)
-    lengths = (20, 3, 40, 16, 17)
-    blocks = RowBlocks.of(lengths)
-    assert blocks.shapes == ((2, 16), (2, 32), (1, 48))
-    tokens = torch.arange(1, 97).unsqueeze(-1)
-    slots = blocks.spread(tokens)
-    assert torch.equal(blocks.gather(slots), tokens)
-    first, second, third = (slots[block].view(rows, width) for block, rows, width in blocks)
-    assert first[0].tolist() == [21, 22, 23] + [0] * 13
-    assert second[1].tolist() == [*range(80, 97)] + [0] * 15
-    assert third[0].tolist() == [*range(24, 64)] + [0] * 8
 
 
 @pytest.mark.parametrize("budget", [40, 64, 100, 1000])

@@ -96,11 +96,6 @@ def in_bf16(model: Any) -> Tensor:
         return statistics(model)
 
 
-def test_a_precision_that_no_run_has_is_refused():
-    with pytest.raises(ValueError, match="precision=16-mixed must be one of 32-true, bf16-mixed"):
-        in_precision("16-mixed", CPU)
-
-
 def test_fp32_products_on_cuda_are_in_tf32_where_allowed_and_a_cpu_keeps_its_bits(monkeypatch):
     before = torch.get_float32_matmul_precision()
     try:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rlhf_lightning.distributed.process import cpu_threads
-from rlhf_lightning.models.cpu.side_by_side import run_beside, sum_of_losses
+from rlhf_lightning.models.cpu.side_by_side import run_beside
 from rlhf_lightning.models.cpu_kernels import cpu_kernels, side_by_side
 from tests.builders.models import tiny_policy, tiny_scalar_model
 from tests.builders.stages import fit, ppo_hparams, tiny_module
@@ -88,15 +88,6 @@ def test_both_threads_compute_under_the_settings_of_the_caller():
     with cpu_threads(2), torch.inference_mode():
         found = run_beside([settings, settings])
     assert [one[1:] for one in found] == 2 * [(1, False, True, False, torch.float32)]
-
-
-def test_the_gradients_of_a_sum_are_those_of_its_losses():
-    weights = [torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2)]
-    total = sum_of_losses([(weights[0] ** 2).sum(), 3 * weights[1].sum()])
-    assert total.item() == 14
-    (total * 0.5).backward()
-    assert weights[0].grad.tolist() == [1.0, 2.0]
-    assert weights[1].grad.tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -185,28 +185,6 @@ def test_a_scaled_rope_stands_under_the_keys_of_transformers_4(tmp_path):
     assert content["torch_dtype"] == content["dtype"] == "float32"
 
 
-def test_an_unscaled_rope_of_a_part_of_the_head_has_its_old_names(tmp_path):
-    content = old_config(tmp_path, "gpt_neox")
-    assert (content["rotary_emb_base"], content["rotary_pct"]) == (777.0, 0.5)
-    assert content["rope_scaling"] is None
-
-
-def test_a_size_that_was_renamed_stands_under_both_names(tmp_path):
-    content = old_config(tmp_path, "qwen3_moe")
-    assert content["num_experts"] == content["num_local_experts"] == 4
-
-
-def test_a_rope_for_each_kind_of_layer_is_a_global_and_a_local_one(tmp_path):
-    folder = exported(published(tmp_path / "a", "gemma3_text"), "gemma3_text", tmp_path / "b")
-    content = json.loads((folder / "config.json").read_text())
-    assert (content["rope_theta"], content["rope_local_base_freq"]) == (777.0, 99.0)
-    assert content["rope_scaling"]["factor"] == 4.0
-    assert (
-        AutoConfig.from_pretrained(folder).rope_parameters["sliding_attention"]
-        == (BY_LAYER["sliding_attention"])
-    )
-
-
 def test_an_old_scaling_that_todays_transformers_would_read_otherwise_is_left_out(tmp_path):
     # Phi 3 of transformers 4 has no place for a factor of attention.
     content = old_config(tmp_path, "phi3", rope_parameters=LONG | {"attention_factor": 1.5})

