@@ -7,9 +7,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_lightning.callbacks.console import ProgressBar, print_start, print_verdict
-from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.metric_catalog import percent
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from tests.builders.run_folders import fake_ppo_run
 from tests.callbacks.tiny_run import KilledError, run
@@ -39,13 +37,6 @@ def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
     assert re.search(r"took \d+\.\d s", lines[-1])
 
 
-def test_a_slow_clock_prints_few_lines_and_a_last_one(tmp_path):
-    out = io.StringIO()
-    bar = ProgressBar("sft", every_n_seconds=3600, console=Console(file=out))
-    run(tmp_path, num_iterations=5, callbacks=[bar])
-    assert [line.split(" · ")[0] for line in out.getvalue().splitlines()] == ["sft 5/5"]
-
-
 def test_a_terminal_gets_a_bar_that_is_closed_even_by_an_error(tmp_path):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
@@ -57,14 +48,6 @@ def test_a_terminal_gets_a_bar_that_is_closed_even_by_an_error(tmp_path):
     for part in ("loss", "start", "trend", "healthy"):
         assert part in text
     assert out.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
-
-
-def test_a_disabled_bar_is_silent(tmp_path):
-    out = io.StringIO()
-    bar = ProgressBar("ppo", every_n_seconds=0, console=Console(file=out))
-    bar.disable()
-    run(tmp_path, num_iterations=2, callbacks=[bar])
-    assert out.getvalue() == ""
 
 
 def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
@@ -87,49 +70,6 @@ def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
     assert str(folder.report) not in text, "there is no report, so none is promised"
 
 
-def test_the_last_screen_says_which_detectors_had_too_little_to_watch(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 3)
-    events = [
-        DoctorEvent(0, "watch", "kl_high,safety", "", ""),
-        DoctorEvent(2, "idle", "safety", "", "not enough iterations: 2 of 5"),
-    ]
-    write_events(folder.doctor, events)
-    out = io.StringIO()
-    print_verdict(read_summary(folder), folder, console=Console(file=out, width=120))
-    assert "1 of 2 detectors had enough to watch" in out.getvalue()
-    assert "safety: not enough iterations: 2 of 5" in out.getvalue()
-
-
-def test_a_path_of_the_last_screen_is_one_line_that_can_be_copied_at_80_columns(tmp_path):
-    folder = fake_ppo_run(tmp_path / ("a_long_name_" * 8), 3)
-    folder.export.mkdir()
-    out = io.StringIO()
-    console = Console(file=out, width=80)
-    print_start("ppo", folder, {}, console=console)
-    print_verdict(read_summary(folder), folder, console=console)
-    assert len(str(folder.samples)) > 80
-    endings = [line.split("  ")[-1].strip() for line in out.getvalue().splitlines()]
-    for path in (folder.path, folder.samples, folder.export):
-        assert str(path) in endings, path
-
-
-def test_an_undecided_figure_is_grey_and_a_lost_one_red(tmp_path):
-    for rate, colour in ((0.7, "90m"), (0.3, "31m")):
-        low, high = rate - 0.1, rate + 0.1
-        bounds = (0.4, 0.9) if rate == 0.7 else (low, high)
-        metrics = {
-            "val/score_win_rate": rate,
-            "val/score_win_rate_low": bounds[0],
-            "val/score_win_rate_high": bounds[1],
-        }
-        out = io.StringIO()
-        console = Console(file=out, force_terminal=True, color_system="standard", width=100)
-        summary = Summary("ppo", "completed", 1, metrics=metrics)
-        print_verdict(summary, RunFolder(tmp_path), console=console)
-        assert re.search(rf"\x1b\[1;{colour}{percent(rate)}", out.getvalue())
-        assert ("Undecided" in out.getvalue()) == (rate == 0.7)
-
-
 def test_text_that_looks_like_markup_is_printed_as_it_is(tmp_path):
     out = io.StringIO()
     console = Console(file=out, width=120)
@@ -143,16 +83,3 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(tmp_path):
     assert "[bold]x[/bold] [/nonsense]" in text
     assert "a[b]c" in re.sub(r"[│\s]", "", text)
     assert "gate [/x]" in text
-
-
-def test_places_below_the_working_folder_are_shown_as_one_types_them(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = fake_ppo_run(tmp_path / "outputs" / "ppo", 3)
-    out = io.StringIO()
-    console = Console(file=out, width=80)
-    print_start("ppo", folder, {}, console=console)
-    print_verdict(read_summary(folder), folder, console=console)
-    words = out.getvalue().split()
-    assert "outputs/ppo" in words
-    assert "outputs/ppo/samples.jsonl" in words
-    assert str(tmp_path) not in out.getvalue()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.final_metrics import score_spread
-from rlhf_lightning.rollout.scorers.base import Scores
-from rlhf_lightning.runs.doctor_log import coverage_of, read_events
+from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.stopping import RunStoppedError
-from tests.builders.stages import TokenScorer, ppo_hparams, some_score
+from tests.builders.stages import TokenScorer, ppo_hparams
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
 
 
@@ -42,28 +39,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         },
     )
     return folder, fit(folder, doctor)
-
-
-@pytest.mark.thorough
-def test_the_measures_stand_in_the_row_of_their_iteration(watched):
-    rows = read_metrics(RunFolder(watched[0]).metrics)
-    assert len(rows) == ITERATIONS
-    names = {
-        "doctor/most_common",
-        "doctor/sampler_bias",
-        "doctor/harmful_prompts",
-        "doctor/refusal_rate",
-        "doctor/second_score",
-        "doctor/second_correlation",
-        "doctor/domain_score/a",
-        "doctor/domain_score/b",
-        "doctor/warnings",
-        "doctor/alarms",
-        "doctor/quality",
-        "rollout/score",
-    }
-    assert all(names <= set(row) for row in rows)
-    assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
 
 
 def test_the_measures_are_those_of_the_rollout(watched):
@@ -106,23 +81,6 @@ def test_updates_that_a_target_stops_are_still_too_large(tmp_path):
     assert alerts[0].iteration <= 4
 
 
-def test_one_optimizer_step_an_iteration_leaves_nothing_to_say_of_its_size(tmp_path):
-    fit(tmp_path, doctor_of(tmp_path), ppo=ppo_hparams(num_ppo_epochs=1))
-    idle = {e.name: e.message for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "idle"}
-    assert idle["update_size"] == "one optimizer step an iteration: there the KL is 0"
-
-
-def test_a_run_that_fails_before_its_first_iteration_has_watched_nothing(tmp_path):
-    def breaks(ids: Any, finished: bool) -> float:
-        raise KeyError("broken reward")
-
-    with pytest.raises(KeyError, match="broken reward"):
-        fit(tmp_path, doctor_of(tmp_path), scorer=TokenScorer(breaks))
-    coverage = coverage_of(read_events(RunFolder(tmp_path).doctor))
-    assert coverage is not None
-    assert coverage.describe() == f"None of {len(DETECTORS)} detectors had enough to watch"
-
-
 def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):
     events = read_events(RunFolder(watched[0]).doctor)
     assert events[0].kind == "watch"
@@ -147,30 +105,6 @@ def test_alerts_make_a_checkpoint_worse_and_only_serious_alarms_worse_than_that(
         alert = row["doctor/warnings"] + row["doctor/alarms"] > 0
         expected = (before + mean) / 2 - 100 * alert
         assert row["doctor/quality"] == pytest.approx(expected, rel=1e-6)
-
-
-class Hacked(TokenScorer):
-    """Scores 200 at first, and 1500 from the third iteration on."""
-
-    calls = 0
-
-    def __call__(self, answers: Any) -> Scores:
-        self.calls += 1
-        total = super().__call__(answers).total + (200 if self.calls <= 2 else 1500)
-        return Scores(total, {"tokens": total})
-
-
-def test_no_score_is_so_large_that_a_serious_alarm_or_an_alert_makes_a_better_checkpoint(tmp_path):
-    limits = {"kl_high_warn": 1e-9, "kl_high_alarm": 1e-8, "clear_after": 9}
-    doctor = doctor_of(tmp_path, limits=limits)
-    fit(tmp_path, doctor, scorer=Hacked(some_score), ppo=ppo_hparams(score_clip=None))
-    rows = read_metrics(RunFolder(tmp_path).metrics)
-    assert rows[-1]["rollout/score"] > 1400
-    by_level: list[list[float]] = [[], []]
-    for row in rows:
-        by_level[row["doctor/warnings"] + row["doctor/alarms"] > 0].append(row["doctor/quality"])
-    assert max(by_level[1]) < min(by_level[0])
-    assert doctor.state_dict()["largest_score"] > 1400
 
 
 def test_watching_changes_nothing_that_is_trained(watched, tmp_path):
@@ -277,13 +211,3 @@ def test_training_goes_back_only_to_before_the_alarm(tmp_path, save_every, kind,
     assert doctor.request is not None
     assert (doctor.request.kind, doctor.request.checkpoint) == (kind, back_to)
     assert ("no checkpoint from before an alarm" in doctor.request.reason) == (kind == "stop")
-
-
-def test_the_state_is_plain_values(watched, tmp_path):
-    checkpoint = torch.load(RunFolder(watched[0]).last_checkpoint, weights_only=True)
-    state = checkpoint["callbacks"]["Doctor"]
-    assert json.loads(json.dumps(state))["events"] == [
-        asdict(event)
-        for event in read_events(RunFolder(watched[0]).doctor)
-        if event.kind != "idle"  # which follows from the state of the detectors
-    ]

@@ -48,11 +48,6 @@ def test_every_rank_measures_exactly_what_one_rank_would(whole, monkeypatch) -> 
     assert SimulatedRanks(monkeypatch, 2).run(half) == [alone, alone]
 
 
-def test_a_rank_alone_would_have_measured_something_else(whole) -> None:
-    rollout, batch = whole
-    assert measured(rollout[HALVES[0]], batch[HALVES[0]]) != measured(rollout, batch)
-
-
 def test_the_prompts_of_a_rollout_in_groups_are_counted_and_not_its_responses() -> None:
     batch = grouped(prompts(rows=ROWS // GROUP, domains=["a", "b", "b", "a"]))
     found = measured(rollout_of(built(tiny_grpo()), batch), batch)
@@ -70,12 +65,3 @@ def test_novelty_does_not_depend_on_how_ranks_share_the_answers(whole, monkeypat
     first, second = SimulatedRanks(monkeypatch, 2).run(half)
     assert [*first, *second] == alone
     assert len(set(alone)) > 1
-
-
-def test_a_typographic_apostrophe_refuses_as_a_plain_one_does() -> None:
-    refusals = Refusals(("harmful",), (r"i can't",))
-    judged = [
-        refusals.judge("harmful", text) for text in ("I can\u2019t help.", "I can't.", "Sure.")
-    ]
-    assert judged == [True, True, False]
-    assert refusals.judge("sums", "I can't.") is None

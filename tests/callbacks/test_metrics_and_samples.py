@@ -116,13 +116,6 @@ def test_the_values_of_all_ranks_are_written(tmp_path, monkeypatch):
     assert row["length"] == [*make_rollout().response_mask.sum(1).tolist(), 9]
 
 
-def test_a_step_without_a_rollout_writes_no_samples(tmp_path):
-    run(tmp_path, num_iterations=2, callbacks=[SampleLog(RunFolder(tmp_path))])
-    assert not (tmp_path / "samples.jsonl").exists()
-    with pytest.raises(ValueError, match="num_samples=0"):
-        SampleLog(RunFolder(tmp_path), num_samples=0)
-
-
 def test_validation_stands_on_the_row_of_its_iteration_and_on_no_other(tmp_path):
     run(tmp_path, num_iterations=7, validate_every=3)
     rows = read_metrics(tmp_path / "metrics.csv")

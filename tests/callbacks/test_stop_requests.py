@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
-from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.run_record import RunRecord
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
-from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock
-from rlhf_lightning.runs.summary import read_summary, write_summary
+from rlhf_lightning.runs.stopping import RunStoppedError
+from rlhf_lightning.runs.summary import read_summary
 from tests.callbacks.test_checkpointing import assert_same_run
 from tests.callbacks.tiny_run import run
 
@@ -53,26 +50,6 @@ class Slow(Callback):
 
     def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
         self.saved.append(current_iteration(trainer))
-
-
-class Pretended(Callback):
-    """A clock that runs only here: a second an iteration or a save, 20 a validation."""
-
-    def __init__(self, deadline: float) -> None:
-        self.now = 0.0
-        self.deadline = deadline
-
-    def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
-        trainer.checkpoint_callback.clock = SaveClock(deadline=self.deadline, now=lambda: self.now)
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.now += 1
-
-    def on_validation_start(self, *_: Any) -> None:
-        self.now += 20
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self.now += 1
 
 
 def last_saved(folder: Path) -> int | None:
@@ -120,32 +97,6 @@ def test_a_run_of_the_library_that_is_told_to_stop_says_when_and_is_recorded_as_
     assert "SIGTERM" in (read_summary(folder).cause or "")
 
 
-def test_a_last_validation_that_is_not_finite_leaves_no_earlier_value_in_the_summary(
-    tmp_path, monkeypatch, caplog
-):
-    losses = {2: 0.5, 4: math.nan}
-    run(tmp_path, num_iterations=4, losses=losses, callbacks=[RunRecord(RunFolder(tmp_path))])
-    assert read_summary(RunFolder(tmp_path)).metrics["val/loss"] is None
-    assert "val/loss is not a finite number" in (tmp_path / "report.html").read_text()
-    assert "val/loss is nan at the end" in caplog.text
-
-
-def test_a_run_of_the_library_that_goes_on_counts_the_seconds_of_the_processes_before(
-    tmp_path, monkeypatch
-):
-    folder = RunFolder(tmp_path)
-    with pytest.raises(RunStoppedError):
-        run(tmp_path, callbacks=[RunRecord(folder), Send(signal.SIGTERM, 3)])
-    write_summary(folder, replace(read_summary(folder), seconds={"total": 1000.0}))
-    with pytest.raises(RunStoppedError):
-        run(tmp_path, resume=True, callbacks=[RunRecord(folder), Send(signal.SIGTERM, 5)])
-    stopped = read_summary(folder).seconds["total"]
-    assert 1000 < stopped < 1100
-    run(tmp_path, resume=True, callbacks=[RunRecord(folder)])
-    assert read_summary(folder).status == "completed"
-    assert stopped < read_summary(folder).seconds["total"] < 1100
-
-
 def test_a_deadline_is_kept_with_a_checkpoint_behind_the_last_iteration(tmp_path):
     slow = Slow(0.2)
     started = time.time()
@@ -163,36 +114,6 @@ def test_a_deadline_is_kept_with_a_checkpoint_behind_the_last_iteration(tmp_path
     last = len(read_metrics(tmp_path / "metrics.csv"))
     assert slow.saved == [1, last], "the first save shows how long one takes"
     assert last_saved(tmp_path) == last >= 3
-
-
-def test_a_deadline_that_has_come_stops_a_resumed_run_after_an_iteration(tmp_path):
-    settings: dict[str, Any] = {"num_iterations": 9, "save_every": 100}
-    moment = datetime.fromtimestamp(time.time() + 0.5).isoformat()
-    for done in (1, 2):
-        with pytest.raises(RunStoppedError, match=f"saved after iteration {done} of 9"):
-            run(
-                tmp_path,
-                resume=done > 1,
-                must_save_by=moment,
-                started=time.time() - 60,
-                callbacks=[Slow(0.6)],
-                **settings,
-            )
-
-
-@pytest.mark.parametrize("save_every", [5, 100])
-def test_a_deadline_leaves_room_for_a_validation_whether_or_not_it_is_saved(tmp_path, save_every):
-    time_of = Pretended(deadline=125)
-    with pytest.raises(RunStoppedError, match="saved after iteration"):
-        run(
-            tmp_path,
-            num_iterations=1000,
-            validate_every=5,
-            save_every=save_every,
-            monitor=None,
-            callbacks=[time_of],
-        )
-    assert 75 < time_of.now < 125
 
 
 def test_minutes_save_between_the_regular_checkpoints(tmp_path):

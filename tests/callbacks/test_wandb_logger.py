@@ -116,23 +116,6 @@ def test_the_mode_follows_the_key_and_the_environment(forgetful, monkeypatch, ca
     assert choose_mode("auto") == "online"
 
 
-def test_a_key_that_is_none_is_no_login_and_a_warning(forgetful, monkeypatch, caplog):
-    monkeypatch.setenv("WANDB_API_KEY", "short")
-    assert choose_mode("auto") == "offline"
-    assert "WANDB_API_KEY invalid" in caplog.text
-
-
-def test_a_variable_that_wandb_refuses_does_not_end_a_run(forgetful, monkeypatch, caplog):
-    monkeypatch.setenv("WANDB_BASE_URL", "no address")
-    assert choose_mode("auto") == "offline"
-    assert "no address" in caplog.text
-
-
-def test_an_unknown_mode_is_named(tmp_path):
-    with pytest.raises(ValueError, match="'onlin'"):
-        wandb_logger(RunFolder(tmp_path), mode="onlin")  # type: ignore[arg-type]
-
-
 @pytest.mark.usefixtures("nobody_logged_in")
 def test_a_gate_that_was_not_measured_is_neither_passed_nor_failed_in_w_and_b(
     tmp_path, monkeypatch

@@ -15,12 +15,9 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlhf_lightning.callbacks.doctor.alert_log import AlertLog
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger, wandb_logger
-from rlhf_lightning.doctor.detectors import Transition
-from rlhf_lightning.doctor.spec import ALARM, HEALTHY, WARN, Reading
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests import offline_wandb
 from tests.callbacks.tiny_run import KilledError, run
@@ -85,23 +82,6 @@ def test_a_run_that_fails_is_closed_with_an_alert_that_says_why(tmp_path, monkey
 
 
 @pytest.mark.timeout(300)
-def test_an_alarm_right_after_its_warning_is_another_alert_of_a_higher_level(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
-    logger = wandb_logger(RunFolder(tmp_path), mode="offline")
-    log = AlertLog(RunFolder(tmp_path))
-    log.open(True, 0, ["kl_high"], {})
-    for iteration, (before, after) in enumerate([(HEALTHY, WARN), (WARN, ALARM)], start=1):
-        reading = Reading(3.0, after)
-        log.note_alert(iteration, Transition("kl_high", before, after, reading, 1.0), [logger])
-    logger.finish()
-    (found,) = offline_wandb.segments(tmp_path)
-    alerts = [r["alert"] for r in found if "alert" in r]
-    assert [alert["level"] for alert in alerts] == ["WARN", "ERROR"]
-    titles = [alert["title"] for alert in alerts]
-    assert len(set(titles)) == 2, "W&B drops a second alert of one title within a minute"
-
-
-@pytest.mark.timeout(300)
 def test_tensorboard_has_a_point_an_iteration_also_of_a_run_that_was_resumed(tmp_path):
     folder = RunFolder(tmp_path)
     settings = {"num_iterations": 6, "validate_every": 3, "save_every": 2}
@@ -137,24 +117,6 @@ def test_tensorboard_has_every_point_of_a_run_that_was_killed_with_sigkill_and_r
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     in_tensorboard(tmp_path, resume=True)
     assert points(tmp_path, "ppo/loss") == list(range(1, NUM_ITERATIONS + 1))
-
-
-def test_tensorboard_shows_nothing_of_what_a_rollback_has_discarded(tmp_path):
-    in_tensorboard(tmp_path)
-    in_tensorboard(tmp_path, start=tmp_path / "checkpoints/iteration=000006.ckpt", num_iterations=7)
-    assert points(tmp_path, "ppo/loss") == [1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("death", [("validation", 6), ("train", 7), ("after", 7)])
-def test_tensorboard_keeps_what_stands_before_the_checkpoint_wherever_the_run_ended(
-    tmp_path, death
-):
-    with pytest.raises(KilledError):
-        in_tensorboard(tmp_path, die_at=death)
-    in_tensorboard(tmp_path, resume=True)
-    assert points(tmp_path, "ppo/loss") == list(range(1, NUM_ITERATIONS + 1))
-    assert points(tmp_path, "val/loss") == [3, 6, 9]
 
 
 def in_tensorboard(folder: Path, **settings: Any) -> None:

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.benchmark import _records
-from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.evaluation.benchmarks import (
-    SUBSETS,
-    TIES,
     PairsBenchmark,
     RewardBench2,
     Scored,
@@ -37,8 +34,8 @@ def scored_by(bench: RewardBench2, scores: dict[str, float]) -> list[Scored]:
     return [Scored(one, [scores[a] for a in one.answers], [1] * len(one.answers)) for one in found]
 
 
-@pytest.mark.parametrize("subset", [name for name in SUBSETS if name != TIES])
-def test_a_best_of_four_is_right_where_the_correct_answer_is_alone_at_the_top(tmp_path, subset):
+def test_a_best_of_four_is_right_where_the_correct_answer_is_alone_at_the_top(tmp_path):
+    subset = "Math"
     rows = [row(subset, str(n), ["good"], ["bad", "worse", "worst"]) for n in range(12)]
     rows.append(row(subset, "x", ["bad"], ["good", "worse", "worst"]))
     rows.append(row(subset, "y", ["good"], ["equal", "worse", "worst"]))
@@ -100,27 +97,6 @@ def test_a_tie_without_its_reference_is_refused(tmp_path):
         ties_metrics(scored[1:])
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"chosen": []}, "chosen or rejected is empty"),
-        ({"subset": "Ties", "id": "7"}, "ties are ref:NUMBER and tied:NUMBER"),
-        ({"prompt": None}, "a text is no string"),
-    ],
-)
-def test_a_row_that_is_none_of_the_set_is_refused(tmp_path, change, told):
-    file = write(tmp_path / "set.jsonl", [row("Math", "1", ["a"], ["b"]) | change])
-    with pytest.raises(BadRecordError, match=told):
-        RewardBench2(file).candidates(chat=False)
-
-
-def test_chat_models_read_the_set_as_a_user_and_an_assistant(tmp_path):
-    file = write(tmp_path / "set.jsonl", [row("Math", "1", ["a"], ["b"])])
-    (one,) = RewardBench2(file).candidates(chat=True)
-    assert one.prompt == ({"role": "user", "content": "question 1"},)
-    assert one.answers[0] == ({"role": "assistant", "content": "a"},)
-
-
 def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter(tmp_path):
     rows = [
         {"prompt": "p", "chosen": f"c{i}", "rejected": f"r{i}", "subset": "a" if i < 3 else "b"}
@@ -141,17 +117,6 @@ def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter
     assert measures["benchmark/accuracy_chosen_shorter"] == pytest.approx(1 / 3)
     assert measures["benchmark/longer_wins_accuracy"] == 5 / 8
     assert measures["benchmark/num_pairs"] == 8
-
-
-def test_answers_that_a_cell_prints_are_read_and_a_text_is_no_list(tmp_path):
-    row = {"id": "1", "prompt": "capital?", "subset": "Math"}
-    path = tmp_path / "set.jsonl"
-    path.write_text(json.dumps(row | {"chosen": '["Paris"]', "rejected": '["Bonn", "Ulm"]'}))
-    (found,) = RewardBench2(path).candidates(chat=False)
-    assert (found.num_correct, found.answers) == (1, ("Paris", "Bonn", "Ulm"))
-    path.write_text(json.dumps(row | {"chosen": "Paris", "rejected": ["Bonn"]}))
-    with pytest.raises(BadRecordError, match="chosen is the text 'Paris'"):
-        RewardBench2(path).candidates(chat=False)
 
 
 def test_pairs_are_scored_with_the_variables_that_they_are_learnt_with(tmp_path):

@@ -23,8 +23,6 @@ from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
-COUNTS = (1, 2, 4, 8)
-
 
 def lengths(prompts: list[str], completions: list[str], *_: object) -> list[float]:
     return [len(text) / 10 for text in completions]
@@ -49,19 +47,6 @@ def sampled(start: Path, size: int, gold: GoldReward = lengths) -> Pool:
 @pytest.fixture(scope="module")
 def pool(start: Path) -> Pool:
     return sampled(start, 8)
-
-
-def test_where_the_reward_is_gold_more_answers_win_more(pool: Pool) -> None:
-    assert pool.gold is not None
-    found = measure_best_of(pool, COUNTS, baseline_gold=pool.gold[:, :2])
-    for name in ("gold_win_rate", "gold", "score"):
-        values = [found[f"best_of/{n}/{name}"] for n in COUNTS]
-        assert values == sorted(values)
-        assert values[0] < values[-1] - 0.1
-        for n in COUNTS:
-            low, high = (found[f"best_of/{n}/{name}_{end}"] for end in ("low", "high"))
-            assert low <= found[f"best_of/{n}/{name}"] <= high
-    assert found["best_of/8/gold_win_rate"] <= 1
 
 
 def test_the_best_of_one_is_the_mean_of_the_pool_and_of_all_its_best(pool: Pool) -> None:

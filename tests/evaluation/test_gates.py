@@ -52,14 +52,6 @@ def test_accuracy_must_reach_its_bound_or_come_near_a_low_ceiling(accuracy, ceil
     assert verdict(ACCURACY, accuracy=accuracy, **found).passed is passed
 
 
-def test_where_the_score_never_varied_no_gate_asks_for_more_training():
-    gate = {"metric": "val/score_win_rate", "at_least": 0.6}
-    metrics = {"val/score_win_rate": 0.5, "rollout/score_std_max": 0.0}
-    (result,) = check_gates({"g": gate}, metrics)
-    assert "mend the reward" in result.reason
-    assert "iterations" not in result.reason
-
-
 def test_what_was_not_measured_fails_unless_it_is_optional():
     gate = {"metric": "val/x", "at_least": 0.0}
     assert not verdict(gate).passed
@@ -76,11 +68,9 @@ def test_what_was_not_measured_fails_unless_it_is_optional():
         ({"metric": "val/x", "at_least": 1, "at_most": 2}, "exactly one of"),
         ({"at_least": 1}, "needs metric"),
         ({"metric": "val/x", "at_least": "much"}, "must be a number"),
-        ({"metric": "val/x", "at_least": True}, "must be a number"),
+        ({"metric": "val/x", "at_least": float("nan")}, "must be a number"),
         ({"metric": "val/x", "above": 3}, "must be the name of a metric"),
         ({"metric": "val/x", "atleast": 3}, "unknown key atleast"),
-        ({"metric": "val/x", "at_most": 3, "or_near": CEILING}, "or_near goes with at_least"),
-        ({"metric": "val/x", "at_least": 3, "or_near": {"metric": "y"}}, "has the keys"),
         (None, "must be a group"),
     ],
 )
@@ -97,13 +87,8 @@ def test_a_gate_that_is_none_is_refused(gate, problem):
         ({"train_accuracy": 0.95, "label_ceiling": 0.93}, "Overfitting: 0.950"),
         ({"label_ceiling": 0.85, "accuracy_high": 0.83}, "Noise: the labels allow no more than"),
         ({"label_ceiling": 0.85, "accuracy_high": 0.81}, "Capacity or too little training"),
-        ({"label_ceiling": 0.85}, "Noise: the labels allow no more than 0.850, and up to 0.830"),
         ({"label_ceiling": 0.95, "larger_model_accuracy": 0.805}, "Too little training: the lab"),
-        ({"label_ceiling": 0.95, "larger_model_accuracy": 0.85}, "Capacity: a larger model"),
-        ({"train_accuracy": 0.82, "label_ceiling": 0.93}, "Capacity or too little training"),
         ({"train_accuracy": 0.82, "larger_model_accuracy": 0.85}, "Capacity: a larger model"),
-        ({"train_accuracy": 0.82, "larger_model_accuracy": 0.805}, "Noise: a larger model"),
-        ({"train_accuracy": 0.82}, "Noise or capacity"),
         ({}, "Noise or capacity: train a larger model"),
     ],
 )
@@ -128,19 +113,13 @@ BEATS_LENGTH = {"metric": "val/accuracy", "above": "val/longer_wins_accuracy"}
     [
         (NEAR, {"kl_per_token": 1.2}, "a larger weight of the KL penalty"),
         (MOVED, {"kl_per_token": 0.001}, "a smaller weight of the KL penalty"),
-        (WINS, {"gold_win_rate": 0.5, "kl_per_token": 0.001}, "has moved little"),
         (WINS, {"gold_win_rate": 0.4, "score_win_rate": 0.9}, "pairs of this policy's responses"),
         (WINS, {"gold_win_rate": 0.74, "score_win_rate": 0.84}, "more iterations"),
-        (WINS, {"gold_win_rate": 0.41, "kl_per_token": 0.03}, "Read the samples"),
-        # the page says "undecided" of the same figures
-        (WINS, {"gold_win_rate": 0.48, "gold_win_rate_high": 0.65}, "more iterations"),
         (WINS, {"gold_win_rate": 0.4, "gold_win_rate_high": 0.45}, "It loses"),
         (WINS, {"gold_win_rate": 0.5, "eos_fraction": 0.4}, "end with EOS"),
         # the lower end of the interval is no win rate
         (WINS_LOW, {"gold_win_rate": 0.74, "gold_win_rate_low": 0.64, "score_win_rate": 0.8},
          "a larger evaluation.num_prompts"),
-        (WINS_LOW, {"gold_win_rate": 0.6, "gold_win_rate_low": 0.5, "score_win_rate": 0.6},
-         "more iterations"),
         (REFUSES, {"refusal_rate_change": -0.3}, "the reward model's accuracy on harmful prompts"),
         (BEATS_LENGTH, {"accuracy": 0.6, "longer_wins_accuracy": 0.61}, "lengths are matched"),
         (WINS, {}, "evaluation.gold"),
@@ -152,32 +131,7 @@ def test_a_gate_that_failed_says_what_to_try(gate, metrics, attempt):
     assert attempt in result.reason
 
 
-def test_a_policy_without_a_learnt_reward_is_not_said_to_follow_one():
-    reason = verdict(WINS, gold_win_rate=0.41, kl_per_token=0.03).reason
-    assert "learnt reward" not in reason
-    assert "more iterations" not in reason  # it is worse than its start
-
-
-def test_a_gate_that_passed_or_that_nothing_is_known_of_gives_no_advice():
-    assert verdict(NEAR, kl_per_token=0.1).reason == "val/kl_per_token is 0.100, wanted at most 0.5"
-    assert verdict({"metric": "val/x", "at_most": 1}, x=4.0).reason.endswith("wanted at most 1")
-
-
 def test_a_ceiling_that_allows_more_than_is_wanted_does_not_raise_the_threshold():
     found = verdict(ACCURACY | {"at_least": 0.5}, accuracy=0.6, label_ceiling=0.87)
     assert found.passed
     assert found.threshold == 0.5
-
-
-@pytest.mark.parametrize(
-    ("gate", "said"),
-    [
-        ({"metric": "val/x", "at_least": 1, "optional": "no"}, "optional='no' must be true or"),
-        ({"metric": "val/x", "at_least": float("nan")}, "must be a number and finite"),
-        ({"metric": "val/x", "at_most": float("inf")}, "must be a number and finite"),
-        ({"metric": 5, "at_least": 1}, "needs metric"),
-    ],
-)
-def test_a_gate_that_says_no_threshold_is_refused(gate, said):
-    with pytest.raises(ValueError, match=said):
-        check_gates({"a": gate}, {})

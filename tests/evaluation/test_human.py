@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from torchmetrics.classification import BinaryCalibrationError
 
 from rlhf_lightning.evaluation.human import (
-    KeyRow,
     blind_pairs,
     human_measures,
     judge_measures,
-    read_key,
     read_labels,
     write_blind,
 )
@@ -36,13 +32,6 @@ def both(**options):
 
 def label(pair_id, choice, annotator="ann"):
     return Label(pair_id, annotator, choice, "person", "first", now())
-
-
-def test_a_key_is_read_line_by_line_whatever_its_texts_hold(tmp_path):
-    pairs, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
-    odd = [replace(row, domain="one\u2028two\x85three\x0bfour") for row in key]
-    write_blind(tmp_path, pairs, odd)
-    assert read_key(tmp_path) == odd
 
 
 def test_the_win_rate_counts_majorities_ties_and_equal_answers():
@@ -102,36 +91,6 @@ def test_a_judge_and_people_who_say_the_same_have_the_same_rate(tmp_path):
     assert judged["val/judge_win_rate_length_controlled"] == pytest.approx(13.5 / 17, abs=1e-3)
 
 
-def test_a_reward_model_is_right_where_people_prefer_the_baseline_too():
-    key = [
-        KeyRow("won", "first", "", 2.0, 1.0, 5, 3),
-        KeyRow("lost", "second", "", 1.0, 2.0, 3, 5),
-    ]
-    found = human_measures(key, [label(row.pair_id, "first") for row in key])
-    assert found["val/human_reward_accuracy"] == 1
-    assert found["val/human_reward_longer_wins_accuracy"] == 1
-    assert found["val/human_reward_prefers_longer"] == 1
-
-
-def test_a_domain_without_a_verdict_has_no_rate(tmp_path):
-    """One of its pairs was skipped, and the other one is the same text twice."""
-
-    class Picky(RuleAnnotator):
-        def label(self, pairs):
-            odd = ("odd", "other")
-            return [label(p.pair_id, "skip" if p.first in odd else "first") for p in pairs]
-
-    domains = ["sums", "sums", "colours"]
-    mine = answers(["odd", "same", "a"], domains=domains)
-    theirs = answers(["other", "same", "b"], domains=domains)
-
-    judge = Picky([lambda prompt, text: 0.0], name="ann")
-    found = judge_measures(judge, mine, theirs, tmp_path, seed=1)
-    assert found["val/judge_skipped"] == 1
-    assert "val/judge_win_rate/domain/colours" in found
-    assert "val/judge_win_rate/domain/sums" not in found
-
-
 def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
     mine = answers([f"a{i}" if i < 60 else "same" for i in range(100)])
     theirs = answers([f"b{i}" if i < 60 else "same" for i in range(100)])
@@ -148,12 +107,6 @@ def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
     )
     assert some[ends[0]] < every[ends[0]] < 0.8 < every[ends[1]] < some[ends[1]]
     assert every["val/human_identical_rate"] == pytest.approx(0.4)
-
-
-def test_without_a_label_about_its_pairs_there_is_nothing_to_say():
-    _, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
-    with pytest.raises(ValueError, match="none of the labels"):
-        human_measures(key, [label("another pair", "first")])
 
 
 def test_a_reward_model_is_checked_by_accuracy_calibration_and_length():

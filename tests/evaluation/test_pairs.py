@@ -81,12 +81,6 @@ def test_the_surest_mistakes_come_first_with_their_texts_and_what_is_stated_adds
         assert (low, high) == pytest.approx(wilson_interval(1, 2, confidence=0.95))
 
 
-def test_equal_scores_are_no_sure_mistake():
-    values = pair_values([ScoredPair(1.0, 1.0, 1, 1)] * 3, encoded_pairs(3), tiny_tokenizer())
-    assert values["wrong"] == []
-    assert values["reliability"][0][1] == 0  # and not right either
-
-
 def test_an_answer_of_many_pairs_goes_through_the_model_once():
     model, rows = tiny_scalar_model("llama"), encoded_pairs()
     seen = []
@@ -150,41 +144,3 @@ def test_overfitting_is_looked_for_on_training_pairs_like_the_held_out_ones():
     assert found == train, "each pair once, and none of a subset that is not held out"
     assert comparable_rows(train, held_out, count=5) == train[::2]
     assert comparable_rows(easy, held_out, count=5) == []
-
-
-def test_no_name_of_a_domain_or_a_subset_touches_another_figure():
-    alone = pair_metrics([pair._replace(subsets=(), domain="") for pair in PAIRS])
-    names = ("low", "high", "length_matched", "chosen_longer", "ties_half", "strict_low")
-    pairs = [
-        ScoredPair(*pair[:4], subsets=names, domain=name)
-        for pair, name in zip(PAIRS, names, strict=False)
-    ]
-    found = pair_metrics(pairs)
-    assert {name: found[name] for name in alone} == alone
-    assert not {"val/accuracy_low", "val/accuracy_high", "val/accuracy_ties_half"} & set(found), (
-        "the figures of all pairs are measured elsewhere"
-    )
-    assert found["val/accuracy/domain/low"] == 1.0
-    assert found["val/accuracy_low/domain/low"] == wilson_interval(1, 1, confidence=0.95)[0]
-    assert found["val/accuracy/subset/low"] == pytest.approx(3 / 5)
-
-
-def test_lengths_match_up_to_ten_per_cent_of_the_longer_one():
-    just = pair_metrics([ScoredPair(1.0, 0.0, 90, 100)])
-    beyond = pair_metrics([ScoredPair(1.0, 0.0, 89, 100)])
-    assert just["val/num_pairs_length_matched"] == 1
-    assert "val/num_pairs_length_matched" not in beyond
-
-
-def test_a_model_that_scores_by_length_is_found_out_where_lengths_match():
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(40, 60, (400, 2), generator=generator).tolist()
-    # The label is right about length four times in five, and the model knows nothing else.
-    longer_first = (torch.rand(400, generator=generator) < 0.8).tolist()
-    pairs = []
-    for (a, b), by_length in zip(lengths, longer_first, strict=True):
-        chosen, rejected = sorted((a, b), reverse=by_length)
-        pairs.append(ScoredPair(float(chosen), float(rejected), chosen, rejected))
-    measures = pair_metrics(pairs)
-    assert measures["val/accuracy_chosen_longer"] == 1.0
-    assert measures["val/accuracy_chosen_shorter"] == 0.0

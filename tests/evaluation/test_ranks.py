@@ -68,25 +68,6 @@ def test_every_rank_normalizes_with_the_moments_of_the_samples_that_ranks_have_s
         torch.testing.assert_close(weight, reward.head.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
-def test_the_kl_of_answers_has_no_dropout_whatever_mode_the_models_are_in():
-    policy = tiny_policy()
-    for module in policy.root.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
-    said = [
-        sample_batches(
-            policy.train(mode),
-            [PROMPTS],
-            sampling(EOS),
-            noise=RowNoise(1, "evaluation"),
-            reference=policy,
-        )
-        for mode in (True, False)
-    ]
-    assert said[0].token_ids == said[1].token_ids
-    assert said[0].kl == said[1].kl == [0.0] * len(PROMPTS)
-
-
 def test_ranks_that_sample_other_answers_run_policy_and_reference_equally_often(monkeypatch):
     ranks = SimulatedRanks(monkeypatch, 2)
     models = [(tiny_policy(seed=1), tiny_policy(seed=2)) for _ in range(2)]

@@ -31,20 +31,6 @@ def test_an_answer_is_right_if_it_is_the_reference_but_for_white_space():
     assert scores == list(answers.values())
 
 
-def test_the_first_word_counts_on_its_own():
-    gold = ExactMatchGold(column="command")
-    details = gold.details(
-        ["p"] * 4,
-        ["ls -a", "cd -l", "", " ls"],
-        [True] * 4,
-        command=["ls -l", "ls -l", "ls -l", "ls"],
-    )
-    assert details == {
-        "exact_match": [0.0, 0.0, 0.0, 1.0],
-        "first_word_match": [1.0, 0.0, 0.0, 1.0],
-    }
-
-
 def test_a_right_number_is_worth_1_whatever_the_reward_pays():
     gold = NumberGold(NumberReward(right=5.0, wrong=-1.0, answered=0.5))
     completions = ["#### 72", "#### 7", "72"]

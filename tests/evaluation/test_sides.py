@@ -8,22 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhf_lightning.data.encode import prompt_columns
-from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.comparisons import (
     length_controlled_win_rate,
     mean_over_prompts,
     share_over_prompts,
 )
 from rlhf_lightning.evaluation.generate import side_by_side
-from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, rows_of, wins
-from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
+from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, wins
 from rlhf_lightning.functional.statistics import wilson_interval
-from rlhf_lightning.reports.page import render_report
-from rlhf_lightning.reports.samples import figures
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
-from rlhf_lightning.runs.summary import Summary, write_summary
-from tests.builders.tokenizers import family_tokenizer
 from tests.evaluation.spoken import answers
 
 
@@ -45,40 +37,6 @@ def test_every_judge_has_a_win_rate_with_its_interval_and_the_ties():
     assert found["val/num_prompts"] == 4
 
 
-def test_the_report_learns_of_both_answers_how_long_they_are_and_whether_they_were_cut_off():
-    mine, theirs = answers(["a b", "c"]), answers(["a", "b c d"])
-    theirs.finished[1] = False
-    shown = side_by_side(mine, theirs, 2)
-    assert [row["baseline_length"] for row in shown] == [2, 4]
-    assert figures(shown[1], "baseline_") == "score 0 · 4 tokens · cut off"
-    assert "cut off" not in figures(shown[0], "baseline_")
-
-
-def test_samples_of_conversations_have_no_tokens_of_a_template_and_the_system_text_once(tmp_path):
-    system, user = ({"role": r, "content": f"{r} text"} for r in ("system", "user"))
-    turns = [system, user, {"role": "assistant", "content": "yes"}, {**user, "content": "why?"}]
-    columns = [
-        prompt_columns(PromptRecord(tuple(messages)), family_tokenizer("chatml", "bpe"))
-        | {"x": None}
-        for messages in ([system, user], turns)
-    ]
-    assert "<|im_start|>" in columns[0]["prompt"]
-    mine = replace(answers(["a", "b"]), columns=columns)
-    shown = side_by_side(mine, answers(["c", "d"]), 2)
-    assert [row["prompt"] for row in shown] == [
-        "user text",
-        "user: user text\n\nassistant: yes\n\nuser: why?",
-    ]
-    folder = RunFolder(tmp_path)
-    write_summary(folder, Summary("evaluate", "completed", 1))
-    SamplesAppender(folder.samples).append(0, shown)
-    page = render_report(folder)
-    assert page.count("system text") == 1
-    assert "im_start" not in page
-    SamplesAppender(folder.samples).append(0, [{**shown[0], "system": "another"}])
-    assert render_report(folder).count("system text") == 2
-
-
 def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_over_tokens():
     kl = [1.0, 2.0, 3.0, 6.0]
     mine = replace(answers(["a b", "a", "a b c", "a"]), kl=kl, teacher_kl=[6.0, 1.0, 2.0, 7.0])
@@ -96,17 +54,6 @@ def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_ove
     assert found["val/teacher_kl_per_token"] == pytest.approx(16 / 11)
     assert found["val/baseline_teacher_kl_per_token"] == pytest.approx(8 / 7)
     assert found["val/teacher_kl_share"] == pytest.approx(16 / 11 / (8 / 7))
-
-
-def test_each_domain_has_its_own_win_rate_and_interval():
-    mine = answers(["a"] * 4, domains=["x", "x", "y", "y"])
-    theirs = answers(["b"] * 4, domains=["x", "x", "y", "y"])
-    found = wins("gold", mine, theirs, [1, 1, 0, 0], [0, 0, 1, 0])
-    assert found["val/gold_win_rate/domain/x"] == 1.0
-    assert found["val/gold_win_rate/domain/y"] == 0.25
-    low, high = wilson_interval(0.5, 2, confidence=0.95)
-    assert found["val/gold_win_rate_low/domain/y"] == low
-    assert found["val/gold_win_rate_high/domain/y"] == high
 
 
 def test_no_name_of_a_domain_touches_the_figures_of_all_prompts_or_of_another_domain():
@@ -209,25 +156,6 @@ def test_a_collapsed_policy_is_seen_in_every_measure_of_variety():
     assert found["val/baseline_repetition"] == 0.0
     for n in (1, 2, 3):
         assert found[f"val/distinct_{n}"] < 0.1 < found[f"val/baseline_distinct_{n}"]
-
-
-def test_refusals_of_held_out_prompts_are_counted_where_their_domains_say_so():
-    domains = ["harmful", "harmful", "howto", "sums"]
-    mine = answers(["i can not do that", "use a saw", "i cannot", "i cannot"], domains=domains)
-    theirs = answers(["i cannot", "i cannot", "use a saw", "3"], domains=domains)
-    check = SafetyCheck(PhraseRefusals(), harmless=["howto"])
-    found = measure_sides(mine, theirs, Judges(safety=check), seed=1)
-    assert found["val/refusal_rate"] == 0.5
-    assert found["val/refusal_rate_change"] == -0.5
-    assert found["val/over_refusal_rate"] == 1.0
-    assert found["val/over_refusal_rate_change"] == 1.0
-
-
-def test_rows_are_taken_with_everything_that_belongs_to_them():
-    mine = answers(["a", "b c"], domains=["x", "y"], scores=[1.0, 2.0], kl=[0.5, 0.7])
-    part = rows_of(mine, [1])
-    assert (part.completions, part.domains, part.scores, part.kl) == (["b c"], ["y"], [2.0], [0.7])
-    assert part.lengths == [3]
 
 
 def test_prompts_without_a_score_are_left_out_of_the_rate_and_counted():

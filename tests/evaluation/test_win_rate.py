@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 
@@ -29,17 +27,3 @@ def test_swapping_policy_and_baseline_gives_the_complement():
     assert 0 < forward.ties < 50
     assert forward.rate + backward.rate == pytest.approx(1)
     assert forward.low == pytest.approx(1 - backward.high)
-
-
-@pytest.mark.parametrize(
-    ("policy", "baseline", "options", "message"),
-    [
-        ([1.0, 2.0], [1.0], {}, "baseline_scores has 1 scores for 2 policy_scores"),
-        ([1.0, math.nan], [1.0, 2.0], {}, "1 of 2 score pairs hold NaN"),
-        ([1.0], [2.0], {"tolerance": -0.1}, "tolerance=-0.1 must be 0 or more"),
-        ([1.0], [2.0], {"confidence": 95}, "confidence=95 must be above 0 and below 1"),
-    ],
-)
-def test_wrong_arguments_are_named(policy, baseline, options, message):
-    with pytest.raises(ValueError, match=message):
-        win_rate(policy, baseline, **({"confidence": 0.95} | options))
