@@ -340,17 +340,3 @@ def test_an_import_inside_a_function_of_app_says_why() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
     ]
     assert len(inside) <= MAX_IMPORTS_INSIDE
-
-
-@pytest.mark.parametrize(
-    ("body", "lines"),
-    [
-        ("import os", [2]),
-        ("import os  # takes a second", []),
-        ("# takes a second\n    import os\n    import re", []),
-        ("# takes a second\n    import os\n    x = 1\n    import re", [5]),
-        ("def g():\n        import os", [3]),
-    ],
-)
-def test_an_import_without_a_reason_is_found(body: str, lines: list[int]) -> None:
-    assert imports_without_a_reason(f"def f():\n    {body}\n") == lines

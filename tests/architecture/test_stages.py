@@ -63,20 +63,6 @@ def test_nothing_but_a_stage_knows_the_names_of_stages() -> None:
     assert set(found) == set(OTHER_NAMES), found
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'if cfg.name == "ppo": ...',
-        'if stage in ("sft", other): ...',
-        'x = {"dpo": 1}',
-        'x = ["reward", "ppo"]',
-        'match x:\n    case "grpo": ...',
-    ],
-)
-def test_a_name_of_a_stage_is_found(line: str) -> None:
-    assert names_of_stages(line)
-
-
 def test_every_stage_is_found_by_its_name_and_differs_from_the_others() -> None:
     stages = [find_stage(name) for name in stage_names()]
     assert {"sft", "reward", "dpo", "ppo"} <= set(stage_names())

@@ -69,19 +69,3 @@ def test_no_detector_raises_an_alert_while_it_is_said_to_have_had_too_little(nam
             assert name not in detectors.idle
         alone += idle is not None
     assert alone == DETECTORS[name].first_alert(DoctorThresholds(), ITERATIONS)
-
-
-def test_what_is_not_measured_and_what_cannot_be_compared_is_said_as_such() -> None:
-    detectors, noise = Detectors(DoctorThresholds(), 12), random.Random(0)
-    for t in range(1, 13):
-        values = healthy(t, noise) | {"score_std": 0.0}
-        kept = {k: v for k, v in values.items() if not k.startswith(("second", "domain", "refus"))}
-        detectors.observe(t, kept)
-    assert detectors.idle == {
-        "kl_low": "the first iterations give nothing to compare with",
-        "reward_hacking": "no second scorer",
-        "scorer_disagreement": "no second scorer",
-        "forgotten_domain": "fewer than two domains",
-        "saturation": "the first iterations give nothing to compare with",
-        "safety": "no prompt of doctor.harmful_domains",
-    }

@@ -263,11 +263,6 @@ def test_hysteresis_needs_readings_in_a_row_to_raise_and_to_clear() -> None:
     assert levels == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_hysteresis_passes_through_a_warning_that_grows_and_shrinks() -> None:
-    h = Hysteresis(raise_after=2, clear_after=2)
-    assert [h.update(r) for r in (1, 2, 2, 1, 1, 0, 0)] == [0, 1, 2, 2, 1, 1, 0]
-
-
 def test_an_alarm_that_shrinks_is_a_warning_until_readings_in_a_row_are_healthy() -> None:
     h = Hysteresis(raise_after=2, clear_after=3)
     assert [h.update(r) for r in (2, 2, 1, 1, 0, 1, 0, 0, 0)] == [0, 2, 2, 2, 1, 1, 1, 1, 0]
@@ -301,10 +296,3 @@ def test_detectors_restored_in_the_middle_go_on_as_if_nothing_had_been(name: str
             state = json.loads(json.dumps(later.state_dict()))
             later = Detectors(DoctorThresholds(), ITERATIONS)
             later.load_state_dict(state)
-
-
-def test_thresholds_name_the_key_of_a_value_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"^clipped_warn=1.5 must be <= 1"):
-        DoctorThresholds(clipped_warn=1.5)
-    with pytest.raises(TypeError, match=r"^window='4' is str"):
-        DoctorThresholds(window="4")  # type: ignore[arg-type]

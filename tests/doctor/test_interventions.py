@@ -130,14 +130,6 @@ def test_after_the_last_rollback_the_run_stops() -> None:
     assert found == ["continue", "rollback", "rollback", "stop", "stop"]
 
 
-def test_what_begins_again_is_held_tighter_and_learns_slower() -> None:
-    changes = InterventionPolicy(ActionSettings()).after_rollback(PLAIN)
-    assert [(c.control, c.after) for c in changes] == [
-        ("kl_coef", 0.1),
-        ("learning_rate_factor", 0.5),
-    ]
-
-
 def ladder(knobs_before: list[Knobs]) -> list[dict[str, tuple[float, float]]]:
     policy = InterventionPolicy(ActionSettings())
     return [

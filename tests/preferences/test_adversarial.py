@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,19 +110,6 @@ def test_a_collection_is_read_and_scored_answer_by_answer(tmp_path: Path, prompt
     assert texts(pairs) == [{"a very long answer", "new"}, {"short", "new"}]
 
 
-def test_an_answer_too_long_to_be_scored_is_not_overrated(tmp_path: Path) -> None:
-    run = collected(tmp_path, "p", ["good", "bad", "other"], [1])
-    assert WorstSamples(run, lambda a: [None] * len(a), num_pairs=5).pairs(seed=1) == ([], 0)
-
-
-def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="finished run of"):
-        WorstSamples(tmp_path, lambda a: [None] * len(a), num_pairs=5)
-    collected(tmp_path, "p", ["good", "bad"], [1])
-    with pytest.raises(ValueError, match=r"num_pairs=0 must be"):
-        WorstSamples(tmp_path, lambda a: [None] * len(a), num_pairs=0)
-
-
 @pytest.fixture
 def lab(tmp_path: Path) -> Lab:
     def nobody() -> None:
@@ -152,11 +138,3 @@ def test_the_lab_labels_adversarial_pairs_like_any_other(lab: Lab) -> None:
     assert verdict.by_people  # the budget sends them all of it
     assert not collection.validation
     assert json.loads((lab.folder / "labels.jsonl").read_text().splitlines()[0])
-
-
-def test_a_lab_without_overrated_answers_says_what_to_do(lab: Lab) -> None:
-    assert lab.worst is not None
-    lab.folder.mkdir()
-    fair = replace(lab.worst, score=lambda answers: [float(t == "good") for _, t in answers])
-    with pytest.raises(ValueError, match=r"adversarial=false"):
-        replace(lab, worst=fair).run([])

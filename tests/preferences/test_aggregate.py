@@ -18,9 +18,7 @@ from rlhf_lightning.preferences.aggregate import (
     preference_row,
 )
 from rlhf_lightning.preferences.records import Pair
-from rlhf_lightning.preferences.reliability import side_tally
 from tests.builders.labels import label
-from tests.preferences.test_rater_quality import ACCURACIES, simulated
 
 PAIR = Pair.make("q", "good", "bad", domain="sums", first_source="sft", second_source="base")
 
@@ -64,29 +62,6 @@ def test_what_is_no_preference_says_why() -> None:
         preference_row(found[0])
 
 
-def test_annotators_are_weighed_by_how_right_they_are() -> None:
-    votes, truth = simulated(1500, seed=5)
-    pairs = [Pair.make(f"q{i}", "a", "b") for i in votes.items]
-    labels = [
-        label(pairs[row].pair_id, name, ("first", "second")[votes.table[row, column]])
-        for row in range(len(pairs))
-        for column, name in enumerate(votes.annotators)
-    ]
-    right = {}
-    for method in ("majority", "dawid_skene"):
-        found = aggregate(pairs, labels, people=[], method=method)
-        right[method] = sum(
-            v.choice == ("first", "second")[t] for v, t in zip(found, truth, strict=True)
-        ) / len(pairs)
-    assert len(ACCURACIES) == 4  # an even number: ties are no majority
-    assert right["dawid_skene"] > right["majority"] + 0.05
-    sure = [v for v in found if v.margin > 0.95]
-    by_id = dict(zip((p.pair_id for p in pairs), truth, strict=True))
-    assert sum(v.choice == ("first", "second")[by_id[v.pair.pair_id]] for v in sure) > 0.97 * len(
-        sure
-    )
-
-
 def test_a_model_of_raters_knows_ties_and_pairs_nobody_looked_at() -> None:
     other = Pair.make("q2", "a", "b")
     labels = [label(PAIR.pair_id, name, "tie") for name in ("a", "b", "c")]
@@ -123,15 +98,3 @@ def test_a_row_keeps_the_variables_of_its_prompts_template(prompt) -> None:
     )
     own = {} if isinstance(prompt, str) else {"tools": [{"name": "f"}], "thinking": False}
     assert parsed[0].record.variables == own
-
-
-def test_the_tally_counts_sides() -> None:
-    labels = [
-        label("p", "a", "first"),
-        label("p", "b", "first"),
-        label("p", "c", "tie"),
-        label("q", "a", "second"),
-        label("q", "b", "first"),
-        label("r", "a", "tie"),
-    ]
-    assert side_tally(labels) == {(2, 0): 1, (1, 1): 1, (0, 0): 1}

@@ -26,14 +26,6 @@ def test_fleiss_kappa_of_the_textbook_example_is_0_210() -> None:
     assert fleiss_kappa(TEXTBOOK) == pytest.approx(0.20993070442195522, rel=1e-12)
 
 
-def test_two_items_by_hand() -> None:
-    # Item 1: A A B -> 1 of 3 pairs agree. Item 2: B B B -> 3 of 3. P = 2/3.
-    # Votes: A 2/6, B 4/6, so chance is 1/9 + 4/9 = 5/9 and kappa (2/3 - 5/9) / (4/9) = 1/4.
-    counts = np.array([[2, 1], [0, 3]])
-    assert raw_agreement(counts) == pytest.approx(2 / 3)
-    assert fleiss_kappa(counts) == pytest.approx(1 / 4)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_fleiss_kappa_equals_that_of_statsmodels(seed: int) -> None:
     rng = np.random.default_rng(seed)

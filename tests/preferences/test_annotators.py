@@ -24,7 +24,6 @@ from rlhf_lightning.preferences.rules import (
     LengthRule,
     PhraseRule,
     RepetitionRule,
-    demo_style,
 )
 
 SURE = SimulatedAnnotator("sure", temperature=0.01, length_bias=0.0)
@@ -55,35 +54,6 @@ def test_a_rule_may_be_a_function_in_a_file_of_the_users(tmp_path: Path) -> None
     assert [rule("", text) for text in ("yes please", "yes")] == [2.0, 0.0]
     with pytest.raises(ValueError, match="'says_thanks' is no callable there"):
         CallableRule(f"{file}:says_thanks")
-
-
-def test_the_demo_rules_know_manners_and_no_fact() -> None:
-    annotator = RuleAnnotator([demo_style()])
-    polite = "sure , no problem at all . it is 9 ."
-    rude = "dumb question . it is 5 . time flies ."
-    pairs = [Pair.make("q", polite, rude), Pair.make("q", "it is 5 .", "it is 9 .")]
-    first, second = annotator.label(pairs)
-    assert (first.choice, first.margin, first.kind) == ("first", 2.0, "rule")
-    assert (second.choice, second.margin) == ("tie", 0.0)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RuleAnnotator([]), r"rules=\[\] must be not empty"),
-        (lambda: RuleAnnotator([LengthRule(3)], tie_below=-1), "tie_below=-1"),
-        (lambda: CallableRule(lambda p, r: None)("", ""), "returned None"),
-    ],
-)
-def test_a_rule_or_person_that_cannot_work_is_refused(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_a_difference_below_the_threshold_is_a_tie() -> None:
-    annotator = RuleAnnotator([CallableRule(lambda p, r: len(r))], tie_below=2)
-    one, two = annotator.label([Pair.make("q", "aa", "a"), Pair.make("q", "a", "aaa")])
-    assert (one.choice, one.margin, two.choice, two.margin) == ("tie", 1, "second", 2)
 
 
 def test_a_sure_person_follows_gold_and_says_when_both_are_bad() -> None:
@@ -124,11 +94,6 @@ def test_gold_that_holds_answers_against_the_right_one_is_given_it() -> None:
     assert [label.choice for label in sure.label([pair, other])] == ["second", "first"]
     with pytest.raises(ValueError, match="asks for the prompt column 'completion'"):
         sure.label([Pair.make("list files", "cd", "ls")])
-
-
-def test_a_simulated_person_needs_gold_before_anything_is_sampled() -> None:
-    with pytest.raises(ValueError, match=r"sure prefers by a gold reward.*annotator=page"):
-        SimulatedPerson(SURE, None, seed=1)
 
 
 class Flaky:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
-from rlhf_lightning.modules.export import save_hf_model
+from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.preferences.candidates import (
     DUPLICATE,
     EMPTY,
@@ -21,14 +18,12 @@ from rlhf_lightning.preferences.candidates import (
     LoadedPolicy,
     Sampling,
     candidate_journal,
-    load_candidate_policy,
     sample_candidates,
     units,
     usable,
 )
 from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.records import Candidate
-from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.runs import make_start
 
@@ -131,14 +126,6 @@ def test_the_journal_of_another_plan_is_refused(sampling: Sampling, tmp_path: Pa
         sample_candidates(PROMPTS[:3], small, candidate_journal(path))
 
 
-def test_prompts_that_are_too_long_are_left_out(sampling: Sampling, tmp_path: Path) -> None:
-    lengths = sorted(len(p.prompt.split()) for p in PROMPTS)
-    assert lengths[0] < lengths[-1]
-    short = replace(sampling, max_prompt_length=lengths[0])
-    found = sample_candidates(PROMPTS, short, candidate_journal(tmp_path / "c.jsonl"))
-    assert {len(c.prompt.split()) for c in found} == {lengths[0]}
-
-
 def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
     def made(prompt, response, *, finished=True, model="sft"):
         return Candidate.make(prompt, response, model=model, settings={}, seed=0, finished=finished)
@@ -171,38 +158,3 @@ def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(
     with pytest.raises(ValueError, match="prompt 1 is rendered and spells special tokens"):
         sample_candidates([marked], sampling, journal)
     assert sample_candidates([replace(PROMPTS[0], rendered=True)], sampling, journal)
-
-
-def test_in_bf16_policy_and_reward_model_hold_their_matrices_in_it_and_answer_as_under_autocast(
-    sampling: Sampling, tmp_path: Path
-) -> None:
-    start = make_start(tmp_path / "start")
-    model = load_scalar_model(start, head="reward")
-    save_hf_model(
-        model, load_tokenizer(start), tmp_path / "reward", model.state_dict(), stop_ids=[1]
-    )
-    kept: dict[str, Any] = {
-        "chat_template_arguments": None, "revision": None, "trust_remote_code": False
-    }  # fmt: skip
-    policies = [
-        load_candidate_policy(str(start), **kept, precision=precision)
-        for precision in ("32-true", "bf16-mixed")
-    ]
-    annotators = [
-        RewardModelAnnotator(tmp_path / "reward", precision=precision)
-        for precision in ("32-true", "bf16-mixed")
-    ]
-    found, scores = [], []
-    for policy, annotator, autocast in zip(policies, annotators, (True, False), strict=True):
-        settings = replace(sampling, policies={"tiny": lambda own=policy: own})
-        journal = candidate_journal(tmp_path / f"{autocast}.jsonl")
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            made = sample_candidates(PROMPTS, settings, journal)
-            scores.append(annotator.scores([(c.prompt, c.response) for c in made]))
-        found.append([c.response for c in made])
-    assert found[0] == found[1]
-    assert scores[0] == scores[1]
-    assert len(set(scores[0])) > 1
-    for rounded in (policies[1].model.model, annotators[1]._loaded[1].trunk):
-        dtypes = {m.weight.dtype for m in rounded.modules() if type(m) is torch.nn.Linear}
-        assert torch.bfloat16 in dtypes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator, grid, truncate
+from rlhf_lightning.preferences.decoding import grid, truncate
 from rlhf_lightning.rollout.noise import sample
 
 
@@ -26,17 +26,6 @@ def test_what_is_left_is_what_transformers_leaves(temperature, top_k, top_p) -> 
     assert kept.any(-1).all()
 
 
-def test_the_smallest_set_that_reaches_top_p_by_hand() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    kept = [
-        truncate(logits, temperature=1.0, top_k=0, top_p=p).isfinite().sum().item()
-        for p in (0.3, 0.49, 0.6, 0.79, 0.9, 0.96)
-    ]
-    assert kept == [1, 1, 2, 2, 3, 4]
-    # At temperature 1/2 the probabilities are squared: 0.25, 0.09, 0.0225, 0.0025 of 0.365.
-    assert truncate(logits, temperature=0.5, top_k=0, top_p=0.9).isfinite().sum() == 2
-
-
 def test_samples_follow_the_truncated_distribution() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20_000, -1)
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -47,13 +36,6 @@ def test_samples_follow_the_truncated_distribution() -> None:
     counts = torch.bincount(tokens, minlength=4) / 20_000
     assert counts[2:].sum() == 0
     assert counts[:2].tolist() == pytest.approx(weights.tolist(), abs=0.01)
-
-
-def test_the_likeliest_token_needs_no_truncation() -> None:
-    logits = torch.tensor([[0.0, 3.0]])
-    assert torch.equal(truncate(logits, temperature=0, top_k=1, top_p=0.1), logits)
-    generator = TruncatedGenerator([0], 0, decoding=Decoding(temperature=0, top_p=0.1))
-    assert torch.equal(generator._truncated(logits, 0.0), logits)
 
 
 def test_a_grid_is_every_combination() -> None:

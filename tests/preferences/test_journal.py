@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
-from rlhf_lightning.preferences.records import Label, Pair, read_records
+from rlhf_lightning.preferences.journal import Journal, record_journal
+from rlhf_lightning.preferences.records import Label
 from tests.builders.labels import label
 
 WRITER = """
@@ -50,12 +50,6 @@ def test_a_line_that_is_something_else_names_its_place(tmp_path: Path) -> None:
     path.write_text('{"pair_id": "r"}\n')
     with pytest.raises(BadRecordError, match=r"line 1: .*'annotator'"):
         record_journal(Label, path).read()
-
-
-def test_records_are_written_in_one_step(tmp_path: Path) -> None:
-    pairs = [Pair.make("q", "a", "b"), Pair.make("q", "a", "c\u2028")]
-    write_records(tmp_path / "pairs.jsonl", pairs)
-    assert list(read_records(Pair, tmp_path / "pairs.jsonl")) == pairs
 
 
 def test_killed_in_the_middle_of_writing_it_loses_and_repeats_nothing(tmp_path: Path) -> None:

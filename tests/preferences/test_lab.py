@@ -12,8 +12,6 @@ import pytest
 from rlhf_lightning.data.demo.annotators import PANEL
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.data.encode import encode_prompt
-from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
@@ -138,25 +136,6 @@ def test_candidates_that_were_dropped_are_told_with_what_to_change(
     assert sum(v for k, v in metrics.items() if "/dropped_" in k) == 120 - usable
 
 
-def test_prompts_that_are_over_long_are_counted_with_the_candidates(lab: Lab) -> None:
-    said: list[str] = []
-    lengths = sorted(len(policy_tokens(lab, prompt.prompt)) for prompt in PROMPTS)
-    assert lengths[10] < lengths[-1]
-    short = replace(lab.sampling, max_prompt_length=lengths[-1] - 1)
-    longest = sum(length == lengths[-1] for length in lengths)
-    collection = replace(lab, sampling=short, say=said.append).run(PROMPTS)
-    assert collection.dropped["prompt over-long"] == 4 * longest
-    assert f"{4 * longest} prompt over-long" in said[0]
-
-
-def policy_tokens(lab: Lab, prompt) -> list[int]:
-
-    tokenizer = lab.sampling.policies["sft"]().tokenizer
-    encoded = encode_prompt(PromptRecord(prompt), tokenizer, max_length=10_000)
-    assert encoded is not None
-    return list(encoded.input_ids)
-
-
 def test_what_is_on_disk_is_not_done_again(lab: Lab, tmp_path: Path) -> None:
     first = lab.run(PROMPTS)
     written = {p.name: p.read_bytes() for p in tmp_path.glob("*.jsonl")}
@@ -173,25 +152,6 @@ def test_what_is_on_disk_is_not_done_again(lab: Lab, tmp_path: Path) -> None:
     assert len(list(read_records(Pair, tmp_path / "pairs.jsonl"))) >= 40
     labels = list(read_records(Label, tmp_path / "labels.jsonl"))
     assert len({(x.pair_id, x.annotator) for x in labels}) == len(labels)
-
-
-def test_a_judge_takes_part_and_its_cost_is_counted(lab: Lab) -> None:
-    with serving(prefers_longer) as server:
-        judge = JudgeAnnotator(
-            model="judge",
-            base_url=server.url,
-            api_key_env=None,
-            input_price=10.0,
-            output_price=10.0,
-        )
-        collection = replace(lab, annotators=[*lab.annotators, judge]).run(PROMPTS)
-    assert collection.judge is not None
-    assert collection.judge.requests == len(server.requests) >= 80
-    assert collection.after.charges == pytest.approx(collection.judge.cost)
-    assert collection.after.money == pytest.approx(
-        collection.after.hours * 20.0 + collection.judge.cost
-    )
-    assert (lab.folder / "judgements.jsonl").exists()
 
 
 def test_a_judge_alone_labels_validation_too_and_nothing_is_said_of_people(lab: Lab) -> None:
@@ -230,9 +190,3 @@ def test_near_duplicates_of_held_out_prompts_are_not_trained_on_but_replaced(lab
         words = set(str(verdict.pair.prompt).split())
         for other in held_out:
             assert len(words & set(other)) < 0.2 * len(words | set(other))
-
-
-def test_without_two_answers_to_a_prompt_it_says_what_to_do(lab: Lab) -> None:
-    same = replace(lab.sampling, decodings=[Decoding(temperature=0.31, top_p=0.01)])
-    with pytest.raises(ValueError, match=r"said before.*sample more"):
-        replace(lab, sampling=same).run(PROMPTS)

@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from rlhf_lightning.preferences.records import Pair
-from tests.browser import console, set_scheme, set_viewport
+from tests.browser import console
 from tests.builders.labels import make_pairs
 from tests.preferences.page_server import Server, serving
 
@@ -82,46 +82,6 @@ def test_a_rater_labels_with_the_keyboard_alone(browser: Chrome, tmp_path: Path)
         assert console(browser) == []
 
 
-def test_held_keys_modifiers_and_strangers_label_nothing(browser: Chrome, tmp_path: Path):
-    with serving(tmp_path, make_pairs(3)) as server:
-        sign_in(browser, server, "Ann")
-        for modifier in (Keys.CONTROL, Keys.ALT):
-            ActionChains(browser).key_down(modifier).send_keys("b").key_up(modifier).perform()
-        held = "dispatchEvent(new KeyboardEvent('keydown', {key: '1', repeat: true}))"
-        browser.execute_script(f"document.body.{held}")
-        press(browser, "t")
-        assert [label.choice for label in server.labels()] == ["tie"]
-        # Nor do keys of somebody who was signed out meanwhile, who is told so on the spot.
-        waiting = shown(browser)
-        browser.delete_all_cookies()
-        ActionChains(browser).send_keys("1").perform()
-        wait(browser, lambda: noted(browser).startswith("Not saved"))
-        assert shown(browser) == waiting
-        assert len(server.labels()) == 1
-
-
-@pytest.mark.thorough
-def test_undo_brings_the_pair_back_with_what_was_said(browser: Chrome, tmp_path: Path):
-    with serving(tmp_path, make_pairs(3)) as server:
-        sign_in(browser, server, "Ann")
-        assert not browser.find_element(By.CSS_SELECTOR, ".undo").is_enabled()
-        first = shown(browser)
-        ActionChains(browser).send_keys("r").pause(0.1).send_keys("too long").perform()
-        ActionChains(browser).send_keys(Keys.ESCAPE).perform()
-        press(browser, "1")
-        second = shown(browser)
-        press(browser, "u")
-        assert shown(browser) == first
-        assert noted(browser) == "Taken back. Your answer was Answer 1; choose again."
-        marked = browser.find_elements(By.CSS_SELECTOR, "[aria-pressed=true]")
-        assert [button.get_attribute("value") for button in marked] == ["left"]
-        reason = browser.find_element(By.CSS_SELECTOR, ".reason")
-        assert reason.get_attribute("value") == "too long"
-        press(browser, "b")
-        assert shown(browser) == second
-        assert [(x.choice, x.reason) for x in server.labels()] == [("both_bad", "too long")]
-
-
 @pytest.mark.thorough
 def test_a_restart_in_the_middle_loses_nothing_and_the_rater_goes_on(
     browser: Chrome, tmp_path: Path
@@ -173,48 +133,3 @@ def test_hostile_text_is_shown_as_it_is_and_runs_nothing(browser: Chrome, tmp_pa
         time.sleep(0.2)
         assert browser.execute_script("return window.hit") is None
         assert any("Content Security Policy" in message for message in console(browser))
-
-
-def test_a_phone_needs_no_horizontal_scrolling_in_light_and_in_dark(
-    browser: Chrome, tmp_path: Path
-):
-    word = "Donaudampfschifffahrtsgesellschaft" * 8
-    pair = Pair.make(f"What is a {word}?", f"A {word}.\n" * 30, "x" * 900, domain="w" * 80)
-    set_viewport(browser, 360, 740, phone=True)
-    with serving(tmp_path, [pair], "page.instructions='Look at the length.'") as server:
-        browser.get(server.url)
-        assert_fits(browser)
-        browser.find_element(By.ID, "name").send_keys("W" * 60 + Keys.ENTER)
-        wait(browser, lambda: pair_on(browser))
-        brightness = {}
-        for scheme in ("light", "dark"):
-            set_scheme(browser, scheme)
-            assert_fits(browser)
-            brightness[scheme] = (colour(browser, "backgroundColor"), colour(browser, "color"))
-        assert brightness["light"][0] > 700 > 200 > brightness["light"][1]
-        assert brightness["dark"][0] < 200 < 600 < brightness["dark"][1]
-        bar = browser.execute_script(
-            "const r = document.querySelector('.bar').getBoundingClientRect();"
-            "return [r.top, r.bottom, innerHeight]"
-        )
-        assert 0 < bar[0] < bar[1] <= bar[2] + 1, "the buttons are on the screen at once"
-        browser.find_element(By.CSS_SELECTOR, "button[value=left]").click()
-        wait(browser, lambda: "All done" in browser.page_source)
-        assert_fits(browser)
-        assert len(server.labels()) == 1
-
-
-def colour(browser: Chrome, name: str) -> int:
-    """Return the sum of red, green and blue."""
-    script = f"return getComputedStyle(document.body).{name}.match(/\\d+/g).map(Number)"
-    return sum(browser.execute_script(script))
-
-
-def assert_fits(browser: Chrome) -> None:
-    wide = browser.execute_script(
-        "return [...document.querySelectorAll('body, body *')]"
-        ".filter(e => e.getBoundingClientRect().right > 360.5).map(e => e.outerHTML.slice(0, 80))"
-    )
-    assert wide == []
-    script = "return [document.documentElement.scrollWidth, innerWidth]"
-    assert browser.execute_script(script) == [360, 360]

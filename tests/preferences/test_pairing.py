@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
 from rlhf_lightning.preferences.pairing import make_pairs
 from rlhf_lightning.preferences.records import Candidate
 
@@ -96,18 +94,3 @@ def test_the_best_meets_the_worst() -> None:
     assert len(pairs) == 2
     assert min(texts(pairs[0]), key=len) == "w 0"
     assert min(texts(pairs[1]), key=len) == "w w 0"
-    same = make_pairs(
-        candidates(1, ["v v", "w w"]),
-        method="best_against_worst",
-        per_prompt=1,
-        num_pairs=None,
-        seed=1,
-        score=words,
-    )
-    assert same == []
-
-
-def test_a_method_that_needs_a_score_says_so() -> None:
-    settings = {"method": "best_against_worst", "per_prompt": 1, "num_pairs": None, "seed": 1}
-    with pytest.raises(ValueError, match=r"needs pairing\.score"):
-        make_pairs(candidates(1), **settings)

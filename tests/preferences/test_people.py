@@ -43,15 +43,6 @@ def test_every_pair_gets_as_many_different_people_as_asked(tmp_path: Path) -> No
         assert pairs == [pair for pair in all_of_them[name] if pair in PAIRS[:7]]
 
 
-def test_a_panel_that_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="different names"):
-        panel("a", "a")
-    with pytest.raises(ValueError, match="at least one"):
-        panel()
-    with pytest.raises(ValueError, match="the panel has 2"):
-        panel("a", "b").shares([(PAIRS[0], 3)])
-
-
 def test_people_at_the_page_are_waited_for_and_then_heard(tmp_path: Path) -> None:
     journal = record_journal(Label, tmp_path / "labels.jsonl")
     asked = [(PAIRS[0], 2), (PAIRS[1], 1)]

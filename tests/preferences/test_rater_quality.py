@@ -99,9 +99,3 @@ def test_the_likelihood_equals_summing_over_every_truth() -> None:
         ]
         total += np.log(sum(joint))
     assert model.log_likelihood == pytest.approx(total, rel=1e-9)
-
-
-def test_one_vote_by_somebody_unknown_is_believed_but_not_fully() -> None:
-    model = dawid_skene(make_votes([(0, "new", 0)], ("first", "second", "tie")))
-    assert 0.4 < model.posterior[0, 0] < 1.0
-    assert likely_choices(model, at_least=0.99).tolist() == [MISSING]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.preferences.annotation.page import task_values
@@ -62,9 +60,7 @@ def label(**changes) -> Label:
         candidate(finished=True),
         Candidate.make(CHAT, "vier \u2028 \U0001f600", model="m", settings={}, seed=0),
         Pair.make("q", "a", "b", domain="d", first_source="sft seed=1", gold="second"),
-        Pair.make("q", "a", "b", columns={"answer": "b"}),
-        Pair.make(CHAT, "a", ""),
-        label(),
+        Pair.make(CHAT, "a", "", columns={"answer": "b"}),
         label(choice="tie", seconds=1.25, reason="both fine", margin=0.0, kind="judge"),
     ],
 )
@@ -100,15 +96,8 @@ def test_names_do_not_change_between_versions() -> None:
     [
         (lambda: Pair.make("q", "a", "a"), "same text"),
         (lambda: Pair.make("  ", "a", "b"), "prompt is empty"),
-        (
-            lambda: Pair.make([{"role": "boss", "content": "x"}], "a", "b"),
-            "role of system, developer, user",
-        ),
-        (lambda: Pair.make("q", "a", "b", gold="skip"), "Pair.gold='skip' must be 'first'"),
         (lambda: label(choice="left"), "Label.choice='left' must be 'first'"),
-        (lambda: label(created="2026-11-02T09:30:00"), "with its zone"),
         (lambda: label(seconds=-1.0), "Label.seconds=-1.0 must be >= 0"),
-        (lambda: candidate(seed=1.5), "Candidate.seed=1.5 is float, expected int"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused_with_what_was_wanted(make, message: str) -> None:
@@ -116,26 +105,10 @@ def test_a_record_that_cannot_be_is_refused_with_what_was_wanted(make, message: 
         make()
 
 
-def test_numbers_of_numpy_and_torch_become_those_that_json_has(tmp_path: Path) -> None:
-    settings = {"temperature": np.float32(0.5), "top_k": 20}
-    records = [
-        candidate(settings=settings, seed=np.int64(3), finished=np.bool_(True)),
-        label(seconds=np.float32(1.5), margin=torch.tensor(2.0)),
-    ]
-    write_records(tmp_path / "records.jsonl", records)
-    rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert rows[0]["settings"] == {"temperature": 0.5, "top_k": 20}
-    assert (rows[0]["seed"], rows[0]["finished"]) == (3, True)
-    assert (rows[1]["seconds"], rows[1]["margin"]) == (1.5, 2.0)
-    settings["temperature"] = 9.0
-    assert records[0].settings == {"temperature": 0.5, "top_k": 20}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"choise": "first"}, r"labels.jsonl, line 3: .*'choise'.*choice"),
-        ({"choice": None}, "Label.choice=None must be 'first'"),
         ({"order": ...}, "'order'"),
     ],
 )
@@ -149,13 +122,6 @@ def test_the_answer_shown_first_is_told_from_the_first_of_the_pair() -> None:
     assert label(choice="first", order="second").shown_first_won is False
     assert label(choice="second", order="second").shown_first_won is True
     assert label(choice="tie").shown_first_won is None
-
-
-def test_a_candidate_says_who_wrote_it_and_a_prompt_can_be_read() -> None:
-    made = candidate(settings={"temperature": 0.7, "top_p": 1.0})
-    assert made.source == "sft temperature=0.7 top_p=1 seed=1"
-    assert readable(CHAT) == "system: Be brief.\n\nuser: 2 + 2?"
-    assert readable("plain") == "plain"
 
 
 def test_calls_of_tools_can_be_read() -> None:

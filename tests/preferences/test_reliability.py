@@ -37,10 +37,6 @@ PEOPLE = [
 ]
 
 
-def test_the_majority_of_people_leaves_out_what_they_are_divided_on() -> None:
-    assert people_majority(PEOPLE) == {"p": "first", "q": "second", "r": "tie"}
-
-
 def test_figures_of_people_by_hand() -> None:
     figures = people_figures(PEOPLE)
     assert figures is not None

@@ -109,15 +109,6 @@ def test_a_late_label_is_kept_without_a_time(store, clock):
     assert (store.progress().done, store.progress().wanted) == (1, 1)
 
 
-def test_time_and_reason_are_kept(store, clock):
-    store.add_pairs(make_pairs(2), labels_per_pair=1)
-    for reason in ("  shorter ", ""):
-        task_of(store, "Ann")
-        clock.now += 7
-        answer(store, "Ann", reason=reason)
-    assert [(x.seconds, x.reason) for x in store.labels()] == [(7.0, "shorter"), (7.0, None)]
-
-
 def test_a_label_sent_twice_is_one_label_and_the_first_stays(store):
     store.add_pairs(make_pairs(2), labels_per_pair=1)
     pair = answer(store, "Ann", "first").pair
@@ -191,34 +182,6 @@ def test_one_person_is_one_rater_however_the_name_is_written(store):
             store.enter(bad)
 
 
-def test_a_change_that_fails_changes_nothing_and_the_next_one_works(store):
-    with pytest.raises(StoreError):
-        store.add_pairs([make_pair(1), make_pair(2, domain="\ud800")], labels_per_pair=1)
-    assert list(store.pairs()) == []
-    assert store.add_pairs([make_pair(1)], labels_per_pair=1) == 1
-
-
-def test_a_full_disk_confirms_nothing_and_labelling_goes_on_when_there_is_room(store):
-    """SQLite is told that the disk ends here, which it answers as it does a disk that does."""
-    store.add_pairs(make_pairs(100), labels_per_pair=1)
-    (size,) = store._db.execute("PRAGMA page_count").fetchone()
-    store._db.execute(f"PRAGMA max_page_count = {size}").fetchone()
-    kept = 0
-
-    def label_all() -> None:
-        nonlocal kept
-        for _ in range(100):
-            answer(store, "Ann", reason="x" * 900)
-            kept += 1
-
-    with pytest.raises(StoreError, match="full"):
-        label_all()
-    assert len(list(store.labels())) == store.progress().done == kept < 100
-    store._db.execute("PRAGMA max_page_count = 100000").fetchone()
-    answer(store, "Ann")
-    assert len(list(store.labels())) == kept + 1
-
-
 def test_the_status_shows_agreement_known_answers_and_what_was_shown_first(store):
     store.add_pairs(make_pairs(3, gold=1), labels_per_pair=2)
     for rater, choices in {"Ann": ["first"] * 4, "Bob": ["first"] * 3 + ["second"]}.items():
@@ -247,15 +210,6 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
         LabelStore(tmp_path / "other.sqlite")
     assert db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 1
     db.close()
-
-
-def test_a_store_of_another_version_is_refused_with_the_way_out(tmp_path: Path):
-    LabelStore(tmp_path / "old.sqlite").close()
-    db = sqlite3.connect(tmp_path / "old.sqlite")
-    db.execute("PRAGMA user_version = 1")
-    db.close()
-    with pytest.raises(StoreError, match="with the release that wrote it"):
-        LabelStore(tmp_path / "old.sqlite")
 
 
 def test_a_store_holds_its_token_for_its_owner_alone(store):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 
 from tests.builders.mirror import READ, WRITE, MirrorTensor, on_mirror, recorded
@@ -76,24 +75,3 @@ def test_reads_and_blocking_copies_are_counted_and_arithmetic_is_not():
     assert none == {"arithmetic", "upload without a wait", "gather"}
     assert writes == {"index of the host", "upload", "a list"}
     assert all(count == {READ: 1} for name, count in found.items() if name not in none | writes)
-
-
-def line_of_an_item() -> list[str]:
-    with recorded() as log:
-        torch.ones(2, device=DEVICE).sum().item()
-    return log.lines()
-
-
-def test_a_wait_is_told_with_its_line():
-    (line,) = on_mirror(line_of_an_item)
-    number = line_of_an_item.__code__.co_firstlineno + 2
-    assert line.endswith(f"tests/rehearsal/test_mirror.py:{number}")
-
-
-def broken() -> None:
-    raise ValueError("from the other process")
-
-
-def test_an_error_there_is_raised_here():
-    with pytest.raises(RuntimeError, match="from the other process"):
-        on_mirror(broken)
