@@ -17,7 +17,6 @@ from rlhf_lightning.distributed.collectives import (
     global_moments,
     global_sum,
     rank,
-    unsharded,
     world_size,
 )
 from rlhf_lightning.distributed.process import cpu_threads, prepare_process
@@ -66,12 +65,6 @@ def test_moments_are_those_of_the_whole_batch_for_any_number_of_ranks(monkeypatc
     ):
         whitened.append(masked_whiten(*share, mean=mean, var=var))
     torch.testing.assert_close(torch.cat(whitened), masked_whiten(x, mask), rtol=1e-4, atol=1e-5)
-
-
-def test_a_rank_that_reduces_more_often_than_another_is_caught(monkeypatch):
-    ranks = SimulatedRanks(monkeypatch, 2)
-    with pytest.raises(RuntimeError, match="one rank reduces while another is done"):
-        ranks.run(lambda i: [global_sum(torch.ones(())) for _ in range(i)])
 
 
 def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_returned():
@@ -131,12 +124,6 @@ def test_gradients_are_averaged_over_ranks_under_ddp_alone(monkeypatch, bucket):
         assert all((gradient == 0.5).all() for gradient in averaged)
     own = ranks.run(lambda number: gradients(number, object()))
     assert all((gradient == 1).all() for gradient in own[1])
-
-
-def test_a_model_that_is_not_sharded_is_generated_from_as_it_is():
-    model = nn.Linear(2, 2)
-    with unsharded(model) as gathered:
-        assert gathered is model
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="expandable segments need Linux")

@@ -21,8 +21,6 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
-from rlhf_lightning.evaluation import final_metrics
-from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
@@ -165,20 +163,6 @@ def test_a_reward_model_from_python_shows_its_held_out_pairs(material, tmp_path)
     assert {"reliability", "wrong"} <= values.keys()
     assert "val/accuracy_chosen_longer" in metrics or "val/accuracy_chosen_shorter" in metrics
     assert f"Margins of {len(values['margin'])} pairs" in folder.report.read_text()
-
-
-def test_held_out_pairs_are_scored_in_forwards_no_larger_than_those_of_training(
-    material, tmp_path, monkeypatch
-):
-    sizes = []
-
-    def watched(*given: Any, batch_size: int) -> Any:
-        sizes.append(batch_size)
-        return held_out_pairs(*given, batch_size=batch_size)
-
-    monkeypatch.setattr(final_metrics, "held_out_pairs", watched)
-    reward(material, tmp_path / "run", hparams=RewardHparams(micro_batch_size=2))
-    assert sizes == [4]
 
 
 @pytest.mark.parametrize("flags", [{"fast_dev_run": True}, {"limit_val_batches": 0}])

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,8 @@ from rlhf_lightning import (
     export_model,
     trainer_arguments,
 )
-from rlhf_lightning.doctor.interventions import ActionSettings
-from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.runs.doctor_log import read_events
-from rlhf_lightning.runs.stopping import RunStoppedError
 from tests.builders.record_files import write_material
 
 ITERATIONS = 4
@@ -286,11 +282,6 @@ def test_a_list_of_rewards_is_their_weighted_sum_and_resumes_with_its_weights(ma
             ppo(material, **(given | wrong))
 
 
-class Mine(L.Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        module.log("mine/iteration", float(trainer.fit_loop.epoch_loop.total_batch_idx + 1))
-
-
 def test_a_folder_whose_run_failed_before_a_checkpoint_is_begun_anew(material, tmp_path):
     with pytest.raises(RuntimeError, match="the power went"):
         train(material, tmp_path / "run", callbacks=[Stop()])
@@ -343,23 +334,6 @@ def test_a_resume_with_another_seed_is_refused_and_loading_with_one_is_not(
     checkpoint = whole[1] / "checkpoints/last.ckpt"
     loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length, seed=7)
     assert loaded.hparams["seed"] == 7
-
-
-def test_a_resume_says_once_which_hyper_parameters_are_others(material, unfinished, caplog):
-    changed = replace(PPO, cliprange=0.1, gae_lambda=0.5, kl_coef=0.01, learning_rate=5e-4)
-    sampling = SamplingHparams(max_new_tokens=4, temperature=0.9)
-    resume(material, unfinished, ppo=changed, sampling=sampling)
-    said = [r.getMessage() for r in caplog.records if "is asked for" in r.getMessage()]
-    asked = sorted(line.split(" is asked for")[0] for line in said)
-    assert asked == [
-        "learning_rate of group 1=0.0005",
-        "module.ppo.kl_coef=0.01",
-        "module.sampling.temperature=0.9",
-        "ppo.cliprange=0.1",
-        "ppo.gae_lambda=0.5",
-        "sampling.max_new_tokens=4",
-    ]
-    assert "ppo.cliprange=0.1 is asked for: it takes the place of the checkpoint's 0.2" in said
 
 
 def test_a_reward_s_name_that_names_nothing_is_refused_at_once(material, tmp_path, monkeypatch):
@@ -433,20 +407,6 @@ def test_the_doctor_notices_a_constant_reward_unless_it_is_switched_off(material
     assert not (tmp_path / "alone/doctor.jsonl").exists()
 
 
-def test_a_doctor_that_stops_the_run_says_so_in_the_summary(material, tmp_path):
-    doctor = {
-        "actions": ActionSettings(on_alarm="stop", alarm_patience=1),
-        "thresholds": DoctorThresholds(kl_high_warn=1e-12, kl_high_alarm=1e-11, raise_after=1),
-    }
-    module = ppo(material)
-    trainer = L.Trainer(**arguments(tmp_path / "run", max_iterations=9, doctor=doctor))
-    with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
-        trainer.fit(module, prompts(material, module))
-    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped"
-    with pytest.raises(ValueError, match="on_alarm='rollback'"):
-        arguments(tmp_path / "other", doctor={"actions": ActionSettings(on_alarm="rollback")})
-
-
 def test_early_stopping_ends_with_the_best_weights(material, tmp_path):
     module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=0.3))
     data = DemonstrationDataModule(material["demonstrations"], module.tokenizer, batch_size=4)
@@ -461,12 +421,6 @@ def test_early_stopping_ends_with_the_best_weights(material, tmp_path):
     assert summary["metrics"]["val/loss"] == min(losses)
     best = torch.load(tmp_path / "run/checkpoints/best.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, best[name]) for name, value in module.state_dict().items())
-
-
-def test_a_logger_is_named_or_given(material, tmp_path):
-    assert type(arguments(tmp_path, logger="wandb")["logger"]).__name__ == "IterationWandbLogger"
-    with pytest.raises(ValueError, match="logger='mlflow'"):
-        arguments(tmp_path, logger="mlflow")
 
 
 @pytest.mark.parametrize(

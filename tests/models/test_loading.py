@@ -11,7 +11,7 @@ import torch
 
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
-from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import tiny_policy, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -117,13 +117,6 @@ def test_a_checkpoint_that_is_damaged_is_named_in_one_line(folder, how, message)
     assert len(text) < 600
     with pytest.raises(ValueError, match=str(folder)):
         load_scalar_model(folder, head="zero")
-
-
-@pytest.mark.parametrize("content", ["[]", '{"eos_token_id": "2"}', '{"eos_token_id": [1, "2"]}'])
-def test_ends_of_responses_that_are_no_ids_are_named_with_their_folder(folder, content):
-    (folder / "generation_config.json").write_text(content)
-    with pytest.raises(ValueError, match=f"cannot load {folder}: "):
-        stop_ids(load_tokenizer(folder), folder)
 
 
 def test_a_name_that_is_nowhere_is_named(tmp_path):

@@ -13,12 +13,6 @@ def controls() -> Controls:
     )
 
 
-def test_controls_start_from_the_hparams():
-    assert controls() == Controls(
-        kl_coef=0.07, temperature=0.8, learning_rate_factor=1.0, domain_weights={}
-    )
-
-
 def test_a_checkpoint_gives_every_control_back():
     turned = controls()
     turned.kl_coef, turned.temperature, turned.learning_rate_factor = 0.2, 0.7, 0.5

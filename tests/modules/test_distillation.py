@@ -170,20 +170,6 @@ def test_without_a_reward_no_score_is_told():
     assert rows.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"mixture_weight": 0.3}, r"mixture_weight=0\.3 is of divergence=jensen_shannon"),
-        ({"entropy_coef": 0.01}, r"entropy_coef=0\.01 is of divergence=sampled"),
-        ({"teacher_coef": 0.0}, "teacher_coef=0"),
-        ({"divergence": "js"}, "divergence"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(given, told):
-    with pytest.raises((ValueError, TypeError), match=told):
-        hparams(**given)
-
-
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = write_material(tmp_path_factory.mktemp("material"))

@@ -32,7 +32,6 @@ from rlhf_lightning.modules.reference_logprobs import (
     data_key,
     pair_logprobs,
     read_tables,
-    write_tables,
 )
 from tests.builders.models import EOS, MODEL_TYPES, flat_gradients, flat_parameters
 from tests.builders.record_files import row_text, write_material
@@ -322,30 +321,6 @@ def test_a_finished_run_that_is_extended_goes_on_at_the_rates_of_the_longer_sche
     assert "at 0.5 of its full value where it would have been 0" in caplog.text
 
 
-def test_a_run_that_is_over_when_it_is_continued_says_so(material, tmp_path, caplog):
-    rates = Rates()
-    train(material, tmp_path, max_iterations=3, callbacks=rates)
-    for fewer in (3, 2):
-        caplog.clear()
-        train(material, tmp_path, max_iterations=fewer, callbacks=rates, ckpt_path="last")
-        assert f"3 iterations of training, and this run has {fewer}: it is over" in caplog.text
-        assert ("the checkpoint had 3" in caplog.text) == (fewer == 2)
-    assert len(rates.seen) == 3
-
-
-def test_a_run_with_other_pairs_keeps_its_reference_in_a_file_of_its_own(material, tmp_path):
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(material["pairs"].read_text().splitlines(keepends=True)[::-1]))
-    for pairs in (material["pairs"], other, material["pairs"]):
-        module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
-        data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8, num_iterations=1)
-        L.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, default_root_dir=tmp_path,
-        ).fit(module, data)  # fmt: skip
-    assert len(list((tmp_path / FOLDER).iterdir())) == 2
-
-
 def test_another_compute_dtype_has_a_file_of_its_own(material, tmp_path):
     """FSDP2Strategy computes in bf16 while the Trainer's precision is 32-true."""
     for dtype in (None, torch.bfloat16):
@@ -407,15 +382,6 @@ def test_a_damaged_file_is_computed_again(material, tmp_path, caplog):
         fit()
         assert same_tables(file, whole)
         assert [file.name in message for message in caplog.messages].count(True) == 1
-
-
-def test_tables_of_fewer_rows_are_damaged(tmp_path):
-    file, tables = tmp_path / "tables", {s: torch.zeros(2, 2) for s in ("train", "validation")}
-    write_tables(file, "key", tables)
-    rows: Any = {"train": [0] * 2, "validation": [0] * 2}
-    assert read_tables(file, "key", rows)["train"].equal(tables["train"])
-    with pytest.raises(ValueError, match="is damaged"):
-        read_tables(file, "key", rows | {"train": [0] * 3})
 
 
 def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):

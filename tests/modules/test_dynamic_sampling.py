@@ -178,13 +178,6 @@ def test_a_group_whose_scores_are_clipped_to_one_is_dull(score_clip, groups, at_
     assert measures.get("rollout/clipped") == at_clip
 
 
-def test_a_round_more_asks_on_where_the_last_one_ended():
-    module = built(module_with(3))
-    module.collect_rollout(share(rounds=3), 0)
-    assert module.asked == [[0, 1, 2, 3], [4, 5], [6], [7]]
-    assert module.groups == [[0, 5, 2, 7]]
-
-
 def test_what_was_resampled_is_logged(run):
     names = ("resampled_groups", "resampling_rounds", "informative_groups")
     got = [tuple(values[f"rollout/{name}"] for name in names) for values in run.logged]
@@ -378,11 +371,6 @@ def test_a_batch_without_spare_prompts_is_refused():
     loader = data().train_dataloader()  # made without a Trainer, so without the module
     with pytest.raises(ValueError, match=r"max_resampling_rounds=2 needs 16 spare rows, .* has 0"):
         trainer().fit(module_with(2), loader)
-
-
-def test_resampling_without_a_baseline_is_refused():
-    with pytest.raises(ValueError, match="max_resampling_rounds=1 needs a group's baseline"):
-        GRPOHparams(baseline="none", scale="none", max_resampling_rounds=1)
 
 
 def test_a_scorer_that_tells_of_unscored_rows_in_some_batches_alone_may_be_resampled():

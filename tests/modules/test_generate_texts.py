@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from rlhf_lightning import (
@@ -22,7 +21,6 @@ from rlhf_lightning import (
     SamplingHparams,
     SFTModule,
     compare,
-    export_model,
     normalize_reward_model,
     trainer_arguments,
 )
@@ -112,19 +110,6 @@ def test_a_prediction_samples_each_prompt_anew_in_whatever_batches_it_comes(trai
     assert [one for part in parts for batch in part for one in batch] == texts
 
 
-def test_a_reward_model_predicts_no_texts(material):
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    with pytest.raises(TypeError, match="RewardModule has no policy"):
-        trainer.predict(RewardModule.from_pretrained(material["policy"]), DataLoader(["w2"]))
-
-
-def test_a_table_is_no_list_of_prompts(trained):
-    table = pytest.importorskip("pandas").DataFrame({"prompt": ["w2 w3", "w4"]})
-    with pytest.raises(TypeError, match=r"prompts is DataFrame of shape \(2, 1\).*columns"):
-        trained.generate(table)
-    assert trained.generate(table["prompt"]) == trained.generate(["w2 w3", "w4"])
-
-
 def test_a_prompt_that_leaves_no_room_is_named(material):
     with pytest.raises(ValueError, match="prompt 2 of 2"):
         module_of(material).generate(["w2", "w3 " * 5000])
@@ -155,12 +140,6 @@ def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperatur
     assert greedy[0].samples != greedy[1].samples
 
 
-def test_samples_of_the_first_and_the_last_iteration_are_written(trained):
-    lines = (trained.folder / "samples.jsonl").read_text().splitlines()
-    iterations = {json.loads(line)["iteration"] for line in lines}
-    assert iterations - {0} == {1, 3}  # 0: of a comparison
-
-
 @pytest.mark.parametrize(
     ("flag", "setting"),
     [
@@ -176,37 +155,6 @@ def test_flags_of_a_trainer_name_the_setting_to_use(material, tmp_path, flag, se
     with pytest.raises(ValueError, match=setting) as error:
         L.Trainer(**arguments).fit(module, data)
     assert next(iter(flag)) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"prompts": "w2 w3"}, "prompts"),
-        ({"prompts": 5}, "prompts"),
-        ({"prompts": None}, "prompts"),
-        ({"prompts": {"prompt": "w2 w3"}}, "prompts"),
-    ],
-)
-def test_what_a_module_cannot_be_asked_is_named(trained, given, name):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name}"):
-        trained.generate(**{"prompts": ["w2 w3"]} | given)
-
-
-@pytest.mark.parametrize("rows", [[5], ["w2 w3"], [{"prompt": "w2"}, None]])
-def test_rows_that_are_no_mappings_are_named_where_they_are_given(trained, rows):
-    with pytest.raises(TypeError, match=r"^source\[\d\] is "):
-        PromptDataModule(rows, trained.tokenizer, batch_size=4)
-    with pytest.raises(TypeError, match=r"^prompts\[\d\] is "):
-        compare(trained, trained, rows, reward=length)
-
-
-@pytest.mark.parametrize("module", ["x", None, torch.nn.Linear(1, 1)])
-def test_what_is_no_module_is_not_exported(module, tmp_path):
-    with pytest.raises(TypeError, match=r"^module="):
-        export_model(module, tmp_path / "export")
 
 
 def test_a_comparison_by_a_reward_that_applies_nowhere_says_so(material, trained):

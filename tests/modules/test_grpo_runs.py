@@ -14,7 +14,6 @@ import torch
 from rlhf_lightning import (
     GRPOHparams,
     LoraHparams,
-    PolicyGradientModule,
     PromptDataModule,
     SamplingHparams,
     export_model,
@@ -143,20 +142,6 @@ def test_a_resume_with_another_number_of_responses_is_refused(material, tmp_path
         train(material, tmp_path, checkpoint_every_n_iterations=1, callbacks=Stop())
     with pytest.raises(ValueError, match="made with data num_generations=3, this run has 2"):
         train(material, tmp_path, ckpt_path="last", num_generations=2)
-
-
-def test_a_checkpoint_is_loaded_with_its_hyper_parameters(trained):
-    module, _, folder, _ = trained
-    checkpoint = folder / "checkpoints/last.ckpt"
-    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward=function\)"):
-        PolicyGradientModule.load_from_checkpoint(checkpoint)
-    loaded = PolicyGradientModule.load_from_checkpoint(checkpoint, reward=length)
-    assert loaded.algorithm == GRPO
-    assert loaded.score_clip is None  # "auto", with a function
-    assert loaded.sampling.max_new_tokens == 5
-    assert not loaded.training
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
 
 
 def test_the_summary_and_the_report_are_those_of_the_run(trained):

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -20,9 +18,7 @@ from rich.console import Console
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.callbacks.console import print_verdict
-from rlhf_lightning.data.encode import EncodedSequence
 from rlhf_lightning.data.sources.given import GivenRows
-from rlhf_lightning.data.unpaired import with_other_responses
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.modules import base, dpo
 from rlhf_lightning.modules.dpo import by_label
@@ -120,15 +116,6 @@ def test_a_batch_of_one_label_says_nothing_of_the_other():
         "dpo/loss": 1.0, "dpo/chosen_reward": 2.0, "dpo/rejected_reward": 1.0, "dpo/margin": 1.0,
         "dpo/chosen_logprob": -3.0, "dpo/rejected_logprob": -8.0,
     }  # fmt: skip
-
-
-def test_weights_and_smoothing_of_another_objective_are_refused():
-    with pytest.raises(ValueError, match="kind=kto alone"):
-        DPOHparams(desirable_weight=2.0)
-    with pytest.raises(ValueError, match="kind=sigmoid alone"):
-        DPOHparams(kind="kto", label_smoothing=0.1)
-    with pytest.raises(ValueError, match="desirable_weight=0, undesirable_weight=0"):
-        DPOHparams(kind="kto", desirable_weight=0, undesirable_weight=0)
 
 
 @pytest.mark.parametrize(
@@ -309,13 +296,3 @@ def test_rows_of_another_objective_are_refused_with_the_kind_that_fits(
     trainer = L.Trainer(**trainer_arguments(tmp_path, max_iterations=1, accelerator="cpu"))
     with pytest.raises(TypeError, match=f"kind={module.record_kinds[0]}"):
         trainer.fit(module, data)
-
-
-def test_rows_of_one_prompt_that_follow_each_other_cost_no_search_each():
-    ids, learnt = np.array([[5, 6, 9], [7, 8, 4]], dtype=np.int32), np.array([False, False, True])
-    rows = [EncodedSequence(ids[0], learnt, label=True)] * 20_000
-    rows += [EncodedSequence(ids[1], learnt, label=False)]
-    started = time.process_time()
-    paired = with_other_responses(rows, rows, max_length=8)
-    assert time.process_time() - started < 5
-    assert {tuple(row.rejected_input_ids) for row in paired} == {(5, 6, 4), (7, 8, 9)}

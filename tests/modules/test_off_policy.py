@@ -25,7 +25,6 @@ from tests.builders.stages import (
     after_some_training,
     built,
     counts_of,
-    fit,
     group_prompts,
     grpo_hparams,
     policy_loss_and_gradient,
@@ -252,12 +251,3 @@ def test_the_detector_notices_an_engine_that_keeps_its_first_weights_and_no_heal
     assert gaps[-1] > 0.2
     assert alerts[-1].after == ALARM
     assert "The engine samples with other weights" in alerts[0].describe()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_a_whole_run_with_a_correction_logs_what_it_limits(correction):
-    module = module_of("ppo", generator=OtherSampler(STOPS, PAD), **CORRECTIONS[correction])
-    trainer = fit(module, 2)
-    name = {"truncated": "truncated_tokens", "masked": "masked_responses"}[correction]
-    assert 0.1 < float(trainer.logged_metrics[f"rollout/{name}"]) < 0.9

@@ -223,18 +223,6 @@ def test_a_run_resumed_with_other_settings_gets_them_and_says_so(killed, caplog)
     assert any(text.startswith("learning_rate of group 1=0.003 is asked for") for text in said)
 
 
-def test_the_learning_rate_that_is_asked_for_is_that_of_the_next_step(killed):
-    rates: list[float] = []
-
-    class Rates(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    the_trainer, _, _ = run(killed, resume=True, learning_rate=3e-3, callback=Rates())
-    schedule = the_trainer.lightning_module.schedule
-    assert rates[0] == pytest.approx(3e-3 * 0.5 * schedule.factor(2, ITERATIONS))
-
-
 @pytest.mark.parametrize("kl_coef", [None, 0.7])
 def test_a_kl_coef_takes_the_place_of_the_adapted_one_only_where_it_is_another(killed, kl_coef):
     saved = torch.load(killed / "last.ckpt", weights_only=True)["controls"]

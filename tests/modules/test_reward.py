@@ -163,19 +163,6 @@ def test_an_answer_of_many_pairs_is_read_once_and_its_gradient_is_the_sum(
     torch.testing.assert_close(same, gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_one_answer_that_comes_twice_does_not_put_the_whole_batch_into_one_forward():
-    module = without_trainer(tiny_reward())
-    widths = 16 * ((preference_batch().either_attention_mask.sum(-1) + 15) // 16)
-    assert len(widths.unique()) > 1
-    for answers, forwards in (
-        ([(i, i + 8) for i in range(8)], len(widths.unique())),
-        ([(i, i + 8) for i in range(7)] + [(7, 8)], len(widths.unique())),
-        ([(i, (i + 1) % 8) for i in range(8)], 1),
-    ):
-        batch = replace(preference_batch(), answer_ids=tuple(answers))
-        assert len(module._micro_batches(batch)) == forwards
-
-
 def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
     batches = [preference_batch(seed=seed) for seed in range(3)]
     (one,) = whole = [without_trainer(tiny_reward(micro_batch_size=2))]

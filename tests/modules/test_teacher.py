@@ -28,7 +28,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.doctor.callback import knobs_of
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import response_statistics
-from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
+from rlhf_lightning.models.ppo_models import PolicyModels
 from tests.builders.models import flat_gradients, flat_parameters, tiny_policy, tiny_tokenizer
 from tests.builders.record_files import write_material
 from tests.builders.reward_server import serving
@@ -229,23 +229,6 @@ def test_a_checkpoint_is_read_with_its_teacher_and_resumed_with_no_other(
     assert read.teacher is not None
     with pytest.raises(ValueError, match=r"trained with teacher \w{12}, and teacher=.*teacher_8"):
         train(material, tmp_path, checkpoint, lora=lora, teacher=material["teacher_8"])
-
-
-def test_a_resume_without_the_teacher_says_so(material, trained, tmp_path, caplog):
-    _, _, folder, lora = trained
-    checkpoint = str(folder / "checkpoints/last.ckpt")
-    plain = GRPOHparams(learning_rate=1e-3, num_minibatches=2)
-    train(material, tmp_path, checkpoint, lora=lora, grpo=plain, teacher=None)
-    said = [record.getMessage() for record in caplog.records if "teacher=" in record.getMessage()]
-    place = material["teacher_7"]
-    assert said == [f"teacher=None is asked for: it takes the place of the checkpoint's {place}"]
-
-
-def test_the_weights_of_the_teacher_are_those_of_its_folder(material, trained):
-    module, *_ = trained
-    expected = frozen(policy_models(material["teacher_7"]).policy)
-    for one, other in zip(module.teacher.model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_another_tokenizer_and_a_weight_without_a_teacher_are_refused(material, tmp_path):

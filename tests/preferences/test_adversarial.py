@@ -57,15 +57,6 @@ def test_an_overrated_answer_meets_the_best_one_that_it_has_not_met() -> None:
     assert pairs[0].domain == "sums"
 
 
-def test_answers_that_lost_more_than_they_won_or_are_overrated_too_are_no_opponents() -> None:
-    answers = [answer(text) for text in ("good", "bad", "worse", "lost")]
-    defeats = [defeat("good", "bad", 2.0), defeat("good", "worse", 1.0), defeat("good", "lost", -1)]
-    assert adversarial_pairs(answers, defeats, num_pairs=9, seed=1) == ([], 2)
-    # An answer that nobody has labelled will do.
-    pairs, _ = adversarial_pairs([*answers, answer("new")], defeats, num_pairs=9, seed=1)
-    assert texts(pairs) == [{"bad", "new"}, {"worse", "new"}]
-
-
 def test_the_most_overrated_come_first_and_a_tie_of_the_scores_is_not_overrated() -> None:
     answers = [answer(text, prompt) for prompt in "abc" for text in ("good", "bad", "other")]
     gaps = {"a": 0.5, "b": 3.0, "c": 0.0}

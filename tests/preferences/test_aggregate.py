@@ -62,14 +62,6 @@ def test_what_is_no_preference_says_why() -> None:
         preference_row(found[0])
 
 
-def test_a_model_of_raters_knows_ties_and_pairs_nobody_looked_at() -> None:
-    other = Pair.make("q2", "a", "b")
-    labels = [label(PAIR.pair_id, name, "tie") for name in ("a", "b", "c")]
-    found = aggregate([PAIR, other], labels, people=["a"], method="dawid_skene")
-    assert [v.left_out for v in found] == [TIE, NO_VOTE]
-    assert aggregate([PAIR], [], people=[], method="dawid_skene")[0].left_out == NO_VOTE
-
-
 @pytest.mark.parametrize("prompt", ["q", ({"role": "user", "content": "q"},)])
 def test_a_row_is_a_record_that_the_reward_stage_reads(prompt) -> None:
     pair = Pair.make(prompt, "good", "bad", domain="sums", first_source="sft", second_source="base")

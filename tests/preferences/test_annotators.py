@@ -125,12 +125,3 @@ def test_after_a_failure_only_the_rest_is_asked_for(tmp_path: Path) -> None:
     assert {x.annotator for x in labels} == {"flaky"}
     assert len(journal.read()) == 445
     assert label_pairs(flaky, PAIRS[:45], journal) == labels
-
-
-def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
-    class Backwards(Flaky):
-        def label(self, pairs):
-            return RuleAnnotator([LengthRule(3)], name=self.name).label(pairs[::-1])
-
-    with pytest.raises(AnnotationError, match="another order"):
-        label_pairs(Backwards(), PAIRS[:3], record_journal(Label, tmp_path / "x.jsonl"))

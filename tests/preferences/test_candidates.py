@@ -109,13 +109,6 @@ def test_stopped_anywhere_it_goes_on_to_the_same_answers(
     assert loaded == ["sft", "base"]
 
 
-def test_how_many_prompts_go_together_changes_no_answer(sampling: Sampling, tmp_path: Path) -> None:
-    one = sample_candidates(PROMPTS, sampling, candidate_journal(tmp_path / "a.jsonl"))
-    other = replace(sampling, batch_size=7)
-    two = sample_candidates(PROMPTS, other, candidate_journal(tmp_path / "b.jsonl"))
-    assert one == two
-
-
 def test_the_journal_of_another_plan_is_refused(sampling: Sampling, tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     small = replace(sampling, policies={"sft": sampling.policies["sft"]})

@@ -63,15 +63,6 @@ def test_the_expected_share_of_right_labels_is_that_of_the_simulation() -> None:
     assert expected_correct(tally, fit_shape(tally)) == pytest.approx(right.mean(), abs=0.01)
 
 
-def test_unanimous_people_leave_no_noise_and_coin_tossers_nothing_else() -> None:
-    same = estimate_ceiling({(3, 0): 500, (0, 3): 500})
-    assert same is not None
-    assert same.single > 0.99
-    random = estimate_ceiling(beta_tally(1e4, 5000, 3, seed=4))
-    assert random is not None
-    assert random.single < 0.56
-
-
 def test_a_few_people_who_agree_are_not_sure_that_all_do() -> None:
     few = estimate_ceiling({(2, 0): 6, (0, 2): 4})
     assert few is not None

@@ -111,31 +111,6 @@ def test_from_prompts_to_records_and_their_reliability(lab: Lab, tmp_path: Path)
     assert source.label_ceiling() == metrics["val/label_ceiling"]
 
 
-def test_candidates_that_were_dropped_are_told_with_what_to_change(
-    lab: Lab, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    strict = LabHparams(num_pairs=50, keep_unfinished=False)
-    sampling = replace(lab.sampling, max_new_tokens=48)
-    try:
-        collection = replace(lab, hparams=strict, sampling=sampling, say=said.append).run(PROMPTS)
-    except ValueError as error:
-        pytest.fail(f"the tiny policy ends no answer: {error}")
-    cut_off = collection.dropped["cut off at max_new_tokens"]
-    assert 0 < cut_off < 120
-    usable = 120 - sum(collection.dropped.values())
-    assert said[0].startswith(f"{usable} of 120 candidates can be compared (dropped: ")
-    assert f"{cut_off} cut off at max_new_tokens" in said[0]
-    assert " pairs instead of lab.num_pairs=50" in said[1]
-    assert "raise candidates.max_new_tokens=48" in said[1]
-    assert "lab.keep_unfinished=true" in said[1]
-    metrics = flat_metrics(write_collection(tmp_path / "data", collection, strict))
-    assert metrics["collect/num_candidates"] == 120
-    assert metrics["collect/usable_candidates"] == usable
-    assert metrics["collect/dropped_cut_off"] == cut_off
-    assert sum(v for k, v in metrics.items() if "/dropped_" in k) == 120 - usable
-
-
 def test_what_is_on_disk_is_not_done_again(lab: Lab, tmp_path: Path) -> None:
     first = lab.run(PROMPTS)
     written = {p.name: p.read_bytes() for p in tmp_path.glob("*.jsonl")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -77,15 +75,6 @@ def test_its_probabilities_say_how_often_it_is_right() -> None:
     assert right.mean() == pytest.approx(sure.mean(), abs=0.02)
     unsure = sure < 0.8
     assert right[unsure].mean() == pytest.approx(sure[unsure].mean(), abs=0.06)
-
-
-def test_every_iteration_raises_the_likelihood() -> None:
-    votes, _ = simulated(300, seed=3, share=0.5)
-    values = [
-        dawid_skene(votes, max_iterations=n, tolerance=0.0).log_likelihood for n in range(1, 25)
-    ]
-    assert all(later >= earlier - 1e-9 for earlier, later in pairwise(values))
-    assert values[-1] > values[0]
 
 
 def test_the_likelihood_equals_summing_over_every_truth() -> None:
