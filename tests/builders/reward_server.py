@@ -112,18 +112,6 @@ def slow(seconds: float, behaviour: Behaviour = lengths) -> Behaviour:
     return wait
 
 
-def trickling(body: dict[str, Any]) -> Any:
-    """A byte every 50 ms: no single read of the client ever waits for long."""
-
-    def write(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        for _ in range(200):
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
-            time.sleep(0.05)
-
-    return write
 
 
 def hanging_up(body: dict[str, Any]) -> Any:
