@@ -112,8 +112,6 @@ def slow(seconds: float, behaviour: Behaviour = lengths) -> Behaviour:
     return wait
 
 
-
-
 def hanging_up(body: dict[str, Any]) -> Any:
     """Half of an answer, then nothing."""
 
