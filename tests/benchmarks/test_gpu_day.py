@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_day, tables
+from benchmarks import gpu_day
 from benchmarks.gpu_day import Part
 from benchmarks.machine import ROOT
 
@@ -75,30 +75,6 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_rest_runs_and_is_not_run_ag
     assert day(parts)[0] == {**expected, "good": "done before"}
     time.sleep(max(0.0, 8 - (time.monotonic() - started)))
     assert not (tmp_path / "late").exists()
-
-
-def test_what_has_no_time_left_is_no_failure_and_only_named_parts_run(day, tmp_path):
-    slow = Part("slow", "", (), script(tmp_path, "slow_part", "import time; time.sleep(60)"), 60)
-    good = Part("good", "", (), script(tmp_path, "good_part", WRITES), 60)
-    assert day([slow, good], "--minutes", "0.01") == (
-        {"slow": "not started", "good": "not started"},
-        "",
-    )
-    assert day([slow, good], "--only", "good") == ({"good": "done"}, "")
-    assert day([slow, good], "--only", "good") == ({"good": "done before"}, "")
-    assert day([slow, good], "--only", "good", "--again") == ({"good": "done"}, "")
-
-
-def test_without_cuda_only_a_rehearsal_runs_and_its_results_are_no_results_of_cuda(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(gpu_day, "device_count", lambda: 0)
-    monkeypatch.setattr(gpu_day, "install", lambda: None)
-    with pytest.raises(SystemExit, match=r"no CUDA device.*quick"):
-        gpu_day.main(["--results", str(tmp_path)])
-    (tmp_path / "gpu_tests.json").write_text(json.dumps({"machine": {}}))
-    with pytest.raises(ValueError, match=r"gpu_tests.json was not measured on CUDA"):
-        tables.filled("<!-- table gpu_tests -->\n<!-- end -->", tmp_path)
 
 
 def test_every_part_has_a_place_and_a_row_in_the_document_and_files_that_exist():

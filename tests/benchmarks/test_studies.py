@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -45,14 +43,6 @@ def test_every_command_line_of_a_study_composes(name, tmp_path, monkeypatch):
         load_settings(COMMANDS[command], command, list(run.command[3:]))
 
 
-def test_a_setting_has_the_names_and_values_of_what_varies():
-    row = Row(["+experiment=ppo"], vary={"module.ppo.kl_coef": [0.1, 0.2], "+rollout.lag": [1]})
-    assert row.settings() == {
-        "kl_coef=0.1 lag=1": ["module.ppo.kl_coef=0.1", "+rollout.lag=1"],
-        "kl_coef=0.2 lag=1": ["module.ppo.kl_coef=0.2", "+rollout.lag=1"],
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_study_names_what_failed_keeps_what_is_done_and_writes_its_table(
@@ -80,8 +70,3 @@ def test_a_study_names_what_failed_keeps_what_is_done_and_writes_its_table(
     assert f"| good |  | 1 of 1 | {rate:.3f} (" in (out / "table.md").read_text()
     with pytest.raises(SystemExit, match="another --out"):
         main(tiny, [f"--out={out}", "train:trainer.validations=0"])
-
-
-def test_a_study_has_help_without_running_anything(tmp_path):
-    line = [sys.executable, "-m", "benchmarks.studies.objectives", "--help"]
-    assert b"--seeds" in subprocess.run(line, capture_output=True, check=True).stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -28,11 +26,6 @@ def test_gain_is_interpolated_between_the_neighbours_in_kl_and_not_beyond_the_en
     assert gain_at(CURVE[:1], 0.3) is None  # one setting is no curve
 
 
-def test_settings_of_equal_kl_count_one_half_each():
-    same = [Measured(0.1, 0.6, 0.02), Measured(0.1, 0.8, 0.04)]
-    assert gain_at(same, 0.1) == pytest.approx((0.1, 0.7, 0.03), rel=1e-12)
-
-
 def test_the_mean_gain_is_the_area_under_the_curve_over_its_width():
     # (0.1 * (0.6 + 0.8) / 2 + 0.1 * (0.8 + 0.9) / 2) / 0.2
     assert mean_gain(CURVE, 0.1, 0.3).gain == pytest.approx(0.775, rel=1e-12)
@@ -41,45 +34,6 @@ def test_the_mean_gain_is_the_area_under_the_curve_over_its_width():
     assert mean_gain(CURVE, 0.1, 0.3).sd == pytest.approx(0.02, rel=1e-12)
     assert mean_gain(CURVE, 0.05, 0.3) is None
     assert mean_gain(CURVE, 0.2, 0.2) is None
-
-
-def test_the_interval_over_seeds_is_students():
-    # Mean 0.7, standard deviation 0.1, t(2) = 4.302653.
-    values = [Measured(0.1, gain, 0.02) for gain in (0.6, 0.7, 0.8)]
-    half = 4.302652729911275 * 0.1 / math.sqrt(3)
-    own = over_seeds(values, same_prompts=False)
-    assert own == pytest.approx((0.7, 0.7 - half, 0.7 + half, 3), rel=1e-9)
-    wider = math.sqrt(half**2 + (1.959963984540054 * 0.02) ** 2)
-    shared = over_seeds(values, same_prompts=True)
-    assert shared == pytest.approx((0.7, 0.7 - wider, 0.7 + wider, 3), rel=1e-9)
-
-
-def test_seeds_that_agree_by_luck_are_no_surer_than_their_prompts():
-    found = over_seeds([Measured(0.1, 0.7, 0.03)] * 4, same_prompts=False)
-    assert found.high - found.value == pytest.approx(1.959963984540054 * 0.03 / 2, rel=1e-9)
-
-
-def test_one_seed_has_the_interval_over_its_prompts_and_none_where_that_is_not_known():
-    low, high = wilson_interval(300, 400, confidence=0.95)
-    found = over_seeds([Measured(0.1, 0.75, prompt_error(low, high))], same_prompts=False)
-    assert found.high - found.low == pytest.approx(high - low, rel=1e-12)
-    assert found.num_seeds == 1
-    unknown = over_seeds([Measured(0.1, 20.0)], same_prompts=True)
-    assert math.isnan(unknown.low)
-    assert not unknown.excludes_zero
-
-
-def test_seeds_that_share_prompts_of_unknown_spread_have_no_interval():
-    values = [Measured(0.1, 30.0), Measured(0.1, 30.1)]
-    assert math.isnan(over_seeds(values, same_prompts=True).low)
-    assert math.isfinite(over_seeds(values, same_prompts=False).low)
-
-
-def test_seeds_that_are_equal_for_want_of_any_spread_show_nothing():
-    found = over_seeds([Measured(0.1, 1.0)] * 3, same_prompts=False)
-    assert found.value == 1
-    assert not found.excludes_zero
-    assert over_seeds([Measured(0.1, 1.0, 0.1)] * 3, same_prompts=False).excludes_zero
 
 
 def test_a_difference_adds_the_variances_and_keeps_its_sign():
