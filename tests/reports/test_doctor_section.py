@@ -19,34 +19,12 @@ def test_a_healthy_run_says_that_somebody_watched():
     assert "<li>" not in page
 
 
-def test_a_detector_that_had_too_little_to_watch_is_named_with_why():
-    short = DoctorEvent(2, "idle", "safety", "", "not enough iterations: 2 of 5")
-    page = doctor_section([WATCH, short])
-    assert "1 of 2 detectors had enough to watch, none of them found anything." in page
-    assert "<b>1 of 2</b><p>safety: not enough iterations: 2 of 5</p>" in page
-    groups = DoctorEvent(2, "idle", "groups", "", "the stage has no groups")
-    both = doctor_section([WATCH, short, groups])
-    assert both.count("<li>") == 1
-    assert "safety: not enough iterations: 2 of 5; groups: the stage has no groups" in both
-    never = [DoctorEvent(0, "idle", name, "", "0 of 5") for name in ("safety", "kl_high")]
-    page = doctor_section([WATCH, *never])
-    assert "None of 2 detectors had enough to watch." in page
-    assert "found" not in page
-
-
 def test_an_alert_stands_there_with_cause_and_remedy_and_nothing_of_it_is_markup():
     page = doctor_section([WATCH, ALERT, ACTION])
     for part in ("iterations 12 to the end", "too loose", "hold", "kl_coef from 0.05 to 0.1"):
         assert part in page
     assert "<b>1.3</b>" not in page
     assert "&lt;b&gt;1.3" in page
-
-
-def test_a_preflight_that_failed_is_shown_with_its_fix():
-    check = DoctorEvent(0, "check", "scores differ", "alarm", "std 0", remedy="another scorer")
-    page = doctor_section([WATCH, check])
-    assert "✗ failed" in page
-    assert "another scorer" in page
 
 
 def test_the_page_of_a_run_holds_the_section(tmp_path):

@@ -38,22 +38,6 @@ def test_the_best_domain_comes_first_and_one_below_chance_is_red():
     assert '<u style="left:70.0%;width:20.0%">' in section
 
 
-def test_a_domain_whose_interval_holds_one_half_is_grey():
-    names = ("below", "open", "above")
-    metrics = {
-        f"val/score_win_rate/domain/{n}": r for n, r in zip(names, (0.3, 0.45, 0.7), strict=True)
-    }
-    metrics |= {
-        f"val/score_win_rate_low/domain/{n}": r for n, r in zip(names, (0.2, 0.3, 0.6), strict=True)
-    }
-    metrics |= {
-        f"val/score_win_rate_high/domain/{n}": r
-        for n, r in zip(names, (0.4, 0.6, 0.8), strict=True)
-    }
-    classes = re.findall(r"<i(?: class='(\w+)')? style", domains_section(metrics))
-    assert classes == ["", "undecided", "bad"]
-
-
 def test_reward_is_drawn_over_the_root_of_kl_from_the_sft_policy_to_the_end():
     rows = [
         {"iteration": i, "rollout/kl_per_response": float(i**2), "rollout/score": i / 2}

@@ -8,12 +8,9 @@ from html.parser import HTMLParser
 import pytest
 
 from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.reports.charts import Series, line_chart
 from rlhf_lightning.reports.page import render_report, write_report
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
-from rlhf_lightning.runs.outcome import Fact
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
-from rlhf_lightning.runs.verdict import verdict
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run, fake_sft_run
 
 HOSTILE = "</p><script>alert('x')</script><img src=x onerror=\"go()\">&amp; \x00\x1b[31m \u202e abc"
@@ -61,24 +58,15 @@ def test_the_verdict_comes_first_with_its_interval_and_the_gates_with_their_reas
     assert outline.text.count("✓ passed") == 2
     assert outline.text.count("✗ failed") == 1
     assert "0.352 is below 0.36, so diversity fell" in outline.text
-    assert "usual 0.05 to 1" in outline.text
 
 
 def test_a_gate_that_measured_nothing_is_not_counted_among_those_that_passed(tmp_path):
     folder = fake_ppo_run(tmp_path / "run")
     gates = check_gates({"refuses": {"metric": "val/none", "at_least": 0, "optional": True}}, {})
     write_summary(folder, replace(read_summary(folder), gates=gates))
-    outline = Outline(write_report(folder).read_text())
-    assert "passed" not in outline.text
-    assert "not measured" in outline.text
-    read = read_summary(folder).gates
-    write_summary(folder, replace(read_summary(folder), gates=(*read, passed_gate())))
-    outline = Outline(write_report(folder).read_text())
-    assert "1 gate passed" in outline.text
-
-
-def passed_gate() -> GateResult:
-    return GateResult("loss", 1.0, 2.0, True, "1 is at most 2")
+    text = Outline(write_report(folder).read_text()).text
+    assert "passed" not in text
+    assert "not measured" in text
 
 
 def test_the_page_needs_no_network_and_no_script(tmp_path):
@@ -122,13 +110,6 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path):
         page.encode("utf-8")
 
 
-def test_a_lone_surrogate_does_not_stop_the_report(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 3)
-    sample = {"prompt": "a\ud800b", "response": "c\udfffd", "baseline_response": ""}
-    SamplesAppender(folder.samples).append(9, [sample])
-    assert "a?b" in write_report(folder).read_text()
-
-
 def test_without_comparison_the_best_and_the_worst_of_the_last_iteration_are_shown(tmp_path):
     folder = RunFolder(tmp_path)
     write_summary(folder, Summary("ppo", "completed", 1))
@@ -145,15 +126,12 @@ def test_without_comparison_the_best_and_the_worst_of_the_last_iteration_are_sho
 def test_secrets_of_the_configuration_are_hidden_and_nothing_else(tmp_path):
     folder = fake_ppo_run(tmp_path, 3)
     folder.config.write_text(
-        "judge:\n  api_key: sk-secret1\n  OPENAI_API_KEY: sk-secret2\n  password: 'secret3'\n"
-        "rollout:\n  max_new_tokens: 24\n  monkey: banana\n"
+        "judge:\n  api_key: sk-one\n  password: 'hunter2'\nrollout:\n  max_new_tokens: 24\n"
     )
     page = render_report(folder)
-    assert "secret1" not in page
-    assert "secret2" not in page
-    assert "secret3" not in page
+    assert "sk-one" not in page
+    assert "hunter2" not in page
     assert "max_new_tokens: 24" in page
-    assert "monkey: banana" in page
 
 
 def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
@@ -197,14 +175,17 @@ def test_a_figure_whose_interval_holds_one_half_is_undecided_and_not_red(tmp_pat
     assert "Undecided" in page
 
 
-def test_a_score_of_0_is_a_score_and_one_that_is_missing_is_none(tmp_path):
-    folder = RunFolder(tmp_path)
-    write_summary(folder, Summary("ppo", "completed", 1))
-    sample = {"prompt": "p", "response": "r", "baseline_response": "b"}
-    SamplesAppender(folder.samples).append(9, [sample | {"score": 0.0, "baseline_score": 0.0}])
-    assert Outline(render_report(folder)).text.count("score 0") == 2
-    SamplesAppender(folder.samples).append(10, [sample | {"score": None, "baseline_score": None}])
-    assert "score 0" not in Outline(render_report(folder)).text
+def test_a_run_that_ended_says_what_to_do_next(tmp_path):
+    def top(folder: RunFolder, **changes) -> str:
+        write_summary(folder, replace(read_summary(folder), **changes))
+        return Outline(render_report(folder)).text.partition("What was run")[0]
+
+    ppo = fake_ppo_run(tmp_path / "ppo", 5)
+    assert "Next: 0.352 is below 0.36" in top(ppo)  # a gate failed
+    assert "Next: compare it" in top(ppo, gates=(), next="compare it")
+    assert "left no checkpoint" in top(ppo, status="failed", cause="disk full")
+    ppo.last_checkpoint.mkdir(parents=True)
+    assert "resume=auto" in top(ppo, status="failed", cause="disk full")
 
 
 def test_the_page_says_from_what_on_what_and_on_how_many_prompts(tmp_path):
@@ -218,120 +199,3 @@ def test_the_page_says_from_what_on_what_and_on_how_many_prompts(tmp_path):
     told = page.text[page.text.index("What was run") : page.text.index("Curves")]
     assert told.index("org/base") < told.index("alert") < told.index("512 held-out prompts")
     assert not page.tags & {"script", "img"}
-
-
-def test_a_run_that_was_not_judged_shows_no_wins_and_names_no_next_stage(tmp_path):
-    folder = fake_ppo_run(tmp_path, 5)
-    summary = read_summary(folder)
-    metrics = {**summary.metrics, "val/gold_tie_rate": 0.1}
-    write_summary(folder, replace(summary, metrics=metrics, gates=(), next="compare it"))
-    judged = Outline(render_report(folder)).text
-    assert "Comparisons, by the gold reward" in judged
-    assert "Next:" in judged
-    write_summary(folder, replace(summary, metrics=metrics, gates=(), judged=False))
-    text = Outline(render_report(folder)).text
-    assert "Comparisons, by" not in text
-    assert "Next: The same command without debug=fast" in text
-
-
-def test_each_run_that_ended_says_what_to_do_next(tmp_path):
-    def top(folder: RunFolder, **changes) -> str:
-        write_summary(folder, replace(read_summary(folder), **changes))
-        return Outline(render_report(folder)).text.partition("What was run")[0]
-
-    sft = fake_sft_run(tmp_path / "sft")
-    assert "Next:" in top(sft, next="Train a reward model:\nrlhf-train 'a=<b>'")
-    assert '<pre class="command">rlhf-train &#39;a=&lt;b&gt;&#39;</pre>' in render_report(sft)
-    assert "It left no checkpoint" in top(sft, status="failed", cause="disk full")
-    sft.last_checkpoint.mkdir(parents=True)
-    assert "resume=auto" in top(sft, status="failed", cause="disk full")
-    ppo = fake_ppo_run(tmp_path / "ppo", 5)
-    assert "Next: 0.352 is below 0.36" in top(ppo)  # a gate failed
-    assert "Next: compare it" in top(ppo, gates=(), next="compare it")
-    assert "It left no checkpoint" in top(ppo, status="failed", cause="disk full", judged=False)
-    assert "Next:" in top(ppo, status="completed", cause=None, judged=True)
-    lost = {"val/gold_win_rate": 0.2, "val/gold_win_rate_low": 0.1, "val/gold_win_rate_high": 0.3}
-    assert "Do not build on it" in top(ppo, gates=(), metrics=lost)
-
-
-def test_an_alarm_of_the_doctor_that_was_not_cleared_is_what_to_do_next(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 5)
-    alert = {"detector": "constant_score", "raised_at": 2, "cleared_at": None, "level": "alarm"}
-    told = {"message": "5 iterations in a row", "cause": "c", "remedy": "score a few by hand"}
-    found = read_summary(folder)
-    for change, expected in (({}, "score a few by hand"), ({"cleared_at": 4}, "0.352 is below")):
-        write_summary(folder, replace(found, alerts=(alert | told | change,)))
-        assert expected in Outline(render_report(folder)).text.partition("Next:")[2][:90]
-
-
-@pytest.mark.parametrize(("count", "shown"), [(1, "1 "), (2, "2 "), (10_000, "10,000 ")])
-def test_one_of_a_thing_is_no_plural_and_thousands_are_read_easily(tmp_path, count, shown):
-    folder = RunFolder(tmp_path / "run").create()
-    gates = tuple(GateResult(f"g{i}", 1.0, 2.0, False, "no") for i in range(min(count, 2)))
-    metrics = {"val/num_prompts": float(count), "val/human_win_rate": 0.7, "val/gold_win_rate": 0.6}
-    metrics |= {"val/human_num_pairs": float(count), "val/human_skipped": float(count)}
-    summary = Summary("ppo", "completed", 1, metrics=metrics, gates=gates, about={"data": "mine"})
-    write_summary(folder, summary)
-    MetricsAppender(folder.metrics).append(count, {"rollout/score": 1.0})
-    pairs = {"held_out": "pairs", "margin": [1.0] * count, "reliability": [[0.6, 1, 0.5, 1, count]]}
-    SamplesAppender(folder.distributions).append(count, [pairs])
-    page = re.sub(r"<[^>]+>", " ", write_report(folder).read_text())
-    many = "s" * (count > 1)
-    for thing in ("iteration", "held-out prompt", "pair"):
-        assert re.search(rf"{shown}{thing}{many}\b", page), thing
-        assert not re.search(rf"\b{shown}{thing}{'' if many else 's'}\b", page), thing
-    assert f"{len(gates)} gate{'s' * (len(gates) > 1)} failed" in page
-    assert f"Failed gate{'s' * (len(gates) > 1)}: g0" in page
-    assert f"{shown}of {2 * count:,} {'were' if many else 'was'} skipped" in page
-
-
-def test_the_pairs_of_a_benchmark_are_counted_in_whole_numbers(tmp_path):
-    folder = RunFolder(tmp_path / "run").create()
-    metrics = {"benchmark/accuracy": 0.7, "benchmark/num_pairs": 50.0}
-    write_summary(folder, Summary("evaluate", "completed", 1, metrics=metrics))
-    facts = verdict(read_summary(folder)).facts
-    assert Fact("pairs", "50") in facts
-
-
-def test_the_page_of_an_evaluation_does_not_speak_of_training(tmp_path):
-    folder = RunFolder(tmp_path / "run").create()
-    folder.config.parent.mkdir(exist_ok=True)
-    folder.config.write_text("seed: 1\n")
-    rate = "val/judge_win_rate"
-    metrics = {rate: 0.5, f"{rate}_low": 0.4, f"{rate}_high": 0.6, "val/judge_tie_rate": 0.0}
-    write_summary(folder, Summary("evaluate", "completed", 1, metrics=metrics))
-    lines = {"held_out": "answers", "length": [1, 2], "baseline_length": [3, 4]}
-    SamplesAppender(folder.distributions).append(0, [lines])
-    page = Outline(write_report(folder).read_text()).text
-    assert "Both sides" in page
-    assert "Before and after" not in page
-    assert "A tie counts one half; 95 % interval 40.0 to 60.0 %." in page
-
-
-def test_a_run_that_judges_nothing_does_not_say_that_there_is_no_gold_reward(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 9)
-    assert "Over-optimisation" in render_report(folder)
-    write_summary(folder, replace(read_summary(folder), judged=False))
-    assert "Over-optimisation" not in render_report(folder)
-
-
-def test_the_ends_of_a_curve_have_the_same_digits(tmp_path):
-    folder = RunFolder(tmp_path / "run").create()
-    for iteration, score in enumerate((-0.063, 0.56), start=1):
-        MetricsAppender(folder.metrics).append(iteration, {"rollout/score": score})
-    write_summary(folder, Summary("ppo", "completed", 1))
-    assert "-0.06 → 0.56" in render_report(folder)
-
-
-def test_refusals_say_of_how_many_prompts_they_are(tmp_path):
-    metrics = {"val/refusal_rate": 1.0, "val/baseline_refusal_rate": 0.625, "val/num_harmful": 8.0}
-    metrics |= {"val/refusal_rate_low": 0.676, "val/refusal_rate_high": 1.0}
-    (fact,) = verdict(Summary("ppo", "completed", 1, metrics=metrics)).facts
-    assert fact.note == "baseline → now, 95 % interval 67.6 to 100.0 %, of 8 prompts"
-
-
-def test_the_name_of_a_point_stays_inside_of_the_axes():
-    points, bounds = [(0.0, 1.0), (0.5, 1.0), (1.0, 1.0)], [(1.0, 1.0)] * 3
-    chart = line_chart("x", [Series("a", points, "marks", bounds, ["n=1", "n=4", "n=16"])])
-    names = re.findall(r'dot-name" style="text-anchor:(\w+)"', chart)
-    assert names == ["start", "middle", "end"]
