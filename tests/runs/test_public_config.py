@@ -4,7 +4,6 @@ import pytest
 
 from rlhf_lightning.runs.public_config import (
     REMOVED,
-    is_secret,
     public_config,
     public_words,
     without_folders,
@@ -15,17 +14,10 @@ from rlhf_lightning.runs.public_config import (
     ("text", "kept"),
     [
         ("/home/me/models/sft", ".../sft"),
-        ("~/sft", ".../sft"),
-        ("/home/my folder/a model/", ".../a model"),
         ("/home/me/rewards.py:score", ".../rewards.py:score"),
         ("data is at /mnt/x/y.jsonl, there", "data is at .../y.jsonl, there"),
-        ("file:///home/me/a.jsonl", ".../a.jsonl"),
-        (r"C:\Users\me\model", r".../model"),
         ("artifacts/demo/sft", "artifacts/demo/sft"),
         ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
-        ("a / b", "a / b"),
-        ("{folder}/a/b/c", "{folder}/a/b/c"),
-        ("", ""),
     ],
 )
 def test_of_a_path_its_last_part_stays_and_other_texts_stay_whole(text, kept):
@@ -53,15 +45,3 @@ def test_folders_secrets_and_who_is_told_are_left_out():
         "password": None,
     }
     assert public_words(["+x.api_key=abc", "seed=1"]) == [f"+x.api_key={REMOVED}", "seed=1"]
-
-
-@pytest.mark.parametrize(
-    "key", ["db_password", "hf_token", "token", "client_secret", "private_key"]
-)
-def test_a_secret_is_told_by_its_key(key):
-    assert is_secret(key)
-
-
-@pytest.mark.parametrize("key", ["max_new_tokens", "tokenizer", "eos_token", "token_env", "monkey"])
-def test_what_only_sounds_like_one_stays(key):
-    assert not is_secret(key)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_lightning import LoraHparams, SFTModule, export_model
 from rlhf_lightning.runs.manifest import ManifestError
-from rlhf_lightning.runs.source import Source
 from tests.builders.models import tiny_policy, tiny_tokenizer
 
 LORA = LoraHparams(r=2, alpha=4)
@@ -27,14 +26,6 @@ def start(tmp_path: Path) -> Path:
     tiny_policy("llama").model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def test_a_source_is_named_once_it_is_another_one(start):
-    found = Source.of(start, "policy")
-    found.check()
-    swap(start)
-    with pytest.raises(ManifestError, match=r"^policy=.*is another model now"):
-        found.check()
 
 
 def test_weights_of_another_model_than_the_tokenizer_are_refused(start):
