@@ -70,11 +70,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     with_filler(monkeypatch, FillDisk(small_disk, 2, spare=100 * 2**10))
     with pytest.raises(RunFailedError) as caught:
         completed(folder.path, "sft", start)
-    message = str(caught.value)
-    assert message.startswith("cannot write ")
-    assert "resume=auto" in message
+    assert "resume=auto" in str(caught.value)
     assert read_summary(folder).status == "failed"
-    assert read_summary(folder).cause == message
     kept = newest_complete_checkpoint(folder)
     assert kept == folder.checkpoints / "iteration=000001.ckpt"
     assert checkpoint_problem(kept) is None
@@ -88,31 +85,3 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     summary = run(settings_for("sft", start).updated({"ckpt_path": str(kept)}), folder, [])
     assert summary.status == "completed"
     assert newest_complete_checkpoint(folder) == folder.checkpoints / "iteration=000003.ckpt"
-
-
-def test_metrics_that_do_not_fit_are_named(start, small_disk, monkeypatch):
-    folder = RunFolder(small_disk / "run")
-    with_filler(monkeypatch, FillDisk(small_disk, 1, spare=0))
-    with pytest.raises(RunFailedError) as caught:
-        completed(folder.path, "sft", start)
-    assert str(caught.value).startswith("cannot write ")
-    # The end itself could not be written down either, and what there was is whole.
-    assert read_summary(folder).status == "running"
-
-
-@pytest.mark.thorough
-def test_an_export_that_does_not_fit_is_named_and_the_checkpoint_stays(
-    start, small_disk, monkeypatch
-):
-    folder = RunFolder(small_disk / "run")
-
-    class FillAtEnd(FillDisk):
-        def on_fit_end(self, trainer, pl_module) -> None:
-            self.on_train_batch_start(trainer, pl_module, None, self.iteration - 1)
-
-    with_filler(monkeypatch, FillAtEnd(small_disk, 99, spare=60 * 2**10))
-    with pytest.raises(RunFailedError) as caught:
-        completed(folder.path, "sft", start)
-    assert str(caught.value).startswith("cannot write ")
-    kept = newest_complete_checkpoint(folder)
-    assert kept == folder.checkpoints / "iteration=000003.ckpt"

