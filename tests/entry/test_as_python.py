@@ -124,14 +124,9 @@ def test_a_program_says_what_differs_from_the_defaults():
             ("+experiment=ppo", "rollout=transformers", "artifacts.ppo=last"),
             ("generator=partial(TransformersGenerator)", 'start="last"', 'value_head="stored"'),
         ),
-        (("+experiment=reward", "module.dropout=0.1"), ("dropout=0.1",)),
         (
             ("+experiment=ppo", "model.cpu_kernels=false", "model.micro_batches=tokens"),
             ('with cpu_kernels(enabled=False), micro_batching(way="tokens"):\n    L.seed_',),
-        ),
-        (
-            ("+experiment=ppo", "model.kernels=torch"),
-            ('with gpu_kernels(way="torch"):\n    L.seed_',),
         ),
         (("+experiment=dpo", "evaluation.gold=null"), ("trainer.fit(module, data)\nexport_model",)),
     ],
@@ -143,22 +138,13 @@ def test_what_a_program_holds(overrides, parts):
         assert part in found
 
 
-def test_what_python_cannot_say_is_refused_by_its_key():
-    with pytest.raises(ConfigError, match=r"doctor\.actions\.on_alarm=rollback has no argument"):
-        program("+experiment=ppo", "doctor=act")
-    with pytest.raises(ConfigError, match=r"evaluation\.skip_special_tokens=True has no argument"):
-        program("+experiment=ppo", "evaluation.skip_special_tokens=true")
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("ckpt_path", "last.ckpt"),
         ("resume", "auto"),
         ("evaluation.temperature", "0.5"),
-        ("evaluation.answers_per_prompt", "2"),
         ("logger.mode", "offline"),
-        ("logger.project", "mine"),
     ],
 )
 def test_a_setting_that_python_would_drop_is_refused_by_its_key(key, value):
@@ -168,23 +154,12 @@ def test_a_setting_that_python_would_drop_is_refused_by_its_key(key, value):
         program(*words)
 
 
-@pytest.mark.parametrize(
-    "marker", ["\\boxed{", "\\underline{", "a\nb", 'say "it"', "it's", "Résultat:", "\\N{x}"]
-)
+@pytest.mark.parametrize("marker", ["\\underline{", "a\nb", 'say "it\'s"', "\\N{x}"])
 def test_every_text_of_a_program_is_the_text_of_the_command(marker):
     words = ["+experiment=sft", given("dataset.source.remove", marker)]
     found = as_python(settings_of("+experiment=sft", "seed=3"), words)
     compile(found, "program", "exec")
     assert ast.literal_eval(Calls().value({marker: [marker]})) == {marker: [marker]}
-
-
-def test_the_time_that_ranks_wait_is_in_the_program():
-    run = ("+experiment=ppo", "trainer.devices=2", "trainer.accelerator=cpu")
-    for strategy, name in (("ddp", "DDPStrategy"), ("fsdp", "FSDP2Strategy")):
-        found = program(*run, f"strategy={strategy}", "strategy.timeout_minutes=60")
-        assert f"{name}(" in found
-        assert "timeout=timedelta(minutes=60)" in found
-        assert "from datetime import timedelta" in found
 
 
 def test_the_command_prints_the_program_and_trains_nothing(tmp_path):
@@ -203,9 +178,3 @@ def test_the_program_of_a_whole_ppo_trains_what_the_command_trains_to_the_bit(tm
         subprocess.run(argv, cwd=tmp_path, env=environment(), check=True, timeout=3000)
     (folder,) = tmp_path.glob("outputs/ppo/2*")
     check_same_bits(RunFolder(tmp_path / "outputs/ppo/program"), RunFolder(folder))
-
-
-def test_former_keys_of_the_module_are_read_as_todays(tmp_path):
-    former = ("module.models.value_head=zero", "module.models.value=null")
-    found = train(tmp_path, "+experiment=ppo", *former, "--as-python").stdout
-    assert 'value_head="zero"' in found

@@ -105,22 +105,7 @@ def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     assert 0.4 < high < 0.6, "twelve answers that agree say little of the next one"
     card = (policy / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n\n# Mine\n")
-    assert "## Benchmark: LmEval local_pairs" in card
     assert f"| benchmark/acc_change/{of} | 0 | {low:.4g} to {high:.4g} |" in card
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("benchmark.path=nowhere.jsonl",), "nowhere.jsonl"),
-        (("prompts.max_length=1",), "have a prompt of more than prompts.max_length=1"),
-    ],
-)
-def test_what_cannot_be_measured_is_told(tmp_path, start, words, told):
-    file = write(tmp_path / "pairs.jsonl", [{"prompt": "w1 w2", "chosen": "w2", "rejected": "w3"}])
-    given = [*by_length(tmp_path, start), "benchmark=pairs", f"benchmark.path={file}", *words]
-    with pytest.raises(ConfigError, match=told):
-        evaluate(tmp_path / "run", *given)
 
 
 def test_an_ensemble_is_read_by_its_own_tokenizer_and_its_members_need_the_same(tmp_path, start):

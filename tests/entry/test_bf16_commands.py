@@ -15,7 +15,6 @@ import torch
 
 from rlhf_lightning.app.collect import run as run_collect
 from rlhf_lightning.app.config.commands import ExportSettings
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.evaluate import run as run_evaluate
 from rlhf_lightning.app.export import run as run_export
@@ -102,13 +101,6 @@ def test_an_evaluation_runs_at_bf16(tmp_path: Path, kind: str) -> None:
     assert found["val/kl_per_token"] == 0
     assert all(math.isfinite(value) for value in found.values())
     assert found["val/score"] != plain["val/score"], "bf16 rounds"
-
-
-def test_an_evaluation_of_another_precision_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"trainer\.precision='16-mixed' must be '32-true' or 'bf16-mixed'"
-    ):
-        evaluated(tmp_path, tmp_path, tmp_path, tmp_path, "trainer.precision=16-mixed")
 
 
 @pytest.mark.slow

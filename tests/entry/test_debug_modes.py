@@ -5,21 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.build import checkpoint_arguments
 from rlhf_lightning.app.config.save import write_settings
-from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.run_summary import earlier_seconds
 from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.reports.page import next_step
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
+from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import settings_for
@@ -48,7 +44,7 @@ def test_the_first_records_come_again_and_again_in_both_splits():
 
 
 @pytest.mark.thorough
-def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path, capsys):
+def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path):
     published = tmp_path / "published"
     folder = finished_run(
         tmp_path / "run",
@@ -63,14 +59,11 @@ def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path
     assert len(losses) == 60
     assert min(losses[-5:]) < 0.25 * losses[0]
     assert not published.exists()
-    said = words(capsys.readouterr().out)
-    assert "nothing: the model stays in the run folder" in said
-    assert "60 iterations of 4 rows" in said
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["grpo", "kto"])
-def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, capsys, stage):
+def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, stage):
     few = ["+dataset.source.num_demonstrations=64", "+dataset.source.num_preferences=64"]
     few += ["data.batch_size=8", "evaluation.num_prompts=4", "logger=none"]
     few += {"grpo": ["data.num_generations=2", "doctor=preflight"], "kto": []}[stage]
@@ -88,7 +81,6 @@ def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, capsys, stage):
     assert [name for name in made if "." not in name] == sorted(
         {"sft", stage} | ({"reward"} if stage == "grpo" else set())
     )
-    assert "NOT PASSED" not in capsys.readouterr().out
     assert len(list((tmp_path / "models").iterdir())) == 1, "no artifact is replaced"
 
 
@@ -109,17 +101,8 @@ def test_an_evaluation_of_a_run_that_only_shows_that_it_runs_judges_nothing_eith
     assert settings.gates
 
 
-def test_a_run_without_a_watching_doctor_chooses_no_checkpoint_by_what_it_would_log():
-    watched = settings_of("+experiment=ppo", "doctor=act")
-    for settings, monitor in (
-        (watched, "doctor/quality"),
-        (settings_of("+experiment=ppo", "doctor=act", "debug=fast"), None),
-    ):
-        assert checkpoint_arguments(settings).get("monitor") == monitor
-
-
 @pytest.mark.thorough
-def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys):
+def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path):
     folder = finished_run(tmp_path / "run", start, "ppo", "debug=profile", "artifacts.reward=null")
     table = (folder.profile / "table.txt").read_text()
     assert table.startswith("2 iterations profiled, ")
@@ -129,9 +112,6 @@ def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys)
         trace = json.load(file)
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"aten::mm", "aten::addmm"} & names
-    said = words(capsys.readouterr().out)
-    assert "profile/table.txt" in said.replace(" ", "")
-    assert "= 1 optimizer steps" in said
 
 
 @pytest.mark.thorough
@@ -140,32 +120,6 @@ def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys)
     assert len(read_metrics(folder.metrics)) == 1
     assert folder.report.exists()
     assert "chosen" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-def test_the_time_of_an_earlier_run_is_told_for_as_many_devices_and_the_same_strategy(tmp_path):
-    def asked(*overrides: str) -> TrainSettings:
-        return settings_of("+experiment=sft", f"paths.outputs={tmp_path}", *overrides)
-
-    settings = asked()
-    earlier = RunFolder(tmp_path / settings.name / "2026-11-02_09-30-00").create()
-    begun = new_summary("sft", seed=1, config_hash=settings.config_hash)
-    write_summary(earlier, replace(begun, status="completed", seconds={"total": 120.0}))
-    assert earlier_seconds(settings) is None, "where it ran is not known"
-    write_settings(earlier.config, settings)
-    assert earlier_seconds(settings) == 120.0
-    assert earlier_seconds(asked("resume=auto")) == 120.0
-    assert earlier_seconds(asked("seed=2")) is None
-    for elsewhere in (
-        ["trainer.devices=2", "strategy=ddp"],
-        ["trainer.num_nodes=2", "strategy=ddp"],
-        ["strategy.name=fsdp"],
-        ["+strategy.cpu_offload=true"],
-        ["+strategy.shard_over=1"],
-    ):
-        other = asked(*elsewhere)
-        assert other.config_hash == settings.config_hash, elsewhere
-        assert earlier_seconds(other) is None, elsewhere
 
 
 @pytest.mark.thorough
@@ -179,10 +133,6 @@ def test_models_of_debug_fast_are_kept_apart_wherever_models_are_kept():
     kept = "artifacts/hidden_64/debug_fast/demo_seed1"
     assert folders(*sized, "debug=fast") == (f"{kept}/sft", f"{kept}/reward")
     assert folders(*sized)[0] == "artifacts/hidden_64/demo_seed1/sft"
-    assert folders(*sized, "debug=overfit")[0] == "artifacts/hidden_64/demo_seed1/sft"
     fast = ["+experiment=sft", "debug=fast"]
     assert folders(*fast)[1] == "artifacts/debug_fast/demo_seed1/sft"
-    given = "paths.artifacts=/of_a_study/debug_fast/a1b2"
-    assert folders(*fast, given)[1] == "/of_a_study/debug_fast/a1b2/demo_seed1/sft"
     assert folders(*fast, "paths.apart=null")[1] == "artifacts/demo_seed1/sft"
-    assert settings_of(*fast).config_hash == settings_of(*fast, given).config_hash

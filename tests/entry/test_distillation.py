@@ -10,18 +10,12 @@ import pytest
 
 from rlhf_lightning.app import evaluate, train
 from rlhf_lightning.app.as_python import as_python
-from rlhf_lightning.app.config.commands import EvaluateSettings
-from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.save import write_settings
-from rlhf_lightning.app.config.settings import PlanSettings
-from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.plan import Plan
 from rlhf_lightning.app.prerequisites import prepare_inputs
-from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
-from rlhf_lightning.runs.verdict import verdict
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import SMALL, settings_of
 from tests.builders.reward_server import serving
@@ -88,23 +82,11 @@ def test_the_headline_is_the_distance_to_the_teacher_and_no_score_is_told(comman
     assert summary.about["teacher"] == ".../policy"
     assert {"val/teacher_kl_share", "val/gold_win_rate"} <= set(metrics)
     assert not [name for name in metrics if "score" in name]
-    told = verdict(summary)
-    assert "nats a token, KL to the teacher" in [fact.label for fact in told.facts]  # 8 prompts
-    assert "gold win rate" in [fact.label for fact in told.facts]
     assert {gate.name for gate in summary.gates} >= {"teacher_kl_share", "gold_win_rate"}
-    card = (command.export / "README.md").read_text()
-    assert "after on-policy distillation against a teacher, without a reward" in card
-    report = command.report.read_text()
-    assert "did not vary" not in report
+    assert "did not vary" not in command.report.read_text()
     sample = json.loads(command.samples.read_text().splitlines()[0])
     assert sample["score"] is None
     assert "rollout/score" not in read_metrics(command.metrics)[0]
-
-
-def test_what_a_sweep_looks_at_is_the_distance(command):
-    stage = find_stage("distillation")
-    value = read_summary(command).metrics["val/teacher_kl_per_token"]
-    assert train.objective(read_summary(command), stage) == -value
 
 
 @pytest.mark.thorough
@@ -118,7 +100,6 @@ def test_adapters_the_sampled_form_a_reward_and_the_doctor_work_with_it(start, t
     rewarded = trained(start, teacher, tmp_path / "reward", *more)
     summary = read_summary(rewarded)
     assert "val/score_win_rate" in summary.metrics
-    assert "against a reward function" in (rewarded.export / "README.md").read_text()
     assert read_metrics(rewarded.metrics)[0]["rollout/score_std"] > 0
 
 
@@ -162,8 +143,6 @@ def test_a_server_has_log_probabilities_at_temperature_1_alone(start):
         with pytest.raises(ConfigError, match=problem):
             settings(start, "http://h:1", *words)
     settings(start, "http://h:1", sampled, "evaluation.temperature=0.0")
-    plan = planned(f"artifacts.sft={start}", "artifacts.teacher=http://h:1", sampled)
-    assert "teacher" not in plan.models
 
 
 def test_a_run_continues_from_a_checkpoint_to_the_same_bits(start, teacher, command, tmp_path):
@@ -185,33 +164,9 @@ def test_the_teacher_of_the_built_in_world_is_its_ppo_policy(tmp_path, monkeypat
     assert made == ["sft", "ppo"]
 
 
-@pytest.mark.thorough
-def test_a_teacher_is_needed_and_planned(start):
-    with pytest.raises(ConfigError, match=r"artifacts\.teacher=null: distillation needs a model"):
-        settings(start, "null").spec.check(settings(start, "null"))
-    plan = planned(f"artifacts.sft={start}", f"artifacts.teacher={start}")
-    assert 0 < plan.models["teacher"] < plan.models["reference"]  # by their shapes
-    assert "value model" not in plan.models
-    assert "reward models" not in plan.models
-
-
-def planned(*words: str) -> Plan:
-    register()
-    found = load_settings(PlanSettings, "train", [*WORDS, *words])
-    return Plan(found, found.plan)
-
-
 def test_an_evaluation_of_its_run_has_no_score(command, tmp_path):
     words = [f"run={command.path}", "evaluation.num_prompts=4"]
     found = settings_of(*words, entry="evaluate")
     summary = evaluate.run(found, RunFolder(tmp_path / "evaluation"), words)
     assert "val/gold_win_rate" in summary.metrics
     assert not [name for name in summary.metrics if "score" in name]
-
-
-def test_an_evaluation_chooses_the_best_of_n_by_no_zeros(start: Path) -> None:
-    words = [f"policy={start}", f"baseline={start}", "scorer=no_reward"]
-    register()
-    with pytest.raises(ConfigError, match=r"best_of\.n needs a scorer that chooses"):
-        load_settings(EvaluateSettings, "evaluate", [*words, "best_of.n=[2]"])
-    assert not load_settings(EvaluateSettings, "evaluate", words).best_of.n

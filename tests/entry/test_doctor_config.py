@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rlhf_lightning.app.build import doctor_arguments
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
@@ -43,10 +41,6 @@ def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
     assert doctor.refusals.judge("sums", "i can not help with that .") is None
 
 
-def test_nobody_watches_where_it_is_switched_off(tmp_path):
-    assert doctors(tmp_path, "doctor=none") == []
-
-
 def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
     (doctor,) = doctors(tmp_path, "doctor=act", "doctor.actions.cooldown=7")
     assert doctor.actions.on_alarm == "rollback"
@@ -62,17 +56,7 @@ def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["doctor.thresholds.kl_high_warn=-1"], "doctor.thresholds.kl_high_warn=-1 must be > 0"),
         (["+doctor.thresholds.kl_hihg=1"], "unknown key doctor.thresholds.kl_hihg; did you mean"),
-        (["doctor.thresholds.window=two"], "doctor.thresholds.window='two' is str, expected int"),
-        (["+doctor.refusal=x"], "unknown key doctor.refusal; did you mean doctor.refusals"),
-        (["doctor.refusals=['(']"], "doctor.refusals: missing"),
-        (["doctor.refusals=[]"], "doctor.refusals is empty"),
-        (["doctor.second_every_n_iterations=0"], "doctor.second_every_n_iterations=0"),
-        (
-            ["doctor=act", "doctor.actions.on_alarm=restart"],
-            "doctor.actions.on_alarm='restart' must be 'none'",
-        ),
         (
             ["doctor=act", "callbacks.checkpoint.monitor=null"],
             "callbacks.checkpoint.monitor=null keeps none",
@@ -89,30 +73,14 @@ def test_a_wrong_setting_is_named_with_its_key(tmp_path, overrides, message):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
 @pytest.mark.parametrize(
     ("overrides", "given"),
     [
         (["doctor=act"], "doctor.actions.on_alarm=rollback"),
-        (["doctor=act", "doctor.actions.on_alarm=none"], "doctor.actions.on_alarm=none"),
         (["doctor=preflight"], "doctor.preflight=True"),
         (["doctor.thresholds.kl_high_warn=0.8"], "doctor.thresholds.kl_high_warn=0.8"),
-        (["doctor.harmful_domains=[mine]"], "doctor.harmful_domains=['mine']"),
-        (
-            [f"doctor.second_scorer={{_target_: {FUNCTION_SCORER}, function: mine.py:score}}"],
-            f"doctor.second_scorer={{'_target_': '{FUNCTION_SCORER}', ",
-        ),
     ],
 )
-def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(stage, overrides, given):
-    with pytest.raises(ConfigError, match="^" + re.escape(given)) as error:
-        composed(*overrides, stage=stage)
-    assert "has no rollouts for the doctor to watch" in str(error.value)
-    assert "doctor=default" in str(error.value)
-
-
-def test_an_earlier_run_whose_doctor_did_nothing_can_still_be_read(tmp_path):
-    written = composed(stage="sft").written
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(written | {"doctor": written["doctor"] | {"preflight": True}}))
-    assert read_saved(TrainSettings, file).doctor.preflight
+def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(overrides, given):
+    with pytest.raises(ConfigError, match="^" + re.escape(given)):
+        composed(*overrides, stage="sft")

@@ -112,17 +112,6 @@ def test_every_fit_of_a_run_that_was_rolled_back_is_in_w_and_b_under_one_id(whol
         assert logged == set(range(begun + 1, STOPPED + 1))
 
 
-def test_a_run_that_the_doctor_stops_is_closed_with_an_alert_that_says_why(whole):
-    last = offline_wandb.segments(whole[0].path)[-1]
-    alerts = [r["alert"] for r in last if "alert" in r]
-    (stop,) = [alert for alert in alerts if alert["title"] == "the run was stopped"]
-    assert stop["level"] == "WARN"
-    assert "the doctor, after iteration" in stop["text"]
-    assert next(r["exit"] for r in last if "exit" in r)["exit_code"] == 1
-    alarms = [alert for alert in alerts if alert["title"].endswith("(alarm)")]
-    assert {alert["level"] for alert in alarms} == {"ERROR"}
-
-
 def killed_after(rollbacks: int) -> Any:
     def hook(doctor: Doctor, trainer: Any, *_: Any) -> None:
         if doctor.policy.rollbacks == rollbacks and current_iteration(trainer) == BEST + 1:

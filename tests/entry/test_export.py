@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 
 import pytest
@@ -60,10 +59,7 @@ def test_the_newest_checkpoint_of_a_killed_run_becomes_a_model_folder(sft, tmp_p
     for name, value in saved_weights(sft, "policy.model.").items():
         assert torch.equal(weights[name], value), name
     assert AutoTokenizer.from_pretrained(made).eos_token == "<eos>"
-    said = card(made)
-    assert "**A checkpoint of a run that has not finished, after iteration 3. " in said
-    assert "| sft/loss |" in said
-    assert "throughput" not in said
+    assert "has not finished, after iteration 3" in card(made)
     assert not (sft.path / "export").exists()
 
 
@@ -84,16 +80,6 @@ def test_the_card_hands_down_licence_and_base_and_the_configuration_names_no_fol
         assert not any(folder.encode() in content for folder in folders), path.name
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(sft, tmp_path):
-    damaged = tmp_path / "run"
-    shutil.copytree(sft.path, damaged, symlinks=True)
-    last = damaged / "checkpoints/iteration=000003.ckpt"
-    last.write_bytes(last.read_bytes()[:-2000])
-    assert "after iteration 2." in card(export(damaged, tmp_path))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        run(ExportSettings(run=last))
-
-
 def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(sft.path, copy, symlinks=True)
@@ -108,13 +94,12 @@ def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tm
     assert not list(copy.glob(".export*"))
 
 
-def test_a_reward_models_checkpoint_says_that_it_is_not_normalized(start, tmp_path):
+def test_a_reward_models_checkpoint_becomes_a_model_folder(start, tmp_path):
     folder = killed(tmp_path / "run", "reward", start)
     made = export(folder.path, tmp_path)
     model = load_scalar_model(made)
     for name, value in saved_weights(folder, "model.").items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0)
-    assert "Its scores are not normalized.**" in card(made)
 
 
 def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_path):
@@ -122,8 +107,6 @@ def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_pat
     made = export(folder.path, tmp_path)
     for name in ("README.md", "training_config.yaml", "tokenizer.json"):
         assert (made / name).read_text() == (folder.export / name).read_text(), name
-    assert "mean 0 and standard deviation 1" in card(made)
-    assert "| accuracy | " in card(made), "the gates of the run are missing"
     ours, theirs = (load_file(path / "model.safetensors") for path in (made, folder.export))
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-7)
@@ -163,49 +146,6 @@ def test_an_adapter_is_merged_and_stands_beside_it(start, tmp_path, stage):
             logits = AutoPeftModelForCausalLM.from_pretrained(adapter)(**batch).logits
             torch.testing.assert_close(logits, merged, rtol=0, atol=1e-5)
     assert (merged - base).abs().max() > 1e-3, "the adapter does nothing: the test shows nothing"
-
-
-def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(start, tmp_path):
-    commit = "0123456789" * 4
-    base = tmp_path / "models--org--tiny" / "snapshots" / commit
-    shutil.copytree(start, base)
-    folder = killed(tmp_path / "run", "sft", base, *LORA, "trainer.limit_train_batches=1")
-    run(ExportSettings(run=folder.path, to=tmp_path / "alone", adapter_only=True))
-    written = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
-    assert (written["base_model_name_or_path"], written["revision"]) == ("org/tiny", commit)
-    assert str(tmp_path) not in (tmp_path / "alone" / "rlhf_lightning.json").read_text()
-
-
-@pytest.mark.thorough
-def test_an_adapter_loads_from_another_working_folder_and_says_what_it_needs(
-    start, tmp_path, monkeypatch
-):
-    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    shutil.copytree(start, work / "artifacts/base")
-    monkeypatch.chdir(work)
-    folder = killed(work / "run", "sft", "artifacts/base", *LORA)
-    run(ExportSettings(run=folder.path, to=tmp_path / "alone", adapter_only=True))
-    made = export(folder.path, tmp_path)
-    monkeypatch.chdir(elsewhere)
-    for adapter in (tmp_path / "alone", made / "adapter"):
-        assert AutoPeftModelForCausalLM.from_pretrained(adapter)
-    said = card(tmp_path / "alone")
-    assert "It needs its base, the folder .../base (fingerprint " in said
-    assert str(tmp_path) not in said
-    assert "It needs its base" not in card(made)
-
-
-def test_exported_files_can_be_read_by_whoever_the_umask_lets_in(sft, reward_lora, tmp_path):
-    former = os.umask(0o027)
-    try:
-        export(sft.path, tmp_path)
-        run(ExportSettings(run=reward_lora.path, to=tmp_path / "reward"))
-    finally:
-        os.umask(former)
-    files = [p for name in ("out", "reward") for p in (tmp_path / name).rglob("*") if p.is_file()]
-    assert {"model.safetensors", "adapter_model.safetensors"} <= {p.name for p in files}
-    assert {oct(p.stat().st_mode & 0o777) for p in files} == {"0o640"}
 
 
 def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path):
@@ -248,19 +188,3 @@ def test_an_adapter_is_not_merged_with_another_scale_than_it_was_trained_with(
     OmegaConf.save(saved, config)
     with pytest.raises(ConfigError, match=r"lora\.alpha=32"):
         export(moved, tmp_path)
-
-
-def test_the_start_is_that_of_the_folder_in_which_the_run_was_started(start, tmp_path, monkeypatch):
-    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
-    shutil.copytree(start, work / "artifacts/base")
-    make_start(elsewhere / "artifacts/base", rms_norm_eps=0.5)
-    monkeypatch.chdir(work)
-    folder = killed(work / "run", "sft", "artifacts/base", "trainer.limit_train_batches=1")
-    monkeypatch.chdir(elsewhere)
-    with pytest.raises(ConfigError, match=r"artifacts\.base=artifacts/base is another model now"):
-        export(folder.path, tmp_path)  # it is not known where the run was started
-    hydra = {"hydra": {"runtime": {"cwd": str(work)}}}
-    OmegaConf.save(hydra, folder.config.with_name("hydra.yaml"))
-    made = export(folder.path, tmp_path)
-    written, own = (json.loads((path / "config.json").read_text()) for path in (made, start))
-    assert written["rms_norm_eps"] == own["rms_norm_eps"] != 0.5

@@ -47,10 +47,6 @@ def test_an_export_has_the_dtype_of_its_base_and_what_later_stages_load_is_whole
         assert torch.equal(half[name], value.to(torch.bfloat16)), name
     assert not torch.equal(value, half[name].float()), "nothing was rounded"
     assert AutoModelForCausalLM.from_pretrained(exported).dtype == torch.bfloat16
-    said = (exported / "README.md").read_text()
-    assert "The weights are in bf16, as those of the base; the figures below were meas" in said
-    assert "% of what training changed" in said
-    assert "bf16" not in (published / "README.md").read_text()
     assert read_manifest(published).run == str(bf16 / "run")
     assert not list((bf16 / "run").glob(".full*"))
     (origin,) = made_by(
@@ -75,7 +71,6 @@ def test_the_next_stage_knows_the_dtype_of_the_root_and_keeps_its_head_in_fp32(b
     assert torch.equal(half.pop("score.weight"), full.pop("score.weight"))
     assert {value.dtype for value in half.values()} == {torch.bfloat16}
     assert {value.dtype for value in full.values()} == {torch.float32}
-    assert "The head is in fp32" in (folder.export / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -106,7 +101,7 @@ def test_the_same_weights_are_written_once_and_a_later_run_leaves_the_artefact_a
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_steps_that_bf16_would_undo_are_kept_in_fp32_unless_bf16_is_insisted_on(
-    bf16, tmp_path, caplog, dtype
+    bf16, tmp_path, dtype
 ):
     folder = completed(
         tmp_path / "run",
@@ -119,7 +114,3 @@ def test_steps_that_bf16_would_undo_are_kept_in_fp32_unless_bf16_is_insisted_on(
     weights = load_file(folder.export / "model.safetensors")
     wanted = torch.float32 if dtype == "auto" else torch.bfloat16
     assert {value.dtype for value in weights.values()} == {wanted}
-    assert " % of what training changed" in caplog.text
-    assert ("the export stays in fp32" in caplog.text) == (dtype == "auto")
-    rounded = "The weights are in bf16" in (folder.export / "README.md").read_text()
-    assert rounded == (dtype == "bf16")

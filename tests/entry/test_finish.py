@@ -1,6 +1,5 @@
 """The end of a stage: where models stand, what is written, what is done without prompts."""
 
-import os
 import time
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from rlhf_lightning.app import build, train
-from rlhf_lightning.distributed.launch import PREFIX
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -62,19 +60,6 @@ def test_sft_without_a_judge_shows_ten_responses_before_and_after(tmp_path, star
     page = made.report.read_text()
     assert page.count(">before · ") == page.count(">after · ") == 10
     assert "val/kl_per_token" not in read_summary(made).metrics, "ten prompts measure nothing"
-
-
-def agreed():
-    return {name for name in os.environ if name.startswith(PREFIX)}
-
-
-def test_a_run_that_is_refused_leaves_nothing_to_the_next_one_of_its_process(start, tmp_path):
-    foreign = tmp_path / "foreign.ckpt"
-    foreign.write_bytes(b"no checkpoint")
-    before = agreed()
-    with pytest.raises(Exception, match=r"foreign\.ckpt"):
-        completed(tmp_path / "first", "sft", start, f"ckpt_path={foreign}")
-    assert agreed() == before
 
 
 @pytest.mark.thorough

@@ -107,17 +107,10 @@ def test_ultrachat_gives_demonstrations_of_its_last_answers(source_of, tmp_path)
     assert encoded(train) == 3
 
 
-@pytest.mark.parametrize("publisher", ["trl-lib", "HuggingFaceH4"])
-def test_ultrafeedback_serves_all_stages_in_both_published_layouts(source_of, tmp_path, publisher):
-    if publisher == "trl-lib":
-        row, splits, overrides = feedback_row, ("train", "test"), []
-    else:
-        row, splits = h4_feedback_row, ("train_prefs", "test_prefs")
-        overrides = [
-            "dataset.source.split=train_prefs",
-            "dataset.source.validation_split=test_prefs",
-        ]
-    folder = publish(tmp_path / "set", [row(n) for n in range(4)], *splits)
+def test_ultrafeedback_serves_all_stages(source_of, tmp_path):
+    overrides = ["dataset.source.split=train_prefs", "dataset.source.validation_split=test_prefs"]
+    rows = [h4_feedback_row(n) for n in range(4)]
+    folder = publish(tmp_path / "set", rows, "train_prefs", "test_prefs")
     question = (user("question 0"),)
     good, bad = (assistant("a good answer 0"),), (assistant("a bad answer 0"),)
     expected = {
@@ -134,17 +127,6 @@ def test_ultrafeedback_serves_all_stages_in_both_published_layouts(source_of, tm
             assert first == expected[stage]
         assert len(source.records(kind, "validation")) == 2
         assert encoded([first, second]) == 2
-
-
-def test_pairs_of_equal_answers_are_left_out_counted_and_named(source_of, tmp_path):
-    rows = [feedback_row(n) for n in range(4)]
-    rows[2]["rejected"] = rows[2]["chosen"]
-    folder = publish(tmp_path / "set", rows, "train", "test")
-    source = source_of("reward", "ultrafeedback", f"dataset.hub_name={folder}")
-    assert len(source.records("preferences", "train")) == 1
-    (message,) = source.skipped_records
-    assert "row 2" in message
-    assert "'chosen' and 'rejected' are the same" in message
 
 
 def test_tldr_reads_summaries_for_sft_and_ppo_and_pairs_for_the_reward_model(source_of, tmp_path):

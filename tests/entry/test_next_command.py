@@ -50,27 +50,6 @@ def printed(words: list[str], place: str = "outputs/a run/1") -> tuple[str, list
             ["+experiment=sft", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.base=org/m"],
             ["+experiment=reward", *PRETRAINED, "dataset.path=PREFERENCES"],
         ),
-        pytest.param(
-            "sft",
-            ["+experiment=sft", *PRETRAINED, "dataset.path=pairs.jsonl", "artifacts.base=org/m"],
-            ["+experiment=reward", *PRETRAINED, "dataset.path=pairs.jsonl"],
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "sft",
-            [
-                *("+experiment=sft", "model=smollm2_135m", "lora=lora", "dataset=ultrachat"),
-                "dataset.hub_name=data/ultrachat",
-            ],
-            ["+experiment=reward", "model=smollm2_135m", "lora=lora", "dataset=ultrafeedback"],
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "sft",
-            ["+experiment=sft_smollm2_gsm8k", "dataset.path=demos.jsonl"],
-            ["+experiment=ppo_smollm2_gsm8k", "dataset.path=demos.jsonl"],
-            marks=pytest.mark.thorough,
-        ),
         (
             "reward",
             ["+experiment=reward", *PRETRAINED, "dataset.path=pairs.jsonl", "artifacts.sft=org/m"],
@@ -88,26 +67,10 @@ def test_the_next_stage_has_the_model_and_the_dataset_of_the_run(key, words, wan
     assert ("your file of pairs" in told) == ("dataset.path=PREFERENCES" in wanted)
 
 
-@pytest.mark.thorough
-def test_where_no_stage_is_known_to_have_records_the_key_is_named():
-    told, command = printed(["+experiment=sft_smollm2_shell", "dataset.path=demos.jsonl"])
-    assert told == "The next stage starts from it with artifacts.sft='outputs/a run/1/export'."
-    assert not command
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(["+experiment=dpo"], marks=pytest.mark.thorough),
-        [
-            *("+experiment=grpo", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.sft=org/m"),
-            *("artifacts.reward=null", "scorer=function", "scorer.function=reward.py:score"),
-        ],
-    ],
-)
-def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_with(words):
-    told, command = printed(words, "outputs/grpo/1")
-    assert "compares it again on the prompts that training held out" in told
+def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_with():
+    words = ["+experiment=grpo", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.sft=org/m"]
+    words += ["artifacts.reward=null", "scorer=function", "scorer.function=reward.py:score"]
+    _, command = printed(words, "outputs/grpo/1")
     settings = settings_of(*command[command.index("run=outputs/grpo/1") :], entry="evaluate")
     assert settings.policy == "outputs/grpo/1/export"
     assert settings.dataset == settings_of(*words).dataset
@@ -117,13 +80,8 @@ def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_wit
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        pytest.param(["annotator=demo"], "+experiment=reward", marks=pytest.mark.thorough),
+        (["annotator=demo"], "+experiment=reward"),
         (["records=demonstrations", "artifacts.reward=org/r"], "+experiment=sft"),
-        pytest.param(
-            [*PRETRAINED, "dataset.path=demos.jsonl", "annotator=page"],
-            "+experiment=reward",
-            marks=pytest.mark.thorough,
-        ),
     ],
 )
 def test_the_stage_after_a_collection_reads_its_records(words, wanted):

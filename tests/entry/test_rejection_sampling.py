@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.records import Candidate, read_records
@@ -101,17 +100,3 @@ def test_sft_trains_on_the_best_answers(collected: RunFolder, start: Path, tmp_p
     made = completed(tmp_path / "sft", "sft", start, source)
     assert read_summary(made).status == "completed"
     assert read_summary(made).metrics["val/loss"] > 0
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["artifacts.reward=null"], "records=demonstrations needs the reward model"),
-        (["records=best"], "records='best' must be 'preferences' or 'demonstrations'"),
-        (["adversarial.run=somewhere"], "adversarial.run makes pairs"),
-    ],
-)
-def test_what_makes_no_demonstrations_is_refused(start, reward, overrides, message) -> None:
-    given = [f"artifacts.sft={start}", f"artifacts.reward={reward}", *SMALL, *overrides]
-    with pytest.raises(ConfigError, match=message):
-        settings_of(*given, entry="collect")

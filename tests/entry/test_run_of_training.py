@@ -14,14 +14,8 @@ from rlhf_lightning.app.pipeline_steps import check_pipeline, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import settings_of
-from tests.builders.processes import run_python
 from tests.entry.test_pipeline import composed, settings_of_step
 
-GSM8K = [
-    *(f"experiments.{stage}=null" for stage in ("base", "reward")),
-    *(f"experiments.{stage}={stage}_smollm2_gsm8k" for stage in ("sft", "ppo")),
-    "train:dataset.path=questions.jsonl",
-]
 TLDR = [
     *(f"experiments.{stage}={stage}" for stage in ("sft", "reward", "ppo")),
     "train:model=smollm2_135m",
@@ -32,18 +26,9 @@ TLDR = [
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(GSM8K, id="a reward function", marks=pytest.mark.slow),
-        pytest.param(TLDR, id="a data set a stage, adapters"),
-    ],
-)
-def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
-    tmp_path: Path, words: list[str]
-) -> None:
+def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(tmp_path: Path) -> None:
     folder = tmp_path / "it's a\\"
-    pipeline_of = composed(*words, "collect=true", "collect:annotator=page")
+    pipeline_of = composed(*TLDR, "collect=true", "collect:annotator=page")
     check_pipeline(pipeline_of)
     steps = {step.stage: step for step in plan(pipeline_of, folder)}
     assert not [w for s in steps.values() for w in s.command_line() if "<pipeline>" in w]
@@ -64,17 +49,7 @@ def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
     for key in ("chat_template_arguments", "revision", "trust_remote_code"):
         wanted = getattr(ppo.model, key)
         assert getattr(evaluation.model, key) == getattr(collection.model, key) == wanted
-    if ppo.lora is None:
-        assert evaluation.scorer == ppo.scorer
-    else:  # the reward model is exported with its adapter merged
-        assert evaluation.scorer.get("source") == ppo.artifacts.reward
-
-
-def test_a_mistake_in_a_stage_s_words_is_answered_before_anything_runs(tmp_path: Path) -> None:
-    done = run_python("-m", "rlhf_lightning.pipeline", "ppo:module.pp=3", folder=tmp_path)
-    assert done.returncode == 2
-    assert "error: round_1/ppo: unknown key module.pp; did you mean module.ppo" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert evaluation.scorer.get("source") == ppo.artifacts.reward  # with its adapter merged
 
 
 def run_of(folder: Path, *overrides: str) -> RunFolder:
@@ -110,7 +85,7 @@ def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("experiment", ["grpo", "rloo", "reinforce_pp", "dpo"])
+@pytest.mark.parametrize("experiment", ["grpo", "dpo"])
 def test_every_policy_that_starts_from_sft_is_compared_with_it(working_folder, experiment) -> None:
     made = run_of(working_folder / f"outputs/{experiment}/1", f"+experiment={experiment}")
     settings = settings_of(f"run={made.path}", entry="evaluate")
@@ -135,13 +110,6 @@ def test_what_the_command_line_names_is_not_taken_over(working_folder) -> None:
     assert settings_of(f"run={made.path}", entry="collect").candidates.max_new_tokens == 33
 
 
-def test_a_reward_model_is_no_policy_to_evaluate_and_its_data_can_be_labelled(working_folder):
-    made = run_of(working_folder / "outputs/reward/1", "+experiment=reward")
-    with pytest.raises(ConfigError, match=r"run=.*/1 trained a reward model: give the run of a p"):
-        settings_of(f"run={made.path}", entry="evaluate")
-    assert settings_of(f"run={made.path}", entry="collect").dataset.name == "demo_seed1"
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "key", "again"),
@@ -163,8 +131,6 @@ def test_code_and_addresses_of_a_run_must_be_named_again(working_folder, words, 
     ("content", "message"),
     [
         (None, "config.yaml cannot be read: "),
-        ("a: [", "config.yaml cannot be read: "),
-        ("5", "config.yaml is no configuration of a run"),
         (
             "stage: ppo\nmodule: {_target_: os.system}",
             r"module\._target_=os\.system is not",
@@ -187,11 +153,9 @@ def test_a_folder_without_settings_that_can_be_trusted_is_refused(
 @pytest.mark.parametrize(
     ("given", "precision"),
     [
-        (["trainer.precision=32-true"], "32-true"),
         (["trainer.precision=bf16-mixed"], "bf16-mixed"),
         # FSDP2 computes in bf16 under 32-true; what is whole on a GPU is held and computed alike.
         (["strategy=fsdp", "trainer.precision=32-true"], "bf16-mixed"),
-        (["strategy=fsdp", "strategy.compute_dtype=float32"], "32-true"),
     ],
 )
 def test_evaluation_and_collection_compute_in_the_precision_that_the_run_computed_in(

@@ -198,10 +198,7 @@ def flat(node):
 def test_mistakes_on_the_command_line_answer_at_once_in_one_line(tmp_path):
     done = train(tmp_path, "+experiment=ppo", "module.ppo.kl_coeff=1", check=False)
     assert done.returncode == 2
-    assert done.stderr.strip() == (
-        "error: unknown key module.ppo.kl_coeff; did you mean module.ppo.kl_coef or "
-        "module.ppo.vf_coef or module.ppo.kl_in?"
-    )
+    assert "module.ppo.kl_coeff; did you mean module.ppo.kl_coef" in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 
