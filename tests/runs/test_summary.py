@@ -22,7 +22,8 @@ from rlhf_lightning.runs.summary import (
 )
 
 KEYS = {
-    "stage", "status", "seed", "metrics", "gates", "seconds", "versions", "git_commit", "config_hash"
+    "stage", "status", "seed", "metrics", "gates", "seconds", "versions", "git_commit",
+    "config_hash",
 }  # fmt: skip
 
 
