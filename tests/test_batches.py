@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import (
-    Generation,
     PreferenceBatch,
     PromptBatch,
     RolloutBatch,
@@ -120,12 +119,6 @@ def test_to_moves_every_tensor_and_keeps_the_rest():
     assert prompts.columns == {"prompt": ("p", "q", "r")}
 
 
-def test_prompt_and_response_are_cut_at_the_prompt_length():
-    batch = rollout_batch(rows=2)
-    assert batch.query_tensors.tolist() == [[0, 1, 2], [7, 8, 9]]
-    assert batch.response_tensors.tolist() == [[3, 4, 5, 6], [10, 11, 12, 13]]
-
-
 @pytest.mark.parametrize("field", ["sequences", "logprobs", "row_ids"])
 def test_a_rollout_field_of_another_shape_is_named(field):
     batch = rollout_batch()
@@ -161,14 +154,6 @@ def test_a_mask_that_is_not_bool_is_named(make, field):
     batch = make()
     with pytest.raises(TypeError, match=rf"\.{field} has dtype torch\.int64, expected torch\.bool"):
         replace(batch, **{field: getattr(batch, field).long()})
-
-
-def test_a_generation_shorter_than_its_response_mask_is_refused():
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"sequences has shape \[2, 3\], expected \[2, at least 4"):
-        Generation(torch.zeros(2, 3, dtype=torch.int64), mask, torch.zeros(2))
-    with pytest.raises(ValueError, match="finish_reason has shape"):
-        Generation(torch.zeros(2, 6, dtype=torch.int64), mask, torch.zeros(3))
 
 
 # -- minibatches ----------------------------------------------------------------------------

@@ -163,9 +163,3 @@ def test_a_reward_model_from_python_shows_its_held_out_pairs(material, tmp_path)
     assert {"reliability", "wrong"} <= values.keys()
     assert "val/accuracy_chosen_longer" in metrics or "val/accuracy_chosen_shorter" in metrics
     assert f"Margins of {len(values['margin'])} pairs" in folder.report.read_text()
-
-
-@pytest.mark.parametrize("flags", [{"fast_dev_run": True}, {"limit_val_batches": 0}])
-def test_who_asks_for_a_part_of_the_validation_is_not_given_all_of_it(material, tmp_path, flags):
-    folder = reward(material, tmp_path / "run", **flags)
-    assert held_out(folder) == []

@@ -33,7 +33,6 @@ from rlhf_lightning import (
     SamplingHparams,
     SFTModule,
     compare,
-    normalize_reward_model,
     trainer_arguments,
 )
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -169,18 +168,6 @@ def test_a_progress_bar_of_ones_own_takes_the_place_of_ours(tmp_path, bar):
 def test_a_checkpoint_at_an_exception_asks_for_none_at_the_start(material, tmp_path):
     fit_sft(material, tmp_path / "run", callbacks=OnExceptionCheckpoint(tmp_path / "own"))
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
-
-
-def test_a_second_normalization_keeps_what_the_first_one_found(material, tmp_path):
-    module: Any = RewardModule.from_pretrained(material["policy"])
-    data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
-    L.Trainer(**arguments(tmp_path / "run")).fit(module, data)
-    first = normalize_reward_model(module, data, num_samples=32, max_new_tokens=5)
-    again = normalize_reward_model(module, data, num_samples=32, max_new_tokens=5)
-    assert again["reward/sample_std"] == pytest.approx(1, abs=1e-4)
-    kept = json.loads((tmp_path / "run/summary.json").read_text())["metrics"]
-    for name, value in first.items():
-        assert kept[name] == pytest.approx(value, abs=1e-4)
 
 
 STAGES = {

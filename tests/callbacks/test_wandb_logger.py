@@ -11,8 +11,6 @@ import wandb
 
 from rlhf_lightning.callbacks.wandb_logger import choose_mode, is_logged_in, wandb_logger
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.runs.summary import GateResult
-from tests import offline_wandb
 from tests.callbacks.tiny_run import run
 
 
@@ -114,28 +112,3 @@ def test_the_mode_follows_the_key_and_the_environment(forgetful, monkeypatch, ca
     assert choose_mode("online") == "online"
     monkeypatch.setenv("WANDB_DISABLED", "false")
     assert choose_mode("auto") == "online"
-
-
-@pytest.mark.usefixtures("nobody_logged_in")
-def test_a_gate_that_was_not_measured_is_neither_passed_nor_failed_in_w_and_b(
-    tmp_path, monkeypatch
-):
-    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
-    folder = RunFolder(tmp_path / "run")
-    wandb_logger(folder).finish(
-        {},
-        [
-            GateResult("win_rate", 0.8, 0.6, True, "80 % of 100"),
-            GateResult("accuracy", None, 0.6, False, "nothing could be measured"),
-            GateResult("refusal_rate", None, None, True, "no harmful prompts"),
-        ],
-    )
-    kept = offline_wandb.summary_of(records(folder.path))
-    verdicts = {name: value for name, value in kept.items() if name.startswith("gates/")}
-    assert verdicts == {"gates/win_rate": 1, "gates/accuracy": 0}
-    rows = offline_wandb.table(folder.path, "gates")
-    assert [(row["gate"], row["result"]) for row in rows] == [
-        ("win_rate", "passed"),
-        ("accuracy", "NOT PASSED"),
-        ("refusal_rate", "not measured"),
-    ]

@@ -144,8 +144,3 @@ def test_a_row_that_says_nothing_is_named(tmp_path, row, message):
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(BadRecordError, match=message):
         read_safety_prompts(file)
-
-
-def test_a_refusal_behind_long_thoughts_is_one():
-    thought = "<think>\n" + "The user asks for something dangerous. " * 9 + "\n</think>\n\n"
-    assert PhraseRefusals()("", thought + "I'm sorry, but I can't help with that.")

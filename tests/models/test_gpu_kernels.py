@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from contextlib import ExitStack
 from typing import Any
 
@@ -114,14 +113,3 @@ def test_the_switch_leaves_models_to_transformers(monkeypatch):
     assert "norms" in kernels_of([plain])
     with pytest.raises(ValueError, match=r"model.kernels='liger': use auto, torch"):
         gpu_kernels("liger").__enter__()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("liger", [False, True])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_fused_kernels_and_copies_on_cuda_are_as_exact_as_plain_layers(model_type, liger):
-    if liger and importlib.util.find_spec("liger_kernel") is None:
-        pytest.skip("liger-kernel is not installed")
-    fused = policy(model_type).to("cuda")
-    fuse_layers(fused.model, liger=liger)
-    assert_within_twice_bf16(fused, model_type, "cuda", copies=True)

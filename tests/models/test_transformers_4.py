@@ -32,7 +32,6 @@ LLAMA_3 = THETA | {
     "original_max_position_embeddings": 32,
 }
 LINEAR = THETA | {"rope_type": "linear", "factor": 4.0}
-DYNAMIC = LINEAR | {"rope_type": "dynamic"}
 YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 16}
 LONG = YARN | {
     "rope_type": "longrope",
@@ -62,30 +61,18 @@ def sized(model_type: str, rope: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": sized("llama", LLAMA_3),
-    "llama_linear": sized("llama", LINEAR),
-    "llama_dynamic": sized("llama", DYNAMIC),
     "qwen2": sized("qwen2", YARN, tie_word_embeddings=True),
-    "qwen3": sized("qwen3", THETA, head_dim=16),
-    "mistral": sized("mistral", THETA, sliding_window=8),
-    "gemma": sized("gemma", THETA, head_dim=16),
     "gemma2": sized("gemma2", THETA, head_dim=16, sliding_window=8),
     "gemma3_text": sized("gemma3_text", BY_LAYER, head_dim=16, sliding_window=8)
     | {"layer_types": ["sliding_attention", "full_attention"]},
     "phi3": sized("phi3", LONG, original_max_position_embeddings=16),
-    "phi": sized("phi", HALF),
     "gpt_neox": sized("gpt_neox", HALF),
     "gpt2": config_fields("gpt2"),
-    "olmo2": sized("olmo2", THETA),
-    "mixtral": sized("mixtral", THETA, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": sized("qwen2_moe", THETA, **_EXPERTS, shared_expert_intermediate_size=48),
     "qwen3_moe": sized("qwen3_moe", THETA, **_EXPERTS, head_dim=8),
-    "olmoe": sized("olmoe", THETA, num_experts=4, num_experts_per_tok=2),
-    "stablelm": sized("stablelm", HALF),
     "granite": sized("granite", THETA, logits_scaling=2.0, embedding_multiplier=2.0),
-    "smollm3": sized("smollm3", THETA, no_rope_layers=[1, 0]),
     "falcon": sized("falcon", THETA, num_kv_heads=2, new_decoder_architecture=True),
     "cohere": sized("cohere", THETA),
-    "glm4": sized("glm4", HALF, head_dim=8),
     "gpt_oss": sized("gpt_oss", YARN, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
     | {"sliding_window": 8},
 }

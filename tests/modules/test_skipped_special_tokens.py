@@ -9,19 +9,9 @@ from rlhf_lightning.batches import FINISHED_BY_LENGTH, Generation
 from rlhf_lightning.callbacks.doctor.records import responses_of
 from rlhf_lightning.callbacks.faults import describe_rows
 from rlhf_lightning.callbacks.samples import describe_rollout
-from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.preferences.candidates import (
-    LoadedPolicy,
-    candidate_journal,
-    sample_candidates,
-)
-from rlhf_lightning.preferences.candidates import Sampling as CandidateSampling
-from rlhf_lightning.preferences.decoding import Decoding
-from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
-from tests.builders.models import EOS, prompt_batch, tiny_policy, tiny_tokenizer
+from tests.builders.models import EOS, prompt_batch
 from tests.builders.stages import tiny_module
 
 TEXTS = {False: "w7 <eos> w8", True: "w7 w8"}
@@ -62,28 +52,3 @@ def test_rewards_samples_and_the_doctor_are_given_the_texts_that_the_setting_ask
     answers = responses_of(rollout, prompts, module.tokenizer, **options)
     assert answers.completions == (TEXTS[skip],)
     assert describe_rows(rollout, module.tokenizer)[0]["response"] == TEXTS[False]
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_evaluations_are_given_the_texts_that_the_setting_asks_for(skip):
-    sampling = Sampling(
-        WritesASpecialToken(), tiny_tokenizer(), 1.0, max_new_tokens=3, skip_special_tokens=skip
-    )
-    batches = [prompt_batch([[3, 4]], prompt=["w3 w4"])]
-    found = sample_batches(tiny_policy(), batches, sampling, noise=RowNoise(1, "generate"))
-    assert found.completions == [TEXTS[skip]]
-
-
-def test_candidates_are_the_texts_that_the_setting_asks_for(tmp_path):
-    policy = LoadedPolicy(tiny_policy(), tiny_tokenizer(), [5])  # EOS ends nothing here
-    texts = {}
-    for skip in (False, True):
-        sampling = CandidateSampling(
-            {"policy": lambda: policy}, [Decoding()], 20, 8, 64, 8, 1, skip_special_tokens=skip
-        )
-        journal = candidate_journal(tmp_path / f"{skip}.jsonl")
-        found = sample_candidates([PromptRecord("w3 w4")], sampling, journal)
-        texts[skip] = [candidate.response for candidate in found]
-    assert any("<eos>" in text for text in texts[False])
-    without = [" ".join(w for w in t.split() if w != "<eos>") for t in texts[False]]
-    assert texts[True] == without

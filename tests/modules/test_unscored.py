@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -210,22 +208,3 @@ class Infinite:
     def __call__(self, answers):
         scores = self.scorer(answers)
         return scores._replace(total=scores.total * 10)
-
-
-def test_random_numbers_that_a_function_seeds_or_draws_change_no_bit_of_a_run():
-    def plain(prompts, completions):
-        return [float(len(text) % 5) for text in completions]
-
-    def seeding(prompts, completions):
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        torch.rand(3)
-        return plain(prompts, completions)
-
-    trained = []
-    for function in (plain, seeding):
-        module = tiny_module(scorer=FunctionScorer(function))
-        fit(module, 2)
-        trained.append(flat_parameters(module.policy))
-    assert torch.equal(*trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_lightning.models.ppo_models import freeze_but
 from rlhf_lightning.modules.optimization import parameter_group
 from rlhf_lightning.rollout.estimators import GAE
 from tests.builders.models import flat_parameters
@@ -172,13 +170,6 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_shows_names() -> None:
     module = tiny_module(ppo=ppo_hparams(value_trainable=["*.mlp.*", "*.experts.*"]))
     with pytest.raises(ValueError, match=r"'\*\.experts\.\*' matches no parameter .* like trunk"):
         built(module)
-
-
-def test_freeze_but_leaves_a_model_that_has_no_patterns_as_it_is() -> None:
-    model = built(tiny_module()).value
-    again = copy.deepcopy(model)
-    freeze_but(again, None)
-    assert all(p.requires_grad for p in again.parameters())
 
 
 @pytest.mark.thorough

@@ -10,7 +10,6 @@ from statsmodels.stats import inter_rater
 
 from rlhf_lightning.preferences.agreement import (
     MISSING,
-    agreement_with,
     cohen_kappa,
     collect_votes,
     fleiss_kappa,
@@ -107,9 +106,3 @@ def test_position_bias_counts_what_was_shown_first_not_the_first_of_the_pair() -
     assert bias.low == pytest.approx(0.3006, abs=1e-4)
     assert bias.high == pytest.approx(0.9544, abs=1e-4)
     assert np.isnan(position_bias(labels[-1:]).value)
-
-
-def test_agreement_with_a_reference_counts_where_both_took_a_side() -> None:
-    labels = [label("a", "x", "first"), label("b", "x", "tie"), label("c", "x", "second")]
-    share = agreement_with(labels, {"a": "first", "b": "first", "c": "first", "d": "first"})
-    assert (share.value, share.num) == (0.5, 2)

@@ -9,7 +9,6 @@ import pytest
 
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold
-from rlhf_lightning.preferences.agreement import position_bias
 from rlhf_lightning.preferences.annotators import (
     AnnotationError,
     RuleAnnotator,
@@ -76,15 +75,6 @@ def test_a_person_says_the_same_of_a_pair_whatever_else_is_asked() -> None:
     assert [(x.choice, x.order) for x in person.label(PAIRS[7:8])] == said[7:8]
     other = SimulatedPerson(usual, lengths, seed=2)
     assert [(x.choice, x.order) for x in other.label(PAIRS)] != said
-
-
-def test_a_bias_for_what_is_shown_first_is_seen_in_the_labels() -> None:
-    noisy = SimulatedAnnotator("n", temperature=1.0, length_bias=0.0)
-    fair = SimulatedPerson(noisy, lambda p, c, f: [0.0] * len(p), seed=1)
-    biased = SimulatedPerson(noisy, lambda p, c, f: [0.0] * len(p), seed=1, position_bias=1.0)
-    assert position_bias(fair.label(PAIRS)).value == pytest.approx(0.5, abs=0.08)
-    # sigmoid(1) = 0.731
-    assert position_bias(biased.label(PAIRS)).value == pytest.approx(0.731, abs=0.06)
 
 
 def test_gold_that_holds_answers_against_the_right_one_is_given_it() -> None:

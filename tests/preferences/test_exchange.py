@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,13 +50,6 @@ def test_raw_labels_survive_the_way_through_label_studio(tmp_path: Path, pairs):
     assert back.pairs == found.pairs
     by_pair = sorted(found.labels, key=lambda x: [p.pair_id for p in pairs].index(x.pair_id))
     assert list(back.labels) == by_pair
-
-
-def test_our_own_records_survive_exactly(tmp_path: Path):
-    pairs = [*make_pairs(3, gold=2), CHAT]
-    found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    assert through(tmp_path / "p.jsonl", found, "pairs") == replace(found, labels=())
-    assert through(tmp_path / "l.jsonl", found, "labels") == replace(found, pairs=())
 
 
 def test_the_order_of_a_trl_row_does_not_tell_what_was_chosen(tmp_path: Path):

@@ -18,7 +18,6 @@ from rlhf_lightning.preferences.records import Pair
 from rlhf_lightning.text.verdict import parse_verdict
 from tests.builders.chat_server import (
     Failure,
-    Odd,
     always_a,
     completion,
     failing,
@@ -213,12 +212,3 @@ def test_what_was_judged_is_not_asked_for_again(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_verdict_is_json_or_the_last_letter_in_brackets(reply, cut_off, verdict) -> None:
     assert parse_verdict(reply, cut_off=cut_off) == verdict
-
-
-def test_tokens_that_the_service_does_not_count_are_estimated_and_a_budget_is_kept() -> None:
-    with serving(lambda *_: Odd("[[A]]", answer={"usage": None})) as server:
-        limited = judge(server, input_price=1000.0, max_cost=0.5, concurrency=1)
-        with pytest.raises(AnnotationError, match="is reached"):
-            limited.label(PAIRS)
-    assert 0 < len(server.requests) < 24
-    assert all(j.estimated and 100 < j.input_tokens < 1000 for j in limited.judgements)

@@ -14,13 +14,6 @@ from rlhf_lightning.preferences.near_duplicates import (
 )
 
 
-def test_grams_are_words_and_punctuation_in_lower_case() -> None:
-    assert word_grams("How  are YOU?", 3) == {("how", "are", "you"), ("are", "you", "?")}
-    assert word_grams("2 + 3", 2) != word_grams("2 - 3", 2)
-    assert word_grams("Hi", 3) == word_grams("hi", 3) == {("hi",)}
-    assert word_grams("", 3) == {()}
-
-
 def test_a_changed_word_in_a_long_prompt_is_a_near_duplicate_and_in_a_short_one_is_not() -> None:
     long = " ".join(f"w{i}" for i in range(40))
     train = ["what is two plus three ?", long, "nothing like it at all"]

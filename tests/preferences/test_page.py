@@ -50,16 +50,6 @@ def test_nobody_gets_in_without_the_token(server: Server):
     assert server.labels() == []
 
 
-def test_the_token_and_the_rater_outlive_a_restart(tmp_path: Path):
-    with serving(tmp_path, make_pairs(2)) as first:
-        client = Client(first.url)
-        client.answer(client.sign_in("Ann").text, "tie")
-        client.close()
-    with serving(tmp_path, port=urlsplit(first.url).port) as second:
-        assert second.url == first.url
-        assert 'class="rater">Ann<' in Client(second.url, client.cookies).get().text
-
-
 @pytest.mark.parametrize(
     "headers",
     [

@@ -67,16 +67,6 @@ def test_the_quality_of_annotators_is_found_without_the_truth() -> None:
     assert (found == truth).mean() > (by_count == truth).mean() + 0.03
 
 
-def test_its_probabilities_say_how_often_it_is_right() -> None:
-    votes, truth = simulated(4000, seed=2, share=0.6)
-    model = dawid_skene(votes)
-    sure = model.posterior.max(1)
-    right = model.posterior.argmax(1) == truth
-    assert right.mean() == pytest.approx(sure.mean(), abs=0.02)
-    unsure = sure < 0.8
-    assert right[unsure].mean() == pytest.approx(sure[unsure].mean(), abs=0.06)
-
-
 def test_the_likelihood_equals_summing_over_every_truth() -> None:
     votes, _ = simulated(6, seed=4)
     model = dawid_skene(votes, smoothing=0.0, max_iterations=1)

@@ -19,7 +19,6 @@ from rlhf_lightning.preferences.reliability import (
     label_ceiling,
     people_figures,
     people_majority,
-    verdicts_agree,
 )
 from tests.builders.labels import label
 
@@ -69,20 +68,6 @@ def test_an_annotator_is_held_against_the_majority() -> None:
     found = all_annotators([*PEOPLE, *rule], {"ada", "bob", "cem"})
     assert found == [figures]
     assert math.isnan(annotator_figures(rule, {}).kappa)
-
-
-def test_verdicts_are_held_against_people_and_the_truth() -> None:
-    pairs = [Pair.make(name, "a", "b") for name in "pqr"]
-    labels = [
-        label(pair.pair_id, "x", choice)
-        for pair, choice in zip(pairs, ("first", "first", "tie"), strict=True)
-    ]
-    verdicts = aggregate(pairs, labels, people=())
-    people = {pairs[0].pair_id: "first", pairs[1].pair_id: "second", pairs[2].pair_id: "first"}
-    assert verdicts_agree(verdicts, people).value == 0.5
-    truth = gold_gaps(pairs, [(2.0, 1.0), (1.0, 1.0), (0.0, 1.0)])
-    share = agreement_with_truth(verdicts, truth)
-    assert (share.value, share.num) == (1.0, 1)
 
 
 def test_the_estimated_ceiling_is_near_what_knowing_the_truth_reaches() -> None:

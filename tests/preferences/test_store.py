@@ -99,16 +99,6 @@ def test_a_pair_on_a_screen_is_not_shown_to_another_for_ten_minutes(store, clock
     assert store.next_task("Bob") is None
 
 
-def test_a_late_label_is_kept_without_a_time(store, clock):
-    store.add_pairs(make_pairs(1), labels_per_pair=1)
-    held = task_of(store, "Ann")
-    clock.now += 3600
-    answer(store, "Bob")
-    assert store.label("Ann", held.pair.pair_id, "second")
-    assert [(x.annotator, x.seconds) for x in store.labels()] == [("Bob", 0.0), ("Ann", None)]
-    assert (store.progress().done, store.progress().wanted) == (1, 1)
-
-
 def test_a_label_sent_twice_is_one_label_and_the_first_stays(store):
     store.add_pairs(make_pairs(2), labels_per_pair=1)
     pair = answer(store, "Ann", "first").pair

@@ -144,16 +144,10 @@ def broken(fault: str) -> type[Step]:
                 return
             if fault == "item":
                 self.uniform.mul_(self.t.item())
-            elif fault == "decision" and bool(self.stopped.all()):
-                self.tokens.zero_()
             elif fault == "mask":
                 self.tokens[self.stopped] = self.tokens[self.stopped]
-            elif fault == "host":
-                self.tokens.add_(self.positions[torch.zeros(1, dtype=torch.long, device="cpu")])
             elif fault == "upload":
                 self.tokens.add_(torch.tensor(1, device="cpu").to(DEVICE))
-            elif fault == "download":
-                self.tokens.cpu()
             elif fault == "counter":
                 self.count += 1
                 self.responses[:, self.count] = 0
@@ -163,7 +157,7 @@ def broken(fault: str) -> type[Step]:
     return Broken
 
 
-FAULTS = ("item", "decision", "mask", "host", "upload", "download", "counter", "rebound")
+FAULTS = ("item", "mask", "upload", "counter", "rebound")
 
 
 def main() -> None:

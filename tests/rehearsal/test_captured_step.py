@@ -21,11 +21,8 @@ ROOT = Path(__file__).parents[2]
 # What is put into a step, and what is then said of it.
 FAULTS = {
     "item": "asks for numbers of the device",
-    "decision": "asks for numbers of the device",
     "mask": "by a mask has a shape that the host waits for",
-    "host": "takes a tensor of the host",
     "upload": "takes a tensor of the host",
-    "download": "makes a tensor of the host",
     "counter": "a second step is another one",
     "rebound": "column is another tensor after a step",
 }

@@ -21,7 +21,6 @@ from rlhf_lightning import (
     DistillationHparams,
     DPOModule,
     LoraHparams,
-    PPOModule,
     PreferenceDataModule,
     RewardModule,
     SFTModule,
@@ -56,11 +55,6 @@ from tests.builders.stages import (
 LORA = LoraHparams(r=4, alpha=8)
 RATE = 0.05
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}  # in fp32, of weights that move by up to 0.1
-
-
-def scores_of_lengths(completions: list[str], **_: Any) -> list[float]:
-    """Return a score a completion."""
-    return [float(len(text)) for text in completions]
 
 
 def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -198,30 +192,6 @@ def test_a_stage_on_cuda_ends_with_the_weights_and_metrics_of_the_cpu(stage, mat
     there = trained(stage, "cuda", material, tmp_path)
     assert torch.cuda.max_memory_allocated() > 0
     assert_alike(there, here)
-
-
-def places_of_models(policy: Path, folder: Path) -> dict[str, set[str]]:
-    """Return where the weights of PPO stand once they are read, by model."""
-    module = PPOModule.from_pretrained(policy, scores_of_lengths, value_head="zero")
-    build, places = module.build_models, {}
-
-    def noted() -> Any:
-        built = build()
-        for name in ("policy", "reference", "value"):
-            places[name] = {p.device.type for p in getattr(built, name).parameters()}
-        return built
-
-    module.build_models = noted
-    trainer(**trainer_options("mirror"), default_root_dir=folder, limit_train_batches=1).fit(
-        module, DataLoader([few_prompts(0)], batch_size=None)
-    )
-    return places
-
-
-@pytest.mark.thorough
-def test_models_are_read_straight_to_the_device_of_the_trainer(material, tmp_path):
-    places = on_mirror(places_of_models, material["policy"], tmp_path)
-    assert places == {key: {"mirror"} for key in ("policy", "reference", "value")}
 
 
 RESTORED = {"sft": SFTModule, "reward": RewardModule, "dpo": DPOModule}

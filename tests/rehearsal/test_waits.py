@@ -10,11 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.models.forward import response_statistics
-from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.mirror import READ, WRITE, Log, on_mirror, recorded, trainer_options
@@ -62,54 +59,22 @@ def generating(prompt_lengths: tuple[int, ...], stops: tuple[int, ...]) -> Waits
     return waits(more, few, times=4)
 
 
-class CountedPPO(PPOModule):
-    """PPO that counts the waits of each optimizer step, and of a forward."""
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self.logs: list[Log] = []
-        self.forwards: list[Log] = []
-
-    def update(self, minibatch: Any, *args: Any, **kwargs: Any) -> bool:
-        with recorded() as log:
-            should_continue = super().update(minibatch, *args, **kwargs)
-        self.logs.append(log)
-        part = minibatch[torch.arange(4)]
-        with torch.no_grad():
-            forward = counted(lambda: response_statistics(self.policy, part, temperature=1.0))
-        self.forwards.append(forward)
-        return should_continue
-
-
 def one_prompt_length(iteration: int = 0, rows: int = 8) -> Any:
     """Return prompts whose answers all are of one micro-batch's width."""
     return prompt_batch(prompt_rows([3] * rows, seed=iteration), first_row=iteration * rows)
 
 
-def run_ppo(iterations: int, rows: int = 8) -> CountedPPO:
+def run_ppo(iterations: int) -> None:
     """Run PPO on prompts and answers of one length, so that each iteration does the same."""
     hparams = ppo_hparams(num_ppo_epochs=1, micro_batch_size=4)
-    module: CountedPPO = tiny_module(
+    module = tiny_module(
         "llama",
         ppo=hparams,
         generator=CachedGenerator(NEVER, PAD),
         sampling=SamplingHparams(max_new_tokens=4),
-        cls=CountedPPO,
     )
-    batches = [one_prompt_length(rows=rows)] * iterations
+    batches = [one_prompt_length()] * iterations
     fit(module, batches, **trainer_options(DEVICE))
-    return module
-
-
-def updating() -> dict[str, Waits]:
-    """Return the waits of a forward, of a step on two micro-batches, and of two more of these.
-
-    Those of the second iteration: the first one is checked to start at ratio 1.
-    """
-    small, large = run_ppo(2), run_ppo(2, rows=16)
-    forward, step, more = waits(small.forwards[1]), waits(small.logs[1]), large.logs[1]
-    more.waits -= small.logs[1].waits
-    return {"forward": forward, "step": step, "two micro-batches more": waits(more)}
 
 
 def iterating(stage: str) -> Waits:
@@ -140,17 +105,6 @@ def test_a_token_waits_once_and_once_more_where_prompts_are_padded(rows):
     lengths, stops, reads = TOKENS[rows]
     found = on_mirror(generating, lengths, stops)
     assert (found.reads, found.writes) == (reads, 0), found.lines
-
-
-@pytest.mark.thorough
-def test_a_micro_batch_waits_twice_and_so_does_the_rest_of_an_optimizer_step():
-    found = on_mirror(updating)
-    forward, step, more = (found[name] for name in ("forward", "step", "two micro-batches more"))
-    # The lengths of the rows, and transformers: does a row hold several sequences?
-    assert (forward.reads, forward.writes) == (2, 0), forward.lines
-    # Policy and value model, two micro-batches each; the widths of rows, and one decision.
-    assert (step.reads, step.writes) == (4 * forward.reads + 2, 0), step.lines
-    assert (more.reads, more.writes) == (4 * forward.reads, 0), more.lines
 
 
 BUDGETS = {"ppo": (51, 6), "sft": (7, 0)}  # reads and writes
