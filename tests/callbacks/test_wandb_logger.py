@@ -106,9 +106,3 @@ def test_the_mode_follows_the_key_and_the_environment(forgetful, monkeypatch, ca
     assert choose_mode("auto") == "disabled"
     monkeypatch.setenv("WANDB_API_KEY", key)
     assert choose_mode("online") == "online"
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setenv("WANDB_DISABLED", "True")
-    assert choose_mode("auto") == "disabled"
-    assert choose_mode("online") == "online"
-    monkeypatch.setenv("WANDB_DISABLED", "false")
-    assert choose_mode("auto") == "online"

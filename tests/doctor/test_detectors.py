@@ -10,7 +10,6 @@ import pytest
 
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Detectors, Hysteresis, Transition
-from rlhf_lightning.doctor.metrics import ResponseRecord, response_metrics
 from rlhf_lightning.doctor.spec import ALARM, HEALTHY, WARN
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
@@ -212,33 +211,6 @@ def refusing(seed: int, falls: float, iterations: int = ITERATIONS, **limits: An
         if detectors.observe(t, {"refusal_rate": refused, "harmful_prompts": 11.0}):
             return t
     return None
-
-
-def test_a_refusal_rate_of_groups_of_answers_may_waver() -> None:
-    # Three harmful prompts with eight answers each: three of four are refused nearly always.
-    alerts = 0
-    for seed in range(20):
-        wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(), 100)
-        for t in range(1, 101):
-            shares = [0.95 if wavers.random() < 0.75 else 0.2 for _ in range(3)]
-            rows = [
-                ResponseRecord(
-                    i,
-                    i // 8,
-                    "harm",
-                    0.0,
-                    1,
-                    (i,),
-                    0.0,
-                    1.0,
-                    refused=wavers.random() < shares[i // 8],
-                )
-                for i in range(24)
-            ]
-            found = response_metrics(rows, score_clip=None)
-            kept = {name: found[name] for name in ("refusal_rate", "harmful_prompts")}
-            alerts += any(x.before == HEALTHY for x in detectors.observe(t, kept))
-    assert alerts <= 1
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,13 +10,11 @@ import pytest
 from rlhf_lightning.data.demo.answers import sample_response
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.data.demo.source import DEMONSTRATION_QUALITY, DemoSource
-from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.safety import (
     ATTACKS,
     PhraseRefusals,
     SafetyCheck,
-    read_safety_prompts,
     required_measures,
 )
 from rlhf_lightning.functional.statistics import wilson_interval
@@ -122,25 +120,3 @@ def test_harmful_prompts_of_a_file_are_asked_as_attacks_do_and_counted_apart(tmp
     assert found["val/refusal_rate_low/subset/role_play"] < 0.5
     assert "val/refusal_rate/subset/translation" not in found
     assert all(map(is_known, found))
-
-
-def test_an_attack_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="use prefix, role_play, translation, many_turns"):
-        SafetyCheck(PhraseRefusals(), prompts="file.jsonl", attacks=["magic"])
-    with pytest.raises(ValueError, match=r"needs safety\.prompts=FILE"):
-        SafetyCheck(PhraseRefusals(), attacks=["prefix"])
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a"}, "line 1: harmful is .*write true for prompts to refuse"),
-        ({"prompt": "a", "harmful": "maybe"}, "harmful is"),
-        ({"prompt": "", "harmful": True}, "prompt is"),
-    ],
-)
-def test_a_row_that_says_nothing_is_named(tmp_path, row, message):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(BadRecordError, match=message):
-        read_safety_prompts(file)

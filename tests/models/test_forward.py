@@ -11,16 +11,13 @@ from rlhf_lightning.models.forward import (
     bucket_width,
     by_micro_batch,
     micro_batches,
-    pair_micro_batches,
     response_statistics,
     response_values,
     sequence_scores,
 )
 from rlhf_lightning.models.micro_batching import (
-    TOKENS,
     in_buckets,
     micro_batching,
-    set_token_budget,
 )
 from tests.builders.models import EOS, MODEL_TYPES, PAD, prompt_rows, tiny_policy, tiny_scalar_model
 
@@ -167,24 +164,6 @@ def test_micro_batches_by_tokens_hold_every_row_once_and_no_more_than_so_many_lo
         assert len(rows) == 1 or len(rows) * width <= size * 1024
     if size == 4:
         assert max(map(len, parts)) > 4, "short rows go together in greater numbers"
-
-
-def test_without_a_number_of_rows_a_micro_batch_by_tokens_has_a_budget_of_them():
-    # 64 rows of 272 to 512 tokens, as prompts of 16 to 256 with answers of 256 make them.
-    mask = torch.arange(512) < torch.linspace(272, 512, 64).long()[:, None]
-    with micro_batching("tokens"):
-        assert [len(rows) for rows in micro_batches(mask, None)] == [32, 32]
-        pairs = pair_micro_batches(mask, mask, None)
-        assert len(pairs[0]) == 16, "two sequences for each pair"
-        set_token_budget(4096)
-        try:
-            parts = micro_batches(mask, None)
-        finally:
-            set_token_budget(TOKENS)
-    assert sorted(torch.cat(parts).tolist()) == list(range(64))
-    for rows in parts:
-        width = int(bucket_width(mask[rows].sum(-1)).max())
-        assert len(rows) * width <= 4096
 
 
 def test_rows_share_a_forward_by_buckets_on_a_cpu_and_by_tokens_elsewhere_unless_told():

@@ -237,17 +237,6 @@ def test_an_adapter_of_peft_with_other_tensors_is_refused_by_name(folders, tmp_p
         read_adapter(tmp_path)
 
 
-def test_policy_value_and_reward_share_one_base_in_ppo(folders, tmp_path):
-    reward = shaken(load_scalar_model(folders["llama"], head="reward", lora=LORA))
-    save_adapter(reward, tmp_path / ADAPTER, reward.state_dict(), base="b", base_fingerprint="")
-    models = ppo_models(folders["llama"], tmp_path, lora=LORA)
-    assert models.policy.base is models.value.base is models.reference.base
-    assert models.trained == (models.base,)
-    assert models.frozen == ()
-    assert torch.equal(models.value(IDS, POSITIONS), reward(IDS, POSITIONS))
-    assert torch.equal(logprobs(models.policy), logprobs(models.reference))
-
-
 def test_ppo_goes_on_from_an_adapter_and_keeps_the_base_as_reference(folders, tmp_path):
     last = shaken(add_policy(load_base(folders["llama"], LORA), "policy", seed=0))
     save_adapter(last, tmp_path / ADAPTER, last.state_dict(), base="b", base_fingerprint="")

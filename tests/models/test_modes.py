@@ -74,13 +74,6 @@ def test_dropout_is_on_in_train_mode_and_off_in_eval_mode(folders, kind, lora):
             assert not is_random(model.eval())
 
 
-def test_llamas_attention_dropout_is_off_in_eval_mode(folders):
-    for lora in (None, PLAIN):
-        model = load_policy(folders["llama"], dropout=0.5, lora=lora)
-        assert is_random(model.train())
-        assert not is_random(model.eval())
-
-
 def test_views_of_one_base_are_each_in_a_mode_of_their_own(folders):
     base = load_base(folders["gpt2"], DROPPING, dropout=0.3)
     policy = shaken(add_policy(base, "policy", seed=0))

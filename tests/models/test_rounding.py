@@ -35,13 +35,6 @@ def test_rounding_keeps_large_steps_and_falls_back_from_small_ones(tmp_path, ste
     assert found.error == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_what_was_kept_is_not_told_where_nobody_knows_the_weights_before(tmp_path: Path):
-    for start in (None, str(tmp_path), "org/of-nobody"):
-        found = measure_rounding({"w": grid(4, 4) / 3}, start, BF16, revision=None)
-        assert found.kept is None
-        assert 0 < found.error < 2**-8
-
-
 def test_tied_weights_stay_tied_and_integers_stay_whole():
     weight = grid(4, 4)
     made = rounded({"a": weight, "b": weight, "n": torch.tensor([3])}, BF16)

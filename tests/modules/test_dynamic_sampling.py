@@ -256,16 +256,6 @@ def test_where_every_group_teaches_resampling_costs_and_changes_nothing():
         assert all(ours[name] == theirs[name] for name in ours if name not in new | timed)
 
 
-def test_without_resampling_dull_groups_stay_and_the_batch_has_no_spares():
-    module = fitted(module_with(0))
-    assert module.groups == module.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    batch, rollout = module.seen[0]
-    assert len(batch) == BATCH * SIZE
-    assert not batch.spare.any()
-    assert rollout.resampled is None
-    assert module.logged[0]["rollout/informative_groups"] == 0.5
-
-
 class KilledError(RuntimeError):
     pass
 

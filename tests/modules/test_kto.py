@@ -122,11 +122,9 @@ def test_a_batch_of_one_label_says_nothing_of_the_other():
     ("good", "bad", "desirable", "message"),
     [
         (50, 50, 1.0, None),
-        (40, 60, 1.0, None),
         (90, 10, 1.0, "undesirable_weight=9 "),
         (10, 90, 1.0, r"module\.dpo\.desirable_weight=9 "),
         (10, 90, 9.0, None),
-        (50, 50, 4.0, "undesirable_weight=4 "),
         (50, 0, 1.0, "50 training rows are labelled true and 0 false"),
     ],
 )

@@ -104,14 +104,6 @@ def test_the_value_model_starts_as_the_reward_model_and_the_reward_model_stays(a
     )
 
 
-def test_only_adapters_and_heads_are_in_the_state_of_the_module(artifacts):
-    module = built(tiny_module(**parts(artifacts)))
-    names = set(module.state_dict())
-    assert {name.split(".")[0] for name in names} == {"policy", "value"}
-    assert all("/lora_" in name or name.startswith("value.head.") for name in names)
-    assert {id(p) for p in module.parameters()} == adapters_of(module)
-
-
 def test_micro_batches_do_not_change_the_gradients(artifacts):
     module = built(tiny_module(**parts(artifacts)))
     rollout = rollout_of(module)

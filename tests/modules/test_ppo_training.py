@@ -303,14 +303,12 @@ def test_scores_of_a_function_are_not_clipped_unless_it_is_asked_for():
 
     for scorer, asked, clip in (
         (function, "auto", None),
-        (function, 2, 2),
         (model, "auto", 5),
         (model, None, None),
         (SaysSoOnceBuilt(some_score), "auto", 5),
         (WeightedScorer({"model": model, "function": function}), "auto", None),
         (WeightedScorer({"model": model, "two": SaysSoOnceBuilt(some_score)}), "auto", 5),
         (WeightedScorer({"model": model}, weights={"model": 10.0}), "auto", None),
-        (WeightedScorer({"model": model}, domain_weights={"a": {"model": 2.0}}), "auto", None),
         (WeightedScorer({"model": model}, weights={"model": -0.5}), "auto", 5),
     ):
         module = built(tiny_module(scorer=scorer, ppo=ppo_hparams(score_clip=asked)))
@@ -344,13 +342,6 @@ def test_a_target_without_the_kl_that_it_bounds_is_an_error():
         ValueError, match=r"target_approx_kl=0\.1 .*OwnLoss\.policy_loss .*approx_kl"
     ):
         fit(module, 1)
-
-
-def test_a_kl_alone_is_enough_for_its_target():
-    module = with_answer(
-        lambda *given: only(*given, "ppo/approx_kl"), target_approx_kl=1e-6, num_ppo_epochs=4
-    )
-    assert fit(module, 1).global_step < 4
 
 
 def test_a_target_waits_for_the_first_step_of_the_policy():

@@ -24,7 +24,6 @@ from tests.builders.models import (
     config_fields,
     flat_gradients,
     flat_parameters,
-    tiny_policy,
     tiny_tokenizer,
 )
 from tests.builders.stages import (
@@ -203,12 +202,3 @@ def test_a_batch_without_a_learnt_token_has_loss_0_and_no_gradient():
     loss.backward()
     assert loss.item() == 0
     assert (flat_gradients(module.policy) == 0).all()
-
-
-def test_the_policy_of_a_fit_is_built_once():
-    module = tiny_sft()
-    module.configure_model()
-    policy = module.policy
-    module.configure_model()
-    assert module.policy is policy
-    assert torch.equal(flat_parameters(policy), flat_parameters(tiny_policy()))
