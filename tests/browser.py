@@ -1,7 +1,7 @@
 """A real headless Chromium for tests of pages, driven by selenium.
 
 Debian and Ubuntu: `apt-get install chromium chromium-driver`. RLHF_CHROMIUM and RLHF_CHROMEDRIVER
-name other places. The fixtures `browser` and `another_browser` are in `tests/conftest.py`.
+name other places. The fixture `browser` is in `tests/conftest.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FOREIGN_NAME = "evil.test"  # leads to this machine, as the name of an attacker may
 # Nothing of it may reach for a network, and nothing may be left of an earlier visit.
 FLAGS = (
     "--headless",
@@ -31,8 +30,7 @@ FLAGS = (
     "--disable-sync",
     "--disable-extensions",
     "--hide-scrollbars",
-    f"--host-resolver-rules=MAP {FOREIGN_NAME} 127.0.0.1, MAP * ~NOTFOUND, "
-    "EXCLUDE 127.0.0.1, EXCLUDE localhost",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
 
 

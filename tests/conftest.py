@@ -181,12 +181,3 @@ def browser(running_chromium: Chrome) -> Chrome:
 
     forget(running_chromium)
     return running_chromium
-
-
-@pytest.fixture
-def another_browser(running_chromium: Chrome, tmp_path: Path) -> Iterator[Chrome]:
-    """A second Chromium, which shares nothing with `browser`."""
-    from tests.browser import chromium
-
-    with chromium(tmp_path / "another_chromium") as driver:
-        yield driver
