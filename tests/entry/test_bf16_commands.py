@@ -1,6 +1,6 @@
 """Every command at bf16, on the common architectures, with Llama's layer as transformers wrote it.
 
-In this process: a stage runs, what it exports is evaluated, asked for candidates and labels with.
+In this process: a stage runs, what it exports is evaluated and exported again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning.app.collect import run as run_collect
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.evaluate import run as run_evaluate
@@ -35,17 +34,6 @@ EVALUATE = [
     "evaluation.num_prompts=6",
     "evaluation.max_new_tokens=4",
     "evaluation.batch_size=6",
-]
-COLLECT = [
-    "+annotator.automatic.model._target_="
-    "rlhf_lightning.preferences.reward_annotator.RewardModelAnnotator",
-    "+annotator.automatic.model.name=model",
-    "artifacts.base=null",
-    "artifacts.publish=null",
-    "candidates.num_prompts=6",
-    "candidates.max_new_tokens=4",
-    "lab.keep_unfinished=true",
-    "lab.num_pairs=8",
 ]
 
 
@@ -117,12 +105,6 @@ def test_every_command_runs_at_bf16(tmp_path: Path, kind: str, lora: tuple[str, 
     found = evaluated(tmp_path / "evaluate", ppo.export, sft, reward, BF16)
     assert found["val/kl_per_token"] >= -1
     assert all(math.isfinite(value) for value in found.values())
-
-    given = [f"artifacts.sft={sft}", f"+annotator.automatic.model.source={reward}", *COLLECT]
-    summary = run_collect(
-        settings_of(*given, entry="collect"), RunFolder(tmp_path / "collect"), given
-    )
-    assert summary.status == "completed"
 
     run_export(ExportSettings(run=ppo.path, to=tmp_path / "out"))
     exported, kept = load_policy(tmp_path / "out"), load_policy(ppo.export)

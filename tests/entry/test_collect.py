@@ -108,10 +108,6 @@ def test_a_run_that_is_killed_goes_on_to_the_same_records(
     summary = json.loads((resumed / "summary.json").read_text())
     assert (summary["stage"], summary["status"]) == ("collect", "completed")
     assert 0.5 <= summary["metrics"]["val/label_ceiling"] <= 1.0
-    assert summary["about"]["prompts"].startswith("24 of demo")
-    page = (resumed / "report.html").read_text()
-    assert "What was run" in page
-    assert f"{summary['metrics']['collect/train_records']:.0f}</p>" in page
     published = tmp_path / "artifacts/demo_seed1/preferences"
     for name in ("train.jsonl", "validation.jsonl", "reliability.json"):
         assert (published / name).read_bytes() == (resumed / "data" / name).read_bytes()
@@ -168,7 +164,6 @@ def test_people_label_at_the_page_and_the_run_goes_on(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "stopped"
     assert "resume=auto" in summary["cause"]
-    assert "24 of demo" in summary["about"]["prompts"]
     with LabelStore(run / STORE) as store:
         asked = list(store.pairs())
         wanted = store.progress().wanted

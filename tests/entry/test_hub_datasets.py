@@ -13,7 +13,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlhf_lightning.app.model_export import _hub_data
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from tests.builders.command_lines import settings_of
@@ -164,15 +163,3 @@ def test_hh_rlhf_transcripts_become_conversations(source_of, tmp_path):
         assert "[train], row 2: the key 'rejected' holds the text 'no transcript'" in message
         assert len(source.records(kind, "validation")) == 2
         assert encoded([first]) == 1
-
-
-def test_a_model_card_names_the_hub_datasets_of_every_source_and_no_folder(tmp_path: Path) -> None:
-    dataset = settings_of(
-        "+experiment=sft", "model=qwen2_5_0_5b", "dataset=ultrachat", "dataset.hub_name=org/one"
-    ).dataset
-    assert _hub_data(dataset) == ("org/one",)
-    hub = "rlhf_lightning.HubSource"
-    sources = [{"_target_": hub, "name": name} for name in ("org/one", str(tmp_path), "org/two")]
-    joined = {"path": "rlhf_lightning.JoinedSource", "arguments": {"sources": sources}}
-    several = {"source": dataset.source.model_copy(update=joined), "hub_name": None}
-    assert _hub_data(dataset.model_copy(update=several)) == ("org/one", "org/two")

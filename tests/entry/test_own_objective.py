@@ -111,7 +111,6 @@ def test_its_pairs_are_not_cut_by_micro_batches(start, command, tmp_path) -> Non
 def test_a_run_of_it_goes_on_from_a_checkpoint_to_the_same_bits(start, command, tmp_path) -> None:
     (checkpoint,) = command.checkpoints.glob("*2.ckpt")
     resumed = trained(start, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
-    assert len(figures(resumed)) == 3 or len(figures(resumed)) == 1
     assert same_weights(command, resumed)
 
 

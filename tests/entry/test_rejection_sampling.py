@@ -12,7 +12,6 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.records import Candidate, read_records
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
-from rlhf_lightning.reports.page import render_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -71,11 +70,6 @@ def test_every_prompt_gets_the_answer_that_the_reward_model_scores_best(
     assert all((row["prompt"], row["completion"]) in said for row in rows)
     assert rows_of(collected.path.parent / "demonstrations" / "train.jsonl") == rows
     found = read_summary(collected).metrics
-    collected.config.parent.mkdir(exist_ok=True)
-    collected.config.write_text("")  # as of the command
-    page = render_report(collected)
-    assert f"{len(rows)}</p>" in page
-    assert read_summary(collected).about["demonstrations"] in page
     assert found["collect/train_records"] == len(rows) == 40
     assert found["collect/score_best"] > found["collect/score"] + 0.1
     assert found["collect/usable_candidates"] == len(asked)

