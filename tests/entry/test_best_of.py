@@ -27,7 +27,6 @@ def evaluate(folder: Path, start: Path, *overrides: str) -> Summary:
         "evaluation.num_prompts=32",
         "evaluation.max_new_tokens=6",
         "evaluation.answers_per_prompt=2",
-        "references=false",
         f"policy={start}",
         f"baseline={start}",
         *([] if "scorer=none" in overrides else scored),
