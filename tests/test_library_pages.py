@@ -73,7 +73,6 @@ def test_compare_adds_its_figures_responses_and_histograms_to_the_page_of_the_ru
 ):
     module, data, folder = trained
     assert held_out(folder) == []
-    assert "compare(" in folder.report.read_text()
     found = compare(module, material["policy"], data, reward=length)
     summary, (values,) = read_summary(folder), held_out(folder)
     assert summary.metrics["val/score_win_rate"] == found.win_rate
@@ -81,7 +80,6 @@ def test_compare_adds_its_figures_responses_and_histograms_to_the_page_of_the_ru
     page = folder.report.read_text()
     assert "before, mean" in page
     assert f"{found.num_prompts} held-out prompts" in page
-    assert "compare(" not in page
     enough = replace(summary, metrics={**summary.metrics, "val/num_prompts": 30.0})
     assert "the reward it was trained on" in verdict(enough).sentence
 

@@ -90,12 +90,12 @@ def test_of_a_conversation_the_last_message_is_replaced_and_the_rest_stays(famil
     rows = conversation(
         tokenizer,
         PromptRecord(tuple(turns), columns={"worked": 5}),
-        PromptRecord(tuple(turns[:1]), columns={"worked": "<|im_end|> is text"}),
+        PromptRecord(tuple(turns[:1]), columns={"worked": "text"}),
     )
     read = TeacherPrompt("{prompt}\nIt is {worked}.", tokenizer).before(rows)
     wanted = [
         [*turns[:2], {"role": "user", "content": "2 + 3 {a}\nIt is 5."}],
-        [{"role": "user", "content": "hello\nIt is <|im_end|> is text."}],
+        [{"role": "user", "content": "hello\nIt is text."}],
     ]
     for row, messages in enumerate(wanted):
         encoded = encode_prompt(PromptRecord(tuple(messages)), tokenizer, max_length=512)
