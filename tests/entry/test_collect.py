@@ -190,7 +190,7 @@ def test_people_label_at_the_page_and_the_run_goes_on(
     [
         (["judge=local", "judge.model=m", "+judge.modle=3"], "did you mean model"),
         (["candidates.decoding.top_p=[0.0]"], "top_p"),
-        (["budget.automatic_share=0.95"], "budget.automatic_share"),
+        (["budget.automatic_share=0.95"], "automatic_share=0.95"),
         (["annotator.people._target_=os.system"], "is not allowed"),
     ],
 )
