@@ -227,6 +227,6 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
     if not train:
         listed = ", ".join(path.name for path in [*stems][:8]) or "none"
         text = f"the folder has no train file (data files found: {listed})"
-        fix = f"name one train.<ext> with <ext> of {ENDINGS}, or give the file itself"
+        fix = f"name one train.<ext> with <ext> of {ENDINGS}, or join them into one"
         raise BadRecordError(where, text, fix)
     return train, validation

@@ -17,6 +17,10 @@ from rlhf_lightning.data.records import (
 
 Value = str | int | float | bool
 EVERY = "learn all rows alike with columns={label: null}"
+GOOD = (
+    "name the value of good responses with dataset.source.label_good=VALUE (in Python "
+    f"label_good=VALUE), or {EVERY}"
+)
 _TRUTH = {"true": True, "false": False}
 
 
@@ -27,12 +31,10 @@ class Labels:
     Args:
         column: name of the column; None where no row has one.
         good: the value that says that a response is good; None for true.
-        names: names of the column's classes, where it is a `ClassLabel`.
     """
 
     column: str | None
     good: Value | None = None
-    names: Sequence[str] = ()
 
     def of(self, row: ParsedRow) -> bool | None:
         """Return whether the response of a row is good; None without a label.
@@ -47,14 +49,8 @@ class Labels:
             return str(value) == str(self.good)
         if (found := _TRUTH.get(str(value).lower())) is not None:
             return found
-        classes = ", ".join(f"{i} for {name!r}" for i, name in enumerate(self.names[:4]))
-        raise BadRecordError(
-            row.where,
-            f"the label {self.column!r} holds {describe(value)}"
-            + (f" ({classes}: ClassLabel)" if classes else ", expected true or false"),
-            "name the value of good responses with dataset.source.label_good=VALUE (in Python "
-            f"label_good=VALUE), or {EVERY}",
-        )
+        found = f"the label {self.column!r} holds {describe(value)}, expected true or false"
+        raise BadRecordError(row.where, found, GOOD)
 
     def unread(self, row: ParsedRow) -> tuple[str, ...]:
         """Return the columns of a row that neither its record nor its label has."""
@@ -100,7 +96,8 @@ def find_labels(
     """Return the labels of a set: those of its column `label`, or of the one that is mapped to it.
 
     Raises:
-        BadRecordError: if no label is `good`.
+        BadRecordError: if no label is `good`, or the labels are the numbers of a `ClassLabel`,
+            whose names say which are good.
     """
     column = columns.get("label", "label")
     if column is None:
@@ -109,7 +106,11 @@ def find_labels(
     labelled = [row for row in shown if row.columns.get(column) is not None]
     if not labelled:
         return Labels(None)
-    labels = Labels(column, good, names_of(column))
+    labels = Labels(column, good)
+    if good is None and (names := names_of(column)):
+        listed = ", ".join(f"{number} {name!r}" for number, name in enumerate(names[:4]))
+        found = f"the label {column!r} holds the names {listed} (ClassLabel)"
+        raise BadRecordError(labelled[0].where, found, GOOD)
     if good is not None and not any(map(labels.of, labelled)):
         found = f"no label {column!r} is label_good={good!r}"
         fix = f"give a value that it has, such as {labelled[0].columns[column]!r}"

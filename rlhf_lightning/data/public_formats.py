@@ -105,7 +105,7 @@ def misnamed(row: Row) -> str | None:
     """Return the line for a row whose keys mean something else than ours."""
     whole = next((key for key in ("messages", "conversations") if key in row), None)
     if whole and isinstance(row.get("chosen"), Mapping):  # axolotl, LLaMA-Factory
-        return _PAIR % (f'row["{whole}"]', '[row["chosen"]]', '[row["rejected"]]')
+        return _PAIR % (f"row['{whole}']", "[row['chosen']]", "[row['rejected']]")
     return _line(_MISNAMED, row)
 
 

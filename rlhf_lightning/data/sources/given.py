@@ -131,6 +131,8 @@ def _named(source: str | Path, name: str) -> RecordSource:
         fix = (
             f"give a folder, the hub name of a data set, or a file that ends with one of {ENDINGS}"
         )
+        if set("*?[") & set(path.name):
+            fix = "give a folder or a file: a pattern is not read, so join its files into one"
         where = Location(f"{name}={source}")
         raise MissingFileError(where, "there is no such file or folder", fix)
     return HubSource(source)
