@@ -1,4 +1,4 @@
-"""Warnings before training about prompts in the wrong form and a length that cuts responses."""
+"""Warnings before training: prompts in the wrong form, read twice, a length that cuts responses."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from rlhf_lightning.data.records import (
 )
 from rlhf_lightning.data.sources.base import RecordSource, RowSource
 from rlhf_lightning.data.summary import part_lengths
+from rlhf_lightning.text.forms import SYSTEM
+from rlhf_lightning.text.messages import Text
 
 MOST_CUT = 0.1
 NUM_LOOKED_AT = 500
@@ -39,6 +41,35 @@ def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokeni
             'the tokenizer has: give messages ([{"role": "user", "content": ...}]) where the model '
             "is to chat"
         )
+
+
+def warn_of_repeated_prompts(records: Sequence[Record]) -> None:
+    """Warn where every response begins with its prompt, which the model then reads twice."""
+    if len(records) > 1 and all(map(_repeats_prompt, records)):
+        rank_zero_warn(
+            f"all {len(records)} responses begin with their prompt, which the model then reads "
+            "twice: take it out of the responses"
+        )
+
+
+def _repeats_prompt(record: Record) -> bool:
+    if isinstance(record, PreferenceRecord):
+        responses: tuple[Text, ...] = (record.chosen, record.rejected)
+    elif isinstance(record, DemonstrationRecord):
+        responses = (record.completion,)
+    else:
+        return False
+    asked = record.prompt
+    if not isinstance(asked, str):  # of several turns a response may quote the last one
+        asked = tuple(message for message in asked if message["role"] not in SYSTEM)
+    prompt = _last_text(asked) if isinstance(asked, str) or len(asked) == 1 else ""
+    return bool(prompt) and any(_last_text(text).startswith(prompt) for text in responses)
+
+
+def _last_text(text: Text) -> str:
+    if not isinstance(text, str):
+        text = text[-1]["content"] if text else ""
+    return " ".join(text.split()) if isinstance(text, str) else ""
 
 
 @rank_zero_only

@@ -47,8 +47,8 @@ class Labels:
             return None
         if self.good is not None:
             return str(value) == str(self.good)
-        if (found := _TRUTH.get(str(value).lower())) is not None:
-            return found
+        if (known := _TRUTH.get(str(value).lower())) is not None:
+            return known
         found = f"the label {self.column!r} holds {describe(value)}, expected true or false"
         raise BadRecordError(row.where, found, GOOD)
 

@@ -33,7 +33,7 @@ from rlhf_lightning.arguments import (
 )
 from rlhf_lightning.data.batch_size import check_batch_size
 from rlhf_lightning.data.encode import Encoded, LossOn, OverLong, encode_all, give_same_columns
-from rlhf_lightning.data.first_screen import warn_of_plain_prompts
+from rlhf_lightning.data.first_screen import warn_of_plain_prompts, warn_of_repeated_prompts
 from rlhf_lightning.data.identity import FILES, check_same_data, data_digests, rows_digest
 from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of
 from rlhf_lightning.data.sampler import (
@@ -265,6 +265,7 @@ class RecordDataModule(LightningDataModule):
     def _warn(self, records: Sequence[Record]) -> None:
         """Say once what is odd in the training rows."""
         warn_of_plain_prompts(records, self.tokenizer)
+        warn_of_repeated_prompts(records)
         summary = self.summaries["train"]
         for name, count in summary.missing_columns.items():
             rank_zero_warn(

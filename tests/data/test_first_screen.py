@@ -13,9 +13,13 @@ from rlhf_lightning.data.datamodules import (
     PreferenceDataModule,
     PromptDataModule,
 )
-from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
+from rlhf_lightning.data.first_screen import (
+    warn_of_cut_responses,
+    warn_of_plain_prompts,
+    warn_of_repeated_prompts,
+)
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.data.sources.given import as_source
+from rlhf_lightning.data.sources.given import GivenRows, as_source
 from tests.builders.models import tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -107,3 +111,36 @@ def test_every_data_module_names_plain_prompts_and_unread_columns_once(module, r
     shown = data.render_summary()
     assert len(data.rows("validation")) > 0
     assert shown.count("columns that are not read") == (module is not PromptDataModule)
+
+
+USER = {"role": "user", "content": "Tea?"}
+SAID = {"role": "assistant", "content": "Which one?"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "response", "warned"),
+    [
+        ([{"role": "system", "content": "Be brief."}, USER], "Tea? A drink.", True),
+        ([USER, SAID, {"role": "user", "content": "Yes"}], "Yes, it is hot.", False),
+        ([USER, SAID, {"role": "tool", "content": "5 degrees"}], "5 degrees it is", False),
+    ],
+    ids=["its prompt", "a short turn", "the result of a tool"],
+)
+def test_responses_that_all_repeat_their_prompt_are_a_warning(turns, response, warned):
+    rows = [
+        {"messages": [*turns, {"role": "assistant", "content": f"{response} {i}"}]}
+        for i in range(20)
+    ]
+    records = GivenRows(rows, validation_fraction=0).records("demonstrations", "train")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_repeated_prompts(records)
+    assert ["begin with their prompt" in str(one.message) for one in caught] == [True] * warned
+
+
+def test_pairs_of_which_one_side_repeats_the_prompt_are_a_warning():
+    rows = [
+        {"prompt": f"Tea {i}?", "chosen": "Yes.", "rejected": f"Tea {i}? No."} for i in range(20)
+    ]
+    with pytest.warns(UserWarning, match="begin with their prompt"):
+        warn_of_repeated_prompts(as_source(rows).records("preferences", "train"))
