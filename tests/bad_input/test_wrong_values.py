@@ -290,7 +290,7 @@ VALUES = [
     ("+experiment=ppo seed=-1", "seed=-1", ">= 0"),
     ("+experiment=ppo trainer.devices=0", "trainer.devices=0", ">= 1"),
     ("+experiment=sft data.batch_size=0", "data.batch_size=0", ">= 1"),
-    ("+experiment=sft +dataset.source.num_texts=0", "num_texts=0", "1"),
+    ("+experiment=sft +dataset.source.num_texts=0", "num_texts", "1"),
     ("+experiment=ppo scheduler.warmup_fraction=2", "warmup_fraction=2", "< 1"),
     ("+experiment=ppo optimizer.eps=0", "optimizer.eps=0", ""),
     ("+experiment=ppo module.ppo.gamma=2", "module.ppo.gamma=2", "<= 1"),

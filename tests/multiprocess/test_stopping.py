@@ -69,7 +69,7 @@ def test_sigterm_ends_a_run_with_status_75_behind_a_checkpoint(start, tmp_path):
     assert summary["cause"] == "SIGTERM: saved after iteration 2 of 3"
     assert os.readlink(folder / "checkpoints/last.ckpt") == "iteration=000002.ckpt"
     assert iterations(folder) == [1, 2]
-    assert "was stopped before its end: SIGTERM" in (folder / "report.html").read_text()
+    assert "The run stopped: SIGTERM" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow
