@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION, RunFolder
 from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES
-from rlhf_lightning.runs.public_config import public_words
+from rlhf_lightning.runs.public_config import name_secrets
 from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def wandb_logger(
             show_warnings=False,
             init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
             # W&B records the command line, whatever it contains.
-            x_disable_meta=public_words(sys.argv) != sys.argv,
+            x_disable_meta=name_secrets(sys.argv),
         ),
     )
 

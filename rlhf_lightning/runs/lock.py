@@ -1,4 +1,4 @@
-"""Who may write where: locks that end with their process, and the guard of a run folder."""
+"""Locks that end with their process, and the guard of a run folder."""
 
 from __future__ import annotations
 

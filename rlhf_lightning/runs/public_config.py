@@ -46,9 +46,17 @@ def public_config(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict
 
 
 def public_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, KEY=VALUE, without their secrets."""
-    named = [(word.partition("=")[0], word) for word in words]
-    return [f"{k}={REMOVED}" if is_secret(k.rpartition(".")[2]) else word for k, word in named]
+    """Return the words of a command line, KEY=VALUE, without secrets and folders."""
+    parts = (word.partition("=") for word in words)
+    return [
+        f"{key}={REMOVED}" if name_secrets([key]) else f"{key}{sign}{_public('', value, None)}"
+        for key, sign, value in parts
+    ]
+
+
+def name_secrets(words: Sequence[str]) -> bool:
+    """Return whether a key of a command line, or one above it, names a secret."""
+    return any(is_secret(part) for word in words for part in word.partition("=")[0].split("."))
 
 
 def without_folders(text: str) -> str:

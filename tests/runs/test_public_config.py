@@ -4,6 +4,7 @@ import pytest
 
 from rlhf_lightning.runs.public_config import (
     REMOVED,
+    name_secrets,
     public_config,
     public_words,
     without_folders,
@@ -44,4 +45,20 @@ def test_folders_secrets_and_who_is_told_are_left_out():
         "c": [""],
         "password": None,
     }
-    assert public_words(["+x.api_key=abc", "seed=1"]) == [f"+x.api_key={REMOVED}", "seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("+x.api_key=abc", f"+x.api_key={REMOVED}"),
+        ("scorer.headers.X=abc", f"scorer.headers.X={REMOVED}"),
+        ("scorer.url=http://me:pw@host/v1", "scorer.url=http://host/v1"),
+        ("dataset.path=/home/me/pairs.jsonl", "dataset.path=.../pairs.jsonl"),
+        ("data.also=[/home/me/a,/home/me/b]", "data.also=[.../a,.../b]"),
+        ("+experiment=ppo", "+experiment=ppo"),
+        ("~callbacks.doctor", "~callbacks.doctor"),
+    ],
+)
+def test_words_of_a_command_line_are_shown_without_secrets_and_folders(word, shown):
+    assert public_words([word]) == [shown]
+    assert name_secrets([word]) == (REMOVED in shown)
