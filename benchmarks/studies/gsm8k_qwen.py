@@ -34,7 +34,6 @@ STUDY = Study(
                 "dataset.reward.fallback=last_number",
                 "scorer=none",
                 "safety=none",
-                "references=false",
                 "prompts.max_length=512",
                 "evaluation.num_prompts=1319",
                 "evaluation.temperature=0.0",

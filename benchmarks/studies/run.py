@@ -184,11 +184,18 @@ def _last_of_each(words: Sequence[str]) -> list[str]:
     return list({word.lstrip("+~").partition("=")[0]: word for word in words}.values())
 
 
+def allow_targets() -> None:
+    """Let the runs name classes of benchmarks/, examples/ and tests/own, beside the user's."""
+    more = os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")
+    found = dict.fromkeys(filter(None, [*more, "benchmarks.", "examples.", "tests.own."]))
+    os.environ["RLHF_ALLOWED_TARGETS"] = ",".join(found)
+
+
 def execute(runs: Sequence[Run], jobs: int) -> None:
     """Run what is not completed, several at a time, each after those that it needs."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("RLHF_ALLOWED_TARGETS", "benchmarks.,examples.")
+    allow_targets()
     futures: dict[tuple[str, int], Future[str]] = {}
 
     def one(run: Run, before: Sequence[Future[str]]) -> str:

@@ -118,7 +118,6 @@ STUDY = Study(
             "evaluation.num_prompts=192",
             "evaluation.max_new_tokens=48",
             "evaluation.micro_batch_size=16",
-            "references=false",
             f"safety.prompts={env('SAFETY')}/asked.jsonl",
             "safety.attacks=[prefix,role_play,translation,many_turns]",
         ],

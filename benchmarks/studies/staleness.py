@@ -1,6 +1,6 @@
 """Objectives whose samples are 0, 1 and 4 iterations old.
 
-    RLHF_ALLOWED_TARGETS=tests.own. python -m benchmarks.studies.staleness --jobs 2
+    python -m benchmarks.studies.staleness --jobs 2
     python -m benchmarks.studies.staleness --tuning
 
 The generator of `tests/own/stale.py` lags. `--tuning` tries learning rates with fresh samples on

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks.studies.run import Row, Study, main, runs_of
+from benchmarks.studies.run import Row, Study, allow_targets, main, runs_of
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.validate import load_settings
@@ -32,10 +32,11 @@ def test_rows_start_from_rows_above_them(name):
         above.add(row)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_line_of_a_study_composes(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "tests.own.,benchmarks.studies.")
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "")
+    allow_targets()
     register()
     own = study(name)
     for run in runs_of(own, tmp_path, own.seeds[:1], {}):
