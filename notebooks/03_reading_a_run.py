@@ -23,7 +23,7 @@ from small_world import train_ppo, train_sft
 
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.runs.folder import read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import bands, quantity
+from rlhf_lightning.runs.metric_catalog import quantity
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
 
@@ -86,7 +86,7 @@ figure, axes = plt.subplots(2, 3, figsize=(9.5, 4), layout="constrained")
 for ax, name in zip(axes.flat, FIRST, strict=True):
     curves = {run: [row[name] for row in table if name in row] for run, table in rows.items()}
     values = [value for curve in curves.values() for value in curve]
-    low, high = bands().get(name, (math.nan, math.nan))
+    low, high = quantity(name).healthy or (math.nan, math.nan)
     if low == low:
         ax.axhspan(low, high, color=BAND, lw=0)
     for run, curve in curves.items():

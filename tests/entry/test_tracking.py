@@ -9,9 +9,10 @@ from hydra.core.hydra_config import HydraConfig
 from rlhf_lightning.app.build import sweep_group
 from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.runs.folder import read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES, is_known
+from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES
 from rlhf_lightning.runs.summary import read_summary
 from tests import offline_wandb
+from tests.builders.metrics import is_known
 from tests.builders.runs import TRACKED_ITERATIONS as NUM_ITERATIONS
 
 

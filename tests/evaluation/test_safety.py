@@ -18,7 +18,7 @@ from rlhf_lightning.evaluation.safety import (
     required_measures,
 )
 from rlhf_lightning.functional.statistics import wilson_interval
-from rlhf_lightning.runs.metric_catalog import is_known
+from tests.builders.metrics import is_known
 from tests.evaluation.spoken import answers
 
 
