@@ -6,7 +6,7 @@
 #   benchmarks/gpu_day.sh --minutes 9             stop in time, go on with the same command
 #   benchmarks/gpu_day.sh quick                   here: the same parts, tiny, without CUDA
 #
-# PYTHON is the interpreter with a CUDA build of torch; docs/gpu.md says what each part shows.
+# PYTHON is the interpreter with a CUDA build of torch; README.md says what each part shows.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -1,11 +1,11 @@
-"""Fill the tables of benchmarks/README.md and docs/gpu.md from the JSON in benchmarks/results.
+"""Fill the tables of benchmarks/README.md from the JSON in benchmarks/results.
 
     python -m benchmarks.tables            write them
     python -m benchmarks.tables --check    fail if they are not what the JSON says
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is the JSON file's. Where
-there is no such file the table says so. `gpu_NAME.json` comes from CUDA alone, and only docs/gpu.md
-has tables of those (`benchmarks/gpu_day.sh` makes them).
+there is no such file the table says so. `gpu_NAME.json` comes from CUDA alone
+(`benchmarks/gpu_day.sh` makes it).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import FOLDER
-from benchmarks.machine import ROOT
 
-DOCUMENTS, RESULTS = (FOLDER / "README.md", ROOT / "docs/gpu.md"), FOLDER / "results"
+DOCUMENTS, RESULTS = (FOLDER / "README.md",), FOLDER / "results"
 MISSING, NOT_ON_CUDA, ON_CUDA = "not yet measured", "not run on CUDA", "gpu_"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,7 +1,7 @@
 """Which kernels `scaled_dot_product_attention` may use on CUDA: the only place that chooses.
 
 PyTorch prefers cuDNN's attention on Hopper, and cuDNN builds a plan on the host for each new
-combination of shape and strides: 75 to 160 ms (docs/gpu.md). Lengths in RLHF are always
+combination of shape and strides: 75 to 160 ms (benchmarks/README.md). Lengths in RLHF are always
 new, so everything whose shape varies uses flash, memory-efficient or plain attention. A step of
 fixed shapes may use cuDNN as well, where it is the fastest.
 """

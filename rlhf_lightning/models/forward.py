@@ -31,7 +31,7 @@ from rlhf_lightning.models.micro_batching import automatic, in_buckets, token_bu
 BUCKET = 16
 # Padding that costs what a further micro-batch of a GPU costs: its launches, weights that are cast
 # or gathered for it, gradients that are added or sent. At 0.5 billion weights an H100 took as long
-# as for 7,000 tokens (docs/gpu.md); the larger the model, the fewer they are.
+# as for 7,000 tokens (benchmarks/README.md); the larger the model, the fewer they are.
 WASTE = 1024
 
 

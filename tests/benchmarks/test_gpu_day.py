@@ -78,7 +78,7 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_rest_runs_and_is_not_run_ag
 
 
 def test_every_part_has_a_place_and_a_row_in_the_document_and_files_that_exist():
-    text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
     parts = gpu_day.parts()
     for part in parts:
         assert f"<!-- table {Path(part.result).stem} -->" in text, part.name

@@ -48,7 +48,7 @@ def test_a_plan_is_printed_for_people_and_for_programs(capsys, monkeypatch, form
 # Of docs/scaling.md, fp32: resident memory above the imports, in GiB. Adapters on a CPU are left
 # out, as its allocator keeps up to twice their tensors.
 ON_A_CPU = {"sft full": 2.71, "reward full": 3.24, "ppo full": 5.42}
-# Of docs/gpu.md: tensors on an H200, in bf16, before norms were fused.
+# Of docs/scaling.md: tensors on an H200, in bf16, before norms were fused.
 ON_CUDA = {
     "sft full": 3_215_827_968,
     "sft lora": 1_194_667_520,
