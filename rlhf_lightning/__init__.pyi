@@ -99,3 +99,4 @@ from rlhf_lightning.rollout.scorers.text_reward_model import (
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward as NumberReward
 
 __version__: str
+__all__: list[str]
