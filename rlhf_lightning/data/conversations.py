@@ -28,7 +28,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
+from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe, wrong_value
 from rlhf_lightning.data.records import ROLES, VARIABLES, Origin, Record, TextRecord
 from rlhf_lightning.text.forms import SYSTEM, THOUGHT, THOUGHTS, WEIGHT
 from rlhf_lightning.text.messages import Messages, Text
@@ -39,7 +39,6 @@ MESSAGES = 'write [{"role": "user", "content": "..."}, ...]'
 ROW_KEYS = (*VARIABLES, "system", "history")  # columns of a conversation, beside its texts
 ANSWER_MARK = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # Text that begins as messages do, in JSON or as Python or numpy print them.
 _BEGINS_AS_MESSAGES = re.compile(r"""\W*(array\W+)?[\[{]\W*["'](role|content|from)\\*["']\s*:""")
 _CALL_TURNS = ("function_call", "tool_call")  # who says the calls in ShareGPT's format
@@ -70,8 +69,7 @@ def parse_text(value: Any, key: str, where: Location) -> Text:
         return check_characters(value, f"the key {key!r}", where)
     if isinstance(value, list | tuple):
         return parse_messages(value, key, where)
-    found = f"the key {key!r} holds {describe(value)}, expected text or a list of messages"
-    raise BadRecordError(where, found, MESSAGES)
+    raise wrong_value(where, key, value, "text or a list of messages", MESSAGES)
 
 
 def parse_messages(value: Any, key: str, where: Location) -> Messages:
@@ -81,8 +79,7 @@ def parse_messages(value: Any, key: str, where: Location) -> Messages:
         BadRecordError: if it is no list, empty, or has a message without a known role and a text.
     """
     if not isinstance(value, list | tuple) or not value:
-        found = f"the key {key!r} holds {describe(value)}, expected a list of messages"
-        raise BadRecordError(where, found, MESSAGES)
+        raise wrong_value(where, key, value, "a list of messages", MESSAGES)
     return tuple(_parse_message(m, f"{key}[{i}]", where) for i, m in enumerate(value))
 
 
@@ -99,33 +96,14 @@ def messages_in(value: Any, key: str, where: Location) -> Any:
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
         return messages
     if isinstance(found, str) and _BEGINS_AS_MESSAGES.match(value):
-        text = f"the key {key!r} holds {describe(value)}, which begins as messages do"
-        raise BadRecordError(where, text, "write them whole and as JSON, by json.dumps")
+        fix = "write them whole and as JSON, by json.dumps"
+        raise wrong_value(where, key, value, "messages, as it begins", fix)
     return value
 
 
 def _is_message(value: Any) -> bool:
     keys = set(value) if isinstance(value, Mapping) else set()
     return ("role" in keys and bool({"content", CALLS} & keys)) or {"from", "value"} <= keys
-
-
-def with_roles(messages: Any) -> Any:
-    """Return messages of ShareGPT's `from` and `value` as ones of `role` and `content`."""
-    if not isinstance(messages, list | tuple):
-        return messages
-    return [
-        {"role": m["from"], "content": m["value"]}
-        | {
-            key: each
-            for key, each in m.items()
-            if key not in ("from", "value") and each is not None
-        }
-        if isinstance(m, Mapping)
-        and {"from", "value"} <= m.keys()
-        and (m.get("role") is None or m.get("content") is None)
-        else m
-        for m in messages
-    ]
 
 
 def from_json(value: Any) -> Any:
@@ -168,12 +146,14 @@ def check_characters(text: str, name: str, where: Location) -> str:
 
 
 def _parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
-    keys = message.keys() if isinstance(message, Mapping) else set()
-    if "role" not in keys or keys.isdisjoint(("content", CALLS)):
+    if not _is_message(message):
         found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
         raise BadRecordError(where, found, MESSAGES)
     given = {key: each for key, each in message.items() if each is not None}
-    role = str(message["role"]).lower()
+    if {"from", "value"} <= message.keys() and not {"role", "content"} <= given.keys():
+        turn = {"role": given.pop("from", None), "content": given.pop("value", None)}  # ShareGPT's
+        given = {key: each for key, each in (turn | given).items() if each is not None}
+    role = str(given.get("role")).lower()
     if role in _CALL_TURNS and CALLS not in given:
         said = from_json(given.pop("content", ""))
         given[CALLS] = [said] if isinstance(said, Mapping) else said or "no call"
@@ -181,7 +161,9 @@ def _parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
     if role not in ROLES:
         hint = closest(role, ROLES)
         fix = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(ROLES)}"
-        raise BadRecordError(where, f"{name} has the unknown role {describe(message['role'])}", fix)
+        raise BadRecordError(
+            where, f"{name} has the unknown role {describe(given.get('role'))}", fix
+        )
     if given.get("function_call"):
         fix = f"write it as {CALLS}, a list of functions"
         raise BadRecordError(where, f"{name} has the legacy key 'function_call'", fix)
@@ -278,33 +260,33 @@ def check_response(prompt: Text, answer: Text, key: str, where: Location) -> Non
             if it is not one message of the assistant: results of tools and the template's marks
             between two turns are not what a policy writes.
     """
-    whole = "" if key in SIDES else f"messages: {key}, {key}: null, "
-    whole = f"columns={{{whole}prompt: null}}"  # reads a side that is a whole conversation
-    empty = f"the response of {key!r} is empty: it would teach to say nothing"
+    columns = "prompt: null" if key in SIDES else f"messages: {key}, {key}: null, prompt: null"
+    whole = f"where it is a whole conversation read it by columns={{{columns}}}"
+    roles = [] if isinstance(answer, str) else [m["role"] for m in answer]
+    found, fix = "", "fill it, or leave the record out"
     if isinstance(prompt, str) != isinstance(answer, str):
         found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
-        fix = "write both as text or both as lists of messages"
-        if len(answer) > 1 and not isinstance(answer, str):
-            fix = f"take the prompt from the conversation with {whole}"
-        raise BadRecordError(where, found, fix)
-    if isinstance(answer, str):
-        if not answer.strip():
-            raise BadRecordError(where, empty, "fill it, or leave the record out")
-        return
-    if not prompt:
+        fix = f"write both as text or both as lists of messages; {whole if roles else ''}"
+    elif not isinstance(answer, str) and not prompt:
         found = f"no message comes before {key!r}, so it answers nothing"
-        raise BadRecordError(where, found, "give the question under the key 'prompt'")
-    roles = [m["role"] for m in answer]
-    if roles != ["assistant"]:
-        got = f"is from {', '.join(roles)}" if roles else "is empty after the shared messages"
-        found = f"{key!r} {got}, expected only the assistant's response, one message"
-        fix = f"move the earlier messages to 'prompt', or where they repeat it read them by {whole}"
-        raise BadRecordError(where, found, fix)
-    if answer[-1].get(WEIGHT) == 0:
+        fix = "give the question under the key 'prompt'"
+    elif not isinstance(answer, str) and roles != ["assistant"]:
+        found = f"{key!r} is from {', '.join(roles) or 'nobody, after the shared messages'}"
+        found += ", expected only the assistant's response, one message"
+        fix = f"move the earlier messages to 'prompt'; {whole}"
+    elif not isinstance(answer, str) and answer[-1].get(WEIGHT) == 0:
         found = f"the response of {key!r} has weight 0 (or train or loss: false)"
-        raise BadRecordError(where, found, "end with a response that is learnt, or leave it out")
-    if not answer[-1]["content"].strip() and CALLS not in answer[-1]:
-        raise BadRecordError(where, empty, "fill it, or leave the record out")
+        fix = "end with a response that is learnt, or leave it out"
+    elif not _says_something(answer):
+        found = f"the response of {key!r} is empty: it would teach to say nothing"
+    if found:
+        raise BadRecordError(where, found, fix)
+
+
+def _says_something(answer: Text) -> bool:
+    if isinstance(answer, str):
+        return bool(answer.strip())
+    return bool(answer[-1]["content"].strip()) or CALLS in answer[-1]
 
 
 def style(text: Text) -> str:
@@ -386,21 +368,15 @@ def parse_transcript(text: object, key: str, where: Location) -> list[dict[str, 
             last turn is not the assistant's.
     """
     if not isinstance(text, str) or _TURN.match(text) is None:
-        found = f"the key {key!r} holds {describe(text)}, expected '\\n\\nHuman: ...'"
-        raise BadRecordError(where, found, "read other sets with data.sources.base.HubSource")
+        fix = "read other sets with data.sources.base.HubSource"
+        raise wrong_value(where, key, text, "'\\n\\nHuman: ...'", fix)
     _, *pieces = _TURN.split(text)
-    names, contents = pieces[::2], pieces[1::2]
-    for number, name in enumerate(names):
-        if name != ("Human", "Assistant")[number % 2]:
-            found = f"turn {number + 1} of {key!r} is from {name!r}, and so is the one before"
-            raise BadRecordError(where, found, "join the turns, or leave the record out")
-    if names[-1] != "Assistant":
-        found = f"{key!r} ends with a turn of 'Human', so it has no response"
-        raise BadRecordError(where, found, "leave the record out")
-    return [
-        {"role": _SPEAKERS[name], "content": content.strip()}
-        for name, content in zip(names, contents, strict=True)
-    ]
+    names = pieces[::2]
+    if names != ["Human", "Assistant"] * (len(names) // 2):
+        found = f"the turns of {key!r} are from {', '.join(names)}, expected both in turn"
+        raise BadRecordError(where, found, "join turns, end with 'Assistant', or leave it out")
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": x.strip()} for n, x in enumerate(pieces[1::2])]
 
 
 # -- columns beside a conversation -------------------------------------------------------------
@@ -418,35 +394,33 @@ def with_row_keys(
     Raises:
         BadRecordError: if one cannot be used.
     """
-    given = {key: value for key in VARIABLES if (value := from_json(ours.get(key)))}
-    given |= {key: ours[key] for key in ("system", "history") if ours.get(key)}
+    given = {key: from_json(ours[key]) for key in ROW_KEYS if ours.get(key)}
     if not given or isinstance(record, TextRecord) or isinstance(record.prompt, str):
         return record, []
-    variables = {key: given[key] for key in _LISTS if _is_list_of_objects(given.get(key))}
-    kwargs = given.get(_KWARGS, {})
-    if not isinstance(kwargs, Mapping) or not _ARGUMENTS.isdisjoint(kwargs):
-        found = f"{_KWARGS} holds {describe(kwargs)}, expected variables of a chat template"
-        raise BadRecordError(where, found, f"hide it with columns={{{_KWARGS}: null}}")
     if "history" in given:
         found = "the column 'history' is not read beside a conversation"
         fix = "write earlier turns as messages, or hide the column with columns={history: null}"
         raise BadRecordError(where, found, fix)
+    kwargs = given.get(_KWARGS) or {}
+    if not isinstance(kwargs, Mapping) or not _ARGUMENTS.isdisjoint(kwargs):
+        found = f"{_KWARGS} holds {describe(kwargs)}, expected variables of a chat template"
+        raise BadRecordError(where, found, f"hide it with columns={{{_KWARGS}: null}}")
     kwargs = {key: each for key, each in kwargs.items() if each is not None}
-    used = [key for key, each in {**variables, _KWARGS: kwargs}.items() if each]
-    prompt, system = record.prompt, given.get("system")
+    lists = {key: given[key] for key in _LISTS if given.get(key) and _are_objects(given[key])}
+    used = [*lists, *([_KWARGS] if kwargs else [])]
+    prompt, system = record.prompt, ours.get("system")
     if isinstance(system, str) and system.strip():
         used.append("system")
         own = [m["content"] for m in prompt if m["role"] in SYSTEM]
         if own and own != [system]:
             found = "the column 'system' and the conversation have different system messages"
             raise BadRecordError(where, found, "hide the column with columns={system: null}")
-        if not own:
-            message = {"role": "system", "content": system}
-            prompt = (*parse_messages([message], "system", where), *prompt)
-    return replace(record, prompt=prompt, variables={**variables, **kwargs}), used
+        message = [{"role": "system", "content": system}]
+        prompt = prompt if own else (*parse_messages(message, "system", where), *prompt)
+    return replace(record, prompt=prompt, variables={**lists, **kwargs}), used
 
 
-def _is_list_of_objects(value: Any) -> bool:
+def _are_objects(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
 
 

@@ -39,25 +39,19 @@ class BadRecordError(ValueError):
     """
 
     def __init__(self, where: Location, found: str, fix: str) -> None:
-        """Make the message `where: found. Fix: fix.`, in one line that UTF-8 can hold."""
-        text = f"{where}: {found}. Fix: {fix}.".replace("\r", "\\r").replace("\n", "\\n")
-        # A key of a JSON object may hold half of a character, which no log file takes.
-        super().__init__(text.encode("utf-8", "backslashreplace").decode())
+        """Note the place, the fault and the fix."""
+        super().__init__(where, found, fix)
         self.where = where
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the message, so that the error survives a worker process."""
-        return (_restore, (type(self), self.where, str(self)))
+    def __str__(self) -> str:
+        """Return `where: found. Fix: fix.`, in one line that UTF-8 can hold."""
+        text = "{}: {}. Fix: {}.".format(*self.args).replace("\r", "\\r").replace("\n", "\\n")
+        # A key of a JSON object may hold half of a character, which no log file takes.
+        return text.encode("utf-8", "backslashreplace").decode()
 
 
 class MissingFileError(BadRecordError, FileNotFoundError):
     """A file or folder of records that does not exist."""
-
-
-def _restore(kind: type[BadRecordError], where: Location, message: str) -> BadRecordError:
-    error = kind(where, "", "")
-    error.args = (message,)
-    return error
 
 
 class SkippedRecords:
@@ -65,15 +59,10 @@ class SkippedRecords:
 
     Args:
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out.
-
-    Raises:
-        ValueError: if one of them is neither.
     """
 
     def __init__(self, on_bad_record: OnBadRecord) -> None:
         """Start with none."""
-        if on_bad_record not in ("raise", "skip"):
-            raise ValueError(f"on_bad_record={on_bad_record!r} is unknown: use 'raise' or 'skip'")
         self.on_bad_record = on_bad_record
         self.messages: list[str] = []
         self._num_told = 0
@@ -81,7 +70,7 @@ class SkippedRecords:
 
     def add(self, error: BadRecordError) -> None:
         """Raise `error`, or note it, once, where bad records are skipped."""
-        if self.on_bad_record == "raise":
+        if self.on_bad_record != "skip":
             raise error
         if str(error) not in self._known:
             self._known.add(str(error))
@@ -91,19 +80,10 @@ class SkippedRecords:
         """Warn about the records skipped since the last warning, naming the first few."""
         untold = self.messages[self._num_told :]
         self._num_told = len(self.messages)
-        if not untold:
-            return
-        named = "\n  ".join(untold[:NUM_NAMED_SKIPS])
-        more = len(untold) - NUM_NAMED_SKIPS
-        rest = f"\n  and {more} more" if more > 0 else ""
-        logger.warning(
-            "%s: skipped %d bad records, kept %d:\n  %s%s",
-            source,
-            len(untold),
-            num_kept,
-            named,
-            rest,
-        )
+        if untold:
+            text = "%s: skipped %d bad records, kept %d:\n  %s"
+            named = "\n  ".join(untold[:NUM_NAMED_SKIPS])
+            logger.warning(text, source, len(untold), num_kept, named)
 
 
 def closest(name: str, names: Iterable[str], *, cutoff: float = 0.7) -> str | None:
@@ -112,13 +92,18 @@ def closest(name: str, names: Iterable[str], *, cutoff: float = 0.7) -> str | No
     return found[0] if found else None
 
 
+def wrong_value(where: Location, key: str, value: Any, wanted: str, fix: str) -> BadRecordError:
+    """Return the error of a key that holds something else than what is wanted."""
+    return BadRecordError(where, f"the key {key!r} holds {describe(value)}, expected {wanted}", fix)
+
+
 def describe(value: Any) -> str:
     """Return a value in a few words, as an error names what was found."""
     if value is None:
         return "null"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     short = text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + "..."
+    names = {dict: "an object", list: "a list", tuple: "a list", bool: "a truth value"}
     if isinstance(value, str):
         return f"the text {short!r}"
-    names = {dict: "an object", list: "a list", tuple: "a list", bool: "a truth value"}
     return f"{names.get(type(value), 'the number')} {short}"

@@ -11,7 +11,7 @@
 
 Each is plain (strings) or conversational (lists of `{"role", "content"}`), save `text` (plain) and
 `messages` (conversational). Optional keys: `domain`, `margin`, `label` (of unpaired rows, see
-`data.labels`), `rendered` (true where the texts spell special tokens that are meant as tokens), and
+`Labels`), `rendered` (true where the texts spell special tokens that are meant as tokens), and
 the columns of a conversation (`conversations.with_row_keys`). All rows of a set have one format.
 Sides that are transcripts, as in Anthropic/hh-rlhf, are read as conversations unless they are
 `rendered`. Source: https://huggingface.co/docs/trl/dataset_formats.
@@ -20,7 +20,7 @@ Sides that are transcripts, as in Anthropic/hh-rlhf, are read as conversations u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,13 +37,27 @@ from rlhf_lightning.data.conversations import (
     parse_text,
     parse_transcript,
     style,
-    with_roles,
     with_row_keys,
     without_nulls,
 )
-from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
+from rlhf_lightning.data.errors import (
+    BadRecordError,
+    Location,
+    SkippedRecords,
+    closest,
+    describe,
+    wrong_value,
+)
 from rlhf_lightning.data.files import LocatedRow, Row
-from rlhf_lightning.data.public_formats import PROMPTS, TEXT_KEYS, as_ours, line_for, misnamed
+from rlhf_lightning.data.public_formats import (
+    PROMPTS,
+    TEXT_KEYS,
+    as_ours,
+    mapping_of,
+    misnamed,
+    names_in,
+    pair_of,
+)
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -51,44 +65,67 @@ from rlhf_lightning.data.records import (
     Record,
     RecordKind,
     TextRecord,
+    UnpairedRecord,
+    both_responses,
     kind_of,
     prompt_key,
 )
 from rlhf_lightning.text.forms import WEIGHT
 
 FILL = "fill it, or leave the record out"
+FORMATS = {
+    name: tuple(name.split("+"))
+    for name in (
+        *("text", "prompt", "prompt+completion", "messages"),
+        *("prompt+chosen+rejected", "chosen+rejected"),
+    )
+}
+_QUIET = ("domain", "margin", "rendered")
+KNOWN_KEYS = (*TEXT_KEYS, *_QUIET, "label", *ROW_KEYS)
+_EMPTY = ("None", "", "[]", "{}", "nan")
 
 
-def _parse_text_row(row: Row, where: Location) -> TextRecord:
-    text = row["text"]
-    if not isinstance(text, str):
-        found = f"the key 'text' holds {describe(text)}, expected text"
-        raise BadRecordError(where, found, "give conversations under the key 'messages'")
-    if isinstance(messages_in(text, "text", where), list):
-        found = f"the key 'text' holds {describe(text)}, which is JSON of messages"
-        raise BadRecordError(where, found, "read it with columns={messages: text, text: null}")
+# -- records -----------------------------------------------------------------------------------
+
+
+def _record(name: str, row: Row, where: Location) -> Record:
+    """Return the record of a row of a format."""
+    if name == "text":
+        return _text_record(row["text"], where)
+    if name == "messages":
+        return _conversation(row, where)
+    texts = [parse_text(row[key], key, where) for key in FORMATS[name]]
+    record: Record
+    if name == "prompt":
+        if not texts[0]:
+            raise BadRecordError(where, "the key 'prompt' is empty", FILL)
+        record = PromptRecord(texts[0])
+    elif name == "prompt+completion":
+        record = DemonstrationRecord(*texts)
+    else:
+        *given, chosen, rejected = texts
+        if chosen == rejected:
+            found = f"'chosen' and 'rejected' are the same: {describe(row['chosen'])}"
+            raise BadRecordError(where, found, "leave the pair out: it says nothing")
+        parts = implied_prompt(given[0] if given else None, chosen, rejected, where)
+        record = PreferenceRecord(*parts, margin=_margin(row.get("margin"), where))
+    check_prompt(record.prompt, where)
+    for key in ("completion", *SIDES):
+        if key in FORMATS[name]:
+            check_response(record.prompt, getattr(record, key), key, where)
+    return record
+
+
+def _text_record(text: Any, where: Location) -> TextRecord:
+    if not isinstance(messages_in(text, "text", where), str):
+        fix = "give conversations under the key 'messages', or "
+        raise wrong_value(where, "text", text, "text", fix + "columns={messages: text, text: null}")
     if not text.strip():
         raise BadRecordError(where, "the key 'text' is empty", FILL)
     return TextRecord(check_characters(text, "the key 'text'", where))
 
 
-def _parse_prompt_row(row: Row, where: Location) -> PromptRecord:
-    prompt = parse_text(row["prompt"], "prompt", where)
-    check_prompt(prompt, where)
-    if not prompt:
-        raise BadRecordError(where, "the key 'prompt' is empty", FILL)
-    return PromptRecord(prompt)
-
-
-def _parse_completion_row(row: Row, where: Location) -> DemonstrationRecord:
-    prompt = parse_text(row["prompt"], "prompt", where)
-    completion = parse_text(row["completion"], "completion", where)
-    check_prompt(prompt, where)
-    check_response(prompt, completion, "completion", where)
-    return DemonstrationRecord(prompt, completion)
-
-
-def _parse_messages_row(row: Row, where: Location) -> DemonstrationRecord:
+def _conversation(row: Row, where: Location) -> DemonstrationRecord:
     messages = parse_messages(row["messages"], "messages", where)
     roles = [message["role"] for message in messages]
     if roles[-1] != "assistant" or "user" not in roles:
@@ -101,21 +138,7 @@ def _parse_messages_row(row: Row, where: Location) -> DemonstrationRecord:
     return DemonstrationRecord(prompt, answer)
 
 
-def _parse_preference_row(row: Row, where: Location) -> PreferenceRecord:
-    chosen, rejected = (parse_text(row[side], side, where) for side in SIDES)
-    if chosen == rejected:
-        found = f"'chosen' and 'rejected' are the same: {describe(row['chosen'])}"
-        raise BadRecordError(where, found, "leave the pair out: it says nothing")
-    given = parse_text(row["prompt"], "prompt", where) if "prompt" in row else None
-    prompt, chosen, rejected = implied_prompt(given, chosen, rejected, where)
-    check_prompt(prompt, where)
-    check_response(prompt, chosen, "chosen", where)
-    check_response(prompt, rejected, "rejected", where)
-    return PreferenceRecord(prompt, chosen, rejected, margin=_parse_margin(row, where))
-
-
-def _parse_margin(row: Row, where: Location) -> float | None:
-    value = row.get("margin")
+def _margin(value: Any, where: Location) -> float | None:
     if value is None or value == "":
         return None
     try:
@@ -123,35 +146,10 @@ def _parse_margin(row: Row, where: Location) -> float | None:
         margin = math.nan if isinstance(value, bool | list | dict) else float(value)
     except (ValueError, OverflowError):  # a whole number of 400 digits is no float
         margin = math.nan
-    if not math.isfinite(margin) or margin < 0:
-        found = f"the key 'margin' holds {describe(value)}, expected a finite number >= 0"
-        raise BadRecordError(where, found, "swap the sides of a negative one, or leave the key out")
+    if not 0 <= margin < math.inf:
+        fix = "swap the sides of a negative one, or leave the key out"
+        raise wrong_value(where, "margin", value, "a finite number >= 0", fix)
     return margin
-
-
-PARSERS: dict[str, Callable[[Row, Location], Record]] = {
-    "text": _parse_text_row,
-    "prompt": _parse_prompt_row,
-    "prompt+completion": _parse_completion_row,
-    "messages": _parse_messages_row,
-    "prompt+chosen+rejected": _parse_preference_row,
-    "chosen+rejected": _parse_preference_row,
-}
-FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
-_FORMATS_OF: dict[RecordKind, tuple[str, ...]] = {
-    "texts": ("text",),
-    "prompts": ("prompt",),
-    "demonstrations": ("prompt+completion", "messages"),
-    "preferences": ("prompt+chosen+rejected", "chosen+rejected"),
-}
-MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
-_OTHER_NAMES = {  # of columns that are read only where they are mapped
-    "prompt": (*PROMPTS, "problem", "user", "human", "source"),
-    "completion": ("answer", "response", "output", "solution", "assistant", "gpt", "target"),
-}
-_QUIET = ("domain", "margin", "rendered")
-KNOWN_KEYS = (*TEXT_KEYS, *_QUIET, "label", *ROW_KEYS)
-_EMPTY = ("None", "", "[]", "{}", "nan")
 
 
 @dataclass(frozen=True)
@@ -215,28 +213,10 @@ def parse_rows(
             skipped.add(error)
     skipped.log(where.source, len(parsed))
     if not parsed:
-        own = skipped.messages[num_before:]
-        found_text = f"no record is left: all {len(own)} were bad"
-        first = own[0] if own else "the source is empty"
-        raise BadRecordError(Location(where.source), found_text, f"mend them; the first: {first}")
+        bad = skipped.messages[num_before:] or ["the source is empty"]
+        found = f"no record is left: all {len(skipped.messages) - num_before} were bad"
+        raise BadRecordError(Location(where.source), found, f"mend them; the first: {bad[0]}")
     return parsed
-
-
-def check_columns(columns: Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """Return the mapping {ours: theirs}.
-
-    Raises:
-        ValueError: if one of ours is not a name we know.
-    """
-    for ours in columns or {}:
-        if ours not in KNOWN_KEYS:
-            hint = closest(ours, KNOWN_KEYS)
-            meant = f", did you mean {hint!r}?" if hint else ""
-            raise ValueError(
-                f"columns maps {ours!r}, which is none of {', '.join(KNOWN_KEYS)}{meant} "
-                "(columns is {ours: theirs})"
-            )
-    return dict(columns or {})
 
 
 def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
@@ -258,16 +238,15 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
         given = (record.prompt, record.chosen, record.domain, record.rendered)
         return DemonstrationRecord(*given, **more)
     if kind != kind_of(record):
-        keys = " or ".join(f"`{' '.join(FORMATS[name])}`" for name in _FORMATS_OF[kind])
-        columns = ", ".join(parsed.columns) or "none"
-        raise BadRecordError(
-            parsed.where,
-            f"{kind} were asked for, but the records are {kind_of(record)} "
-            f"(other columns: {columns})",
-            line_for(parsed.columns)
-            or f"give a set with {keys}, or map its columns with {MAPPING}",
-        )
+        found = f"{kind} were asked for, but the records are {kind_of(record)}"
+        fix = f"map columns with {mapping_of(parsed.columns)} to one of {_formats()}"
+        found += f" (other columns: {', '.join(parsed.columns) or 'none'})"
+        raise BadRecordError(parsed.where, found, f"{fix}, or {pair_of(parsed.columns)}")
     return record
+
+
+def _formats() -> str:
+    return "; ".join(" ".join(keys) for keys in FORMATS.values())
 
 
 class RowParser:
@@ -284,9 +263,13 @@ class RowParser:
     def __init__(
         self, columns: Mapping[str, str | None] | None = None, *, rendered: bool = False
     ) -> None:
-        self._columns = check_columns(columns)
+        self._columns = dict(columns or {})
         self._rendered = rendered
         self._began: tuple[str, str] | None = None  # format and style of the first good row
+        for ours in self._columns.keys() - KNOWN_KEYS:
+            hint = closest(ours, KNOWN_KEYS)
+            meant = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(KNOWN_KEYS)}"
+            raise ValueError(f"columns (ours: theirs) maps {ours!r}, which is no key: {meant}")
 
     def __call__(self, row: Row, where: Location) -> ParsedRow:
         """Return the record of a row.
@@ -299,13 +282,11 @@ class RowParser:
             hidden = self._columns.keys() & set(TEXT_KEYS)
             row = as_ours({k: v for k, v in row.items() if k not in hidden}, where)
             if line := misnamed(row):
-                raise BadRecordError(where, f"these are no keys of ours: {_names(row)}", line)
-        given = self._rename(row, where)
-        ours = self._values(given, where)
+                raise BadRecordError(where, f"these are no keys of ours: {names_in(row)}", line)
+        ours = self._values(self._rename(row, where), where)
         name = self._format(ours, row, where)
-        self._check_implied_prompt(name, ours, row, where)
         record = replace(
-            PARSERS[name](ours, where), domain=ours.get("domain", ""), rendered=ours["rendered"]
+            _record(name, ours, where), domain=ours.get("domain", ""), rendered=ours["rendered"]
         )
         record, used = with_row_keys(record, ours, where)
         own = style(record.text if isinstance(record, TextRecord) else record.prompt)
@@ -328,14 +309,12 @@ class RowParser:
         """Return the row's values under our names, without the nulls that fill columnar files."""
         ours = {key: row[key] for key in KNOWN_KEYS if key in row and key not in self._columns}
         for name, theirs in self._columns.items():
-            if theirs is None:
-                continue
-            if theirs not in row:
+            if theirs is not None and theirs not in row:
                 hint = closest(theirs, row)
-                meant = f"did you mean {hint!r}?" if hint else f"found {_names(row)}"
+                meant = f"did you mean {hint!r}?" if hint else f"found {names_in(row)}"
                 found = f"columns maps {name!r} to the key {theirs!r}, which is missing"
                 raise BadRecordError(where, found, meant)
-            ours[name] = row[theirs]
+            ours[name] = None if theirs is None else row[theirs]
         return {key: value for key, value in ours.items() if value is not None}
 
     def _values(self, given: dict[str, Any], where: Location) -> dict[str, Any]:
@@ -343,76 +322,168 @@ class RowParser:
         ours: dict[str, Any] = without_nulls(given) if where.unit == "row" else given.copy()
         rendered = str(ours.get("rendered", self._rendered)).lower()  # a CSV cell is text
         if rendered not in ("true", "false"):
-            found = f"the key 'rendered' holds {describe(given['rendered'])}"
-            fix = "write true or false, or hide the column with columns={rendered: null}"
-            raise BadRecordError(where, found, fix)
+            fix = "write one of them, or hide the column with columns={rendered: null}"
+            raise wrong_value(where, "rendered", given["rendered"], "true or false", fix)
         if not isinstance(domain := ours.get("domain", ""), str):
-            found = f"the key 'domain' holds {describe(domain)}, expected text"
-            raise BadRecordError(where, found, "write the domain's name, or leave the key out")
+            raise wrong_value(where, "domain", domain, "text", "write a name, or leave it out")
         ours["rendered"] = rendered == "true"
         if ours["rendered"]:
             return ours
         cell = ours.get("completion")
         for key in TEXT_KEYS[1:]:
             if key in ours:
-                ours[key] = with_roles(messages_in(ours[key], key, where))
+                ours[key] = messages_in(ours[key], key, where)
         if isinstance(ours.get("prompt"), str) and isinstance(cell, str):  # it may ask for JSON
-            messages = ours["completion"]
-            if not isinstance(messages, str) and [m["role"] for m in messages] != ["assistant"]:
+            said = ours["completion"]
+            roles = () if isinstance(said, str) else [m.get("role", m.get("from")) for m in said]
+            if roles != ["assistant"]:
                 ours["completion"] = cell
         if all(is_transcript(ours.get(side)) for side in SIDES):
             ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
         return ours
 
-    def _check_implied_prompt(self, name: str, ours: Row, row: Row, where: Location) -> None:
-        if name != "chosen+rejected" or "prompt" in self._columns or ours["rendered"]:
-            return
-        other = next((key for key in PROMPTS if isinstance(row.get(key), str)), None)
-        if other is not None and isinstance(ours["chosen"], str):
-            fix = f"read it with columns={{prompt: {other}}}, or let both sides repeat their prompt"
-            found = f"the pair has no key 'prompt', but a column {other!r}"
-            raise BadRecordError(where, found, f"{fix} and set columns={{prompt: null}}")
-
     def _format(self, ours: dict[str, Any], row: Row, where: Location) -> str:
         name = detect_format(ours)
-        if name is None and self._began is None:
+        began = self._began[0] if self._began else name
+        if began is None:
             # "context" is no misspelled "text".
             hints = ((key, closest(key, row, cutoff=0.75)) for key in TEXT_KEYS)
             meant = next((f"rename {near!r} to {key!r}, or " for key, near in hints if near), "")
-            formats = "; ".join(" ".join(keys) for keys in FORMATS.values())
-            found = f"no known format has its keys: found {_names(row)}, expected one of: {formats}"
-            raise BadRecordError(where, found, line_for(row) or f"{meant}map them: {_mapping(row)}")
-        began = name if self._began is None else self._began[0]
-        own = name is not None and all(key in ours for key in FORMATS[name])
-        missing = [key for key in FORMATS[began or ""] if key not in ours]
-        if missing and (not own or set(FORMATS[name or ""]) < set(FORMATS[began or ""])):
-            raise _missing(missing[0], row, where)
+            found = f"no known format has its keys: found {names_in(row)}, expected {_formats()}"
+            fix = f"{meant}map them with {mapping_of(row)}, or {pair_of(row)}"
+            raise BadRecordError(where, found, fix)
+        missing = next((key for key in FORMATS[began] if key not in ours), None)
+        if missing and set(FORMATS[name] if name else ()) <= set(FORMATS[began]):
+            raise _missing(missing, row, where)
         if name != began:
             found = f"mixed formats: this record reads as {name!r}, the set began as {began!r}"
             raise BadRecordError(where, found, "put each format into a separate set")
-        return name or ""
-
-
-def _mapping(row: Row) -> str:
-    """Return how the columns are mapped, with the row's own names where they say what they are."""
-    found = {
-        ours: next((name for name in row if str(name).lower() in names), None)
-        for ours, names in _OTHER_NAMES.items()
-    }
-    if found["prompt"] is None:
-        return MAPPING
-    return MAPPING.replace("ours: theirs", ", ".join(f"{k}: {v}" for k, v in found.items() if v))
+        other = next((key for key in PROMPTS if isinstance(row.get(key), str)), None)
+        alone = name == "chosen+rejected" and "prompt" not in self._columns
+        if other and alone and isinstance(ours["chosen"], str) and not ours["rendered"]:
+            fix = f"read it with columns={{prompt: {other}}}, or let both sides repeat their prompt"
+            found = f"the pair has no key 'prompt', but a column {other!r}"
+            raise BadRecordError(where, found, f"{fix} and set columns={{prompt: null}}")
+        return began
 
 
 def _missing(key: str, row: Row, where: Location) -> BadRecordError:
     if key in row:
         return BadRecordError(where, f"the key {key!r} holds null", "fill it, or drop the record")
     hint = closest(key, [name for name in row if name not in KNOWN_KEYS])
-    fix = f"columns={{{key}: their_name}} maps another name"
-    meant = f"did you mean {hint!r}? Rename it, or pass columns={{{key}: {hint}}}" if hint else fix
-    return BadRecordError(where, f"the key {key!r} is missing (found {_names(row)})", meant)
+    meant = f"did you mean {hint!r}? Rename it, or pass " if hint else "pass "
+    found = f"the key {key!r} is missing (found {names_in(row)})"
+    return BadRecordError(where, found, f"{meant}columns={{{key}: {hint or 'their_name'}}}")
 
 
-def _names(row: Row) -> str:
-    names = [str(name) for name in row]
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "no keys"
+# -- labels ------------------------------------------------------------------------------------
+
+Value = str | int | float | bool
+EVERY = "learn all rows alike with columns={label: null}"
+GOOD = (
+    "name the value of good responses with dataset.source.label_good=VALUE (in Python "
+    f"label_good=VALUE), or {EVERY}"
+)
+_TRUTH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of a set: true where a response is good, or one value where it is `label_good`.
+
+    Args:
+        column: name of the column; None where no row has one.
+        good: the value that says that a response is good; None for true.
+    """
+
+    column: str | None
+    good: Value | None = None
+
+    @classmethod
+    def of_rows(
+        cls,
+        rows: Sequence[ParsedRow],
+        columns: Mapping[str, str | None],
+        good: Value | None,
+        names_of: Callable[[str], Sequence[str]],
+    ) -> Labels:
+        """Return the labels of a set: those of its column `label`, or of the one mapped to it.
+
+        Raises:
+            BadRecordError: if no label is `good`, or the labels are the numbers of a `ClassLabel`,
+                whose names say which are good.
+        """
+        column = columns.get("label", "label")
+        shown = (row for row in rows if isinstance(row.record, DemonstrationRecord))
+        labelled = [row for row in shown if row.columns.get(column or "") is not None]
+        if column is None or not labelled:
+            return cls(None)
+        labels = cls(column, good)
+        if good is None and (names := names_of(column)):
+            listed = ", ".join(f"{number} {name!r}" for number, name in enumerate(names[:4]))
+            found = f"the label {column!r} holds the names {listed} (ClassLabel)"
+            raise BadRecordError(labelled[0].where, found, GOOD)
+        if good is not None and not any(map(labels.is_good, labelled)):
+            fix = f"give a value that it has, such as {labelled[0].columns[column]!r}"
+            found = f"no label {column!r} is label_good={good!r}"
+            raise BadRecordError(labelled[0].where, found, fix)
+        return labels
+
+    def is_good(self, row: ParsedRow) -> bool | None:
+        """Return whether the response of a row is good; None without a label.
+
+        Raises:
+            BadRecordError: if the label says neither.
+        """
+        value = row.columns.get(self.column or "")
+        if value is None or value == "":
+            return None
+        if self.good is not None:
+            return str(value) == str(self.good)
+        if (known := _TRUTH.get(str(value).lower())) is not None:
+            return known
+        found = f"the label {self.column!r} holds {describe(value)}, expected true or false"
+        raise BadRecordError(row.where, found, GOOD)
+
+    def unread(self, row: ParsedRow) -> tuple[str, ...]:
+        """Return the columns of a row that neither its record nor its label has."""
+        return tuple(key for key in row.unread if key != self.column)
+
+    def records(self, row: ParsedRow, kind: RecordKind) -> Sequence[Record]:
+        """Return a row as records of a kind: a pair is two unpaired ones.
+
+        Raises:
+            BadRecordError: if its response is to be imitated and labelled bad, or not at all in a
+                labelled set; if an unpaired row has no label; or as `to_kind`.
+        """
+        record = row.record
+        if kind == "unpaired" and isinstance(record, PreferenceRecord):
+            return both_responses(record)
+        learnt = kind in ("demonstrations", "unpaired") and isinstance(record, DemonstrationRecord)
+        good = self.is_good(row) if learnt else None
+        if kind == "unpaired":
+            if good is None or not isinstance(record, DemonstrationRecord):
+                found = f"the row has no label (other columns: {', '.join(row.columns)})"
+                fix = "give prompt, completion and label, or map one with columns={label: theirs}"
+                raise BadRecordError(row.where, found, fix)
+            parts = (record.prompt, record.completion, record.domain, record.rendered)
+            return [UnpairedRecord(*parts, good, variables=record.variables)]
+        if learnt and self.column is not None and not good:
+            found = f"the label {self.column!r} holds {describe(row.columns.get(self.column))}"
+            fix = "leave such rows out with dataset.source.on_bad_record=skip, learn from both "
+            raise BadRecordError(row.where, found, f"{fix} labels with +experiment=kto, or {EVERY}")
+        return [to_kind(row, kind)]
+
+    def check_unread(self, rows: Sequence[ParsedRow]) -> None:
+        """Check that no unread column of demonstrations may be a label.
+
+        Raises:
+            BadRecordError: for a column of true and false.
+        """
+        rows = [row for row in rows if isinstance(row.record, DemonstrationRecord)]
+        for key in dict.fromkeys(key for row in rows for key in self.unread(row)):
+            values = {str(row.columns.get(key)).lower() for row in rows if key in row.unread}
+            if values == set(_TRUTH):
+                text = f"the column {key!r} holds true and false, and is not read"
+                fix = f"if true says that a response is good set columns={{label: {key}}}, else "
+                raise BadRecordError(rows[0].where, text, fix + EVERY)

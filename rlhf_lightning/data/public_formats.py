@@ -16,7 +16,6 @@ pair.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,78 +25,20 @@ from rlhf_lightning.data.files import Row
 
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 PROMPTS = ("prompt", "instruction", "question", "input", "query")  # names of prompts in other sets
-_FIRST_OF_TWO = re.compile(r"(.*(?:response|answer|output|completion|conversation).*?)([aA01])")
-_SECOND = {"a": "b", "A": "B", "0": "1", "1": "2"}
-
-_PAIR = 'write each row as {"prompt": %s, "chosen": %s, "rejected": %s}'
-_REPLY = '[{"role": "assistant", "content": row["%s"]}]'
-_COLUMNS = "read them with columns={%s}"
-# Rows with keys of ours that mean something else -> the line that turns them into ours.
-_MISNAMED = {
-    "instruction input chosen rejected": _PAIR
-    % ('row["instruction"] + "\\n\\n" + row["input"]', 'row["chosen"]', 'row["rejected"]'),
-    "trajectory chosen rejected": _PAIR
-    % ('row["trajectory"]', _REPLY % "chosen", _REPLY % "rejected"),
-    "prompt response_a response_b winner_model_a": "leave out ties, and "
-    + _PAIR
-    % (
-        'json.loads(row["prompt"])[0]',
-        'json.loads(row["response_" + "ba"[row["winner_model_a"]]])[0]',
-        'json.loads(row["response_" + "ab"[row["winner_model_a"]]])[0]',
-    ),
-    "message_tree_id prompt": _PAIR
-    % (
-        'row["prompt"]["text"]',
-        '(best := sorted(row["prompt"]["replies"], key=lambda r: r["rank"]))[0]["text"]',
-        'best[-1]["text"]',
-    ),
+PAIR = 'write each row as {"prompt": %s, "chosen": %s, "rejected": %s}'
+# Keys of ours that mean something else where these keys are in a row.
+_MISNAMED = ("instruction input chosen rejected", "trajectory chosen rejected",
+             "prompt response_a response_b winner_model_a", "message_tree_id prompt")  # fmt: skip
+_COLUMNS = {
+    "instruction output text": "text: null",
+    "messages rejected_messages": "chosen: messages, rejected: rejected_messages, messages: null",
 }
-# Rows without keys of ours -> the same.
-_OTHERS = {
-    "question response_j response_k": _COLUMNS
-    % "prompt: question, chosen: response_j, rejected: response_k",
-    "instruction chosen_response rejected_response": _COLUMNS
-    % "prompt: instruction, chosen: chosen_response, rejected: rejected_response",
-    "messages rejected_messages": _COLUMNS
-    % "chosen: messages, rejected: rejected_messages, messages: null",
-    "chosen_conversations rejected_conversations": _COLUMNS
-    % "chosen: chosen_conversations, rejected: rejected_conversations",
-    "instruction output text": _COLUMNS % "text: null",
-    "conversation": _COLUMNS % "messages: conversation",
-    "messages rejected_response": _PAIR
-    % ('row["messages"][:-1]', 'row["messages"][-1:]', _REPLY % "rejected_response"),
-    "input preferred_output non_preferred_output": _PAIR
-    % ('row["input"]["messages"]', 'row["preferred_output"]', 'row["non_preferred_output"]'),
-    "info summaries choice": _PAIR
-    % (
-        'row["info"].get("post") or row["info"]["article"]',
-        'row["summaries"][row["choice"]]["text"]',
-        'row["summaries"][1 - row["choice"]]["text"]',
-    ),
-    "context completions": _PAIR
-    % (
-        'row["context"]',
-        '(best := sorted(row["completions"], key=lambda c: c["rank"]))[0]["completion"]',
-        'best[-1]["completion"]',
-    ),
-    "question answers": _PAIR
-    % (
-        'row["question"]',
-        '(worst := sorted(row["answers"], key=lambda a: a["pm_score"]))[-1]["text"]',
-        'worst[0]["text"]',
-    ),
-    "instruction generations ratings": _PAIR
-    % (
-        'row["instruction"]',
-        'row["generations"][row["ratings"].index(max(row["ratings"]))]',
-        'row["generations"][row["ratings"].index(min(row["ratings"]))]',
-    ),
-    "fields responses": _PAIR
-    % (
-        'row["fields"]["prompt"]',
-        'row["fields"][(best := row["responses"]["preference"][0]["value"])]',
-        'row["fields"][{"response_a": "response_b", "response_b": "response_a"}[best]]',
-    ),
+_OTHER_NAMES = {  # of columns that are read only where they are mapped
+    "prompt": (*PROMPTS, "problem", "user", "human", "source"),
+    "completion": ("answer", "response", "output", "solution", "assistant", "gpt", "target"),
+    "messages": ("conversation",),
+    "chosen": ("response_j", "chosen_response", "chosen_conversations"),
+    "rejected": ("response_k", "rejected_response", "rejected_conversations"),
 }
 
 
@@ -105,24 +46,37 @@ def misnamed(row: Row) -> str | None:
     """Return the line for a row whose keys mean something else than ours."""
     whole = next((key for key in ("messages", "conversations") if key in row), None)
     if whole and isinstance(row.get("chosen"), Mapping):  # axolotl, LLaMA-Factory
-        return _PAIR % (f"row['{whole}']", "[row['chosen']]", "[row['rejected']]")
-    return _line(_MISNAMED, row)
+        return PAIR % (f"row['{whole}']", "[row['chosen']]", "[row['rejected']]")
+    return pair_of(row) if any(_has(row, keys) for keys in _MISNAMED) else None
 
 
-def line_for(row: Row) -> str | None:
-    """Return the line that turns a row of another set, or of two responses, into ours."""
-    if found := _line(_OTHERS | _MISNAMED, row):
-        return found
-    for first in filter(None, map(_FIRST_OF_TWO.fullmatch, map(str, row))):
-        second = first[1] + _SECOND[first[2]]
-        if second in row:
-            return _PAIR % ("...", f"the preferred one of {first[0]} and {second}", "the other")
-    return None
+def pair_of(row: Row) -> str:
+    """Return the line that turns rows with these keys into pairs."""
+    return PAIR % ("...", "the preferred response", "the other one") + f" of {names_in(row)}"
 
 
-def _line(table: dict[str, str], row: Row) -> str | None:
-    named = {key for key, x in row.items() if x is not None and not (isinstance(x, str) and not x)}
-    return next((fix for keys, fix in table.items() if named.issuperset(keys.split())), None)
+def mapping_of(row: Row) -> str:
+    """Return how columns are mapped, with the row's own names where they say what they are."""
+    named = next((columns for keys, columns in _COLUMNS.items() if _has(row, keys)), "")
+    for ours, names in _OTHER_NAMES.items() if not named else ():
+        theirs = next((name for name in row if str(name).lower() in names), None)
+        named += f", {ours}: {theirs}" if theirs else ""
+    return f"columns={{{named.lstrip(', ') or 'ours: theirs'}}}"
+
+
+def names_in(row: Row) -> str:
+    """Return the keys of a row, and those of the objects that its values hold."""
+    shown = []
+    for name, value in row.items():
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        inner = [str(key) for key in first][:6] if isinstance(first, Mapping) else ()
+        shown.append(f"{name} ({', '.join(inner)})" if inner else str(name))
+    return ", ".join(shown[:12] + ["..."] * (len(shown) > 12)) or "no keys"
+
+
+def _has(row: Row, keys: str) -> bool:
+    values = [row.get(key) for key in keys.split()]
+    return not any(value is None or (isinstance(value, str) and not value) for value in values)
 
 
 def as_ours(row: Row, where: Location) -> Row:

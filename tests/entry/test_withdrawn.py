@@ -70,6 +70,11 @@ CALLS: list[tuple[str, Callable[[Path], object], str]] = [
     ("Orca", rows(question="q", chosen="a", rejected="b"), "columns={prompt: question}"),
     ("Dolly", rows(instruction="q", response="a"), "{prompt: instruction, completion: response}"),
     ("WildChat", rows(conversation=CHAT), "columns={messages: conversation}"),
+    (
+        "UltraInteract",
+        rows(trajectory=CHAT[:1], chosen="a", rejected="b"),
+        '"chosen": the preferred response',
+    ),
     ("PKU-SafeRLHF", rows(prompt="q", response_0="a", response_1="b"), '"chosen": the preferred'),
     ("Feather", file("rows.feather"), ".parquet, .arrow"),
     ("bzip2", file("rows.jsonl.bz2"), "with .gz"),

@@ -22,8 +22,7 @@ from rlhf_lightning.data.errors import (
     SkippedRecords,
 )
 from rlhf_lightning.data.files import LocatedRow, Row, class_names, read_rows, split_files
-from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
-from rlhf_lightning.data.labels import Labels, Value, check_unlabelled, find_labels
+from rlhf_lightning.data.formats import Labels, ParsedRow, RowParser, Value, parse_rows
 from rlhf_lightning.data.records import (
     Origin,
     PreferenceRecord,
@@ -81,7 +80,7 @@ class RowSource:
 
     def __post_init__(self) -> None:
         """Check the arguments; rows are read at the first call of `records`."""
-        check_columns(self.columns)
+        self._parser()  # checks the columns
         self._skipped = SkippedRecords(self.on_bad_record)
         self._splits: dict[Split, list[ParsedRow]] | None = None
         self._labels = Labels(None)
@@ -115,20 +114,18 @@ class RowSource:
         return list(self._converted(rows, kind))
 
     def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
-        labels, learnt = self._labels, kind in ("demonstrations", "unpaired")
+        labels = self._labels
         if kind == "demonstrations" and "label" not in (self.columns or ()):
-            check_unlabelled(rows, labels)
+            labels.check_unread(rows)
         for row in rows:
             origin = Origin(row.where, self.on_bad_record == "skip", labels.unread(row))
             try:
-                if kind == "demonstrations":
-                    labels.demonstration(row)
-                found = labels.unpaired(row) if kind == "unpaired" else [to_kind(row, kind)]
+                found = labels.records(row, kind)
                 yield from (placed(one, origin, self.system_into_user) for one in found)
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
-                of_row = labels.column is not None if learnt else kind == "prompts"
-                if not of_row or kind_of(row.record) == "texts":
+                learnt = kind in ("demonstrations", "unpaired") and labels.column is not None
+                if not (learnt or kind == "prompts") or kind_of(row.record) == "texts":
                     raise
                 self._skipped.add(error)
 
@@ -158,7 +155,7 @@ class RowSource:
         return {"train": train, "validation": validation}
 
     def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
-        return find_labels(rows, self.columns or {}, self.label_good, self._class_names)
+        return Labels.of_rows(rows, self.columns or {}, self.label_good, self._class_names)
 
     def _class_names(self, column: str) -> Sequence[str]:
         return getattr(self._features.get(column), "names", ())

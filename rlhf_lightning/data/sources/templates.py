@@ -10,8 +10,7 @@ from typing import Any
 from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
 from rlhf_lightning.data.files import Row
-from rlhf_lightning.data.formats import ParsedRow
-from rlhf_lightning.data.labels import Labels
+from rlhf_lightning.data.formats import Labels, ParsedRow
 from rlhf_lightning.data.records import DemonstrationRecord, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.messages import as_text, fields_of
