@@ -25,8 +25,7 @@ from benchmarks.worker import (
     seconds_of_process,
     worker_main,
 )
-from rlhf_lightning.app.build import make_module
-from rlhf_lightning.app.computing import computing
+from rlhf_lightning.app.build import computing, make_module
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.gpu_kernels import fused_parts
 from rlhf_lightning.models.memory import activation_bytes, update_bytes

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from rlhf_lightning.app.batch_arithmetic import minibatches_key
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -41,11 +40,16 @@ from rlhf_lightning.data.batch_size import BatchSizeError, batch_that_fits
 from rlhf_lightning.data.first_screen import warn_of_cut_responses
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.launch import started
+from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import encode_safety_prompts
+from rlhf_lightning.models.attention import attention_backends as set_attention_backends
+from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
+from rlhf_lightning.models.gpu_kernels import gpu_kernels
 from rlhf_lightning.models.learning_rates import default_learning_rate
+from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
@@ -166,14 +170,7 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     if not stage.rolls_out and stage.num_answered(settings):
         longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
         warn_of_cut_responses(data.source, "train", tokenizer, longest, key=key)
-    sampling = Sampling(
-        module.generator,
-        tokenizer,
-        temperature=settings.evaluation.temperature,
-        max_new_tokens=settings.evaluation.max_new_tokens,
-        micro_batch_size=settings.evaluation.micro_batch_size,
-        skip_special_tokens=settings.evaluation.skip_special_tokens,
-    )
+    sampling = Sampling(module.generator, tokenizer, **settings.evaluation.decoding)
     if stage.trains_policy and settings.safety is not None:
         encode_safety_prompts(  # of a file, asked at the end: fail before training
             settings.safety.build().records(),
@@ -214,7 +211,7 @@ def read_records(settings: TrainSettings, data: RecordDataModule) -> None:
     except BatchSizeError as error:
         fits = batch_that_fits(error.num_rows, settings.batch_unit)
         devices = "fewer trainer.devices"
-        minibatches = minibatches_key(settings.spec)
+        minibatches = settings.spec.minibatches_key
         fewer = devices if minibatches is None else f"{minibatches}=1 or {devices}"
         more = f"or give more {error.kind}"
         fix = f"use data.batch_size={fits}, {more}" if fits else f"use {fewer}, {more}"
@@ -380,3 +377,23 @@ def without_defaults(arguments: Mapping[str, Any], call: Callable[..., Any]) -> 
     if call is Doctor:
         usual |= {"thresholds": DoctorThresholds(), "refusals": Refusals()}
     return {name: value for name, value in arguments.items() if value != usual.get(name, ...)}
+
+
+@contextmanager
+def computing(
+    *,
+    cpu_kernels: bool,
+    kernels: str,
+    micro_batches: str,
+    cpu_threads: int | None,
+    attention_backends: str,
+) -> Iterator[None]:
+    """Compute inside by these settings of a model; see the functions that are called."""
+    with (
+        set_cpu_kernels(cpu_kernels),
+        gpu_kernels(kernels),
+        micro_batching(micro_batches),
+        set_cpu_threads(cpu_threads),
+        set_attention_backends(attention_backends),
+    ):
+        yield

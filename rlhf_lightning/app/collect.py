@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.collect_parts import build_lab, build_rejection_sampler, read_prompts
+from rlhf_lightning.app.build import computing
 from rlhf_lightning.app.command_line import (
     check_command_line,
     run_in_folder,
@@ -16,30 +18,40 @@ from rlhf_lightning.app.command_line import (
     say,
     started,
 )
-from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import CollectSettings
-from rlhf_lightning.app.config.compose import register
+from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
-from rlhf_lightning.app.config.save import keep_configuration
+from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
+from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
+from rlhf_lightning.data.records import PromptRecord, prompt_key
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
+from rlhf_lightning.preferences.annotators import Annotator
+from rlhf_lightning.preferences.best_of_n import RejectionSampler
+from rlhf_lightning.preferences.candidates import Sampling, load_candidate_policy
+from rlhf_lightning.preferences.collection import Lab
+from rlhf_lightning.preferences.decoding import grid
+from rlhf_lightning.preferences.pairing import WorstSamples
 from rlhf_lightning.preferences.publishing import (
     copy_collection,
     flat_metrics,
     write_collection,
     write_demonstrations,
 )
+from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run, drop_unused
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+from rlhf_lightning.text.tokenizers import load_tokenizer
 
 register()
 prepare_process()
@@ -68,12 +80,8 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     keep_configuration(settings, folder)
     prepare_inputs(settings, overrides)
     folder = _start(settings, folder)
-    summary = new_summary(
-        "collect",
-        seed=settings.seed,
-        config_hash=settings.config_hash,
-        title="preference collection",
-    )
+    given: dict[str, Any] = {"seed": settings.seed, "config_hash": settings.config_hash}
+    summary = new_summary("collect", **given, title="preference collection")
     claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
     with claimed, computing(**settings.model.computing):
         try:
@@ -115,6 +123,113 @@ def _collect(
         say(line)
     say(f"records: {published or folder.path / DATA}")
     return summary
+
+
+def build_lab(settings: CollectSettings, folder: Path) -> Lab:
+    """Return the lab of a collection; models are loaded when their turn comes.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    annotator = settings.annotator
+    try:
+        return Lab(
+            folder=folder,
+            sampling=_sampling(settings),
+            annotators=_annotators([*(annotator.automatic or {}).values(), settings.judge]),
+            people=None if annotator.people is None else annotator.people.build(),
+            budget=settings.budget.build(),
+            hparams=settings.lab.build(),
+            score=None if settings.score is None else settings.score.build(),
+            worst=_worst(settings),
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def build_rejection_sampler(
+    settings: CollectSettings, folder: Path, say: Callable[[str], None]
+) -> RejectionSampler:
+    """Return what makes demonstrations; models are loaded when their turn comes.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    candidates, gold = settings.candidates, settings.dataset.gold
+    longest = candidates.max_prompt_length + candidates.max_new_tokens
+    try:
+        return RejectionSampler(
+            folder=folder,
+            sampling=_sampling(settings),
+            score=_scorer(settings, str(settings.artifacts.reward), longest).scores,
+            keep_unfinished=settings.lab.get("keep_unfinished", False),
+            gold=None if gold is None else gold.build(),
+            say=say,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _sampling(settings: CollectSettings) -> Sampling:
+    candidates, precision = settings.candidates, settings.trainer.precision
+    how = {**settings.model.template, **settings.model.origin, "precision": precision}
+    named = {name: source for name, source in candidates.policies.items() if source is not None}
+    given = candidates.model_dump(exclude={"policies", "decoding", "num_prompts", "split"})
+    return Sampling(
+        policies={name: partial(load_candidate_policy, one, **how) for name, one in named.items()},
+        decodings=grid(candidates.decoding),
+        seed=settings.seed,
+        **given,
+    )
+
+
+def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
+    """Return the dataset's prompts, each once; a random part of them in the order of the source.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    source = settings.dataset.source.build()
+    records = source.records("prompts", settings.candidates.split)
+    prompts = list({prompt_key(record): record for record in records}.values())
+    count = settings.candidates.num_prompts
+    if count is not None and count < len(prompts):
+        drawn = random.Random(f"{settings.seed}/prompts").sample(range(len(prompts)), count)
+        prompts = [prompts[index] for index in sorted(drawn)]
+    if not prompts:
+        raise ConfigError(f"dataset={settings.dataset.name} has no prompts in candidates.split")
+    first = next(filter(None, settings.candidates.policies.values()), None)
+    if first is not None:
+        tokenizer = load_tokenizer(first, **settings.model.template, **settings.model.origin)
+        longest, key = settings.candidates.max_new_tokens, "candidates.max_new_tokens"
+        warn_of_plain_prompts(prompts, tokenizer)
+        warn_of_cut_responses(source, settings.candidates.split, tokenizer, longest, key=key)
+    return prompts
+
+
+def _annotators(nodes: Sequence[Target | None]) -> list[Annotator]:
+    annotators: list[Annotator] = [node.build() for node in nodes if node is not None]
+    names = [annotator.name for annotator in annotators]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"annotators need different names, got {', '.join(names)}")
+    return annotators
+
+
+def _worst(settings: CollectSettings) -> WorstSamples | None:
+    given = settings.adversarial
+    if given.run is None:
+        return None
+    if given.source is None:
+        raise ConfigError(
+            "adversarial.run needs the reward model that was misled: artifacts.reward=..."
+        )
+    model = _scorer(settings, given.source, given.max_length)
+    return WorstSamples(Path(given.run), model.scores, given.num_pairs)
+
+
+def _scorer(settings: CollectSettings, source: str, longest: int) -> RewardModelAnnotator:
+    precision = settings.trainer.precision
+    return RewardModelAnnotator(source, max_length=longest, precision=precision)
 
 
 def publishing_to(settings: CollectSettings, overrides: Sequence[str]) -> str | None:

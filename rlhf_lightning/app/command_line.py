@@ -27,7 +27,7 @@ from rlhf_lightning.app.config.compose import (
     primary,
     register,
 )
-from rlhf_lightning.app.config.errors import composition, in_todays_keys
+from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.config.withdrawn import withdrawn
@@ -72,11 +72,9 @@ def _arguments() -> list[str]:
     """Return the arguments of the command line.
 
     A `~` at the beginning of a path is the home folder, which a shell does not see behind `=`.
-    Former keys of `module` are read as today's.
     """
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
-    words = in_todays_keys(words)
     if gone := withdrawn(words):
         fail(gone)
     if wrong := next(filter(_HYPHENS.match, words), None):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.benchmark import measured_benchmark
+import torch
+
+from rlhf_lightning.app.build import computing
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
@@ -17,28 +19,31 @@ from rlhf_lightning.app.command_line import (
     say,
     started,
 )
-from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder
-from rlhf_lightning.app.config.save import keep_configuration
+from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
     Sides,
     build_sides,
     choose_prompts,
+    load_side,
     measured_best_of,
     prepare_sides,
     reward_spread,
 )
+from rlhf_lightning.app.evaluation import gates_of
 from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.first_screen import UNLIMITED
+from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
-from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored, offsets
 from rlhf_lightning.evaluation.generate import side_by_side, values_of
-from rlhf_lightning.evaluation.held_out import SideResponses
+from rlhf_lightning.evaluation.held_out import written_responses
 from rlhf_lightning.evaluation.human import (
     blind_pairs,
     human_measures,
@@ -48,7 +53,7 @@ from rlhf_lightning.evaluation.human import (
     read_labels,
     write_blind,
 )
-from rlhf_lightning.evaluation.safety import required_measures
+from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
 from rlhf_lightning.models.precision import in_precision, set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.annotation.store import StoreError
@@ -59,12 +64,12 @@ from rlhf_lightning.runs.model_card import add_figures
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import (
-    GateResult,
     Summary,
     new_summary,
     read_summary,
     write_summary,
 )
+from rlhf_lightning.text.tokenizers import load_tokenizer
 
 register()
 prepare_process()
@@ -113,63 +118,141 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     sides = build_sides(settings)
     summary = started(folder, summary, _start_lines(settings, sides))
     built = time.perf_counter()
-    precision = in_precision(settings.trainer.precision, sides.policy.model.device)
-    with precision:
-        mine, theirs = _answers(sides)
+    one, other = sides.policy.model, sides.baseline.model
+    with in_precision(settings.trainer.precision, one.device):
+        comparison = sides.comparison
+        mine = comparison.ask_policy(one, other if sides.same_tokenizer else None)
+        theirs = comparison.ask_baseline(other, sides.baseline_questions, sides.baseline_sampling)
         best_of, pool = measured_best_of(settings, sides, theirs)
     metrics = sides.comparison.measure(mine, theirs) | best_of
     if not sides.same_tokenizer:
         metrics = {k: v for k, v in metrics.items() if not k.startswith("val/kl_per_")}
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
-    metrics |= _judged(settings, folder, mine, theirs) | reward_spread(settings)
+    if settings.judge is not None:
+        (folder.path / "judge").mkdir(exist_ok=True)
+        judge, where = settings.judge.build(), folder.path / "judge"
+        metrics |= judge_measures(judge, mine.main, theirs.main, where, seed=settings.seed)
+    metrics |= reward_spread(settings)
     if settings.human == "export":
-        _export(settings, folder, mine, theirs)
+        pairs, key = blind_pairs(
+            mine.main,
+            theirs.main,
+            num_pairs=settings.people.num_pairs,
+            scored=settings.scorer is not None,
+            seed=settings.seed,
+        )
+        write_blind(folder.path / PEOPLE, pairs, key)
     SamplesAppender(folder.samples).append(
         0, side_by_side(mine.main, theirs.main, len(mine.main.prompts))
     )
     SamplesAppender(folder.distributions).append(0, [values_of(mine.main, theirs.main), *pool])
     now = time.perf_counter()
     seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
-    summary = replace(
-        summary,
-        status="completed",
-        metrics=dict(sorted(metrics.items())),
-        gates=_gates(settings, metrics) if settings.gates else (),
-        seconds=seconds | {"total": now - begun},
-    )
-    _tell(folder, summary)
+    seconds |= {"total": now - begun}
+    summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
     if settings.human == "export":
-        where = folder.path / PEOPLE
-        say(f"People: {labelling_command(where)}")
-        say(
-            f"then  python -m rlhf_lightning.evaluate human=import people.run={folder.path}  adds "
-            "their verdict here"
-        )
+        command = f"python -m rlhf_lightning.evaluate human=import people.run={folder.path}"
+        say(f"People: {labelling_command(folder.path / PEOPLE)}")
+        say(f"then  {command}  adds their verdict here")
     return summary
 
 
 def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begun = time.perf_counter()
     card = _card_folder(settings) if settings.card else None
-    summary = started(folder, summary, _benchmark_lines(settings))
+    lines = _benchmark_lines(settings)
+    summary = started(folder, summary, lines)
     metrics = measured_benchmark(settings)
-    summary = replace(
-        summary,
-        status="completed",
-        metrics=dict(sorted(metrics.items())),
-        gates=_gates(settings, metrics) if settings.gates else (),
-        seconds={"total": time.perf_counter() - begun},
-    )
-    _tell(folder, summary)
+    seconds = {"total": time.perf_counter() - begun}
+    summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
     if card is not None:
-        about = "; ".join(f"{key}: {value}" for key, value in _benchmark_lines(settings).items())
+        about = "; ".join(f"{key}: {value}" for key, value in lines.items())
         title = _benchmark_title(settings)
         try:
             say(f"added to {add_figures(card, title, without_folders(about), metrics)}")
         except (OSError, UnicodeError) as error:
             say(f"not added to the card of {card}: {error}")
     return summary
+
+
+def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
+    """Return `benchmark/...`.
+
+    Args:
+        settings: settings of the command, with a benchmark.
+
+    Raises:
+        ConfigError: if files, tasks or scorer do not fit.
+    """
+    assert settings.benchmark is not None
+    try:
+        benchmark = settings.benchmark.build()
+        if isinstance(benchmark, LmEvalBenchmark):
+            sides = [load_side(settings, one) for one in (settings.policy, settings.baseline)]
+            with in_precision(settings.trainer.precision, sides[0].model.device):
+                return benchmark.measure(*sides)
+        return benchmark.measure(_scored(settings, benchmark))
+    except (BadRecordError, OSError, ValueError, TypeError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scored]:
+    """Return the scorer's scores of all responses."""
+    target = settings.scorer
+    if target is None:
+        raise ConfigError("benchmark: name the reward model to measure, scorer=NAME")
+    members = target.get("sources")
+    source = members[0] if members else target.get("source") or settings.policy
+    if members:  # to be compared with the others
+        target = settings.updated({"scorer.policy": source}).scorer or target
+    tokenizer = load_tokenizer(source, **settings.model.template)
+    candidates = benchmark.candidates(chat=bool(tokenizer.chat_template))
+    if not candidates:
+        raise ConfigError("benchmark: the file holds no rows")
+    scorer = target.build()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for model in scorer.build():
+        model.to(device)
+    records = _records(candidates)
+    with in_precision(settings.trainer.precision, device):
+        answers = written_responses(
+            records,
+            [answer for one in candidates for answer in one.answers],
+            tokenizer,
+            max_prompt_length=settings.prompts.max_length or UNLIMITED,
+            batch_size=settings.evaluation.batch_size,
+            device=device,
+            scorer=scorer,
+        )
+    if len(answers.scores) < len(records):
+        raise ConfigError(
+            f"benchmark: {len(records) - len(answers.scores)} of {len(records)} responses have a "
+            f"prompt of more than prompts.max_length={settings.prompts.max_length} tokens, or of "
+            "none: raise it. None is left out, or the figure would be of another set"
+        )
+    unknown, ids = tokenizer.unk_token_id, answers.token_ids
+    if unknown is not None and (rows := sum(unknown in one[:-1] for one in ids)):
+        say(f"{rows} of {len(ids)} responses have words that the tokenizer does not know.")
+    lengths = answers.lengths
+    return [
+        Scored(one, answers.scores[begin:end], lengths[begin:end])
+        for one, (begin, end) in zip(candidates, offsets(candidates), strict=True)
+    ]
+
+
+def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
+    """Return the prompt of each response."""
+    return [
+        PromptRecord(
+            one.prompt,
+            domain="" if one.record is None else one.record.domain,
+            rendered=one.record is not None and one.record.rendered,
+            variables={} if one.record is None else one.record.variables,
+        )
+        for one in candidates
+        for _ in one.answers
+    ]
 
 
 def _benchmark_title(settings: EvaluateSettings) -> str:
@@ -204,15 +287,6 @@ def _benchmark_lines(settings: EvaluateSettings) -> dict[str, object]:
     return {"scorer": None if scorer is None else scorer.get("source") or scorer.path, **given}
 
 
-def _answers(sides: Sides) -> tuple[SideResponses, SideResponses]:
-    """Return the responses of policy and baseline."""
-    baseline = sides.baseline.model
-    return (
-        sides.comparison.ask_policy(sides.policy.model, baseline if sides.same_tokenizer else None),
-        sides.comparison.ask_baseline(baseline, sides.baseline_questions, sides.baseline_sampling),
-    )
-
-
 def import_labels(settings: EvaluateSettings) -> Summary:
     """Add people's labels to the evaluation that exported its pairs; return its new summary.
 
@@ -229,49 +303,24 @@ def import_labels(settings: EvaluateSettings) -> Summary:
     except (OSError, ValueError, BadRecordError, StoreError) as error:
         raise ConfigError(str(error)) from error
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}
-    metrics = kept | found
-    gates = _gates(settings, metrics) if settings.gates else summary.gates
-    summary = replace(summary, metrics=dict(sorted(metrics.items())), gates=gates)
-    _tell(folder, summary)
-    return summary
+    return _tell(settings, folder, summary, kept | found)
 
 
-def _gates(
-    settings: EvaluateSettings, metrics: Mapping[str, float | None]
-) -> tuple[GateResult, ...]:
-    safety = settings.safety
-    required = required_measures(None if safety is None else safety.get("prompts"))
-    return check_gates(settings.gates, metrics, required=required)
-
-
-def _judged(
-    settings: EvaluateSettings, folder: RunFolder, mine: SideResponses, theirs: SideResponses
-) -> dict[str, float]:
-    if settings.judge is None:
-        return {}
-    judge = settings.judge.build()
-    where = folder.path / "judge"
-    where.mkdir(exist_ok=True)
-    return judge_measures(judge, mine.main, theirs.main, where, seed=settings.seed)
-
-
-def _export(
-    settings: EvaluateSettings, folder: RunFolder, mine: SideResponses, theirs: SideResponses
-) -> None:
-    pairs, key = blind_pairs(
-        mine.main,
-        theirs.main,
-        num_pairs=settings.people.num_pairs,
-        scored=settings.scorer is not None,
-        seed=settings.seed,
-    )
-    write_blind(folder.path / PEOPLE, pairs, key)
-
-
-def _tell(folder: RunFolder, summary: Summary) -> None:
+def _tell(
+    settings: EvaluateSettings,
+    folder: RunFolder,
+    summary: Summary,
+    metrics: Mapping[str, float | None],
+    **changes: Any,
+) -> Summary:
+    """Write and print what was measured, with the verdict of the gates; return its summary."""
+    gates = gates_of(settings, metrics) if settings.gates else summary.gates
+    metrics = dict(sorted(metrics.items()))
+    summary = replace(summary, metrics=metrics, gates=gates, **changes)
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)
+    return summary
 
 
 def _start_lines(settings: EvaluateSettings, sides: Sides) -> dict[str, object]:
@@ -289,10 +338,7 @@ def _start_lines(settings: EvaluateSettings, sides: Sides) -> dict[str, object]:
         "seed": settings.seed,
     }
     if settings.best_of.n:
-        lines["best of"] = (
-            f"{', '.join(map(str, settings.best_of.n))}, from {settings.best_of.pool} responses of "
-            "the policy to each prompt"
-        )
+        lines["best of"] = f"{settings.best_of.n} of {settings.best_of.pool} to each prompt"
     scorer = settings.scorer
     if scorer is not None:
         lines["score"] = scorer.get("source") or scorer.get("function") or scorer.path

@@ -24,7 +24,7 @@ from rlhf_lightning.data.first_screen import (
 from rlhf_lightning.data.identity import files_of
 from rlhf_lightning.data.records import PromptRecord, prompt_key
 from rlhf_lightning.data.sampler import validation_part
-from rlhf_lightning.data.sources.base import FileSource, RecordSource
+from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
 from rlhf_lightning.evaluation.generate import Sampling, gold_scores
@@ -56,8 +56,7 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     """
     scorer, models = settings.scorer, settings.artifacts.models()
     sides = {"policy": settings.policy, "baseline": settings.baseline}
-    if not settings.compares_policies:
-        sides = {}
+    sides = sides if settings.compares_policies else {}
     for side, value in sides.items():
         if value not in models.values() and not is_available(value):
             raise ConfigError(f"{side}={value} does not exist: give a model folder or a hub name")
@@ -72,9 +71,6 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     return settings
 
 
-_NAMES = {"dataset.path", "dataset.hub_name"}
-
-
 def choose_prompts(settings: EvaluateSettings, overrides: Sequence[str]) -> EvaluateSettings:
     """Return the settings with the part of the dataset whose prompts are asked.
 
@@ -84,7 +80,7 @@ def choose_prompts(settings: EvaluateSettings, overrides: Sequence[str]) -> Eval
     if settings.prompts.split is not None:
         return settings
     keys = {word.lstrip("+").partition("=")[0] for word in overrides}
-    if not keys & _NAMES or _has_held_out_part(settings):
+    if not keys & {"dataset.path", "dataset.hub_name"} or _has_held_out_part(settings):
         return settings.updated({"prompts.split": "validation"})
     whole = {"evaluation.num_prompts": UNLIMITED, "prompts.max_length": None}
     free = {key: value for key, value in whole.items() if key not in keys}
@@ -100,15 +96,10 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
     for folder in _training_runs(settings):
         with suppress(ConfigError):
             trained = read_training(folder).dataset
-            if (
-                settings.dataset.hub_name is not None
-                and trained.hub_name == settings.dataset.hub_name
-            ):
-                return True
             path = working_folder(folder) / str(trained.source.get("path"))
-            if any(file.is_relative_to(path.resolve()) for file in files):
-                return True
-            if path.is_file() and content_digest(path) in digests:
+            is_same = trained.hub_name == settings.dataset.hub_name is not None
+            is_same |= any(file.is_relative_to(path.resolve()) for file in files)
+            if is_same or (path.is_file() and content_digest(path) in digests):
                 return True
     return False
 
@@ -132,7 +123,6 @@ class Sides:
         comparison: samples and compares; its questions and sampling are the policy's.
         baseline_questions, baseline_sampling: the same, as the baseline's tokenizer reads them.
         same_tokenizer: whether the KL between the two can be measured.
-        source: source of the prompts, whose validation part is asked.
         max_prompt_length: longest prompt, in tokens.
         records: records of the prompts.
         num_rows: rows of the file, or of the part that is asked.
@@ -145,7 +135,6 @@ class Sides:
     baseline_questions: Questions
     baseline_sampling: Sampling
     same_tokenizer: bool
-    source: RecordSource
     max_prompt_length: int
     records: Sequence[PromptRecord]
     num_rows: int
@@ -161,9 +150,9 @@ def build_sides(settings: EvaluateSettings) -> Sides:
     source, judges, scorer = _judges(settings)
     held_out, num_rows, unused = _prompts(settings, source)
     policy, baseline = load_side(settings, settings.policy), load_side(settings, settings.baseline)
-    same = _same_vocabulary(policy, baseline)
-    reads_tokens = settings.scorer is not None and "policy" in settings.scorer.arguments
-    if reads_tokens and not same:
+    one, other = policy.tokenizer, baseline.tokenizer
+    same = one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
+    if settings.scorer is not None and "policy" in settings.scorer.arguments and not same:
         raise ConfigError(
             f"scorer: the reward model reads the tokens of policy={settings.policy}, and "
             f"baseline={settings.baseline} has other ones: use scorer=text_reward_model "
@@ -190,7 +179,6 @@ def build_sides(settings: EvaluateSettings) -> Sides:
         theirs,
         _sampling(settings, baseline),
         same,
-        source,
         most,
         records,
         num_rows,
@@ -222,12 +210,9 @@ def _questions(
     max_prompt_length: int,
 ) -> list[Questions]:
     """Return what each side is asked, as its tokenizer reads it."""
-    several = settings.evaluation.answers_per_prompt
+    several, size = settings.evaluation.answers_per_prompt, settings.evaluation.batch_size
     tokenizers = [side.tokenizer for side in sides]
-    same: dict[str, Any] = {
-        "max_prompt_length": max_prompt_length,
-        "batch_size": settings.evaluation.batch_size,
-    }
+    same: dict[str, Any] = {"max_prompt_length": max_prompt_length, "batch_size": size}
     batches, _ = encode_questions(records, tokenizers, **same, answers_per_prompt=several)
     dangers = [] if judges.safety is None else judges.safety.records()
     try:
@@ -244,9 +229,8 @@ def _prompts(
     """Return the prompts, the number of rows, and reason -> rows that are no prompt to ask."""
     found: list[PromptRecord] = source.records("prompts", settings.prompts.part)
     if not found:
-        raise ConfigError(
-            f"dataset={settings.dataset.name} has no prompts in {settings.prompts.split}"
-        )
+        split = settings.prompts.split
+        raise ConfigError(f"dataset={settings.dataset.name} has no prompts in {split}")
     if not isinstance(source, WholeSource):
         return found, len(found), Counter()
     rows, bad = source.num_rows(), len(getattr(source.source, "skipped_records", ()))
@@ -289,30 +273,13 @@ def _drawn(
 
 def load_side(settings: EvaluateSettings, source: str) -> LoadedPolicy:
     """Return the policy of a folder or hub name."""
-    model = settings.model
-    return load_candidate_policy(
-        source,
-        **model.template,
-        revision=None if Path(source).is_dir() else model.revision,
-        trust_remote_code=model.trust_remote_code,
-        precision=settings.trainer.precision,
-    )
+    model, precision = settings.model, settings.trainer.precision
+    return load_candidate_policy(source, **model.template, **model.origin, precision=precision)
 
 
 def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
-    return Sampling(
-        settings.rollout.build()(side.stop_ids, side.tokenizer.pad_token_id),
-        side.tokenizer,
-        temperature=settings.evaluation.temperature,
-        max_new_tokens=settings.evaluation.max_new_tokens,
-        micro_batch_size=settings.evaluation.micro_batch_size,
-        skip_special_tokens=settings.evaluation.skip_special_tokens,
-    )
-
-
-def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
-    one, other = first.tokenizer, second.tokenizer
-    return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
+    engine = settings.rollout.build()(side.stop_ids, side.tokenizer.pad_token_id)
+    return Sampling(engine, side.tokenizer, **settings.evaluation.decoding)
 
 
 def measured_best_of(
@@ -324,7 +291,7 @@ def measured_best_of(
     """
     if not settings.best_of.n:
         return {}, []
-    comparison = sides.comparison
+    comparison, size = sides.comparison, settings.best_of.pool
     assert comparison.scorer is not None  # or the settings were refused
     (batches,), _ = encode_questions(
         sides.records,
@@ -333,22 +300,12 @@ def measured_best_of(
         batch_size=settings.evaluation.batch_size,
     )
     gold = comparison.judges.gold
-    pool = sample_pool(
-        sides.policy.model,
-        batches,
-        comparison.sampling,
-        comparison.scorer,
-        size=settings.best_of.pool,
-        seed=settings.seed,
-        gold=gold,
-    )
-    rival = None if gold is None else gold_scores(gold, theirs.main)
-    found = measure_best_of(
-        pool,
-        sorted(set(settings.best_of.n)),
-        baseline_gold=None if rival is None else by_prompt(rival, len(sides.records)),
-    )
-    count, size = pool.scores.shape
+    how: dict[str, Any] = {"size": size, "seed": settings.seed, "gold": gold}
+    model = sides.policy.model
+    pool = sample_pool(model, batches, comparison.sampling, comparison.scorer, **how)
+    count = len(sides.records)
+    rival = None if gold is None else by_prompt(gold_scores(gold, theirs.main), count)
+    found = measure_best_of(pool, sorted(set(settings.best_of.n)), baseline_gold=rival)
     scores = pool.scores.flatten().tolist()
     return found, [{"held_out": "pool", "score": scores, "groups": [size] * count}]
 
@@ -365,8 +322,7 @@ def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
         return {}
     if scorer.get("output") == "probability" or scorer.get("std", 1.0) != 1.0:
         return {}
-    try:
+    with suppress(ManifestError):
         value = read_manifest(source, verify=False).metrics.get(SPREAD)
-    except ManifestError:
-        return {}
-    return {} if value is None else {SPREAD: value}
+        return {} if value is None else {SPREAD: value}
+    return {}

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.evaluation.final_metrics import Findings
+from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.held_out import held_out_comparison, start_in_memory
+from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.precision import round_frozen_weights
+from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -81,6 +86,15 @@ def comparison_arguments(settings: TrainSettings, *, num_prompts: int) -> dict[s
         "over_long": settings.data.arguments["over_long"],
         "setting": f"data.{settings.data.prompt_length_key}",
     }
+
+
+def gates_of(
+    settings: TrainSettings | EvaluateSettings, metrics: Mapping[str, float | None]
+) -> tuple[GateResult, ...]:
+    """Return the gates that the settings name, as these metrics pass them."""
+    safety = settings.safety
+    required = required_measures(None if safety is None else safety.get("prompts"))
+    return check_gates(settings.gates, metrics, required=required)
 
 
 def placed(parts: TrainingComponents, model: ModelT) -> ModelT:

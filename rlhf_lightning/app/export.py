@@ -24,24 +24,19 @@ def run(settings: ExportSettings) -> list[str]:
         ConfigError: with what is missing and what to do.
     """
     places = []
-    if is_model_folder(settings.run):
-        if settings.push_to_hub is None and is_adapter(settings.run):
-            raise ConfigError(of_adapter(settings.run))
-        if settings.push_to_hub is None:
-            raise ConfigError(
-                f"{settings.run} is an exported model already: give a run folder, or "
-                "push_to_hub=NAME"
-            )
+    if any((settings.run / name).is_file() for name in ("config.json", "adapter_config.json")):
         folder = settings.run
+        if settings.push_to_hub is None:
+            told = f"{folder} is an exported model already: give a run folder, or push_to_hub=NAME"
+            raise ConfigError(of_adapter(folder) if is_adapter(folder) else told)
     else:
         run_folder, checkpoint = find_checkpoint(settings.run)
         folder = find_target(settings, run_folder)
         # brings torch: a mistake on the command line is reported before
-        from rlhf_lightning.app.reexport import reexport
+        from rlhf_lightning.app.model_export import reexport
 
-        reexport(
-            run_folder, checkpoint, folder, adapter_only=settings.adapter_only, dtype=settings.dtype
-        )
+        adapter_only, dtype = settings.adapter_only, settings.dtype
+        reexport(run_folder, checkpoint, folder, adapter_only=adapter_only, dtype=dtype)
         places.append(str(folder))
     if settings.push_to_hub is not None:
         try:
@@ -50,11 +45,6 @@ def run(settings: ExportSettings) -> list[str]:
             raise ConfigError(str(error)) from error
         places.append(address)
     return places
-
-
-def is_model_folder(path: Path) -> bool:
-    """Return whether `path` holds a model, or an adapter alone."""
-    return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
-
-from torch import nn
+from typing import Any, cast
 
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import placed, validate
+from rlhf_lightning.app.evaluation import gates_of, placed, validate
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -26,15 +22,12 @@ from rlhf_lightning.callbacks.wandb_content import (
 )
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
-from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
-    ManifestError,
     fingerprint,
     publish_artifact,
     read_manifest,
@@ -42,9 +35,6 @@ from rlhf_lightning.runs.manifest import (
 )
 from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.summary import GateResult, Summary
-
-logger = logging.getLogger(__name__)
-ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def finish(
@@ -55,18 +45,15 @@ def finish(
     Every rank measures the same; the first alone writes.
     """
     stage = settings.spec
-    _free_optimizer_state(parts)
+    release_freed_memory()  # of the optimizer: measuring may read one more model
     begun = time.perf_counter()
-    with _precision(parts):
+    with cast(Any, parts.trainer.strategy.precision_plugin).forward_context():  # that of training
         shown = _shown(settings, folder, parts)
         findings = stage.finish(settings, folder, parts)
     findings.metrics = {**shown.metrics, **findings.metrics}
     findings.values = findings.values or shown.values
     measured = time.perf_counter()
-    required = required_measures(
-        None if settings.safety is None else settings.safety.get("prompts")
-    )
-    gates = check_gates(settings.gates, findings.metrics, required=required)
+    gates = gates_of(settings, findings.metrics)
     model = getattr(parts.module, stage.trained)
     state = full_state(model)  # every rank takes part in gathering it
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
@@ -99,14 +86,6 @@ def _shown(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     return found
 
 
-def _free_optimizer_state(parts: TrainingComponents) -> None:
-    """Free what only training needed: measuring may read one more model."""
-    for optimizer in parts.trainer.optimizers:
-        optimizer.zero_grad(set_to_none=True)
-        optimizer.state.clear()
-    release_freed_memory()
-
-
 def _export(settings: TrainSettings, folder: RunFolder, trained: Trained, outcome: Outcome) -> None:
     """Write `export/`, and publish the same weights in fp32, which are written once."""
     full = folder.path / ".full_precision"
@@ -116,37 +95,20 @@ def _export(settings: TrainSettings, folder: RunFolder, trained: Trained, outcom
             kept = full if settings.publishes else None
             write_model_folder(settings, staging, trained, outcome, full=kept)
         if settings.publishes:
-            _publish(settings, folder, full if full.is_dir() else folder.export, outcome)
+            target = Path(str(settings.artifacts.publish))
+            # A parent process that waits for this artifact holds the folder's own lock.
+            with artifact_lock(target.with_name(f"{target.name}.publish")):
+                publish_artifact(
+                    full if full.is_dir() else folder.export,
+                    target,
+                    stage=settings.spec.name,
+                    run=str(folder.path),
+                    metrics=outcome.metrics,
+                    gates=outcome.gates,
+                    base=settings.start,
+                )
     finally:
         shutil.rmtree(full, ignore_errors=True)
-
-
-def _publish(settings: TrainSettings, folder: RunFolder, source: Path, outcome: Outcome) -> None:
-    target = Path(str(settings.artifacts.publish))
-    with _publishing(target):
-        publish_artifact(
-            source,
-            target,
-            stage=settings.spec.name,
-            run=str(folder.path),
-            metrics=outcome.metrics,
-            gates=outcome.gates,
-            base=settings.start,
-        )
-
-
-@contextmanager
-def _publishing(target: Path) -> Iterator[None]:
-    # A parent process that waits for this artifact holds the folder's lock.
-    with artifact_lock(target.with_name(f"{target.name}.publish")):
-        yield
-
-
-@contextmanager
-def _precision(parts: TrainingComponents) -> Iterator[None]:
-    """The precision of training, for what happens after `fit`."""
-    with parts.trainer.strategy.precision_plugin.forward_context():
-        yield
 
 
 def finish_tracking(
@@ -159,8 +121,7 @@ def finish_tracking(
     """Show the end of a run in W&B, if it is shown there, and close it."""
     for logger in wandb_loggers(parts.trainer):
         if findings.samples:
-            iteration = current_iteration(parts.trainer)
-            log_samples(logger, iteration, "held_out", findings.samples)
+            log_samples(logger, current_iteration(parts.trainer), "held_out", findings.samples)
         logger.guarded(
             lambda logger=logger: log_lineage(
                 logger, used_by(settings, parts), made_by(settings, folder, summary)
@@ -197,17 +158,11 @@ def made_by(settings: TrainSettings, folder: RunFolder, summary: Summary) -> Ite
         "metrics": {k: v for k, v in summary.metrics.items() if v is not None},
     }
     name = f"{settings.dataset.name}-{settings.name}" if target is None else artifact_name(target)
-    yield Origin(settings.name, name, "model", _fingerprint(settings, folder), metadata)
-
-
-def _fingerprint(settings: TrainSettings, folder: RunFolder) -> str:
-    """Return that of what later stages load: an export may be rounded."""
-    if settings.publishes:
-        with suppress(ManifestError):
-            manifest = read_manifest(str(settings.artifacts.publish), verify=False)
-            if manifest.run == str(folder.path):
-                return manifest.fingerprint
-    return fingerprint(folder.export)
+    # Of what later stages load: an export may be rounded.
+    loaded = read_manifest(str(target), verify=False) if settings.publishes else None
+    ours = loaded is not None and loaded.run == str(folder.path)
+    print_ = loaded.fingerprint if loaded and ours else fingerprint(folder.export)
+    yield Origin(settings.name, name, "model", print_, metadata)
 
 
 def artifact_name(source: str) -> str:

@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
 
+from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import DatasetSettings, Target
+from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.rounding import DTYPES, Rounding
+from rlhf_lightning.modules.checkpoint_state import KEY, check_adapters
 from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.hub import base_licence, hub_base
+from rlhf_lightning.runs.manifest import ManifestError
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, plain, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
+from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.reading import read_json
-from rlhf_lightning.runs.summary import GateResult, installed_versions
+from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
+from rlhf_lightning.runs.source import Source
+from rlhf_lightning.runs.summary import GateResult, installed_versions, read_summary
 from rlhf_lightning.text.tokenizers import as_saved
 
+Model = PolicyModel | ScalarHeadModel
 _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -119,7 +133,7 @@ def _describe(
         licence=base_licence(settings.model.license, start),
         hub_base=hub_base(start, settings.model.source),
         datasets=_hub_data(settings.dataset),
-        settings=_settings(public),
+        settings=_hyperparameters(public),
         metrics={k: v for k, v in outcome.metrics.items() if v is not None},
         gates=outcome.gates,
         versions=installed_versions(),
@@ -139,9 +153,8 @@ def _against(scorer: Target | None) -> str:
     """Return what scored the responses."""
     if scorer is None:
         return "scores of no scorer"
-    words = getattr(scorer.read().call, "words", None)  # a user's class may have any
-    words = words if isinstance(words, str) else f"scores of {scorer.class_name}"
-    words = words.replace("{number}", str(len(scorer.get("sources") or ())))
+    words = getattr(scorer.read().call, "words", f"scores of {scorer.class_name}")
+    words = str(words).replace("{number}", str(len(scorer.get("sources") or ())))
     return words.replace("{function}", without_folders(str(scorer.get("function"))))
 
 
@@ -150,14 +163,12 @@ def _needs(folder: Path) -> str:
     config = read_json(folder / ADAPTER_CONFIG)
     base, revision = config["base_model_name_or_path"], config.get("revision")
     if not Path(base).is_dir():
-        return f"It needs its base, {plain(base)} of the hub" + (
-            f" at {plain(revision)}." if revision else "."
-        )
+        at = f" at {plain(revision)}" if revision else ""
+        return f"It needs its base, {plain(base)} of the hub{at}."
     found = read_json(folder / ADAPTER_EXTRA)["base_fingerprint"]
     return (
-        f"It needs its base, the folder {plain(without_folders(base))} (fingerprint {found[:12]}), "
-        f"which `{ADAPTER_CONFIG}` names by its whole path on the machine of the run. Elsewhere, "
-        "copy that folder too and write its place there as `base_model_name_or_path`."
+        f"It needs its base, the folder {plain(without_folders(base))} (fingerprint {found[:12]}): "
+        f"where that has moved, write its place as `base_model_name_or_path` of `{ADAPTER_CONFIG}`."
     )
 
 
@@ -171,28 +182,146 @@ def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
     """Return the hub names of datasets that `dataset` reads, of every one of several sources."""
     calls = nodes(dataset.source.read())
     named = [one.arguments.get("name") for one in calls if getattr(one.call, "on_hub", False)]
-    names = [dataset.hub_name, *named]
-    found = [str(name) for name in names if name and _HUB_DATA.fullmatch(str(name))]
-    return tuple(dict.fromkeys(name for name in found if not Path(name).exists()))
+    names = dict.fromkeys(str(name) for name in (dataset.hub_name, *named) if name)
+    return tuple(n for n in names if _HUB_DATA.fullmatch(n) and not Path(n).exists())
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyper-parameters that decide what was learnt, flat."""
-    module = config["module"]
+    module, data = config["module"], config.get("data") or {}
     stage = find_stage(config["stage"], module["_target_"]).settings
-    groups = {
+    names = ("batch_size", "max_length", "max_prompt_length", "num_epochs", "num_iterations")
+    groups: dict[str, Any] = {
+        "data": {name: data.get(name) for name in names},
+        "trainer": {"precision": (config.get("trainer") or {}).get("precision")},
         stage: module.get(stage),
         "sampling": module.get("sampling"),
-        "lora": config.get("lora"),
-        "optimizer": config.get("optimizer"),
-        "scheduler": config.get("scheduler"),
+        **{group: config.get(group) for group in ("lora", "optimizer", "scheduler")},
     }
-    data, trainer = config.get("data") or {}, config.get("trainer") or {}
-    names = ("batch_size", "max_length", "max_prompt_length", "num_epochs", "num_iterations")
-    flat = {f"data.{name}": data[name] for name in names if data.get(name) is not None}
-    flat |= {"seed": config.get("seed"), "trainer.precision": trainer.get("precision")}
-    for group, values in groups.items():
-        for name, value in (values or {}).items():
-            if not name.startswith("_") and value is not None:
-                flat[f"{group}.{name}"] = value
-    return flat
+    return {"seed": config.get("seed")} | {
+        f"{group}.{name}": value
+        for group, values in groups.items()
+        for name, value in (values or {}).items()
+        if not name.startswith("_") and value is not None
+    }
+
+
+def reexport(
+    folder: RunFolder,
+    checkpoint: Path,
+    target: Path,
+    *,
+    adapter_only: bool,
+    dtype: str | None = None,
+) -> None:
+    """Write the model of a checkpoint as a folder, in one step, replacing an earlier one.
+
+    A run folder may come from another machine, so its configuration is data: it is validated again,
+    and only our loaders are built by name, from plain values.
+
+    Args:
+        folder: folder of the run.
+        checkpoint: checkpoint of the run.
+        target: folder of the model.
+        adapter_only: the adapter of a LoRA run without its base.
+        dtype: dtype of the weights; None keeps that of the run's configuration.
+
+    Raises:
+        ConfigError: if the configuration is not allowed, or if there is no model that the
+            checkpoint fits.
+    """
+    try:
+        settings = with_vocabulary(_saved_settings(folder))
+        tokenizer = make_tokenizer(settings)
+        content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
+        start, key = settings.start, f"artifacts.{settings.spec.starts_from}"
+        source: Any = start and Source(
+            start, str(content.get(KEY, "")), key, settings.model.revision
+        )
+        model = _model(settings, content, source)
+        outcome = _outcome(folder, checkpoint, model)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    except ConfigError as error:
+        raise ConfigError(f"{folder.config}: {error}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot load the model of {checkpoint}: {error}") from error
+    trained = Trained(model, tokenizer, dict(model.state_dict()), source)
+    how: dict[str, Any] = {"adapter_only": adapter_only, "dtype": dtype}
+    try:
+        with replacing_folder(target, ours=True) as staging:
+            write_model_folder(settings, staging, trained, outcome, **how)
+    except (ValueError, ManifestError) as error:
+        raise ConfigError(f"{checkpoint}: {error}") from error
+
+
+def _saved_settings(folder: RunFolder) -> TrainSettings:
+    """Return the run's settings, without code, with the place where its start is found now."""
+    settings = read_saved(TrainSettings, folder.config)
+    model, node, start = settings.model, settings.module, settings.start
+    code = {"trust_remote_code": model.trust_remote_code or node.get("trust_remote_code")}
+    if start is None and model.tokenizer is not None:
+        code |= model.tokenizer.read("model.tokenizer").named_again
+    func = getattr(node.read("module").call, "__func__", None)
+    if func is None or not func.__module__.startswith("rlhf_lightning."):
+        code["module._target_"] = node.path
+    for key in filter(code.get, code):
+        raise ConfigError(
+            f"{key}={code[key]} would run code that the run folder names: such a model is exported "
+            "by its own run only"
+        )
+    there = working_folder(folder) / (start or "")
+    if start is not None and there.exists() and there.resolve() != Path(start).resolve():
+        # The run was started in another folder than this command, which may hold another model.
+        settings = settings.updated({f"artifacts.{settings.spec.starts_from}": str(there)})
+    return settings
+
+
+def _model(settings: TrainSettings, checkpoint: Mapping[str, Any], source: Source | None) -> Model:
+    """Return the trained model, built by our own loaders, with the checkpoint's weights."""
+    stage, node, lora = settings.spec, settings.module, settings.lora
+    prefix, content = f"{stage.trained}.", checkpoint["state_dict"]
+    state = {k.removeprefix(prefix): v for k, v in content.items() if k.startswith(prefix)}
+    if not state:
+        raise ValueError(f"it holds no weights of a {stage.trained}")
+    start = node.get("policy") or node.get("source")
+    given: dict[str, Any] = {
+        "seed": settings.seed,
+        "revision": node.get("revision"),
+        # The adapter is the same on a base in full precision, which needs no CUDA.
+        "lora": None if lora is None else replace(lora, quantization="none"),
+    }
+    model: Model
+    if stage.trains_policy:
+        model = load_policy(start, from_scratch=node.get("from_scratch"), **given)
+    else:
+        given["dropout"] = node.get("dropout", 0.0)
+        model = load_scalar_model(start, head="reward", **given)
+    adapted = isinstance(model, AdaptedPolicy | AdaptedScalarModel)
+    if source is not None and (adapted or KEY in checkpoint):
+        source.check()  # an export has its config and its tokenizer
+    check_adapters(checkpoint, model)
+    model.load_state_dict(state)
+    return model
+
+
+def _outcome(folder: RunFolder, checkpoint: Path, model: Model) -> Outcome:
+    """Return what is known of the checkpoint; the end of a finished run is as the run left it."""
+    iteration, best = checkpoint_iteration(checkpoint), best_of_early_stopping(folder)
+    rows = {int(row["iteration"]): row for row in read_metrics(folder.metrics)}
+    summary = read_summary(folder) if folder.summary.is_file() else None
+    finished = summary is not None and summary.status == "completed"
+    last = max(rows, default=iteration) if best is None else checkpoint_iteration(best)
+    is_reward = isinstance(model, ScalarHeadModel)
+    if summary is not None and finished and iteration == last:
+        metrics = summary.metrics
+        mean, std = (metrics.get(f"reward/sample_{name}") for name in ("mean", "std"))
+        if isinstance(model, ScalarHeadModel) and mean is not None and std is not None:
+            model.normalize(mean, std)
+        return Outcome(folder.name, metrics, summary.gates)
+    of = "before the end of its run" if finished else "of a run that has not finished"
+    note = f"A checkpoint {of}, after iteration {iteration}. No gate has checked it."
+    note += " Its scores are not normalized." if is_reward else ""
+    left_out = ("time/", "throughput/", "iteration")
+    measured = {k: v for k, v in rows.get(iteration or 0, {}).items() if not k.startswith(left_out)}
+    return Outcome(folder.name, measured, checkpoint=note)

@@ -29,7 +29,7 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder, continues, hydra_log
-from rlhf_lightning.app.config.save import keep_configuration
+from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline_steps import Step, as_overrides, check_pipeline, plan
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time, own_environment

@@ -15,9 +15,9 @@ from typing import Any
 
 from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, config_dirs, given, primary, quoted
-from rlhf_lightning.app.config.errors import OF_TRAINING, composition, in_todays_keys
+from rlhf_lightning.app.config.errors import OF_TRAINING, composition
 from rlhf_lightning.app.config.inherit import command_settings, named_again
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings, without_unread
 from rlhf_lightning.data.demo.source import DemoSource
@@ -167,7 +167,7 @@ def as_overrides(words: Sequence[str]) -> list[str]:
     """
     own: dict[str, list[str]] = {}
     others = []
-    for word in in_todays_keys(words):
+    for word in words:
         place, colon, rest = f"{'train:' * word.startswith(OF_TRAINING)}{word}".partition(":")
         at, _, stage = place.rpartition("/")
         if colon and stage in ADDRESSED and (not at or re.fullmatch(r"round_[1-9]\d*", at)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
@@ -11,42 +12,32 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
 
 from rlhf_lightning.app.as_python import as_python
-from rlhf_lightning.app.build import assemble
-from rlhf_lightning.app.command_line import (
-    check_command_line,
-    fail,
-    run_job,
-    say,
-    this_job,
-)
-from rlhf_lightning.app.computing import computing
+from rlhf_lightning.app.build import assemble, computing
+from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
-from rlhf_lightning.app.config.save import keep_configuration
+from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices, check_run
-from rlhf_lightning.app.failures import (
-    exit_with,
-    explain_failure,
-    record_failure,
-)
+from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
 from rlhf_lightning.app.finalize import finish, finish_tracking
-from rlhf_lightning.app.fit import fit
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_summary import memory_advice, start_settings
-from rlhf_lightning.app.stages.spec import Stage
+from rlhf_lightning.app.stages.spec import Stage, TrainingComponents
 from rlhf_lightning.app.sweep import in_sweep, should_continue
 from rlhf_lightning.callbacks.console import print_start, print_verdict
+from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.callbacks.run_record import about_run
-from rlhf_lightning.callbacks.wandb_content import early_end_alerted
+from rlhf_lightning.callbacks.wandb_content import early_end_alerted, wandb_loggers
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     as_single_run,
@@ -72,6 +63,7 @@ from rlhf_lightning.runs.summary import (
     write_summary,
 )
 
+logger = logging.getLogger(__name__)
 AS_PYTHON = "--as-python"
 register()
 register_help()
@@ -113,23 +105,18 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     summary = new_summary(
         settings.kind, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
     )
-    summary = replace(
-        summary,
-        seconds=_spent(folder, checkpoint),
-        judged=not settings.only_runs,
-    )
+    summary = replace(summary, seconds=_spent(folder, checkpoint), judged=not settings.only_runs)
     begun = time.perf_counter()
     # The first rank alone writes.
-    mine = (
-        claim_run(folder.path, lambda: check_folder(settings, folder)) if first else nullcontext()
-    )
+    claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
+    mine = claim() if first else nullcontext()
     with mine, computing(**settings.model.computing):
         try:
             if first:
                 write_summary(folder, summary)
             return _train(settings, folder, checkpoint, summary, overrides)
         except BaseException as error:
-            failure = explain_failure(error, folder, partial(_memory_advice, settings, overrides))
+            failure = explain_failure(error, folder, partial(memory_advice, settings, overrides))
             if first:
                 ended = replace(summary, seconds={"total": _total(summary, begun)})
                 record_failure(folder, ended, failure or error)
@@ -147,10 +134,6 @@ def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:
 
 def _total(summary: Summary, started: float) -> float:
     return summary.seconds.get("total", 0.0) + time.perf_counter() - started
-
-
-def _memory_advice(settings: TrainSettings, overrides: list[str], evaluates: bool) -> str:
-    return memory_advice(settings, overrides, evaluates=evaluates)
 
 
 def _train(
@@ -175,7 +158,7 @@ def _train(
         print_start(settings.title if named else settings.name, folder, lines)
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
-    parts = fit(folder, parts, checkpoint)
+    parts = _fit(folder, parts, checkpoint)
     fitted = time.perf_counter()
     with early_end_alerted(parts.trainer):
         findings, gates = finish(settings, folder, parts)
@@ -200,6 +183,58 @@ def _train(
             finish_tracking(settings, folder, parts, findings, summary)
             print_verdict(read_summary(folder), folder)  # with what the doctor said
     return summary
+
+
+class DropsOptimizerState(Checkpoint):
+    """Drops gradients and optimizer state when training has ended.
+
+    Lightning would move the state to host memory, twice the size of the trained weights. It is a
+    checkpoint callback because Lightning calls those last: what they save has the state.
+    """
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Drop them."""
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.state.clear()
+
+
+def _fit(
+    folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None
+) -> TrainingComponents:
+    """Train to the end; after a rollback of the doctor, continue from there with its changes.
+
+    Returns:
+        The parts of the last fit, which hold the trained models.
+
+    Raises:
+        RunStoppedError: on every rank, if the doctor stops the run.
+    """
+    while True:
+        cast(Any, parts.trainer).callbacks.append(DropsOptimizerState())
+        try:
+            parts.trainer.fit(
+                parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True
+            )
+        except SystemExit as error:  # what Lightning makes of an interrupt
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            raise
+        doctors = (c for c in cast(Any, parts.trainer).callbacks if isinstance(c, Doctor))
+        doctor = next(doctors, None)
+        if doctor is None or doctor.request is None:
+            return parts
+        back = doctor.request.checkpoint
+        assert back is not None  # else the fit ended with a RunStoppedError
+        checkpoint = folder.checkpoints / f"iteration={back:06d}.ckpt"
+        if parts.trainer.is_global_zero:
+            write_handover(folder, doctor.hand_over(back))
+        logger.warning("doctor: a new fit starts from %s", checkpoint.name)
+        for tracker in wandb_loggers(parts.trainer):
+            tracker.finish()  # W&B refuses to open a run a second time
+        parts.trainer = parts.module = None  # type: ignore[assignment]  # their memory is needed
+        del doctor, doctors
+        parts = assemble(parts.settings, folder)
 
 
 def _agreed_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder, Path | None]:

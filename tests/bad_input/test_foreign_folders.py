@@ -129,7 +129,7 @@ def test_objects_of_yaml_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_run_read_from_the_environment_is_saved_as_its_value(working_folder, monkeypatch):
-    from rlhf_lightning.app.config.save import write_settings
+    from rlhf_lightning.app.config.saved import write_settings
 
     monkeypatch.setenv("MODELS", "my_models")
     words = ["+experiment=ppo", "artifacts.sft=${oc.env:MODELS}/sft"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_lightning.app.build import assemble
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlhf_lightning.app.config.commands import ExportSettings
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.evaluate import run as run_evaluate
 from rlhf_lightning.app.export import run as run_export
 from rlhf_lightning.app.train import run as run_train

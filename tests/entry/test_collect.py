@@ -197,7 +197,7 @@ def test_people_label_at_the_page_and_the_run_goes_on(
 def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
     overrides: list[str], message: str, tmp_path: Path, start: Path, monkeypatch
 ) -> None:
-    from rlhf_lightning.app.collect_parts import build_lab
+    from rlhf_lightning.app.collect import build_lab
     from rlhf_lightning.app.config.commands import CollectSettings
     from rlhf_lightning.app.config.compose import ConfigError, register
     from rlhf_lightning.app.config.validate import load_settings

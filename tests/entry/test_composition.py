@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, named_model
-from rlhf_lightning.app.config.save import keep_configuration
+from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.hparams import UnusualHparamWarning
 from rlhf_lightning.reports.page import render_report

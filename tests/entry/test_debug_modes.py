@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords

@@ -11,7 +11,7 @@ import pytest
 from rlhf_lightning.app import evaluate, train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder, read_metrics

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning.app import fit as fitting
+from rlhf_lightning.app import train as training
 from rlhf_lightning.app.train import run
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -124,7 +124,7 @@ def killed_before() -> Any:
     def write(*_: Any) -> None:
         raise KeyError("killed")
 
-    return (fitting, "write_handover", write)
+    return (training, "write_handover", write)
 
 
 @pytest.mark.thorough

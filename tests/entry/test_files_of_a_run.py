@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.collect import run as collect
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.evaluate import run as evaluate
 from rlhf_lightning.app.train import run as train
 from rlhf_lightning.runs.folder import RunFolder

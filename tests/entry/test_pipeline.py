@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, given, register
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.pipeline import note, run

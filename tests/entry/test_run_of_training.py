@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.pipeline_steps import check_pipeline, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary

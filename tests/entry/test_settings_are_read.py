@@ -18,9 +18,9 @@ from rlhf_lightning.app.config.compose import ConfigError, composed, register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import TargetError
-from rlhf_lightning.app.config.unread import is_read
 from rlhf_lightning.app.config.validate import (
     check_overrides_are_read,
+    is_read,
     read_first,
     read_settings,
 )
@@ -191,8 +191,6 @@ def test_words_for_every_training_go_to_those_that_read_them():
     check_pipeline(settings)
     for word in ("dataset.num_iterations=12", "model.ppo.batch_size=64"):
         assert [stage for stage, own in words.items() if word in own] == ["ppo"]
-    (former,) = as_overrides(["ppo:module.models.value_head=zero"])
-    assert former == "overrides.ppo=['module.value_head=zero']"
     nobody = as_overrides(["train:model.dpo.learning_rate=1.0"])
     with pytest.raises(
         ConfigError, match=r"train:model\.dpo\.learning_rate=1\.0: no step reads it"

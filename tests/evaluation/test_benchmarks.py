@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.benchmark import _records
+from rlhf_lightning.app.evaluate import _records
 from rlhf_lightning.evaluation.benchmarks import (
     PairsBenchmark,
     RewardBench2,

@@ -59,14 +59,6 @@ _THEIRS = {
     "dataset.hub_name": "dataset_name",
 }
 
-# `module.models.value_head` and the like were arguments of what built a module's models.
-_FORMER = re.compile(r"^((?:[\w/]+:)?[+~]*module)\.(?:models|model|policy)(?=\.\w)")
-
-
-def in_todays_keys(words: Sequence[str]) -> list[str]:
-    """Return words of a command line with the keys of today."""
-    return [_FORMER.sub(r"\1", word) for word in words]
-
 
 def composition(entry: str, overrides: Sequence[str]) -> DictConfig:
     """Return what a command line composes, with the node `hydra`.

@@ -339,6 +339,12 @@ class EvaluationSettings(Settings):
     during_training: Count = 128
     larger_reward_model: str | None = None
 
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """How responses are sampled, as `Sampling` takes it."""
+        names = ("temperature", "max_new_tokens", "micro_batch_size", "skip_special_tokens")
+        return {name: getattr(self, name) for name in names}
+
 
 class ModelSettings(Settings):
     """A model: its source, tokenizer, shape, and what depends on its size."""

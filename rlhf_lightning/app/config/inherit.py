@@ -28,42 +28,23 @@ from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 # Of a group all keys are taken over (None) or these alone, which the command reads.
 _MODEL = ("name", "chat_template", "chat_template_arguments", "revision", "trust_remote_code")
 _ANSWERS = (
-    "num_prompts",
-    "answers_per_prompt",
-    "batch_size",
-    "micro_batch_size",
-    "temperature",
-    "max_new_tokens",
-    "skip_special_tokens",
-    "gold",
+    *("num_prompts", "answers_per_prompt", "batch_size", "micro_batch_size", "temperature"),
+    *("max_new_tokens", "skip_special_tokens", "gold"),
 )
 _GROUPS: dict[str, dict[str, Collection[str] | None]] = {
-    "evaluate": {
-        "dataset": None,
-        "model": _MODEL,
-        "rollout": None,
-        "scorer": None,
-        "safety": None,
-        "gates": None,
-        "evaluation": _ANSWERS,
-    },
+    "evaluate": {"dataset": None, "model": _MODEL, "rollout": None, "scorer": None, "safety": None}
+    | {"gates": None, "evaluation": _ANSWERS},
     "collect": {"dataset": None, "model": _MODEL},
 }
+_SAME = {key: key for key in ("trainer.precision", "trainer.matmul_precision", "seed")}
 _SINGLE = {  # key of the training run -> key of the command
-    "evaluate": {
-        "data.max_prompt_length": "prompts.max_length",
-        "trainer.precision": "trainer.precision",
-        "trainer.matmul_precision": "trainer.matmul_precision",
-        "seed": "seed",
-    },
+    "evaluate": {"data.max_prompt_length": "prompts.max_length"} | _SAME,
     "collect": {
         "data.max_prompt_length": "candidates.max_prompt_length",
         "module.sampling.max_new_tokens": "candidates.max_new_tokens",
         "module.sampling.skip_special_tokens": "candidates.skip_special_tokens",
-        "trainer.precision": "trainer.precision",
-        "trainer.matmul_precision": "trainer.matmul_precision",
-        "seed": "seed",
-    },
+    }
+    | _SAME,
 }
 
 
@@ -89,9 +70,8 @@ def command_settings(
         folder = RunFolder(Path(str(cfg.run)))
         trained = read_training(folder)
         if entry == "evaluate" and not trained.spec.trains_policy:
-            raise ConfigError(
-                f"run={folder.path} trained a {trained.spec.title}: give the run of a policy"
-            )
+            told = f"run={folder.path} trained a {trained.spec.title}: give the run of a policy"
+            raise ConfigError(told)
         # A pipeline's file of settings is next to the folder of the run.
         made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
         cfg = take_over(entry, cfg, overrides, trained, models_of(trained, made))
@@ -124,12 +104,10 @@ def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str]:
         with suppress(ManifestError):
             if Path(read_manifest(target, verify=False).run).resolve() == folder.path.resolve():
                 made = str(target)
-    found = {
-        kind: str(start / source)
-        if not os.path.exists(source) and os.path.exists(start / source)
-        else source
-        for kind, source in trained.artifacts.models().items()
-    }
+    found = trained.artifacts.models()
+    for kind, source in found.items():
+        if not os.path.exists(source) and os.path.exists(start / source):
+            found[kind] = str(start / source)
     return found | {trained.spec.name: made}
 
 
@@ -151,16 +129,19 @@ def take_over(
             )
     changed: Any = OmegaConf.create(cast(Any, OmegaConf.to_container(cfg, resolve=False)))
     OmegaConf.set_struct(changed, False)
-    trained = _updated(trained, cfg, keys, models)
+    moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in MODELS}
+    # Their values are repeated by all that refers to them, such as the dataset's source.
+    named = {k: OmegaConf.select(cfg, k) for k in keys if k.startswith(("artifacts.", "dataset."))}
+    computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
+    trained = trained.updated(moved | named | computed)
     for group, kept in _GROUPS[entry].items():
         if group in keys or _stays(group, trained):
             continue
         node = trained.resolved.get(group)
         if kept is None:
             changed[group] = node
-        for key in kept or ():
-            if node and key in node:
-                OmegaConf.update(changed, f"{group}.{key}", node[key], merge=False, force_add=True)
+        for key in (key for key in kept or () if key in (node or {})):
+            OmegaConf.update(changed, f"{group}.{key}", node[key], merge=False, force_add=True)
     for theirs, ours in _SINGLE[entry].items():
         if (value := trained.select(theirs)) is not None:
             OmegaConf.update(changed, ours, value)
@@ -179,20 +160,6 @@ def take_over(
         if "." in key or key in ("seed", "policy", "baseline"):
             OmegaConf.update(changed, key, OmegaConf.select(cfg, key), force_add=True)
     return cast(DictConfig, changed)
-
-
-def _updated(
-    trained: TrainSettings,
-    cfg: DictConfig,
-    keys: Collection[str],
-    models: Mapping[str, str | None],
-) -> TrainSettings:
-    """Return a run's settings with models where they are now, and what the command line names."""
-    moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in MODELS}
-    # Their values are repeated by all that refers to them, such as the dataset's source.
-    named = {k: OmegaConf.select(cfg, k) for k in keys if k.startswith(("artifacts.", "dataset."))}
-    computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
-    return trained.updated(moved | named | computed)
 
 
 def _stays(group: str, trained: TrainSettings) -> bool:

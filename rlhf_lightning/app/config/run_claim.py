@@ -58,10 +58,8 @@ class ClaimFolder(Callback):
             folder = Path(str(hydra[kind].dir))
             check = partial(_check_free_sweep, folder)
             if kind == "run":
-                words = list(hydra.overrides.task)
-                settings = command_settings(
-                    str(hydra.job.config_name), config, words, trains_first=True
-                )
+                entry, words = str(hydra.job.config_name), list(hydra.overrides.task)
+                settings = command_settings(entry, config, words, trains_first=True)
                 check = partial(check_folder, settings, RunFolder(folder))
         except ConfigError as error:
             fail(str(error))
@@ -110,12 +108,12 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     summary = summary_or_none(folder)
     if getattr(settings, "resume", "never") != "auto" or summary is None:
         return False
-    if summary.config_hash != settings.config_hash:
-        return False
+    more = False
     if isinstance(settings, PipelineSettings):  # a complete one may get more rounds
         rounds = map(int, re.findall(r"round_(\d+)/", summary.about.get("stages", "")))
-        return summary.status != "completed" or max(rounds, default=0) < settings.rounds
-    return summary.status != "completed"
+        more = max(rounds, default=0) < settings.rounds
+    same = summary.config_hash == settings.config_hash
+    return same and (more or summary.status != "completed")
 
 
 def runs_to_continue(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlhf_lightning.app.config.compose import ConfigError, at
+from rlhf_lightning.app.config.settings import RunSettings, with_environment
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
-from rlhf_lightning.app.stages.spec import find_stage
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import RESOLVED, RunFolder
+from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.resume import checkpoint_problem
 from rlhf_lightning.runs.summary import summary_or_none
@@ -55,14 +60,29 @@ def working_folder(folder: RunFolder) -> Path:
 
 def best_of_early_stopping(folder: RunFolder) -> Path | None:
     """Return the checkpoint with which a finished run with early stopping has ended, else None."""
-    summary = summary_or_none(folder)
-    if summary is None or summary.status != "completed":
-        return None
-    try:
-        cfg = read_yaml(folder.config)
-        validates = not find_stage(cfg["stage"], cfg["module"]["_target_"]).rolls_out
-        stops = validates and cfg["callbacks"]["early_stopping"] is not None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    best = folder.best_checkpoint.resolve()
-    return best if stops and checkpoint_problem(best) is None else None
+    summary, best = summary_or_none(folder), folder.best_checkpoint.resolve()
+    with suppress(ConfigError):
+        stops = at(saved_config(folder.config), "callbacks.early_stopping") is not None
+        completed = summary is not None and summary.status == "completed"
+        return best if completed and stops and checkpoint_problem(best) is None else None
+    return None
+
+
+def keep_configuration(settings: RunSettings, folder: RunFolder) -> None:
+    """Write the configuration as pages show it, without interpolations and secrets.
+
+    What the configuration reads from the environment is saved as its value, unless it is a secret:
+    reading the folder later must not need the environment.
+    """
+    if folder.config.parent.is_dir():
+        shown = public_config(settings.resolved, settings.written)
+        text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+        write_text(folder.config.with_name(RESOLVED), text)
+    if folder.config.is_file() and "${oc.env" in folder.config.read_text("utf-8"):
+        write_settings(folder.config, settings)
+
+
+def write_settings(file: Path, settings: RunSettings) -> None:
+    """Write the configuration of a command as YAML, with its interpolations to its own keys."""
+    content = with_environment(settings.written)
+    write_text(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

@@ -300,7 +300,7 @@ def resolve(name: str, where: str) -> Any:
         allowed = inspect.isclass(found) or inspect.isfunction(found)
         allowed &= str(getattr(found, "__module__", "")).partition(".")[0] == root
     if not allowed or (root in LIBRARIES and not inspect.isclass(found)):
-        raise TargetError(_refusal(where, name) + _home(found, name))
+        raise TargetError(_refusal(where, name, found))
     return found
 
 
@@ -324,8 +324,8 @@ def _holder(path: str, where: str, name: str) -> ModuleType | type:
             with contextlib.suppress(TargetError):
                 cls: type = resolve(path, where)
                 return cls
-            home = _home(getattr(sys.modules[package], last), path)
-            raise TargetError(_refusal(where, name) + home) from None
+            cls = getattr(sys.modules[package], last)
+            raise TargetError(_refusal(where, name, cls)) from None
         folder = getattr(sys.modules.get(package), "__path__", [])
         known = [module.name for module in pkgutil.iter_modules(folder)]
         raise TargetError(
@@ -333,24 +333,12 @@ def _holder(path: str, where: str, name: str) -> ModuleType | type:
         ) from error
 
 
-def _home(found: object, name: str) -> str:
-    """Return the rest of a refusal where a module that the user trusts only imports the name."""
-    home = str(getattr(found, "__module__", ""))
-    known = inspect.isclass(found) or inspect.isfunction(found)
-    if (
-        not known
-        or not name.startswith(trusted_targets() or ("\0",))
-        or name.startswith(f"{home}.")
-    ):
-        return ""
-    module, _, last = name.rpartition(".")
-    return f". {module} only imports {last}: name and list it as {home}.{found.__qualname__}"  # type: ignore[attr-defined]
-
-
-def _refusal(where: str, name: str) -> str:
+def _refusal(where: str, name: str, found: Any = None) -> str:
+    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+    trusted = name.startswith(trusted_targets() or ("\0",)) and not name.startswith(home)
     return (
         f"{where}._target_={name} is not allowed; allowed are classes, their from_pretrained and "
         f"functions of {OWN}, "
         f"classes of {', '.join(LIBRARIES)}, and what RLHF_ALLOWED_TARGETS lists (prefixes, "
         "separated by commas)"
-    )
+    ) + (f". If {home} is meant, name and list that" if trusted else "")

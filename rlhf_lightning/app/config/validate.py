@@ -7,6 +7,7 @@ that does not exist would be found after the stages that come first, which may b
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.app.batch_arithmetic import minibatches_key
 from rlhf_lightning.app.config.compose import (
     CONFIG_DIR,
     ConfigError,
+    at,
     choices,
     describe_interpolation,
     primary,
+    written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.app.config.groups import MODELS, DoctorSettings, Target
@@ -32,7 +34,6 @@ from rlhf_lightning.app.config.targets import (
     listed,
     resolve,
 )
-from rlhf_lightning.app.config.unread import check_keys_are_known, is_read, places
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.misfit import did_you_mean
@@ -46,15 +47,8 @@ SHARED = (
     *("trainer.accelerator", "paths.outputs", "paths.artifacts", "paths.suffix"),
 )
 # What constructors raise at a value that they cannot use; torch's Adam an IndexError at betas=''.
-BUILD_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RuntimeError,
-    OSError,
-)
+BUILD_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+BUILD_ERRORS += (RuntimeError, OSError)
 
 
 def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -> SettingsT:
@@ -155,15 +149,12 @@ def without_unread(
         shared: those among them that were written for several trainings.
         trains_first: whether words of the stages that it trains first are kept, too.
     """
-    if not shared:
-        return tuple(words)
-    try:
+    unread: set[str] = set()
+    with contextlib.suppress(ConfigError):
         settings = read_settings(TrainSettings, composition("train", list(words)))
-    except ConfigError:
-        return tuple(words)
-    unread = {word for word in shared if not is_read(word, settings)}
-    if trains_first:
-        unread = {word for word in unread if not read_first(word, settings, shared)}
+        unread = {word for word in shared if not is_read(word, settings)}
+        if trains_first:
+            unread = {word for word in unread if not read_first(word, settings, shared)}
     return tuple(word for word in words if word not in unread)
 
 
@@ -287,17 +278,13 @@ def _check_said_once(settings: TrainSettings) -> None:
         ConfigError: with the first one, and the key to set.
     """
     start = f"artifacts.{settings.spec.starts_from}"
-    places = {"seed": "seed", "lora": "lora", "policy": start, "source": start}
-    places |= {name: f"model.{name}" for name in ("revision", "trust_remote_code")}
-    places |= {name: f"model.{name}" for name in ("chat_template", "chat_template_arguments")}
-    places["activation_checkpointing"] = "model.activation_checkpointing"
-    for name, place in places.items():
-        if name in settings.module.arguments:
-            value = settings.select(f"module.{name}")
-            if value != settings.select(place):
-                raise ConfigError(
-                    f"module.{name}={value} repeats {place}: set {place} in its place"
-                )
+    of_model = ("revision", "trust_remote_code", "chat_template", "chat_template_arguments")
+    said = {"seed": "seed", "lora": "lora", "policy": start, "source": start}
+    said |= {name: f"model.{name}" for name in (*of_model, "activation_checkpointing")}
+    for name, place in said.items():
+        value = settings.select(f"module.{name}")
+        if name in settings.module.arguments and value != settings.select(place):
+            raise ConfigError(f"module.{name}={value} repeats {place}: set {place} in its place")
 
 
 def _check_doctor(settings: TrainSettings) -> None:
@@ -309,17 +296,14 @@ def _check_doctor(settings: TrainSettings) -> None:
     doctor, stage = settings.doctor, settings.spec
     if doctor is None or stage.rolls_out:
         return
-    usual, found = (one.model_dump() for one in (DoctorSettings(thresholds={}), doctor))
-    given = [] if doctor.actions is None else ["actions.on_alarm"]
-    for name, value in found.pop("thresholds").items():
-        given += [] if value == usual["thresholds"][name] else [f"thresholds.{name}"]
-    given += [key for key, value in found.items() if key != "actions" and value != usual[key]]
-    if given:
-        key = f"doctor.{given[0]}"
-        raise ConfigError(
-            f"{key}={settings.select(key)}: {stage.title} has no rollouts for the doctor to watch: "
-            "use doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
-        )
+    plain, given = ({"doctor": one.model_dump()} for one in (DoctorSettings(thresholds={}), doctor))
+    acts = ["doctor.actions.on_alarm"] if doctor.actions is not None else []
+    for key in (*acts, *places(given["doctor"], "doctor")):
+        if not isinstance(value := at(given, key), Mapping) and value != at(plain, key):
+            raise ConfigError(
+                f"{key}={value}: {stage.title} has no rollouts for the doctor to watch: use "
+                "doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
+            )
 
 
 def _check_batch_divides(settings: TrainSettings) -> None:
@@ -330,29 +314,15 @@ def _check_batch_divides(settings: TrainSettings) -> None:
     """
     if "batch_size" not in settings.data.arguments:
         raise ConfigError("data.batch_size is missing: set it, such as data.batch_size=32")
-    rows = settings.data.batch_size
-    unit = settings.batch_unit
-    if rows % unit == 0:
-        return
-    key, ranks = minibatches_key(settings.spec), settings.trainer.world_size
-    if ranks == 1:
-        divisors = [n for n in range(1, 17) if rows % n == 0]
+    rows, unit, key = settings.data.batch_size, settings.batch_unit, settings.spec.minibatches_key
+    if rows % unit:
+        fits = [str(n) for n in (rows // unit * unit, (rows // unit + 1) * unit) if n]
+        minibatches = "" if key is None else f" x {key}={settings.passes[1]}"
         raise ConfigError(
-            f"{key}={unit} must divide data.batch_size={rows}: "
-            f"use one of {divisors}, or data.batch_size={_multiples(rows, unit)}"
+            f"data.batch_size={rows} is global and must be a multiple of {unit}, "
+            f"{settings.trainer.world_size} devices{minibatches}: use "
+            f"data.batch_size={' or '.join(fits)}"
         )
-    nodes = settings.trainer.num_nodes
-    devices = f"{ranks} devices (trainer.devices={ranks // nodes}, trainer.num_nodes={nodes})"
-    parts = devices if key is None else f"{devices} x {key}={unit // ranks} = {unit}"
-    raise ConfigError(
-        f"data.batch_size={rows} is global and must be a multiple of {parts}: use "
-        f"data.batch_size={_multiples(rows, unit)}"
-    )
-
-
-def _multiples(rows: int, unit: int) -> str:
-    below, above = rows // unit * unit, (rows // unit + 1) * unit
-    return f"{below} or {above}" if below else str(above)
 
 
 def check_run(settings: TrainSettings) -> None:
@@ -365,6 +335,9 @@ def check_run(settings: TrainSettings) -> None:
         ConfigError: with the place, what it got and what it wants.
     """
     # brings torch: a mistake on the command line is reported before
+    import torch
+
+    # needs torch
     from rlhf_lightning.modules.optimization import check_optimizer
 
     if (stops := settings.select(EARLY_STOPPING)) is not None:
@@ -377,10 +350,11 @@ def check_run(settings: TrainSettings) -> None:
             "callbacks.checkpoint.mode=max is of a monitor: set callbacks.checkpoint.monitor, or "
             "leave it out"
         )
-    for key, wanted in (("data.path", "file or folder of records"), ("ckpt_path", "checkpoint")):
-        _check_exists(key, settings.select(key), wanted)
-    for path in settings.data.get("also") or ():
-        _check_exists("data.also", path, "list of files or folders of records")
+    named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]
+    for key, path in (*named, *(("data.also", path) for path in settings.data.get("also") or ())):
+        if path is not None and not Path(str(path)).exists():
+            wanted = "checkpoint" if key == "ckpt_path" else "file or folder of records"
+            raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
     with built("data", settings.data):
         settings.data.build(tokenizer=None)
     with built("optimizer", settings.optimizer):
@@ -388,7 +362,7 @@ def check_run(settings: TrainSettings) -> None:
             for number in value if isinstance(value, list) else [value]:
                 if type(number) in (int, float):
                     fitting(key, number, float)
-        check_optimizer(settings.optimizer.build()([_parameter()], lr=1e-3))
+        check_optimizer(settings.optimizer.build()([torch.nn.Parameter(torch.zeros(1))], lr=1e-3))
     with built("scheduler", settings.scheduler):
         settings.scheduler.build()
     if settings.safety is not None:
@@ -409,23 +383,11 @@ def check_devices(settings: TrainSettings) -> None:
     kind, count = settings.trainer.accelerator, settings.trainer.devices
     found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     found["gpu"] = max(found.values())
-    if kind not in found:
-        return
-    if not found[kind]:
+    if count > found.get(kind, count):
         raise ConfigError(
-            f"trainer.accelerator={kind}, but torch finds none on this machine: use "
-            "trainer.accelerator=cpu or auto, or install the driver and the build of torch for it"
+            f"trainer.accelerator={kind} trainer.devices={count}, and torch finds {found[kind]} on "
+            "this machine: use fewer, or trainer.accelerator=cpu"
         )
-    if count > found[kind]:
-        raise ConfigError(
-            f"trainer.devices={count}, but torch finds {found[kind]} of kind {kind} on this "
-            f"machine: use trainer.devices={found[kind]}"
-        )
-
-
-def _check_exists(key: str, path: Any, wanted: str) -> None:
-    if path is not None and not Path(str(path)).exists():
-        raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
 
 
 @contextlib.contextmanager
@@ -438,23 +400,65 @@ def built(where: str, target: Target | Node) -> Iterator[None]:
     try:
         yield
     except BUILD_ERRORS as error:
-        raise ConfigError(_described(where, target, error)) from error
+        text = " ".join(str(error).split())
+        if any(text.startswith((f"{key}=", f"{key} is ")) for key in target.arguments):
+            text = f"{where}.{text}"
+        if where not in text:
+            given = ", ".join(f"{key}={value}" for key, value in target.arguments.items())
+            text = f"{where}: {text} (given: {given})"
+        raise ConfigError(text) from error
 
 
-def _described(where: str, target: Target | Node, error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    values = {key: value for key, value in target.arguments.items() if not key.startswith("_")}
-    name = next((key for key in values if text.startswith((f"{key}=", f"{key} is "))), None)
-    if name is not None:
-        return f"{where}.{text}"
-    if where in text:
-        return text
-    given = ", ".join(f"{key}={value}" for key, value in values.items())
-    return f"{where}: {text} (given: {given})"
+_OTHER = "another value than any"
 
 
-def _parameter() -> Any:
-    # brings torch: a mistake on the command line is reported before
-    import torch
+def check_keys_are_known(settings: CommandSettings) -> None:
+    """Refuse keys that no file of `conf/` has and nothing reads, wherever they were written.
 
-    return torch.nn.Parameter(torch.zeros(1))
+    Raises:
+        ConfigError: with the key and the nearest ones.
+    """
+    for group in (*settings.open_groups, "debug", "launcher"):
+        known = written_keys(group)
+        for key in places(settings.written.get(group), group):
+            if key not in known and not _reads(settings, key):
+                raise ConfigError(f"unknown key {key}{did_you_mean(key, sorted(known))}")
+
+
+def is_read(word: str, settings: CommandSettings) -> bool:
+    """Return whether a word of a command line sets what the command reads, or removes it."""
+    key = word.lstrip("+").partition("=")[0]
+    if word.startswith("~") or "@" in key or (settings.select(key) is None and "." not in key):
+        return True
+    whole = {key[:end] for end in range(len(key) + 1) if key[end : end + 1] in (".", "")}
+    if "." not in key or key.partition(".")[0] not in settings.open_groups:
+        return not whole & settings.unread
+    return _reads(settings, key)
+
+
+def _reads(settings: CommandSettings, key: str) -> bool:
+    cfg = OmegaConf.create(copy.deepcopy(settings.written))
+    try:
+        OmegaConf.update(cfg, key, _OTHER, merge=False, force_add=True)
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # something that refers to it needs another type
+        return True
+    return _given(settings, resolved) != _given(settings, settings.resolved)
+
+
+def _given(settings: CommandSettings, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a command is given: of open groups what the settings have as fields."""
+    found = {key: value for key, value in resolved.items() if key not in ("debug", "launcher")}
+    for group in settings.open_groups:
+        typed = getattr(settings, group, None)
+        if typed is not None and isinstance(found.get(group), Mapping):
+            names = [n for n in type(typed).model_fields if f"{group}.{n}" not in settings.unread]
+            found[group] = {name: found[group].get(name) for name in names}
+    return found
+
+
+def places(node: Any, where: str) -> Iterator[str]:
+    """Yield the dotted keys of nested mappings below `where`."""
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield f"{where}.{key}"
+        yield from places(value, f"{where}.{key}")

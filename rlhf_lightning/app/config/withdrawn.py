@@ -38,6 +38,7 @@ WITHDRAWN: dict[str, str] = {
     "page.host": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",
     "page.hosts": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",
     "page.token": "the page prints its address with the token of the store",
+    **{f"module.{name}.*": "write module.KEY" for name in ("models", "model", "policy")},
     "plan.reward_model": "write artifacts.reward=FOLDER: its config.json is read",
     "plan.teacher": "write artifacts.teacher=FOLDER: its config.json is read",
 }

@@ -115,6 +115,11 @@ class Stage:
         return own
 
     @property
+    def minibatches_key(self) -> str | None:
+        """The setting that divides a batch into minibatches; None where nothing does."""
+        return f"module.{self.settings}.num_minibatches" if self.rolls_out else None
+
+    @property
     def trains_policy(self) -> bool:
         """True if it trains a policy; else it trains a reward model."""
         return POLICY in self.trains
