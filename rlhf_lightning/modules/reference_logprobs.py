@@ -9,28 +9,19 @@ Legend: N rows of a split, b rows of a micro-batch.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.distributed.collectives import (
-    agreed_max,
-    gathered,
-    global_sum,
-    rank,
-    world_size,
-)
+from rlhf_lightning.distributed.collectives import agreed_max, global_sum, rank, world_size
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import by_micro_batch, response_logprobs
@@ -41,11 +32,9 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.runs.atomic import replacing
 
-logger = logging.getLogger(__name__)
 FOLDER = "cache"  # below the Trainer's folder
 SPLITS = ("train", "validation")
 ROWS_TOGETHER = 256  # of a rank, that are padded to one width
-KEY, CHECKSUM = "key", "sha256"
 Rows = Sequence[EncodedPreference]
 
 
@@ -96,8 +85,8 @@ class ReferenceLogprobs:
             splits: required splits: all held-out rows, and the training rows of the run.
 
         Raises:
-            ValueError: if the rows do not come from a `PreferenceDataModule`, if the file was
-                computed for something else, or if the reference is not finite.
+            ValueError: if the rows do not come from a `PreferenceDataModule`, or if the reference
+                is not finite.
         """
         trainer: Any = module.trainer
         data = trainer.datamodule
@@ -106,17 +95,30 @@ class ReferenceLogprobs:
                 "DPO finds the reference by row: give fit or validate a PreferenceDataModule"
             )
         rows: dict[str, Rows] = {split: data.rows(split) for split in SPLITS}
-        computed = f"{trainer.precision} {_base_of(module.policy)}"
+        policy = module.policy
+        held = policy.base.lora.quantization if isinstance(policy, AdaptedPolicy) else ""
+        computed = f"{trainer.precision} {held}"
         if module.compute_dtype is not None:  # FSDP2's, whatever the Trainer's precision
             computed += f" {module.compute_dtype}"
         key = data_key(rows, self.fingerprint, computed)
-        path = Path(trainer.default_root_dir) / FOLDER / file_name(key)
-        tables = _for_all_ranks(lambda: read_tables(path, key, rows), rows)
-        missing = {split: _missing(tables[split], data, trainer, split) for split in splits}
+        # Runs of other data in one folder have other files.
+        path = Path(trainer.default_root_dir) / FOLDER / f"reference_logprobs_{key}.safetensors"
+        tables = {split: torch.full((len(rows[split]), 2), torch.nan) for split in SPLITS}
+        if rank() == 0 and path.is_file():  # others may have no such disk
+            tables = load_file(path)
+        tables = trainer.strategy.broadcast(tables)
+        missing: dict[str, list[int]] = {}
+        for split in splits:
+            unknown = tables[split].isnan().any(-1).tolist()
+            needed: Sequence[int] = range(len(unknown))
+            if split == "train":
+                needed = data.rows_of_batches(int(trainer.num_training_batches))
+            missing[split] = [row for row in needed if unknown[row]]
         if any(missing.values()):
             self._compute(module, data, tables, missing)
             if rank() == 0:
-                write_tables(path, key, tables)
+                with replacing(path) as file:
+                    file.write(save(tables))
         self.tables = {split: table.to(module.device) for split, table in tables.items()}
 
     def _compute(
@@ -140,12 +142,9 @@ class ReferenceLogprobs:
             for split, wanted in missing.items():
                 if wanted:
                     rows: Any = data.rows(split)  # type: ignore[arg-type]
-                    tables[split][wanted] = self._of_rows(
-                        reference,
-                        [rows[row] for row in wanted],
-                        data.collator(training=True),
-                        module.device,
-                    )
+                    asked = [rows[row] for row in wanted]
+                    collate = data.collator(training=True)
+                    tables[split][wanted] = self._of_rows(reference, asked, collate, module.device)
         del reference
         release_freed_memory()
         if not all(tables[split][wanted].isfinite().all() for split, wanted in missing.items()):
@@ -155,11 +154,7 @@ class ReferenceLogprobs:
             )
 
     def _of_rows(
-        self,
-        reference: PolicyModel,
-        rows: Rows,
-        collate: Callable[[Any], PreferenceBatch],
-        device: torch.device,
+        self, reference: PolicyModel, rows: Rows, collate: Callable[..., Any], device: torch.device
     ) -> Tensor:
         """Return `[len(rows), 2]` on the CPU, the same on all ranks."""
         found = torch.zeros(len(rows), 2)
@@ -180,11 +175,6 @@ class ReferenceLogprobs:
         return global_sum(found.to(device)).cpu()
 
 
-def _base_of(policy: PolicyModel) -> str:
-    """Return how the base of an adapter is held; "" for a whole model."""
-    return policy.base.lora.quantization if isinstance(policy, AdaptedPolicy) else ""
-
-
 def data_key(rows: Mapping[str, Rows], fingerprint: str, precision: str) -> str:
     """Return a SHA-256 of everything that the tables depend on.
 
@@ -203,77 +193,3 @@ def data_key(rows: Mapping[str, Rows], fingerprint: str, precision: str) -> str:
             for side in ids:
                 digest.update(side.tobytes())
     return digest.hexdigest()
-
-
-def file_name(key: str) -> str:
-    """Return the name of the file of a key: runs of other data in one folder have others."""
-    return f"reference_logprobs_{key[:8]}.safetensors"
-
-
-def read_tables(path: Path, key: str, rows: Mapping[str, Rows]) -> dict[str, Tensor]:
-    """Return the tables of a file; without one, tables of NaN.
-
-    Raises:
-        ValueError: if they were computed with other data or another reference, or are damaged.
-    """
-    if not path.is_file():
-        return _unknown(rows)
-    try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            tables = {split: file.get_tensor(split) for split in SPLITS}
-            known = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if known.get(KEY) != key:
-        raise ValueError(
-            f"{path} holds log-probabilities of other data, or under another reference or precision"
-        )
-    whole = all(tables[split].shape == (len(rows[split]), 2) for split in SPLITS)
-    if not whole or known.get(CHECKSUM) != _checksum(tables):
-        raise ValueError(f"{path} is damaged: its numbers are not those that were written")
-    return tables
-
-
-def _checksum(tables: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for split in SPLITS:
-        digest.update(tables[split].contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def write_tables(path: Path, key: str, tables: Mapping[str, Tensor]) -> None:
-    """Write the tables in one step."""
-    with replacing(path) as file:
-        known = {KEY: key, CHECKSUM: _checksum(tables)}
-        file.write(save({k: v.contiguous() for k, v in tables.items()}, metadata=known))
-
-
-def _for_all_ranks(
-    read: Callable[[], dict[str, Tensor]], rows: Mapping[str, Rows]
-) -> dict[str, Tensor]:
-    """Return what rank 0 has read: others may have no such disk. What is damaged is computed."""
-    tables: dict[str, Tensor] = {}
-    if rank() == 0:
-        try:
-            tables = read()
-        except ValueError as error:
-            logger.warning("%s; they are computed again", error)
-            tables = _unknown(rows)
-    found = gathered({split: table.tolist() for split, table in tables.items()})[0]
-    return {split: torch.tensor(found[split]).view(-1, 2) for split in rows}
-
-
-def _unknown(rows: Mapping[str, Rows]) -> dict[str, Tensor]:
-    return {split: torch.full((len(rows[split]), 2), torch.nan) for split in SPLITS}
-
-
-def _missing(table: Tensor, data: RecordDataModule, trainer: L.Trainer, split: str) -> list[int]:
-    """Return the rows that are needed and still NaN."""
-    count = len(table)
-    needed = (
-        data.rows_of_batches(int(trainer.num_training_batches))
-        if split == "train"
-        else range(count)
-    )
-    unknown = table.isnan().any(-1).tolist()
-    return [row for row in needed if unknown[row]]

@@ -11,8 +11,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load
 from torch.nn.functional import logsigmoid
 
 from rlhf_lightning import (
@@ -31,7 +29,6 @@ from rlhf_lightning.modules.reference_logprobs import (
     FOLDER,
     data_key,
     pair_logprobs,
-    read_tables,
 )
 from tests.builders.models import EOS, MODEL_TYPES, flat_gradients, flat_parameters
 from tests.builders.record_files import row_text, write_material
@@ -334,54 +331,6 @@ def test_another_compute_dtype_has_a_file_of_its_own(material, tmp_path):
             enable_progress_bar=False, default_root_dir=tmp_path,
         ).fit(module, data)  # fmt: skip
     assert len(list((tmp_path / FOLDER).iterdir())) == 2
-
-
-def test_a_file_of_another_key_is_refused(material, tmp_path):
-    train(material, tmp_path / "run", max_iterations=1)
-    rows = {"train": [], "validation": []}
-    with pytest.raises(ValueError, match="holds log-probabilities of other data"):
-        read_tables(reference_file(tmp_path / "run"), "another key", rows)
-
-
-def flipped(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 2])
-
-
-def same_tables(file: Path, whole: bytes) -> bool:
-    with safe_open(file, framework="pt") as written:
-        known = load(whole)
-        return all(
-            torch.allclose(written.get_tensor(key), value, rtol=0, atol=0, equal_nan=True)
-            for key, value in known.items()
-        )
-
-
-DAMAGES = {
-    "a flipped bit": flipped,
-    "cut short": lambda content: content[:-8],
-}
-
-
-def test_a_damaged_file_is_computed_again(material, tmp_path, caplog):
-    def fit() -> Path:
-        module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
-        data = PreferenceDataModule(
-            material["pairs"], module.tokenizer, batch_size=8, num_iterations=1
-        )
-        L.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, default_root_dir=tmp_path,
-        ).fit(module, data)  # fmt: skip
-        return reference_file(tmp_path)
-
-    file = fit()
-    whole = file.read_bytes()
-    for damage in DAMAGES.values():
-        file.write_bytes(damage(whole))
-        caplog.clear()
-        fit()
-        assert same_tables(file, whole)
-        assert [file.name in message for message in caplog.messages].count(True) == 1
 
 
 def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):
