@@ -148,7 +148,7 @@ def test_a_checkpoint_of_another_module_is_refused(material, tmp_path):
     trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "ppo.ckpt")
-    with pytest.raises(ValueError, match="of another module"):
+    with pytest.raises(ValueError, match="load_from_checkpoint of the module"):
         SFTModule.load_from_checkpoint(tmp_path / "ppo.ckpt")
 
 
@@ -235,11 +235,11 @@ def test_an_object_that_a_checkpoint_has_in_words_is_asked_for_by_its_argument(
 def test_no_checkpoint_runs_the_code_of_a_model_unless_its_reader_says_so(cls, material, tmp_path):
     file = tmp_path / "theirs.ckpt"
     torch.save({"hyper_parameters": {"trust_remote_code": True}, "state_dict": {}}, file)
-    said = r"no checkpoint runs code: give load_from_checkpoint\(path, trust_remote_code=True\)"
+    said = r"no checkpoint runs code .* load_from_checkpoint\(path, trust_remote_code="
     with pytest.raises(ValueError, match=said):
         cls.load_from_checkpoint(file)
     for says in (True, False):  # goes on to the next thing that is wrong with it
-        with pytest.raises(ValueError, match="of another module"):
+        with pytest.raises(ValueError, match="load_from_checkpoint of the module"):
             cls.load_from_checkpoint(file, trust_remote_code=says)
 
 
@@ -252,7 +252,7 @@ def test_no_form_of_a_kept_reward_runs_code(reward, material, tmp_path):
     module = ppo(material)
     given = {**module.hparams, "reward": kept}
     torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
-    with pytest.raises(ValueError, match="no checkpoint runs code"):
+    with pytest.raises(ValueError, match="no checkpoint runs"):
         PPOModule.load_from_checkpoint(tmp_path / "theirs.ckpt")
     assert not (tmp_path / "ran").exists()
 
@@ -262,7 +262,7 @@ def test_no_checkpoint_names_a_file_as_its_chat_template(material, tmp_path):
     module = SFTModule.from_pretrained(material["policy"])
     given = {**module.hparams, "chat_template": str(tmp_path / "secret")}
     torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
-    with pytest.raises(ValueError, match="chat template"):
+    with pytest.raises(ValueError, match="chat_template"):
         SFTModule.load_from_checkpoint(tmp_path / "theirs.ckpt")
 
 

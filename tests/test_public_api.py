@@ -245,7 +245,7 @@ def test_a_list_of_rewards_is_their_weighted_sum_and_resumes_with_its_weights(ma
     assert again.scorer.weights == module.scorer.weights
     for wrong, message in (
         ({"reward_weights": [1.0]}, "3 entries and reward_weights 1"),
-        ({"reward": length}, "is of a list"),
+        ({"reward": length}, "reward_weights"),
         ({"reward": []}, "0 entries"),
         ({"reward_weights": [1, "2", 3]}, "reward_weights"),
         ({"reward": [length, lambda queries, prompts, labels: 0, few]}, "queries"),
@@ -301,7 +301,7 @@ def test_a_resume_with_another_seed_is_refused_and_loading_with_one_is_not(
     material, whole, unfinished
 ):
     sampling = SamplingHparams(max_new_tokens=5)
-    with pytest.raises(ValueError, match=r"seed=1, this module has seed=7: .*seed=1"):
+    with pytest.raises(ValueError, match=r"seed=1, not 7: .*seed=1"):
         resume(material, unfinished, ppo=PPO, sampling=sampling, seed=7)
     checkpoint = whole[1] / "checkpoints/last.ckpt"
     loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length, seed=7)

@@ -23,13 +23,11 @@ from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.records import RecordKind
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run
-from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import (
@@ -76,29 +74,26 @@ class RunRecord(Callback):
         resumes, self._resumes, self._summary = self._resumes, False, None
         if cast(Any, trainer).fast_dev_run:
             return
-        taken = self._take(trainer, stage, resumes) if trainer.is_global_zero else None
+        taken = None
+        if trainer.is_global_zero:
+            written = _written_by_loggers(trainer, self.folder.path)
+            check = partial(check_free, self.folder, stage, loggers=written)
+            try:
+                claim = claim_run(self.folder.path, lambda: None if resumes else check())
+                self._claim.enter_context(claim)  # until the fit has ended
+            except FolderTakenError as error:
+                taken = str(error)
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
         self._started = time.perf_counter()
-        seed = pl_module.hparams.get("seed")
-        begun = new_summary(stage, seed=seed, config_hash=None, title=title)
-        spent = {"total": spent_seconds(self.folder)} if resumes else {}
-        self._summary = replace(
-            begun, seconds=spent, about=about_run(pl_module, getattr(trainer, "datamodule", None))
+        begun = new_summary(
+            stage, seed=pl_module.hparams.get("seed"), config_hash=None, title=title
         )
+        spent = {"total": spent_seconds(self.folder)} if resumes else {}
+        about = about_run(pl_module, getattr(trainer, "datamodule", None))
+        self._summary = replace(begun, seconds=spent, about=about)
         if trainer.is_global_zero:
             write_summary(self.folder, self._summary)
-
-    def _take(self, trainer: Trainer, stage: str, resumes: bool) -> str | None:
-        """Claim the folder until the fit has ended; return why that cannot be."""
-        written = _written_by_loggers(trainer, self.folder.path)
-        check = partial(check_free, self.folder, stage, loggers=written)
-        try:
-            claim = claim_run(self.folder.path, lambda: None if resumes else check())
-            self._claim.enter_context(claim)
-        except FolderTakenError as error:
-            return str(error)
-        return None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary of a run that ended, and its report."""
@@ -121,8 +116,7 @@ class RunRecord(Callback):
         # Pairs of a training forward: two responses each.
         most = getattr(cast(RLHFModule, module).algorithm, "micro_batch_size", None)
         batch_size = data.batch_size if most is None else min(data.batch_size, 2 * most)
-        file = self.folder.metrics
-        rows = read_metrics(file) if trainer.is_global_zero and file.exists() else []
+        rows = read_metrics(self.folder.metrics) if trainer.is_global_zero else []
         find = partial(trained_findings, module, data, rows, batch_size=batch_size)
         try:
             with trainer.strategy.precision_plugin.forward_context():
@@ -179,24 +173,21 @@ class RunRecord(Callback):
         findings.write(self.folder, iteration if baseline == _start(module) else 0)
         for tracker in wandb_loggers(trainer):
             log_samples(tracker, iteration, "held_out", findings.samples)
-        about = {"baseline": baseline, "compared by": _reward(judge)}
-        about = {name: without_folders(value) for name, value in about.items()}
+        about = {**summary.about, "baseline": without_folders(baseline)}
+        about["compared by"] = without_folders(_reward(judge))
         kept = {k: v for k, v in summary.metrics.items() if k not in self._compared}
         self._compared = set(findings.metrics) - set(kept)
         metrics = {**kept, **findings.metrics}
-        about = {**summary.about, **about}
-        summary = replace(summary, metrics=metrics, gates=gates, about=about)
-        write_summary(self.folder, summary)
+        write_summary(self.folder, replace(summary, metrics=metrics, gates=gates, about=about))
         write_report(self.folder)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write why the run ended."""
-        stop = stop_behind(exception)
-        status = "failed" if stop is None else "stopped"
-        cause = f"{type(stop or exception).__name__}: {stop or exception}"
-        self._end(trainer, status=status, cause=cause.splitlines()[0])
+        error = (stop := stop_behind(exception)) or exception
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._end(trainer, status="failed" if stop is None else "stopped", cause=cause)
 
     def _end(self, trainer: Trainer, findings: Findings | None = None, **ended: Any) -> None:
         with self._claim:
@@ -206,7 +197,7 @@ class RunRecord(Callback):
     def _write(
         self, trainer: Trainer, begun: Summary, findings: Findings, ended: Mapping[str, Any]
     ) -> None:
-        rows = read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
+        rows = read_metrics(self.folder.metrics)
         callbacks: list[Any] = cast(Any, trainer).callbacks
         best = next((c.iteration for c in callbacks if isinstance(c, BestWeights)), None)
         last: dict[str, float] = {}
@@ -215,10 +206,10 @@ class RunRecord(Callback):
                 last |= {k: v for k, v in row.items() if k.startswith("val/")}
         # metrics.csv leaves a cell empty that is not finite: the one before it is not the last.
         latest = trainer.callback_metrics if best is None else {}
-        broken = {k for k in last if k in latest and not math.isfinite(float(latest[k]))}
-        for name in sorted(broken):
-            last[name] = float(latest[name])
-            logger.warning("%s is %s at the end: the summary has no figure", name, last[name])
+        for name in last.keys() & latest.keys():
+            if not math.isfinite(value := float(latest[name])):
+                last[name] = value
+                logger.warning("%s is %s at the end: the summary has no figure", name, value)
         before = begun.seconds.get("total", 0.0)
         seconds = {"total": before + time.perf_counter() - self._started}
         summary = replace(begun, metrics=last | findings.metrics, seconds=seconds, **ended)
@@ -255,40 +246,27 @@ def about_run(module: LightningModule, data: object, *, name: str | None = None)
     given, scorer = module.hparams, getattr(module, "scorer", None)
     start = _start(module)
     begun = "random weights" if given.get("from_scratch") else type(module).__name__
-    about = {"trained from": start or begun}
-    about["data"] = "other batches" if data is None else _data(data, name)
-    if (objective := getattr(getattr(module, "algorithm", None), "kind", None)) is not None:
-        about["objective"] = str(objective)
-    if scorer is not None:
-        about["reward"] = _reward(given.get("reward") or scorer)
-    if given.get("teacher") is not None:
-        told = " with another prompt than the policy" if given.get("teacher_prompt") else ""
-        about["teacher"] = f"{given['teacher'].rstrip('/')}{told}"
-    if start is not None and hasattr(module, "policy"):
-        about["baseline"] = "the model that it was trained from"
-    defaults = {
-        name.removesuffix("Hparams").lower(): {f.name: f.default for f in fields(kind)}
-        for name, kind in vars(hparams).items()
-        if name.endswith("Hparams")
+    told = " with another prompt than the policy" if given.get("teacher_prompt") else ""
+    teacher = given.get("teacher") and f"{given['teacher'].rstrip('/')}{told}"
+    compares = start is not None and hasattr(module, "policy")
+    about = {
+        "trained from": start or begun,
+        "data": "other batches" if data is None else _data(data, name),
+        "objective": getattr(getattr(module, "algorithm", None), "kind", None),
+        "reward": None if scorer is None else _reward(given.get("reward") or scorer),
+        "teacher": teacher,
+        "baseline": "the model that it was trained from" if compares else None,
     }
+    kinds = {name.lower(): kind for name, kind in vars(hparams).items()}
     changed = [
-        f"{key}.{name}={value}"
-        for key, values in given.items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-        if name in defaults.get(key, {}) and value != defaults[key][name]
+        f"{key}.{field.name}={given[key][field.name]}"
+        for key in given
+        if isinstance(given[key], dict) and (kind := kinds.get(f"{key}hparams"))
+        for field in fields(kind)
+        if given[key].get(field.name, field.default) != field.default
     ]
     about["not the default"] = ", ".join(changed) or "nothing"
-    return {name: without_folders(str(value)) for name, value in about.items()}
-
-
-_ROWS: dict[RecordKind, str] = {
-    "texts": "text",
-    "prompts": "prompt",
-    "demonstrations": "demonstration",
-    "preferences": "pair",
-    "unpaired": "labelled response",
-}
+    return {key: without_folders(str(value)) for key, value in about.items() if value is not None}
 
 
 def _data(data: Any, name: str | None) -> str:
@@ -298,8 +276,7 @@ def _data(data: Any, name: str | None) -> str:
     if not isinstance(data, RecordDataModule):
         return f"{name or own}" if rows is None else f"{name or own}, {rows} rows an iteration"
     train, held_out = (len(data.rows(split)) for split in ("train", "validation"))
-    told = f"{name or own}: {counted(train, _ROWS[data.kind])}, {held_out:,} held out"
-    told += f"; {data.batch_size:,} an iteration"
+    told = f"{name or own}: {train:,} {data.kind}, {held_out:,} held out; {rows:,} an iteration"
     answers = getattr(data, "num_generations", 1)
     return told if answers == 1 else f"{told}, {answers} responses to each"
 
@@ -307,14 +284,12 @@ def _data(data: Any, name: str | None) -> str:
 def _reward(scorer: Any) -> str:
     if isinstance(scorer, str):
         return scorer
-    weights = getattr(scorer, "weights", None)
-    if weights is not None and (parts := getattr(scorer, "scorers", None)):
+    if (weights := getattr(scorer, "weights", None)) and (parts := getattr(scorer, "scorers", ())):
         return " + ".join(f"{weights.get(name, 1.0):g} {name}" for name in parts)
     if members := getattr(scorer, "members", None):
         return ", ".join(_reward(member) for member in members)
-    named = getattr(scorer, "source", None) or getattr(scorer, "name", None)
-    named = named or getattr(scorer, "__name__", None)
-    return str(named or type(scorer).__name__)
+    names = (getattr(scorer, key, None) for key in ("source", "name", "__name__"))
+    return str(next(filter(None, names), type(scorer).__name__))
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -335,14 +310,14 @@ class LastCheckpoint(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         last = self.folder.last_checkpoint
         others: list[Any] = cast(Any, trainer).callbacks
-        if not last.exists() and any(isinstance(one, OnExceptionCheckpoint) for one in others):
+        if last.exists():
+            return {str(last.resolve())}
+        if any(isinstance(one, OnExceptionCheckpoint) for one in others):
             return set()  # with it Lightning asks at every start
-        if not last.exists():
-            raise FileNotFoundError(
-                f'ckpt_path="last", and there is no checkpoint in {self.folder.checkpoints}: the '
-                "run ended before its first; leave ckpt_path out and use another folder"
-            )
-        return {str(Path(last).resolve())}
+        raise FileNotFoundError(
+            f'ckpt_path="last", and there is no checkpoint in {self.folder.checkpoints}: leave '
+            "ckpt_path out and use another folder"
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create no folder; take the best of the callback that keeps one, which Lightning asks."""

@@ -30,16 +30,16 @@ _YES = ("1", "true", "yes", "on")
 
 def choose_mode(mode: Mode) -> str:
     """Return the mode to use, without a network and without a prompt."""
-    wanted = os.environ.get("WANDB_MODE", "online") if mode == "auto" else mode
-    # A variable of transformers, which wandb itself does not know.
-    if mode == "auto" and os.environ.get("WANDB_DISABLED", "").lower() in _YES:
-        wanted = "disabled"
+    wanted = mode
+    if mode == "auto":  # WANDB_DISABLED is of transformers: wandb itself does not know it
+        off = os.environ.get("WANDB_DISABLED", "").lower() in _YES
+        wanted = "disabled" if off else os.environ.get("WANDB_MODE", "online")  # type: ignore[assignment]
     if wanted not in ("online", "shared", "run") or is_logged_in():
         return wanted
     if mode == "online":
         logger.warning(
-            "logger.mode=online, but there is no login to Weights & Biases: running offline; "
-            "set WANDB_API_KEY or run `wandb login`, and upload this run with `wandb sync`"
+            "logger.mode=online, but there is no login to Weights & Biases: running offline; set "
+            "WANDB_API_KEY or run `wandb login`, and `wandb sync` this run"
         )
     return "offline"
 
@@ -148,15 +148,12 @@ class IterationWandbLogger(WandbLogger):
             if gates:
                 rows = [[g.name, g.word, g.value, g.threshold, g.reason] for g in gates]
                 run.log({"gates": wandb.Table(columns=list(_GATE_COLUMNS), data=rows)})
-            for gate in gates:
-                if gate.word != "not measured":
-                    run.summary[f"gates/{gate.name}"] = int(gate.passed)
+            for gate in (one for one in gates if one.word != "not measured"):
+                run.summary[f"gates/{gate.name}"] = int(gate.passed)
             run.finish(exit_code=exit_code)
 
-        failed = [gate for gate in gates if not gate.passed]
-        if failed:
-            title = f"{len(failed)} of {len(gates)} gates failed"
-            self.alert(title, "\n".join(f"{g.name}: {g.reason}" for g in failed))
+        if failed := [f"{gate.name}: {gate.reason}" for gate in gates if not gate.passed]:
+            self.alert(f"{len(failed)} of {len(gates)} gates failed", "\n".join(failed))
         self.guarded(close)
         self._experiment = None
         self._failed = True  # nothing may open a second run afterwards
@@ -185,14 +182,12 @@ class IterationWandbLogger(WandbLogger):
     def _give_up(self, error: Exception) -> None:
         if not self._failed:
             logger.warning(
-                "Weights & Biases does not work (%s: %s): the run goes on without it, its numbers "
-                "are in metrics.csv; logger.mode=offline records them for wandb sync",
-                type(error).__name__,
+                "Weights & Biases does not work (%r): the run goes on without it, its numbers are "
+                "in metrics.csv; logger.mode=offline records them for wandb sync",
                 error,
             )
         self._failed = True
-        nothing: Any = DummyLogger().experiment
-        self._experiment = nothing
+        self._experiment = DummyLogger().experiment  # type: ignore[assignment]
 
 
 def wandb_logger(
@@ -257,8 +252,6 @@ def _keep_files_in(folder: RunFolder) -> None:
 
     Otherwise it is in the home folder, and a run that is synced elsewhere lacks its tables.
     """
-    place = os.environ.get(_DATA_FOLDER)
-    if place is None or place in _OWN_PLACES:
-        place = str(folder.wandb.resolve())
+    if os.environ.get(_DATA_FOLDER) in (None, *_OWN_PLACES):
+        os.environ[_DATA_FOLDER] = place = str(folder.wandb.resolve())
         _OWN_PLACES.add(place)
-        os.environ[_DATA_FOLDER] = place

@@ -164,8 +164,7 @@ class RLHFModule(L.LightningModule):
         checkpoint, given = pretrained.read_checkpoint(path, changes)
         given = {**pretrained.revived(given, cls.kinds), **changes}
         cls.check_kept(path, given, changes)
-        made: Any = cls
-        module: Self = made.from_pretrained(**given)
+        module: Self = cls.from_pretrained(**given)  # type: ignore[attr-defined]
         module.configure_model()
         module.load_state_dict(checkpoint["state_dict"])
         module.on_load_checkpoint(checkpoint)
@@ -275,8 +274,7 @@ class RLHFModule(L.LightningModule):
         if not isinstance(batch, self.batch):
             raise TypeError(
                 f"{type(self).__name__} was given a batch that is {type(batch).__name__}, expected "
-                f"{self.batch.__name__}: give the Trainer a {self.data.__name__}, by "
-                "fit(module, datamodule=...)"
+                f"{self.batch.__name__}: use fit(module, datamodule={self.data.__name__}(...))"
             )
 
     def on_validation_start(self) -> None:
@@ -388,9 +386,8 @@ class RLHFModule(L.LightningModule):
             TypeError: if the module has no policy, or `prompts` is no list.
             ValueError: if a prompt is not readable, or leaves no room for a response.
         """
-        return self._answers(
-            prompts, max_new_tokens, temperature, batch_size, RowNoise(seed, "generate")
-        )
+        noise = RowNoise(seed, "generate")
+        return self._answers(prompts, max_new_tokens, temperature, batch_size, noise)
 
     def on_predict_start(self) -> None:
         """Number the prompts of a prediction from 0.
@@ -402,9 +399,8 @@ class RLHFModule(L.LightningModule):
         loaders = self.trainer.predict_dataloaders
         if isinstance(loaders, list | tuple) and any(isinstance(one, Mapping) for one in loaders):
             raise TypeError(
-                f"predict was given a {type(loaders).__name__} of rows, and a Trainer takes each "
-                "for a loader: give DataLoader(rows, batch_size=..., collate_fn=list), or call "
-                "module.generate(rows)"
+                "predict was given rows, and a Trainer takes each for a loader: give "
+                "DataLoader(rows, batch_size=..., collate_fn=list), or call module.generate(rows)"
             )
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[str]:
@@ -446,24 +442,19 @@ class RLHFModule(L.LightningModule):
         length = max_new_tokens or self.sampling.max_new_tokens
         room = (max_positions(self.policy.model) or 2**31) - length
         if room < 1:
-            raise ValueError(
-                f"max_new_tokens={length} leaves no room for a prompt in the {room + length} "
-                "positions of the policy: use less"
-            )
-        texts: list[str] = []
-        for batch in _batches(rows, numbers or range(len(rows)), self.tokenizer, room, batch_size):
-            texts += self._written(batch, length, temperature, noise)
-        return texts
+            raise ValueError(f"max_new_tokens={length} leaves no room for a prompt: use less")
+        batches = _batches(rows, numbers or range(len(rows)), self.tokenizer, room, batch_size)
+        each = (self._written(batch, length, temperature, noise) for batch in batches)
+        return [text for texts in each for text in texts]
 
     def _written(
         self, prompts: PromptBatch, length: int, temperature: float | None, noise: RowNoise
     ) -> list[str]:
         tokenizer: Any = self.tokenizer
-        generator = self.generator
-        if generator is None:
-            generator = CapturedGenerator(stop_ids(tokenizer), int(tokenizer.pad_token_id))
-        if temperature is None:
-            temperature = self.sampling.temperature
+        generator = self.generator or CapturedGenerator(
+            stop_ids(tokenizer), int(tokenizer.pad_token_id)
+        )
+        temperature = self.sampling.temperature if temperature is None else temperature
         prompts = prompts.to(self.policy.device)
         gathered = unsharded(self.policy.root, layers=gathers_layers(generator))
         with gathered, self.policy.generating() as model:
@@ -488,8 +479,8 @@ def _batches(
         row = encode_prompt(record, encoder, max_length=room)
         if row is None:
             raise ValueError(
-                f"prompt {number + 1} of {len(rows)} has no token, or more than the {room} that "
-                "leave room for a response: shorten it, or lower max_new_tokens"
+                f"prompt {number + 1} of {len(rows)} has no token, or more than {room}: shorten "
+                "it, or lower max_new_tokens"
             )
         encoded.append((row, numbers[number]))
     collate = PromptCollator(int(tokenizer.pad_token_id))

@@ -38,9 +38,7 @@ class Stateful(Protocol):
 def log_changed(key: str, value: object, saved: object) -> None:
     """Log that a resumed run uses another value than the checkpoint's."""
     if rank() == 0:
-        logger.warning(
-            "%s=%s is asked for: it takes the place of the checkpoint's %s", key, value, saved
-        )
+        logger.warning("%s=%s takes the place of the checkpoint's %s", key, value, saved)
 
 
 def save_states(
@@ -74,10 +72,8 @@ def load_states(
     check_adapters(checkpoint, model)
     for name, part in parts.items():
         if name not in checkpoint:
-            raise ValueError(
-                f"the checkpoint has no {name}: it is from another stage or version; start again "
-                "with resume=never"
-            )
+            why = "it is from another stage or version; start again with resume=never"
+            raise ValueError(f"the checkpoint has no {name}: {why}")
         part.load_state_dict(checkpoint[name])
 
 
@@ -97,9 +93,8 @@ def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningM
     for name in [name for name in given if name in saved and given[name] != saved[name]]:
         if name == "seed":
             raise ValueError(
-                f"the checkpoint was trained with seed={saved[name]}, this module has "
-                f"seed={given[name]}: use from_pretrained(seed={saved[name]}), or start again in "
-                "another folder"
+                f"the checkpoint was trained with seed={saved[name]}, not {given[name]}: use "
+                f"from_pretrained(seed={saved[name]}), or start again in another folder"
             )
         if name.rpartition(".")[2] not in _COMPARED_ELSEWHERE:
             log_changed(name, given[name], saved[name])
@@ -137,8 +132,5 @@ def _adapters(model: nn.Module | None) -> dict[str, dict[str, Any]]:
 
 
 def _words(adapters: Mapping[str, Mapping[str, Any]]) -> str:
-    each = [
-        " ".join([f"({name})", *(f"lora.{key}={value}" for key, value in lora.items())])
-        for name, lora in adapters.items()
-    ]
-    return f"lora=lora {' '.join(each)}" if each else "lora=none"
+    each = [f"lora.{key}={value}" for lora in adapters.values() for key, value in lora.items()]
+    return " ".join(["lora=lora", *dict.fromkeys(each)]) if each else "lora=none"

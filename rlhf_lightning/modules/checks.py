@@ -38,9 +38,36 @@ def check_trainer(trainer: L.Trainer, *, num_steps: int) -> None:
     Raises:
         ValueError: with the flag, its value, why that is wrong and the fix.
     """
-    problem = _problem(trainer, num_steps)
-    if problem is not None:
-        raise ValueError(f"{problem}. trainer_arguments(folder, ...) sets what a stage needs")
+    name, module = type(trainer.strategy).__name__, trainer.lightning_module
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    stops = any(isinstance(c, EarlyStopping) for c in callbacks)
+    connector: Any = trainer._accelerator_connector
+    epochs = "its default" if trainer.max_epochs in (None, 1000) else "given"
+    problems: dict[str, Any] = {
+        f"max_epochs={trainer.max_epochs}), {epochs}: a stage is one epoch, a second one would "
+        "repeat the sampling noise of the first: use max_epochs=1": trainer.max_epochs != 1,
+        f"max_steps={trainer.max_steps}) counts optimizer steps, up to {num_steps} an iteration "
+        "here: use trainer_arguments(max_iterations=...), that is limit_train_batches": (
+            trainer.max_steps != -1 and num_steps > 1 and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        ),
+        f"precision={trainer.precision!r}): weights in 16 bits lose the small updates of RLHF: "
+        f"use one of {', '.join(TRAINED_IN)}": trainer.precision not in TRAINED_IN,
+        f"strategy={name}) does not work under manual optimization: use strategy=FSDP2Strategy()": (
+            name in ("FSDPStrategy", "DeepSpeedStrategy")
+        ),
+        "use_distributed_sampler=True), its default, shards rows that our DataModules shard: use "
+        "False": trainer.world_size > 1 and connector.use_distributed_sampler,
+        "callbacks=StochasticWeightAveraging): it averages epochs, and a stage is one epoch: use "
+        "EMAWeightAveraging(decay=...)": any(
+            isinstance(c, StochasticWeightAveraging) for c in callbacks
+        ),
+        f"callbacks=EarlyStopping): {type(module).__name__} has no validation that could stop it: "
+        "leave it out": stops and not is_overridden("validation_step", module, L.LightningModule),
+    }
+    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
+        raise ValueError(
+            f"Trainer({problem}. trainer_arguments(folder, ...) sets what a stage needs"
+        )
 
 
 def check_module(module: L.LightningModule) -> None:
@@ -82,85 +109,30 @@ def check_steps(trainer: Any) -> None:
     """
     if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
         raise ValueError(
-            "torch.compile(module) compiles the training step, which steps the optimizer and logs, "
-            "and torch cannot compile that: give the Trainer the module itself. Its decoder can be "
-            "compiled: module.configure_model(), then module.policy.model.base_model.compile()"
+            "torch.compile(module) compiles the training step, which torch cannot compile: give "
+            "the Trainer the module itself. Its decoder can be compiled: "
+            "module.configure_model(), then module.policy.model.base_model.compile()"
         )
-    for callback in trainer.callbacks:
-        if (reason := _TUNED.get(type(callback).__name__)) is not None:
-            raise ValueError(f"{type(callback).__name__} of Lightning's Tuner: {reason}")
-    given = {
-        "gradient_clip_val": (trainer.gradient_clip_val, None),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1),
-        "overfit_batches": (trainer.overfit_batches, 0.0),
-    }
-    for name, (value, default) in given.items():
-        if value is not None and value != default:
+    for name in (type(callback).__name__ for callback in trainer.callbacks):
+        if name in ("LearningRateFinder", "BatchSizeFinder"):
+            raise ValueError(
+                f"{name} of Lightning's Tuner: compare held-out figures of several learning "
+                "rates, as in rlhf-train -m module.sft.learning_rate=1e-5,3e-5; what fits memory "
+                "is micro_batch_size of the hyper-parameters, chosen where it is left out"
+            )
+    for name, default in _DEFAULTS.items():
+        if (value := getattr(trainer, name)) is not None and value != default:
             raise ValueError(f"Trainer({name}={value}): {_INSTEAD[name]}")
 
 
-_TUNED = {
-    "LearningRateFinder": "it reads a loss, which says little of a policy or a reward model. The "
-    "learning rate follows the size of the model; compare held-out figures of several, as in "
-    "rlhf-train -m module.sft.learning_rate=1e-5,3e-5",
-    "BatchSizeFinder": "the DataModule's batch_size is part of what is learnt. What fits memory is "
-    "micro_batch_size of the module's hyper-parameters, which is chosen where it is left out",
-}
+_DEFAULTS = {"gradient_clip_val": None, "accumulate_grad_batches": 1, "overfit_batches": 0.0}
 _INSTEAD = {
-    "gradient_clip_val": "gradients are clipped by max_grad_norm of the module's hyper-parameters",
-    "accumulate_grad_batches": "an iteration is one batch of the DataModule's batch_size, which "
-    "micro_batch_size of the module's hyper-parameters cuts into what fits the memory",
-    "overfit_batches": "a batch of the same rows comes from a DataModule with no more rows than "
-    "its batch_size and max_iterations=..., that is limit_train_batches",
+    "gradient_clip_val": "gradients are clipped by max_grad_norm of the hyper-parameters",
+    "accumulate_grad_batches": "an iteration is one batch of the DataModule's batch_size; "
+    "micro_batch_size of the hyper-parameters cuts it into what fits the memory",
+    "overfit_batches": "give a DataModule with no more rows than its batch_size, and "
+    "max_iterations=..., that is limit_train_batches",
 }
-
-
-def _problem(trainer: Any, num_steps: int) -> str | None:
-    if trainer.max_epochs != 1:
-        given = "its default" if trainer.max_epochs in (None, 1000) else "given"
-        return (
-            f"Trainer(max_epochs={trainer.max_epochs}), {given}: a stage is one epoch, as "
-            "long as the DataModule or max_iterations says, and a second one would repeat the "
-            "sampling noise of the first: use max_epochs=1"
-        )
-    if trainer.max_steps != -1 and num_steps > 1 and not trainer.fast_dev_run:
-        return (
-            f"Trainer(max_steps={trainer.max_steps}) counts optimizer steps, up to "
-            f"{num_steps} an iteration here, and the schedule counts iterations: use "
-            "trainer_arguments(max_iterations=...), that is limit_train_batches, and max_steps=-1"
-        )
-    if trainer.precision not in TRAINED_IN:
-        return (
-            f"Trainer(precision={trainer.precision!r}): weights in 16 bits lose the small updates "
-            f"of RLHF: use one of {', '.join(TRAINED_IN)}"
-        )
-    name = type(trainer.strategy).__name__
-    if name in ("FSDPStrategy", "DeepSpeedStrategy"):
-        return (
-            f"Trainer(strategy={name}) does not work under manual optimization: use "
-            "strategy=FSDP2Strategy()"
-        )
-    connector = trainer._accelerator_connector
-    if trainer.world_size > 1 and connector.use_distributed_sampler:
-        return (
-            "Trainer(use_distributed_sampler=True), its default: Lightning would shard the rows "
-            "again, which our DataModules shard: use use_distributed_sampler=False"
-        )
-    module = trainer.lightning_module
-    if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):
-        return (
-            "StochasticWeightAveraging averages the weights of epochs, and a stage is one epoch: "
-            "it would only change the learning rates: use EMAWeightAveraging(decay=...), which "
-            "averages those of the steps"
-        )
-    stopping = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]
-    if stopping and not is_overridden("validation_step", module, L.LightningModule):
-        return (
-            f"{type(stopping[0]).__name__}(monitor={stopping[0].monitor!r}) stops SFT, reward and "
-            f"DPO training by val/loss, which {type(module).__name__} does not have, and would "
-            "never stop it: leave it out"
-        )
-    return None
 
 
 def check_data(
@@ -196,37 +168,33 @@ def check_data(
             f"{fitting.__name__} of kind={kinds[0]}"
         )
     theirs = data.tokenizer
-    same = tokenizer is None or tokenizer is theirs or tokenizer.get_vocab() == theirs.get_vocab()
-    if not same:
+    if tokenizer not in (None, theirs) and tokenizer.get_vocab() != theirs.get_vocab():
         raise ValueError(
-            f"{given} has another tokenizer ({len(theirs)} tokens) than {name} ({len(tokenizer)} "
-            f"tokens), whose ids would mean other words: give {given}(..., module.tokenizer)"
+            f"{given} has another tokenizer ({len(theirs)} tokens) than {name} ({len(tokenizer)}):"
+            f" give {given}(..., module.tokenizer)"
         )
     samples = max_new_tokens if isinstance(data, PromptDataModule) else None
-    _check_context(list(_models(module)), data, samples)
+    models = list(_models(module))
+    _check_context(models, data, samples)
     if samples is not None:
         key = "sampling.max_new_tokens"
         warn_of_cut_responses(data.source, "train", theirs, samples, key=key)
-    for model in _models(module):
-        check_token_rows(model, theirs, data.token_ids())
-        break  # policy, value and reward model read the same ids
+    if models:  # policy, value and reward model read the same ids
+        check_token_rows(models[0], theirs, data.token_ids())
 
 
 def _check_context(
     models: Sequence[PreTrainedModel], data: RecordDataModule, max_new_tokens: int | None
 ) -> None:
-    limits = [limit for model in models if (limit := max_positions(model)) is not None]
     name = "max_length" if max_new_tokens is None else "max_prompt_length"
     asked = {f"{type(data).__name__}.{name}": data.max_length}
     if max_new_tokens is not None:
         asked["SamplingHparams.max_new_tokens"] = max_new_tokens
-    total = sum(asked.values())
-    if limits and total > min(limits):
-        given = " + ".join(f"{key}={value}" for key, value in asked.items())
-        summed = f" = {total}" if len(asked) > 1 else ""
+    limit = min((limit for model in models if (limit := max_positions(model))), default=None)
+    if limit is not None and sum(asked.values()) > limit:
         raise ValueError(
-            f"{given}{summed} tokens are more than the model's context of {min(limits)} "
-            f"(max_position_embeddings): lower {' or '.join(asked)}"
+            f"{' + '.join(f'{key}={value}' for key, value in asked.items())} tokens are more than "
+            f"the model's context of {limit} (max_position_embeddings): lower {' or '.join(asked)}"
         )
 
 
@@ -251,14 +219,12 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     added = sorted(set(used) & set(tokenizer.added_tokens_decoder) - {tokenizer.pad_token_id})
     size, total = (whole(each.float()) for each in (weight.norm(dim=1), weight.sum(dim=1)))
     rows = list(zip(size.tolist(), total.tolist(), strict=True))
-    times = Counter(rows)
-    least = DEAD_ROW * float(size.median())
-    dead = [i for i in added if rows[i][0] <= least or times[rows[i]] > 1]
-    if dead:
+    times, least = Counter(rows), DEAD_ROW * float(size.median())
+    if dead := [i for i in added if rows[i][0] <= least or times[rows[i]] > 1]:
         logger.warning(
-            "the data has tokens with untrained embeddings, %s: they are 0 or equal to others, "
-            "and the first gradients may be a hundred times the later ones. Start from a model "
-            "that knows these tokens, or set their rows to the mean of the others",
+            "the data has tokens with untrained embeddings, %s (0, or equal to others), which give "
+            "huge first gradients: start from a model that knows these tokens, or set their rows "
+            "to the mean of the others",
             token_names(dead, tokenizer),
         )
 
@@ -286,10 +252,9 @@ def check_whole_groups(module: type, group_size: int) -> None:
     for name in ("policy_loss", "loss_terms"):
         if not getattr(module, name).__module__.startswith("rlhf_lightning."):
             raise ValueError(
-                f"{module.__name__}.{name} is not ours, and a prompt has {group_size} responses, "
-                "which micro-batches may part: set the class attribute "
-                "whole_groups_in_micro_batches = True if the loss compares them, or False if it is "
-                "a sum over rows"
+                f"{module.__name__}.{name} is not ours, and micro-batches may part the "
+                f"{group_size} responses, which a prompt has: set whole_groups_in_micro_batches = "
+                "True on the class if the loss compares them, or False if it is a sum over rows"
             )
 
 

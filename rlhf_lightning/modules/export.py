@@ -65,7 +65,6 @@ def export_model(
         ValueError: if nothing is loaded yet, or the module was not built by `from_pretrained`.
         ManifestError: if the adapter's base has been replaced by another model.
     """
-    made: Any = module
     model = getattr(module, "model", None) or getattr(module, "policy", None)
     if model is None or getattr(module, "tokenizer", None) is None:
         raise ValueError(
@@ -77,7 +76,7 @@ def export_model(
     if module.global_rank == 0:
         trained = Trained(
             model,
-            made.tokenizer,
+            module.tokenizer,  # type: ignore[arg-type]
             dict(state),
             getattr(module, "source", None),
             trust_remote_code=bool(module.hparams.get("trust_remote_code")),
@@ -134,11 +133,10 @@ class Trained:
             # The base is read again, as what was trained on may be rounded.
             model = merge_adapter(model, state, load_policy(self._start, **self.origin))
             state = model.state_dict()
-            self._check_source()  # behind the load: it may take minutes
+            self.source.check()  # type: ignore[union-attr]  # behind the load: it may take minutes
         base, cost = torch.float32, None
-        if self.source is not None:
-            options = loading_options(self.source.name, **self.origin)
-            base = base_dtype(load_config(self.source.name, options))
+        if (start := self._start) is not None:
+            base = base_dtype(load_config(start, loading_options(start, **self.origin)))
         chosen = base if dtype == "auto" else dtype
         if chosen != torch.float32:
             weights = weights_by_file_name(model, state)
@@ -170,27 +168,25 @@ class Trained:
         save_adapter(model, folder, self.state, base=base, **named)
         export_tokenizer(model, self.tokenizer, folder)
         if alone:
-            self._check_source()
+            self.source.check()
 
     @property
     def _start(self) -> str | None:
         return None if self.source is None else self.source.name
-
-    def _check_source(self) -> None:
-        if self.source is not None:
-            self.source.check()
 
 
 def _loses_much(cost: Rounding, *, insists: bool) -> bool:
     """Return whether the weights stay in fp32, because rounding would lose what was learnt."""
     if cost.kept is None or cost.kept >= LEAST_KEPT:
         return False
-    lost = f"bf16 keeps {100 * cost.kept:.0f} % of what training changed"
-    if insists:
-        logger.warning("%s, export.dtype=fp32 keeps all of it", lost)
-        return False
-    logger.warning("the export stays in fp32: %s (export.dtype=bf16 insists)", lost)
-    return True
+    logger.warning(
+        "bf16 keeps %.0f %% of what training changed: the export %s",
+        100 * cost.kept,
+        "loses the rest; export.dtype=fp32 keeps it"
+        if insists
+        else "stays in fp32 (export.dtype=bf16 insists)",
+    )
+    return not insists
 
 
 def base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]:

@@ -17,15 +17,8 @@ from rlhf_lightning.modules.metrics import read_numbers
 logger = logging.getLogger(__name__)
 
 # In the order in which they are computed, so that the first one named is the cause.
-_ROLLOUT_TOKENS = (
-    "logprobs",
-    "ref_logprobs",
-    "teacher_logprobs",
-    "values",
-    "rewards",
-    "advantages",
-    "returns",
-)
+_ROLLOUT_TOKENS = ("logprobs", "ref_logprobs", "teacher_logprobs", "values")
+_ROLLOUT_TOKENS += ("rewards", "advantages", "returns")
 
 
 class NonFiniteError(RuntimeError):
@@ -92,25 +85,15 @@ class SkippedSteps:
         self.consecutive_skips += 1
         self.in_iteration += 1
         what = ", ".join(problems) or "something on another rank"
-        iteration = batch_idx + 1
+        told = (
+            f"iteration {batch_idx + 1}: {what} is not finite: no step was taken "
+            f"({self.consecutive_skips} in a row, {self.key}={self.limit} are skipped)"
+        )
         if self.consecutive_skips > self.limit:
-            raise NonFiniteError(
-                f"iteration {iteration}: {what} is not finite, in {self.consecutive_skips} steps "
-                f"in a row; {self.key}={self.limit} are skipped. The weights are those before "
-                "them. Lower the learning rate, or look into the batch.",
-                batch,
-                iteration,
-            )
+            fix = "Lower the learning rate, or look into the batch."
+            raise NonFiniteError(f"{told}. {fix}", batch, batch_idx + 1)
         if rank() == 0:
-            logger.warning(
-                "iteration %d: %s is not finite: no step was taken (%d in a row, the run stops "
-                "after %s=%d)",
-                iteration,
-                what,
-                self.consecutive_skips,
-                self.key,
-                self.limit,
-            )
+            logger.warning("%s", told)
         return False
 
     def end_iteration(self) -> float:
@@ -127,9 +110,8 @@ class SkippedSteps:
         """
         if self.num_iterations and not self.num_taken:
             raise RuntimeError(
-                f"no optimizer step was taken in {self.num_iterations} iterations: loss, "
-                "gradients or scores were not finite (see the warnings), or no response had a "
-                "score"
+                f"no optimizer step was taken in {self.num_iterations} iterations: loss, gradients "
+                "or scores were not finite (see the warnings), or no response had a score"
             )
 
     def state_dict(self) -> dict[str, Any]:

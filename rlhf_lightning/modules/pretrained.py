@@ -50,12 +50,9 @@ TEACHING = ("teacher", "teacher_prompt")
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
 _PLAIN = ("reward_weights", "from_scratch", "chat_template_arguments")  # lists and mappings
 _WITHOUT_ADAPTER = {  # by the argument that names a folder
-    "value": "With lora the value model starts from a reward model's adapter: train that on the "
-    "policy with lora, or start it from the policy by module.value_head=zero",
-    "reward": "A reward adapter stands on the policy's base: train the reward model on the policy "
-    "with lora, or use the merged one (scorer=reward_model)",
-    "start": "With lora, training continues from the adapter of `start` (artifacts.ppo); "
-    "lora=none continues from the merged policy",
+    "value": "train the reward model on the policy with lora, or use module.value_head=zero",
+    "reward": "train the reward model on the policy with lora, or use scorer=reward_model",
+    "start": "continue from the adapter of `start` (artifacts.ppo), or use lora=none",
 }
 
 
@@ -67,15 +64,10 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.0, fused=True)
 
 
-def trainer_precision(module: L.LightningModule) -> str:
-    """Return the precision of the Trainer that has the module, "32-true" where none has it."""
-    trainer = module._trainer
-    return "32-true" if trainer is None else str(trainer.precision)
-
-
 def of_trainer(module: L.LightningModule, lora: LoraHparams | None) -> dict[str, Any]:
     """Return the precision of a module's Trainer, and adapters whose base is held in it."""
-    precision: Any = trainer_precision(module)
+    trainer = module._trainer
+    precision: Any = "32-true" if trainer is None else str(trainer.precision)
     if lora is not None and lora.base_precision is None and precision in TRAINED_IN:
         lora = replace(lora, base_precision=precision)
     return {"lora": lora, "precision": precision}
@@ -210,7 +202,14 @@ def _teacher(
     """
     teacher, template = options["teacher"], options["teacher_prompt"]
     if teacher is None:
-        _check_no_teacher(cls, template, hparams)
+        owners: list[Any] = [own for own in hparams.values() if hasattr(own, "teacher_coef")]
+        changed = any(own.teacher_coef != type(own)().teacher_coef for own in owners)
+        if template is not None or changed:
+            name = "teacher_coef" if template is None else "teacher_prompt"
+            raise ValueError(
+                f"{name} is given, and {cls.__name__} has no teacher: give teacher=FOLDER "
+                "(artifacts.teacher), or leave it out"
+            )
         return None, {}
     prompt = None if template is None else TeacherPrompt(template, start.tokenizer)
     if is_address(teacher):
@@ -225,20 +224,6 @@ def _teacher(
         fix = "take a teacher of the policy's family, or train on its texts (SFT)"
         check_same_tokenizer(start.tokenizer, teacher, fix=fix)
         return Source.of(teacher, "teacher"), {"teacher_prompt": prompt}
-
-
-def _check_no_teacher(cls: type, template: str | None, hparams: Mapping[str, Any]) -> None:
-    needs = "give teacher=FOLDER (artifacts.teacher), or leave it out"
-    if template is not None:
-        raise ValueError(f"teacher_prompt is what a teacher reads, and there is none: {needs}")
-    for own in hparams.values():
-        if (given := getattr(own, "teacher_coef", None)) is None:
-            continue
-        if given != type(own)().teacher_coef:
-            raise ValueError(
-                f"teacher_coef={given:g} weighs a teacher, and {cls.__name__} is given none: "
-                f"{needs}"
-            )
 
 
 @contextmanager
@@ -354,13 +339,11 @@ class Start:
         try:
             files = read_adapter(place)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{error}. {_WITHOUT_ADAPTER[argument]}") from error
+            raise ValueError(f"{error}: {_WITHOUT_ADAPTER[argument]}") from error
         if files.base_fingerprint not in ("", self.source.fingerprint):
             raise ValueError(
-                f"the adapter in {place} was trained on {files.base} "
-                f"({files.base_fingerprint[:12]}), policy={name} is "
-                f"{self.source.fingerprint[:12]}: give the policy that it was trained on. "
-                f"{_WITHOUT_ADAPTER[argument]}"
+                f"the adapter in {place} was trained on {files.base} and not on policy={name}: "
+                f"give the former; or {_WITHOUT_ADAPTER[argument]}"
             )
         if scale is not None:
             check_same_scale(files, scale, place)
@@ -414,8 +397,8 @@ def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
         others = ("lora", "schedule")
         held = [k for k, v in given.items() if isinstance(v, Mapping) and k not in others]
         raise ValueError(
-            f"the checkpoint is of another module: it holds the hyper-parameters {held}, expected "
-            f"{sorted(kinds)}: call load_from_checkpoint of the module that was trained"
+            f"the checkpoint holds the hyper-parameters {held}, expected {sorted(kinds)}: call "
+            "load_from_checkpoint of the module that was trained"
         )
     known = {"lora": LoraHparams, "schedule": Schedule, **kinds}
     return {
@@ -443,19 +426,15 @@ def read_checkpoint(
         raise CheckpointError(f"checkpoint_path={str(path)!r}: {error}") from error
     if not checkpoint.get(HYPER_PARAMETERS):
         raise ValueError(
-            f"{path} holds no hyper-parameters, since its module was not built by "
-            "from_pretrained(): build the module as it was, or use rlhf-export on its run folder"
+            f"{path} holds no hyper-parameters of from_pretrained(): build the module as it was, "
+            "or use rlhf-export on its run folder"
         )
     given = dict(checkpoint[HYPER_PARAMETERS])
-    if given.get("trust_remote_code") and "trust_remote_code" not in changes:
+    is_file = "{" not in str(given.get("chat_template") or "{")
+    unsafe = {"trust_remote_code": given.get("trust_remote_code"), "chat_template": is_file}
+    for name in (name for name, is_so in unsafe.items() if is_so and name not in changes):
         raise ValueError(
-            f"{path} was trained with trust_remote_code=True, and no checkpoint runs code: give "
-            "load_from_checkpoint(path, trust_remote_code=True) if you trust the model's own"
-        )
-    template = given.get("chat_template")
-    if template and "chat_template" not in changes and "{" not in str(template):
-        raise ValueError(
-            f"{path} has a chat template that is none, and no checkpoint names files to read: give "
-            "load_from_checkpoint(path, chat_template=...)"
+            f"{path} was trained with {name}={given[name]!r}, and no checkpoint runs code or names "
+            f"files to read: give load_from_checkpoint(path, {name}=...) if you trust it"
         )
     return checkpoint, given

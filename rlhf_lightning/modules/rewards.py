@@ -53,10 +53,7 @@ def as_scorer(
     if isinstance(reward, list | tuple):
         return _weighted([as_scorer(one, policy, tokenizer) for one in reward], weights)
     if weights is not None:
-        raise ValueError(
-            f"reward_weights={list(weights)} is of a list of rewards: give reward=[...], or leave "
-            "it out"
-        )
+        raise ValueError(f"reward_weights={list(weights)} needs a list: give reward=[...]")
     if isinstance(reward, str | Path):
         source = str(fitting("reward", reward, PathOrName))
         if _names_function(source):
@@ -65,10 +62,8 @@ def as_scorer(
             with naming_source(source):
                 as_saved(source, loading_options(source))
         except ValueError as error:
-            raise ValueError(
-                f"reward={source!r} has no tokenizer that can be loaded: {error}. A function in a "
-                "file is given as path.py:name"
-            ) from error
+            why = f"{error}; a function in a file is given as path.py:name"
+            raise ValueError(f"reward={source!r} has no tokenizer: {why}") from error
         try:
             check_same_tokenizer(tokenizer, source, fix="")
         except ValueError:
@@ -80,8 +75,7 @@ def as_scorer(
         return FunctionScorer(reward)
     raise TypeError(
         f"reward={shown(reward)} is {type(reward).__name__}: give a function (prompts, "
-        "completions, **columns) -> list of numbers, a scorer, or the folder or hub name of a "
-        "reward model"
+        "completions, **columns) -> list of numbers, a scorer, or the name of a reward model"
     )
 
 
@@ -100,10 +94,8 @@ def score_clip_of(clip: float | str | None, scorer: Scorer) -> float | None:
 def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> WeightedScorer:
     given = [1.0] * len(scorers) if weights is None else list(weights)
     if not scorers or len(given) != len(scorers):
-        raise ValueError(
-            f"reward has {len(scorers)} entries and reward_weights {len(given)}: give as many, and "
-            "at least one"
-        )
+        counts = f"reward has {len(scorers)} entries and reward_weights {len(given)}"
+        raise ValueError(f"{counts}: give as many, and at least one")
     names: list[str] = []
     for scorer in scorers:
         name = str(getattr(scorer, "name", type(scorer).__name__))
@@ -139,16 +131,13 @@ def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
     Raises:
         ValueError: if not.
     """
-    if reward is None:
-        raise ValueError(
-            f"{path} was trained with a reward that no checkpoint can hold: give "
-            "load_from_checkpoint(path, reward=function)"
-        )
     is_model = isinstance(reward, str) and not _names_function(reward)
-    if not (is_given or is_model or reward is False):
+    if reward is None or not (is_given or is_model or reward is False):
+        why = "no checkpoint can hold" if reward is None else "is code, which no checkpoint runs"
+        named = "function" if reward is None else repr(reward)
         raise ValueError(
-            f"{path} was trained with reward={reward!r}, which is code, and no checkpoint runs "
-            f"code: give load_from_checkpoint(path, reward={reward!r})"
+            f"{path} was trained with a reward that {why}: give "
+            f"load_from_checkpoint(path, reward={named})"
         )
 
 

@@ -19,9 +19,7 @@ from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
-_FIX = (
-    "make it with the experiment that publishes it: python -m rlhf_lightning.train +experiment=NAME"
-)
+_FIX = "make it with the experiment that publishes it: rlhf-train +experiment=NAME"
 
 
 class ManifestError(RuntimeError):
@@ -70,10 +68,7 @@ def fingerprint(folder: Path | str) -> str:
     folder = Path(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").is_file() or not weights:
-        raise ManifestError(
-            f"{folder} is no model folder: it needs config.json and at least one *.safetensors; "
-            + _FIX
-        )
+        raise ManifestError(f"{folder} has no config.json, or no *.safetensors: {_FIX}")
     files = (folder / "config.json", folder / "tokenizer.json", *weights)
     return _hash_of((path for path in files if path.is_file()), below=folder)
 
@@ -94,7 +89,7 @@ def content_digest(path: Path) -> str:
     inside = []
     for place, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        inside += [file for file in (Path(place, name) for name in names) if file.is_file()]
+        inside += [file for name in names if (file := Path(place, name)).is_file()]
     return _hash_of(sorted(inside), below=path)
 
 
@@ -153,10 +148,7 @@ def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
         fingerprint(folder) != manifest.fingerprint
         or (manifest.adapter and _adapter_hash(path.parent) != manifest.adapter)
     ):
-        raise ManifestError(
-            f"{folder} is not what its {MANIFEST} says (SHA-256): the files were changed or only "
-            f"partly copied: {_FIX}"
-        )
+        raise ManifestError(f"{folder} is not what its {MANIFEST} says (SHA-256): {_FIX}")
     return manifest
 
 
@@ -216,22 +208,14 @@ def publish_artifact(
         manifest = write_manifest(
             staging, stage=stage, run=run, metrics=metrics, gates=gates, base=base
         )
-        _sync_files(staging)
+        for path in (path for path in staging.rglob("*") if path.is_file()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     return manifest
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    if source.endswith(".safetensors"):
-        link_or_copy(source, target)
-    else:
-        shutil.copy2(source, target)
-
-
-def _sync_files(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    (link_or_copy if source.endswith(".safetensors") else shutil.copy2)(source, target)
 
 
 def source_fingerprint(source: str, revision: str | None = None) -> str:

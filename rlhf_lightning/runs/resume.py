@@ -19,41 +19,17 @@ from rlhf_lightning.runs.summary import summary_or_none
 logger = logging.getLogger(__name__)
 
 # What does not change what is learnt: a run continues with another value of these.
-_LEFT_OUT = frozenset(
-    {
-        "resume",
-        "ckpt_path",
-        "export",
-        "paths",
-        "logger",
-        "hydra",
-        "trainer.devices",
-        "trainer.num_nodes",
-        "trainer.enable_progress_bar",
-        "trainer.enable_model_summary",
-        "trainer.default_root_dir",
-        "data.validation_batch_size",
-        "callbacks.checkpoint.every_n_iterations",
-        "callbacks.checkpoint.every_minutes",
-        "callbacks.checkpoint.must_save_by",
-        "callbacks.checkpoint.keep_last",
-        "judge.api_key_env",
-        "judge.concurrency",
-        "judge.input_price",
-        "judge.max_completion_tokens",
-        "judge.max_cost",
-        "judge.max_retries",
-        "judge.max_tokens",
-        "judge.output_price",
-        "judge.timeout",
-        "strategy.name",
-        "strategy.timeout_minutes",
-        "strategy.checkpoint",
-        "strategy.cpu_offload",
-        "strategy.shard_over",
-    }
-)
-_VERBOSITY = frozenset({"verbose", "quiet", "refresh_rate", "refresh_seconds", "every_n_seconds"})
+_LEFT_OUT = {"resume", "ckpt_path", "export", "paths", "logger", "hydra"}
+_LEFT_OUT |= {"data.validation_batch_size"}
+for _group, _keys in {
+    "trainer": "devices num_nodes enable_progress_bar enable_model_summary default_root_dir",
+    "callbacks.checkpoint": "every_n_iterations every_minutes must_save_by keep_last",
+    "judge": "api_key_env concurrency input_price max_completion_tokens max_cost max_retries "
+    "max_tokens output_price timeout",
+    "strategy": "name timeout_minutes checkpoint cpu_offload shard_over",
+}.items():
+    _LEFT_OUT |= {f"{_group}.{_key}" for _key in _keys.split()}
+_VERBOSITY = {"verbose", "quiet", "refresh_rate", "refresh_seconds", "every_n_seconds"}
 META = "meta.pt"  # of a sharded checkpoint: what every rank has alike
 CHECKSUMS = "checksums.json"
 CONFIG_HASH = "config_hash"  # of the run, in its checkpoints
@@ -116,7 +92,9 @@ def newest_complete_checkpoint(folder: RunFolder, config_hash: str | None = None
         folder: folder of the run.
         config_hash: skips checkpoints that a run of another configuration wrote.
     """
-    for path in _candidates(folder.checkpoints):
+    # Links lead to files that are candidates themselves.
+    found = [path for path in folder.checkpoints.glob("*.ckpt") if not path.is_symlink()]
+    for path in sorted(found, key=lambda path: checkpoint_iteration(path) or -1, reverse=True):
         try:
             written_by = check_checkpoint(path).get(CONFIG_HASH)
         except CheckpointError as error:
@@ -160,10 +138,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is a folder of shards; wanted is a file")
     content = read_data(path, mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-        raise CheckpointError(
-            f"{path} is no checkpoint of a run (it has no state_dict): give one of checkpoints/ in "
-            "a run folder"
-        )
+        raise CheckpointError(f"{path} has no state_dict: give one of checkpoints/ in a run folder")
     return content
 
 
@@ -184,8 +159,7 @@ def read_data(path: Path, **how: bool) -> Any:
             raise CheckpointError(f"{path} cannot be read as a checkpoint: {why}") from error
         raise CheckpointError(
             f"{path} is refused: it names {named[1]}, which would run when it is loaded, and a "
-            "checkpoint holds tensors and plain values only. Take one that you or this package "
-            "wrote"
+            "checkpoint holds tensors and plain values only"
         ) from error
 
 
@@ -207,36 +181,22 @@ def checksum(path: Path) -> list[int]:
 def _folder_problem(folder: Path) -> str | None:
     try:
         # Written last: a folder without them was not written to its end.
-        for name, sums in json.loads((folder / CHECKSUMS).read_text()).items():
-            if checksum(folder / name) != sums:
-                return f"it is damaged in {name}"
+        sums = json.loads((folder / CHECKSUMS).read_text())
+        wrong = [name for name, known in sums.items() if checksum(folder / name) != known]
     except FileNotFoundError as error:
         return f"it was not written to its end, {Path(error.filename).name} is missing"
     except (OSError, ValueError, AttributeError) as error:
         return f"it is damaged ({error})"
-    return None
-
-
-def _candidates(checkpoints: Path) -> list[Path]:
-    if not checkpoints.is_dir():
-        return []
-    # Links lead to files that are candidates themselves.
-    found = [p for p in checkpoints.glob("*.ckpt") if not p.is_symlink()]
-
-    def age(path: Path) -> tuple[int, float]:
-        iteration = checkpoint_iteration(path)
-        return (-1 if iteration is None else iteration, path.stat().st_mtime)
-
-    return sorted(found, key=age, reverse=True)
+    return f"it is damaged in {wrong[0]}" if wrong else None
 
 
 def _without(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
-        items = [(key, f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
         return {
             str(key): _without(item, path)
-            for key, path, item in items
-            if path not in _LEFT_OUT and not (path.startswith("callbacks.") and key in _VERBOSITY)
+            for key, item in value.items()
+            if (path := f"{name}.{key}".lstrip(".")) not in _LEFT_OUT
+            and not (path.startswith("callbacks.") and key in _VERBOSITY)
         }
     if isinstance(value, list | tuple):
         return [_without(item, name) for item in value]

@@ -219,7 +219,7 @@ def test_a_run_resumed_with_other_settings_gets_them_and_says_so(killed, caplog)
     assert module.controls.learning_rate_factor == saved["controls"]["learning_rate_factor"]
     said = [record.getMessage() for record in caplog.records if "is asked for" in record.msg]
     assert len(said) == 6  # temperature, one rate, decay and betas of two groups
-    assert "module.sampling.temperature=0.5 is asked for: it takes the place of" in said[0]
+    assert "module.sampling.temperature=0.5 takes the place of" in said[0]
     assert any(text.startswith("learning_rate of group 1=0.003 is asked for") for text in said)
 
 

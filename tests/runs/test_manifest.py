@@ -78,7 +78,7 @@ def test_a_folder_of_files_counts_with_its_subfolders_their_names_and_contents(t
 
 
 def test_an_artefact_that_is_missing_damaged_or_changed_names_the_command(tmp_path):
-    fix = r"python -m rlhf_lightning\.train \+experiment=NAME"
+    fix = r"rlhf-train \+experiment=NAME"
     folder = tmp_path / "sft"
     with pytest.raises(ManifestError, match=rf"no manifest\.json.*{fix}"):
         read_manifest(folder)
@@ -92,7 +92,7 @@ def test_an_artefact_that_is_missing_damaged_or_changed_names_the_command(tmp_pa
         read_manifest(folder)
     assert read_manifest(folder, verify=False).stage == "sft"
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ManifestError, match="no model folder"):
+    with pytest.raises(ManifestError, match=r"no config\.json"):
         fingerprint(folder)
 
 
@@ -108,7 +108,7 @@ def test_publishing_replaces_the_former_artefact_wholly(tmp_path):
     assert not (target / "old_only.txt").exists()
     assert load_file(target / "model.safetensors")["weight"].tolist() == [2.0] * 1000
     assert [p.name for p in target.parent.iterdir()] == ["sft"]
-    with pytest.raises(ManifestError, match="no model folder"):
+    with pytest.raises(ManifestError, match=r"no config\.json"):
         publish_artifact(tmp_path / "nothing", target, stage="sft", run="third")
     assert read_manifest(target) == second
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -74,10 +74,8 @@ def apply(module: OnPolicyModule, intervention: Intervention) -> None:
     setattr(controls, name, after)
     if name == "learning_rate_factor":  # the schedule has stepped already
         scheduler = cast(LambdaLR, module.lr_schedulers())
-        groups = scheduler.optimizer.param_groups
-        for group, base, factor in zip(
-            groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
+        groups, factors = scheduler.optimizer.param_groups, scheduler.lr_lambdas
+        for group, base, factor in zip(groups, scheduler.base_lrs, factors, strict=True):
             group["lr"] = base * factor(scheduler.last_epoch)
 
 
@@ -101,12 +99,6 @@ class Handover:
 def write_handover(folder: RunFolder, handover: Handover) -> None:
     """Write it in one step, in the place of that of an earlier rollback."""
     write_text(folder.checkpoints / HANDOVER, json.dumps(asdict(handover)))
-
-
-def read_handover(folder: RunFolder) -> Handover | None:
-    """Return that of the last rollback of a run; None if there was none."""
-    path = folder.checkpoints / HANDOVER
-    return parse(Handover, path.read_bytes()) if path.is_file() else None
 
 
 logger = logging.getLogger(__name__)
@@ -206,16 +198,16 @@ class Doctor(Callback):
             self.alert_log.note_check(check)
         if first.untrained and trainer.is_global_zero:
             logger.warning(
-                "preflight: the policy is untrained, with %.0f %% of the entropy of an even choice "
-                "among its tokens. Responses that do not end or hold the pad token by chance are "
-                "no fault here; if it should be trained, artifacts.sft has other weights",
+                "preflight: the policy is untrained (%.0f %% of the entropy of an even choice): if "
+                "it should be trained, artifacts.sft has other weights",
                 100 * first.entropy_share,
             )
-        failed = [check for check in checks if not check.passed]
+        failed = [
+            f"{check.name}: {check.found}. {check.fix}" for check in checks if not check.passed
+        ]
         if failed:
-            told = "; ".join(f"{check.name}: {check.found}. {check.fix}" for check in failed)
             raise PreflightError(
-                f"the preflight failed before any update. {told}. Start without it by "
+                f"the preflight failed before any update. {'; '.join(failed)}. Start without it by "
                 "doctor.preflight=false"
             )
 
@@ -227,8 +219,7 @@ class Doctor(Callback):
         if rollout is None or not self.watches:
             return
         module = cast(OnPolicyModule, pl_module)
-        iteration = current_iteration(trainer)
-        skip = module.sampling.skip_special_tokens
+        iteration, skip = current_iteration(trainer), module.sampling.skip_special_tokens
         answers = responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
         due = iteration % self.second_every_n_iterations == 0
         with trainer.strategy.precision_plugin.forward_context():
@@ -255,22 +246,22 @@ class Doctor(Callback):
         if (request := self.request) is not None and request.kind == "stop":
             raise RunStoppedError(
                 f"the doctor, after iteration {request.iteration}: {request.reason}. Fix: "
-                f"{request.remedy}. Continue with ckpt_path={self.folder.last_checkpoint} and "
-                "other settings, or with actions.on_alarm=none"
+                f"{request.remedy}, or actions.on_alarm=none, and "
+                f"ckpt_path={self.folder.last_checkpoint}"
             )
 
     # -- going back and ending ----------------------------------------------------------------
 
     def hand_over(self, checkpoint: int) -> Handover:
         """Return what the fit that starts from `checkpoint` has to know of this one."""
-        policy = self.policy
-        return Handover(
-            checkpoint, policy.rollbacks, dict(policy.held), tuple(self.alert_log.events)
-        )
+        events = tuple(self.alert_log.events)
+        return Handover(checkpoint, self.policy.rollbacks, dict(self.policy.held), events)
 
     def _taken_over(self, trainer: Trainer, start: int) -> Handover | None:
         """Return the rollback to the checkpoint that was loaded; None if that one knows of it."""
-        found = read_handover(self.folder) if trainer.is_global_zero else None
+        path, found = self.folder.checkpoints / HANDOVER, None
+        if trainer.is_global_zero and path.is_file():
+            found = parse(Handover, path.read_bytes())
         handover: Handover | None = trainer.strategy.broadcast(found)
         if handover is None or self.actions is None or handover.checkpoint != start:
             return None
@@ -279,15 +270,16 @@ class Doctor(Callback):
     # -- acting -----------------------------------------------------------------------------
 
     def _act(self, trainer: Trainer, module: OnPolicyModule, iteration: int) -> None:
-        found = self.detectors
-        for intervention in self.policy.due(
-            found.beyond, found.subjects, knobs_of(module), found.read
-        ):
-            self._change(module, intervention, iteration)
+        found, knobs = self.detectors, knobs_of(module)
+        for change in self.policy.due(found.beyond, found.subjects, knobs, found.read):
+            self._change(module, change, iteration)
         kind, alarm = self.policy.verdict(iteration, found.active, found.read)
-        if kind == "continue" or iteration >= self.detectors.history.num_iterations:
+        if kind == "continue" or iteration >= found.history.num_iterations:
             return
-        healthy = best_checkpoint(trainer, self.policy.alarmed_iterations)
+        best = [getattr(one, "best_iteration", None) for one in trainer.checkpoint_callbacks]
+        healthy = next((one for one in best if one is not None and one < iteration), None)
+        if healthy in self.policy.alarmed_iterations:  # going back would help nothing
+            healthy = None
         self.request = self.alert_log.note_end(iteration, kind, alarm, healthy)
         if self.request.kind == "rollback":
             self.policy.rollbacks += 1
@@ -301,13 +293,12 @@ class Doctor(Callback):
 
     def _log(self, module: LightningModule, measured: Mapping[str, float]) -> None:
         active = self.detectors.active
-        levels = list(active.values())
+        levels, quality = list(active.values()), math.nan
         name = "score" if self.second_scorer is None else "second_score"
         last = self.detectors.history.of(name).last
         values = {f"doctor/{name}": value for name, value in measured.items()}
         values["doctor/warnings"] = float(levels.count(1))
         values["doctor/alarms"] = float(levels.count(2))
-        quality = math.nan
         if last:
             self.largest_score = max(self.largest_score, *map(abs, last))
             costs = max(_ALERT_COSTS, _ALERT_COSTS_SCORES * self.largest_score)
@@ -344,17 +335,3 @@ class Doctor(Callback):
         self.request = EndRequest(**request) if again else None
         if request is not None and not again:
             self.policy.alarmed_since = {}
-
-
-def best_checkpoint(trainer: Trainer, alarmed: Collection[int]) -> int | None:
-    """Return the iteration of the best checkpoint before this one; None if there is none.
-
-    Args:
-        trainer: whose checkpoint callback keeps it.
-        alarmed: iterations to which going back would help nothing.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        found: int | None = getattr(callback, "best_iteration", None)
-        if found is not None and found < current_iteration(trainer):
-            return None if found in alarmed else found
-    return None
