@@ -21,6 +21,7 @@ __all__ = sorted(_HOMES)
 
 _EXAMPLES = ("ArgumentPairSource", "LabelledTextSource", "QuestionSource", "sentiment_gold")
 _WITHDRAWN = {  # what is written instead
+    "TranscriptSource": "HubSource(NAME), which reads transcripts as conversations",
     "VllmServerGenerator": "VllmGenerator(..., python=PYTHON)",
     **{name: f"from examples.datasets, in a checkout, import {name}" for name in _EXAMPLES},
 }

@@ -20,7 +20,6 @@ from rlhf_lightning.data.sources.base import (
     MixedSource as MixedSource,
 )
 from rlhf_lightning.data.sources.templates import TemplateSource as TemplateSource
-from rlhf_lightning.data.sources.transcripts import TranscriptSource as TranscriptSource
 from rlhf_lightning.distributed.strategy import FSDP2Strategy as FSDP2Strategy
 from rlhf_lightning.doctor.interventions import ActionSettings as ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds as DoctorThresholds

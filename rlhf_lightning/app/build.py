@@ -36,9 +36,7 @@ from rlhf_lightning.callbacks.same_configuration import SameConfiguration
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
-from rlhf_lightning.data.batch_size import BatchSizeError, batch_that_fits
-from rlhf_lightning.data.first_screen import warn_of_cut_responses
-from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.summary import warn_of_cut_responses
 from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.distributed.strategy import make_strategy
@@ -166,7 +164,7 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     module = make_module(settings)
     tokenizer, scorer = module.tokenizer, getattr(module, "scorer", None)
     data = settings.data.build(tokenizer=tokenizer)
-    read_records(settings, data)
+    data.setup()
     if not stage.rolls_out and stage.num_answered(settings):
         longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
         warn_of_cut_responses(data.source, "train", tokenizer, longest, key=key)
@@ -198,27 +196,6 @@ def make_module(settings: TrainSettings) -> Any:
     if module.source is not None and module.source.name == start:
         module.source = replace(module.source, key=f"artifacts.{stage.starts_from}")
     return module
-
-
-def read_records(settings: TrainSettings, data: RecordDataModule) -> None:
-    """Read and encode the records.
-
-    Raises:
-        ConfigError: if they are fewer than a batch.
-    """
-    try:
-        data.setup()
-    except BatchSizeError as error:
-        fits = batch_that_fits(error.num_rows, settings.batch_unit)
-        devices = "fewer trainer.devices"
-        minibatches = settings.spec.minibatches_key
-        fewer = devices if minibatches is None else f"{minibatches}=1 or {devices}"
-        more = f"or give more {error.kind}"
-        fix = f"use data.batch_size={fits}, {more}" if fits else f"use {fewer}, {more}"
-        raise ConfigError(
-            f"data.batch_size={error.batch_size} is more than the {error.num_rows:,} training "
-            f"{error.kind}, so a batch would hold some of them several times: {fix}"
-        ) from error
 
 
 def make_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:

@@ -28,8 +28,8 @@ from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
-from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.data.records import PromptRecord, prompt_key
+from rlhf_lightning.data.summary import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision

@@ -37,8 +37,8 @@ from rlhf_lightning.app.evaluation import gates_of
 from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.first_screen import UNLIMITED
 from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.summary import UNLIMITED
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored, offsets

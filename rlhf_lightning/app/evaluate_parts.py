@@ -16,16 +16,15 @@ from rlhf_lightning.app.config.inherit import read_training
 from rlhf_lightning.app.config.saved import working_folder
 from rlhf_lightning.app.prerequisites import check_world, is_available, prepare_inputs
 from rlhf_lightning.data.encode import OVER_LONG, EncodingReport, encode_prompt
-from rlhf_lightning.data.first_screen import (
+from rlhf_lightning.data.records import PromptRecord, prompt_key
+from rlhf_lightning.data.sampler import validation_part
+from rlhf_lightning.data.sources.base import FileSource, files_of
+from rlhf_lightning.data.sources.given import WholeSource
+from rlhf_lightning.data.summary import (
     UNLIMITED,
     warn_of_cut_responses,
     warn_of_plain_prompts,
 )
-from rlhf_lightning.data.identity import files_of
-from rlhf_lightning.data.records import PromptRecord, prompt_key
-from rlhf_lightning.data.sampler import validation_part
-from rlhf_lightning.data.sources.base import FileSource
-from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
 from rlhf_lightning.evaluation.generate import Sampling, gold_scores
 from rlhf_lightning.evaluation.held_out import (

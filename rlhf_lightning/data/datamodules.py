@@ -8,27 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import (
-    Count,
-    CountOrZero,
-    Epochs,
-    Length,
-    PathOrName,
-    Seed,
-    Size,
-    Workers,
-    checked,
-)
+from rlhf_lightning.arguments import Length, PathOrName, Size, checked
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import EncodedPreference, OverLong
-from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.records import RecordKind
+from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
+from rlhf_lightning.data.record_datamodule import LoaderOptions, RecordDataModule, RowOptions
 from rlhf_lightning.data.sampler import stream_generator
 from rlhf_lightning.data.sources.base import (
     JoinedSource,
@@ -37,7 +27,6 @@ from rlhf_lightning.data.sources.base import (
     RowSource,
 )
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.data.unpaired import with_other_responses
 
 
 class DemonstrationDataModule(RecordDataModule):
@@ -82,21 +71,11 @@ class PreferenceDataModule(RecordDataModule):
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         batch_size: Size,
-        max_length: Length | None = None,
-        seed: Seed | None = None,
         path: PathOrName | None = None,
-        kind: RecordKind | None = None,
         also: Sequence[PathOrName] = (),
-        num_epochs: Epochs | None = None,
-        num_iterations: Count | None = None,
-        over_long: OverLong = "drop",
-        group_by_length: bool = True,
         group_by_prompt: bool = False,
         balance_length: bool = False,
-        show_examples: CountOrZero = 0,
-        max_validation_rows: Count | None = None,
-        validation_batch_size: Size | None = None,
-        num_workers: Workers = 0,
+        **options: Unpack[RowOptions],
     ) -> None:
         """Check the numbers; nothing is read yet."""
         if path is None:
@@ -105,26 +84,13 @@ class PreferenceDataModule(RecordDataModule):
             split = ("seed", "validation_fraction") if isinstance(source, RowSource) else ()
             first = PreferenceFolder(path, **{name: getattr(source, name) for name in split})
         more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
-        super().__init__(
-            JoinedSource([first, *more]) if more else first,
-            tokenizer,
-            batch_size=batch_size,
-            kind=kind,
-            num_iterations=num_iterations,
-            num_epochs=num_epochs,
-            max_length=max_length,
-            over_long=over_long,
-            seed=seed,
-            group_by_length=group_by_length and not group_by_prompt,
-            show_examples=show_examples,
-            max_validation_rows=max_validation_rows,
-            validation_batch_size=validation_batch_size,
-            num_workers=num_workers,
-        )
-        of_pairs = {"group_by_prompt": group_by_prompt, "balance_length": balance_length}
-        for name in (name for name, wanted in of_pairs.items() if wanted):
-            if self.kind == "unpaired":
-                raise ValueError(f"{name}=True is of pairs alone: use false with kind=unpaired")
+        if group_by_prompt:
+            options["group_by_length"] = False
+        source = JoinedSource([first, *more]) if more else first
+        super().__init__(source, tokenizer, batch_size=batch_size, **options)
+        if self.kind == "unpaired" and (group_by_prompt or balance_length):
+            given = f"{group_by_prompt=} and {balance_length=}"
+            raise ValueError(f"{given}: both are of pairs alone, use false with kind=unpaired")
         self.group_by_prompt = group_by_prompt
         self.balance_length = balance_length
 
@@ -180,6 +146,46 @@ def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[Enc
     return [*rows, *rare * repeats, *(rare[i] for i in sorted(drawn))]
 
 
+def with_other_responses(
+    rows: Sequence[EncodedSequence], others: Sequence[EncodedSequence], *, max_length: int
+) -> list[EncodedPreference]:
+    """Return unpaired rows, each with its prompt and a response to another prompt.
+
+    It is the response of the row before among `others`, without those of the same prompt; before
+    the first row comes the last one. It only estimates a KL, and is cut where it does not fit.
+
+    Args:
+        rows: rows of one split, with labels.
+        others: rows of the training split.
+        max_length: most tokens of prompt and other response.
+
+    Raises:
+        ValueError: if all `others` have the prompt of a row.
+    """
+    parts = [np.split(row.input_ids, [int(np.argmax(row.loss_mask))]) for row in others]
+    prompts = [prompt.tobytes() for prompt, _ in parts]
+    # The row before with another prompt; the second pass knows what is before the first row.
+    before: list[int | None] = [None] * len(others)
+    for n in (*range(len(others)), *range(len(others))):
+        before[n] = n - 1 if prompts[n - 1] != prompts[n] else before[n - 1]
+    paired = []
+    for number, row in enumerate(rows):
+        length = int(np.argmax(row.loss_mask))
+        prompt = row.input_ids[:length]
+        last = (number - 1) % len(others)
+        other = last if prompts[last] != prompt.tobytes() else before[last]
+        if other is None:
+            raise ValueError(
+                "all unpaired rows have one prompt: KTO estimates its KL from responses to other "
+                "prompts; add rows of other prompts"
+            )
+        joined = np.concatenate([prompt, parts[other][1]])[:max_length]
+        paired.append(
+            EncodedPreference(row.input_ids, joined, length, domain=row.domain, label=row.label)
+        )
+    return paired
+
+
 class PromptDataModule(RecordDataModule):
     """Batches of `PromptBatch`, one an iteration of PPO, in the order of the stream.
 
@@ -194,16 +200,8 @@ class PromptDataModule(RecordDataModule):
         source: where the prompts come from; any record with a prompt will do.
         tokenizer: makes ids of them.
         batch_size: prompts of an iteration, over all ranks.
-        num_iterations: iterations of the stage.
         max_prompt_length: most tokens of a prompt; None for 512, or less where the context of the
             model that is trained has no room for them and a response.
-        seed: seeds the order of the prompts.
-        over_long: `"drop"` longer prompts, or `"truncate_left"`: keep their end.
-        show_examples: how many decoded prompts to show before training.
-        max_validation_rows: a random part of the held-out prompts; None for all.
-        validation_batch_size: prompts of a rank's validation batch; None for twice its share of
-            `batch_size`.
-        num_workers: number of processes that collate.
         num_generations: responses to each prompt of an iteration, which then has
             `batch_size * num_generations` rows; those of a prompt stay on one rank.
     """
@@ -220,32 +218,13 @@ class PromptDataModule(RecordDataModule):
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         batch_size: Size,
-        num_iterations: Count | None = None,
         max_prompt_length: Length | None = None,
-        seed: Seed | None = None,
-        over_long: OverLong = "drop",
-        show_examples: CountOrZero = 0,
-        max_validation_rows: Count | None = None,
-        validation_batch_size: Size | None = None,
-        num_workers: Workers = 0,
         num_generations: Size = 1,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        super().__init__(
-            source,
-            tokenizer,
-            batch_size=batch_size,
-            num_iterations=num_iterations,
-            max_length=max_prompt_length,
-            over_long=over_long,
-            seed=seed,
-            group_by_length=False,
-            show_examples=show_examples,
-            max_validation_rows=max_validation_rows,
-            validation_batch_size=validation_batch_size,
-            num_workers=num_workers,
-        )
-
+        rows: RowOptions = {**options, "max_length": max_prompt_length, "group_by_length": False}
+        super().__init__(source, tokenizer, batch_size=batch_size, **rows)
         self.num_generations = num_generations
 
     def predict_dataloader(self) -> Any:

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Required, TypedDict, Unpack, get_args
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ from rlhf_lightning.text.tokens import (
 
 OverLong = Literal["drop", "truncate_left"]
 LossOn = Literal["last", "all"]
-Tokenizes = PreTrainedTokenizerBase | TextEncoder
+RowT = TypeVar("RowT")
 OVER_LONG = "over-long"
 RESPONSE_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
@@ -169,39 +169,38 @@ def encode_all(
         UnpairedRecord: encode_demonstration,
         PreferenceRecord: encode_preference,
     }
-    encoded = []
+    encoded: list[Any] = []
     everything = list(records)
     encoder = TextEncoder(tokenizer)
-    rows = with_progress(everything, "encoding", len(everything))
-    for number, record in enumerate(rows, start=1):
-        if number % NUM_REMEMBERED == 1:
-            encoder.remember(_plain_texts(everything[number - 1 : number - 1 + NUM_REMEMBERED]))
+    for at, record in enumerate(with_progress(everything, "encoding", len(everything))):
+        if at % NUM_REMEMBERED == 0:
+            encoder.remember(_plain_texts(everything[at : at + NUM_REMEMBERED]))
         encode = encoders[type(record)]
         try:
             row = encode(record, encoder, max_length=max_length, over_long=over_long, report=report)
         except ValueError as error:
             if isinstance(error, BadRecordError) and record.origin.where is not None:
                 raise
-            raise ValueError(f"record {number}: {error}") from error
-        if row:
-            encoded += row if isinstance(row, list) else [row]
-            texts = _texts(record)
-            messages = [m for text in texts if not isinstance(text, str) for m in text]
-            if messages or record.variables:
-                report.unread.update(unread_keys(messages, record.variables, tokenizer))
-            every = not isinstance(record, PromptRecord | TextRecord)  # else rewards get them
-            unread = (key for key in record.origin.unread if every or key in ROW_KEYS)
-            report.unread_columns.update(unread)
-            unknown = _holds(row, encoder.unknown) or encoder.drops(*texts)
-            report.num_unknown += not record.rendered and unknown
+            raise ValueError(f"record {at + 1}: {error}") from error
+        rows = row if isinstance(row, list) else [row] if row else []
+        encoded += rows
+        if not rows:
+            continue
+        texts = _texts(record)
+        messages = [m for text in texts if not isinstance(text, str) for m in text]
+        if messages or record.variables:
+            report.unread.update(unread_keys(messages, record.variables, tokenizer))
+        every = not isinstance(record, PromptRecord | TextRecord)  # else rewards get them
+        report.unread_columns.update(k for k in record.origin.unread if every or k in ROW_KEYS)
+        unknown = any(_holds(row, encoder.unknown) for row in rows) or encoder.drops(*texts)
+        report.num_unknown += not record.rendered and unknown
     return encoded, report
 
 
-def _holds(row: Encoded | list[Encoded], token: int | None) -> bool:
-    """Return True if a row, or one of several, holds a token."""
-    fields = (vars(each) for each in (row if isinstance(row, list) else [row]))
-    ids = (x for each in fields for x in each.values() if isinstance(x, np.ndarray))
-    return token is not None and any(bool((x == token).any()) for x in ids if x.dtype != bool)
+def _holds(row: Encoded, token: int | None) -> bool:
+    """Return True if a row holds a token."""
+    ids = (x for x in vars(row).values() if isinstance(x, np.ndarray) and x.dtype != bool)
+    return token is not None and any(bool((x == token).any()) for x in ids)
 
 
 def give_same_columns(*splits: list[Any]) -> None:
@@ -232,37 +231,15 @@ def _plain_texts(records: Iterable[Record]) -> Iterator[tuple[str, str | None]]:
                 yield prompt, answer
 
 
-class Limits(TypedDict, total=False):
-    """Most tokens of a row, what to do with longer ones, and the report that counts."""
-
-    max_length: Required[int]
-    over_long: OverLong
-    report: EncodingReport | None
-
-
+@dataclass
 class _Fit:
-    """A tokenizer and the limits of its rows."""
+    """A tokenizer, the limits of its rows, and the options of a record's texts."""
 
-    def __init__(self, tokenizer: Tokenizes, limits: Limits) -> None:
-        self.encoder = text_encoder(tokenizer)
-        self.max_length = limits["max_length"]
-        self.over_long = limits.get("over_long", "drop")
-        self.report = limits.get("report") or EncodingReport()
-        if self.over_long not in get_args(OverLong):
-            fix = "use 'drop' or 'truncate_left'"
-            raise ValueError(f"over_long={self.over_long!r} is unknown: {fix}")
-
-    @contextmanager
-    def placed(self, record: Record) -> Iterator[dict[str, Any]]:
-        """Give the options of the record's texts; its faults get its place, or leave it out."""
-        where = record.origin.where or Location("a record")
-        try:
-            yield {"rendered": record.rendered, "variables": record.variables}
-        except ChatTemplateError as error:
-            bad = BadRecordError(where, error.found, error.fix)
-            if not record.origin.skip:
-                raise bad from error
-            self.report.skipped.append(str(bad))
+    encoder: TextEncoder
+    max_length: int
+    over_long: OverLong
+    report: EncodingReport
+    options: dict[str, Any]
 
     def cut(self, prompt: list[int], num_response: int = 0) -> list[int] | None:
         """Return a prompt, cut from the left if it must and may be; None drops the record."""
@@ -279,22 +256,45 @@ class _Fit:
         return prompt[len(prompt) - room :]
 
 
-def encode_text(
-    record: TextRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
-) -> EncodedSequence | None:
+def _encoder(encode: Callable[[Any, _Fit], RowT | None]) -> Callable[..., RowT | None]:
+    """Return the encoder of a record: its faults get the record's place, or leave it out."""
+
+    @wraps(encode)
+    def encode_record(
+        record: Record,
+        tokenizer: PreTrainedTokenizerBase | TextEncoder,
+        *,
+        max_length: int,
+        over_long: OverLong = "drop",
+        report: EncodingReport | None = None,
+    ) -> RowT | None:
+        options = {"rendered": record.rendered, "variables": record.variables}
+        report = report or EncodingReport()
+        try:
+            return encode(
+                record, _Fit(text_encoder(tokenizer), max_length, over_long, report, options)
+            )
+        except ChatTemplateError as error:
+            where = record.origin.where or Location("a record")
+            bad = BadRecordError(where, error.found, error.fix)
+            if not record.origin.skip:
+                raise bad from error
+            report.skipped.append(str(bad))
+            return None
+
+    return encode_record
+
+
+@_encoder
+def encode_text(record: TextRecord, fit: _Fit) -> EncodedSequence | None:
     """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
-    fit = _Fit(tokenizer, limits)
-    with fit.placed(record) as options:
-        ids = fit.cut(
-            end_with_eos(prompt_ids(record.text, fit.encoder, **options), fit.encoder.eos)
-        )
-        return None if ids is None else _sequence(ids, num_given=1, domain=record.domain)
-    return None
+    ids = end_with_eos(prompt_ids(record.text, fit.encoder, **fit.options), fit.encoder.eos)
+    kept = fit.cut(ids)
+    return None if kept is None else _sequence(kept, num_given=1, domain=record.domain)
 
 
-def encode_demonstration(
-    record: DemonstrationRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
-) -> EncodedSequence | None:
+@_encoder
+def encode_demonstration(record: DemonstrationRecord, fit: _Fit) -> EncodedSequence | None:
     """Return prompt, completion and EOS, the last two learnt; None if dropped.
 
     An empty prompt of a tokenizer without BOS leaves the completion's first token unlearnt.
@@ -303,15 +303,18 @@ def encode_demonstration(
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
         BadRecordError: if it refuses the record, or does not write all of it.
     """
-    fit = _Fit(tokenizer, limits)
-    with fit.placed(record) as options:
-        return _demonstration(record, fit, options)
-    return None
+    found = prompt_and_responses(record.prompt, [record.completion], fit.encoder, **fit.options)
+    answer = found.responses[0]
+    prompt = fit.cut(found.prompt, len(answer))
+    if prompt is None:
+        return None
+    fit.report.num_merged += found.is_merged
+    row = _sequence([*prompt, *answer], num_given=max(len(prompt), 1), domain=record.domain)
+    return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
 
 
-def encode_turns(
-    record: DemonstrationRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
-) -> list[EncodedSequence]:
+@_encoder
+def encode_turns(record: DemonstrationRecord, fit: _Fit) -> list[EncodedSequence]:
     """Return rows in which every turn of the assistant is learnt once, but those of weight 0.
 
     Most templates need one row; see the top of this module.
@@ -319,21 +322,18 @@ def encode_turns(
     Raises:
         ValueError: as `encode_demonstration`, and if the record is plain or a turn is empty.
     """
-    fit = _Fit(tokenizer, limits)
     rows: list[EncodedSequence] = []
-    with fit.placed(record) as options:
-        for turn in _turns(record):
-            row = _demonstration(turn, fit, options)
-            if row is None:
-                continue
-            size = len(row)
-            same = (r for r in rows if np.array_equal(r.input_ids[:size], row.input_ids))
-            if (later := next(same, None)) is None:
-                rows.append(row)
-            else:
-                later.loss_mask[:size] |= row.loss_mask
-        return rows[::-1]
-    return []
+    for turn in _turns(record):
+        row = encode_demonstration.__wrapped__(turn, fit)  # type: ignore[attr-defined]
+        if row is None:
+            continue
+        size = len(row)
+        same = (r for r in rows if np.array_equal(r.input_ids[:size], row.input_ids))
+        if (later := next(same, None)) is None:
+            rows.append(row)
+        else:
+            later.loss_mask[:size] |= row.loss_mask
+    return rows[::-1]
 
 
 def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
@@ -353,68 +353,49 @@ def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
         yield replace(record, prompt=messages[:at], completion=messages[at : at + 1])
 
 
-def _demonstration(
-    record: DemonstrationRecord, fit: _Fit, options: dict[str, Any]
-) -> EncodedSequence | None:
-    found = prompt_and_responses(record.prompt, [record.completion], fit.encoder, **options)
-    answer = found.responses[0]
-    prompt = fit.cut(found.prompt, len(answer))
-    if prompt is None:
-        return None
-    fit.report.num_merged += found.is_merged
-    row = _sequence([*prompt, *answer], num_given=max(len(prompt), 1), domain=record.domain)
-    return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
-
-
-def encode_preference(
-    record: PreferenceRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
-) -> EncodedPreference | None:
+@_encoder
+def encode_preference(record: PreferenceRecord, fit: _Fit) -> EncodedPreference | None:
     """Return both responses behind the same (perhaps cut) prompt, EOS included; None if dropped.
 
     Raises:
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
         BadRecordError: if it refuses the record, or does not write all of it.
     """
-    fit = _Fit(tokenizer, limits)
-    with fit.placed(record) as options:
-        sides = (record.chosen, record.rejected)
-        found = prompt_and_responses(record.prompt, sides, fit.encoder, **options)
-        chosen, rejected = found.responses
-        if chosen == rejected:
-            fit.report.dropped[IDENTICAL] += 1
-            return None
-        prompt = fit.cut(found.prompt, max(len(chosen), len(rejected)))
-        if prompt is None:
-            return None
-        fit.report.num_merged += found.is_merged
-        return EncodedPreference(
-            _ids([*prompt, *chosen]),
-            _ids([*prompt, *rejected]),
-            prompt_length=len(prompt),
-            margin=record.margin or 0.0,
-            domain=record.domain,
-            subsets=record.subsets,
-        )
-    return None
+    sides = (record.chosen, record.rejected)
+    found = prompt_and_responses(record.prompt, sides, fit.encoder, **fit.options)
+    chosen, rejected = found.responses
+    if chosen == rejected:
+        fit.report.dropped[IDENTICAL] += 1
+        return None
+    prompt = fit.cut(found.prompt, max(len(chosen), len(rejected)))
+    if prompt is None:
+        return None
+    fit.report.num_merged += found.is_merged
+    return EncodedPreference(
+        _ids([*prompt, *chosen]),
+        _ids([*prompt, *rejected]),
+        prompt_length=len(prompt),
+        margin=record.margin or 0.0,
+        domain=record.domain,
+        subsets=record.subsets,
+    )
 
 
-def encode_prompt(
-    record: PromptRecord, tokenizer: Tokenizes, **limits: Unpack[Limits]
-) -> EncodedPrompt | None:
+@_encoder
+def encode_prompt(record: PromptRecord, fit: _Fit) -> EncodedPrompt | None:
     """Return the prompt alone, with the columns of `prompt_columns`; None if dropped.
 
     Raises:
         BadRecordError: if the chat template refuses the record, or does not write all of it.
     """
-    fit = _Fit(tokenizer, limits)
-    with fit.placed(record) as options:
-        ids = prompt_ids(record.prompt, fit.encoder, **options)
-        if not ids:
-            fit.report.dropped[NO_TOKENS] += 1
-        elif (kept := fit.cut(ids)) is not None:
-            columns = prompt_columns(record, fit.encoder.tokenizer)
-            return EncodedPrompt(_ids(kept), columns, record.domain)
-    return None
+    ids = prompt_ids(record.prompt, fit.encoder, **fit.options)
+    if not ids:
+        fit.report.dropped[NO_TOKENS] += 1
+    kept = fit.cut(ids) if ids else None
+    if kept is None:
+        return None
+    columns = prompt_columns(record, fit.encoder.tokenizer)
+    return EncodedPrompt(_ids(kept), columns, record.domain)
 
 
 def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -163,9 +163,9 @@ def kind_of(record: Record) -> RecordKind:
     Raises:
         TypeError: if it is not a record.
     """
-    kind = _KINDS.get(type(record))
+    kind = KINDS.get(type(record))
     if kind is None:
-        names = [cls.__name__ for cls in _KINDS]
+        names = [cls.__name__ for cls in KINDS]
         raise TypeError(f"{type(record).__name__} is not a record, expected one of {names}")
     return kind
 
@@ -191,7 +191,7 @@ def asked_columns(reward: object, rows: Sequence[Mapping[str, Any]]) -> dict[str
     return {name: [as_text(row.get(name)) for row in rows] for name in names}
 
 
-_KINDS: dict[type, RecordKind] = {
+KINDS: dict[type, RecordKind] = {
     TextRecord: "texts",
     PromptRecord: "prompts",
     DemonstrationRecord: "demonstrations",

@@ -51,7 +51,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
         consumed: batches that are trained on already; iteration starts behind them.
 
     Raises:
-        ValueError: if a number is out of range or `world_size` does not divide `batch_size`.
+        ValueError: if `world_size` does not divide `batch_size`.
     """
 
     def __init__(
@@ -70,33 +70,18 @@ class StreamBatchSampler(Sampler[list[Any]]):
         whole_spares: bool = False,
     ) -> None:
         """Check the numbers; nothing is drawn yet."""
-        for name, value in {
-            "num_rows": num_rows,
-            "batch_size": batch_size,
-            "num_iterations": num_iterations,
-            "world_size": world_size,
-        }.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         if batch_size % world_size:
+            share = batch_size // world_size
             raise ValueError(
                 f"batch_size={batch_size} is global and must be divisible by the {world_size} "
-                f"ranks: use {max(batch_size // world_size, 1) * world_size} or "
-                f"{(batch_size // world_size + 1) * world_size}"
+                f"ranks: use {max(share, 1) * world_size} or {(share + 1) * world_size}"
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} must be in [0, {world_size})")
-        if lengths is not None and len(lengths) != num_rows:
-            raise ValueError(f"lengths has {len(lengths)} entries for {num_rows} rows")
-        if groups is not None and (lengths is not None or len(groups) != num_rows):
-            both = "" if lengths is None else ", and lengths are given too"
-            raise ValueError(f"groups has {len(groups)} entries for {num_rows} rows{both}")
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.num_iterations = num_iterations
         self.seed = seed
-        self.lengths = None if lengths is None else list(lengths)
-        self.groups = None if groups is None else list(groups)
+        self.lengths = lengths
+        self.groups = groups
         self.rank = rank
         self.world_size = world_size
         self.with_row_ids = with_row_ids
@@ -166,8 +151,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
     def _permutation(self, number: int) -> list[int]:
         generator = stream_generator(self.seed, "permutation", number)
         rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
-        groups = self.groups
-        if groups is None:
+        if (groups := self.groups) is None:
             return rows
         names = sorted(set(groups))
         order = torch.randperm(len(names), generator=generator).tolist()
@@ -210,8 +194,6 @@ class SequentialBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
     ) -> None:
         """Deal the rows."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
         if 0 < num_rows < world_size:
             raise ValueError(
                 f"{num_rows} validation rows cannot be dealt to {world_size} ranks: hold out more"

@@ -1,4 +1,8 @@
-"""Summary of the data: counts, lengths, duplicates, records left out, and decoded examples."""
+"""What the data hold, and warnings before training.
+
+The summary has counts, lengths, duplicates, records left out and decoded examples. Warned of are
+prompts in the wrong form or read twice, and a length that cuts responses.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,46 @@ import io
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.encode import (
     Encoded,
     EncodedPreference,
     EncodedPrompt,
     EncodedSequence,
     EncodingReport,
+    encode_all,
 )
-from rlhf_lightning.text.decoding import decoded, text_behind
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    Origin,
+    PreferenceRecord,
+    Record,
+    RecordKind,
+    Split,
+    TextRecord,
+)
+from rlhf_lightning.data.sources.base import RecordSource, RowSource
+from rlhf_lightning.text.decoding import text_behind
+from rlhf_lightning.text.forms import SYSTEM
+from rlhf_lightning.text.messages import Text
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
+MOST_CUT = 0.1
+NUM_LOOKED_AT = 500
+UNLIMITED = 1 << 30
+_WITH_RESPONSES: tuple[RecordKind, ...] = ("demonstrations", "preferences")
 
 
 @dataclass(frozen=True)
@@ -73,27 +98,23 @@ class DataSummary(EncodingReport):
     num_contradictions: int
     missing_columns: Mapping[str, int]
 
-    def render(self, but: Collection[str] = ()) -> str:
-        """Return a compact table as text, without the unread columns and keys in `but`."""
+    def render(self) -> str:
+        """Return a compact table as text; what counts nothing is left out."""
         domains = {name or "(none)": n for name, n in self.domains.items()}
-        unread, unread_columns = (
-            {key: n for key, n in counts.most_common() if key not in but}
-            for counts in (self.unread, self.unread_columns)
-        )
         contradictions = "pairs that another one contradicts (A > B and B > A)"
         rows: dict[str, Any] = {
             "domains": domains if set(self.domains) - {""} else {},
             "labels": {str(label).lower(): n for label, n in self.labels.items()},
             **{f"{k} tokens, min / median / 95 % / max": str(v) for k, v in self.lengths.items()},
-            "duplicate rows": str(self.num_duplicates),
+            "duplicate rows": self.num_duplicates,
             "responses with both labels" if self.labels else contradictions: (
                 self.num_contradictions
             ),
             "prompts cut from the left": self.num_truncated,
             "rows whose prompt ends in other tokens where it stands alone": self.num_merged,
             "rows with text unknown to the tokenizer (<unk>, or left out)": self.num_unknown,
-            "keys of messages that the chat template does not read": unread,
-            "columns that are not read (map them with columns=)": unread_columns,
+            "keys of messages that the chat template does not read": self.unread,
+            "columns that are not read (map them with columns=)": self.unread_columns,
             **{
                 f"rows without {name!r}, which is None to the reward": count
                 for name, count in self.missing_columns.items()
@@ -108,25 +129,22 @@ class DataSummary(EncodingReport):
                 value = ", ".join(f"{key} {count}" for key, count in value.items())
             if value:
                 table.add_row(name, str(value))
-        return render_table(table)
+        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console.print(table)
+        return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
 
 
 def summarize(
-    encoded: Sequence[Encoded],
-    *,
-    name: str,
-    report: EncodingReport | None = None,
-    skipped: Sequence[str] = (),
+    encoded: Sequence[Encoded], *, name: str, report: EncodingReport | None = None
 ) -> DataSummary:
     """Return the summary of encoded rows.
 
     Args:
         encoded: the rows of one split, all of one kind.
         name: title of the summary.
-        report: what `encode_all` said about them.
-        skipped: messages about bad records that were left out.
+        report: what `encode_all` said about them, and the bad records that were left out.
     """
-    report = report or EncodingReport()
     lengths: dict[str, list[int]] = {}
     for row in encoded:
         for part, length in part_lengths(row).items():
@@ -134,15 +152,16 @@ def summarize(
     identities = {_identity(row) for row in encoded}
     asked = (row for row in encoded if isinstance(row, EncodedPrompt))
     lacking = (k for row in asked for k, v in row.columns.items() if v is None)
+    labels = (getattr(row, "label", None) for row in encoded)
     return DataSummary(
-        **{**vars(report), "skipped": [*skipped, *report.skipped]},
+        **vars(report or EncodingReport()),
         name=name,
         num_rows=len(encoded),
         domains=dict(Counter(row.domain for row in encoded).most_common()),
         lengths={part: LengthSummary.of(values) for part, values in lengths.items()},
-        labels=Counter(label for row in encoded if (label := _label(row)) is not None),
+        labels=Counter(label for label in labels if label is not None),
         num_duplicates=len(encoded) - len(identities),
-        num_contradictions=sum(_contrary(row) in identities for row in encoded),
+        num_contradictions=sum(_identity(row, contrary=True) in identities for row in encoded),
         missing_columns=dict(Counter(name for name in lacking if name != CONVERSATION)),
     )
 
@@ -165,32 +184,22 @@ def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBa
     """Return the first `n` rows decoded, special tokens and all; what is learnt is in `[[...]]`.
 
     A preference shows both sides, with the scored responses in the brackets; an unpaired row its
-    response, with its label.
+    response, with its label: its other side is a response to another prompt.
     """
     lines = []
     for number, row in enumerate(encoded[:n], start=1):
-        if isinstance(row, EncodedSequence):
-            label = "" if row.label is None else f", label {str(row.label).lower()}"
-            text = _marked(row.input_ids, row.loss_mask, tokenizer)
-            lines.append(f"example {number}{label}: {text}")
-        elif isinstance(row, EncodedPrompt):
-            lines.append(f"example {number}: {decoded(row.input_ids, tokenizer)}")
+        label = getattr(row, "label", None)
+        title = "" if label is None else f", label {str(label).lower()}"
+        if isinstance(row, EncodedPreference):
+            learnt = np.arange(len(row)) >= row.prompt_length
+            sides = {title or ", chosen": row.chosen_input_ids}
+            sides |= {} if title else {", rejected": row.rejected_input_ids}
         else:
-            sides = {"chosen": row.chosen_input_ids, "rejected": row.rejected_input_ids}
-            if row.label is not None:  # the other side is a response to another prompt
-                sides = {f"label {str(row.label).lower()}": row.chosen_input_ids}
-            for side, ids in sides.items():
-                mask = [i >= row.prompt_length for i in range(len(ids))]
-                lines.append(f"example {number}, {side}: {_marked(ids, mask, tokenizer)}")
+            learnt = getattr(row, "loss_mask", np.zeros(len(row), dtype=bool))
+            sides = {title: row.input_ids}
+        for side, ids in sides.items():
+            lines.append(f"example {number}{side}: {_marked(ids, learnt, tokenizer)}")
     return "\n".join(lines)
-
-
-def render_table(table: Table) -> str:
-    """Return a rich table as plain text, as wide as the terminal, at most 100 columns."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(table)
-    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
 
 
 def _marked(ids: Any, mask: Any, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -218,20 +227,117 @@ def part_lengths(row: Encoded) -> dict[str, int]:
     }
 
 
-def _label(row: Encoded) -> bool | None:
-    return getattr(row, "label", None)
-
-
-def _identity(row: Encoded) -> tuple[bytes, ...]:
+def _identity(row: Encoded, *, contrary: bool = False) -> tuple[Any, ...]:
+    """Return the identity of a row, or of one that says the contrary."""
     if isinstance(row, EncodedPreference):
-        return row.chosen_input_ids.tobytes(), row.rejected_input_ids.tobytes()
-    label = _label(row)
-    return row.input_ids.tobytes(), *(() if label is None else (str(label).encode(),))
+        sides = row.chosen_input_ids.tobytes(), row.rejected_input_ids.tobytes()
+        return sides[::-1] if contrary else sides
+    label = getattr(row, "label", None)
+    if contrary:
+        label = "nothing" if label is None else not label
+    return row.input_ids.tobytes(), label
 
 
-def _contrary(row: Encoded) -> tuple[bytes, ...] | None:
-    """Return the identity of a row that says the opposite; None of one that says nothing."""
-    if isinstance(row, EncodedPreference):
-        return _identity(row)[::-1]
-    label = _label(row)
-    return None if label is None else (row.input_ids.tobytes(), str(not label).encode())
+# -- warnings ----------------------------------------------------------------------------------
+
+
+def warn_of_rows(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, summary: DataSummary
+) -> None:
+    """Say once what is odd in the training rows."""
+    warn_of_plain_prompts(records, tokenizer)
+    warn_of_repeated_prompts(records)
+    for name, count in summary.missing_columns.items():
+        rank_zero_warn(
+            f"{count} of {summary.num_rows} training prompts lack the column {name!r} (null or "
+            "missing), which is None to the reward function: fill it, or leave them out"
+        )
+
+
+def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn where prompts are plain text and the tokenizer has a chat template."""
+    asked = [record for record in records if not isinstance(record, TextRecord)]
+    has_template = bool(tokenizer.chat_template)
+    plain = sum(isinstance(record.prompt, str) and not record.rendered for record in asked)
+    if plain and has_template:
+        rank_zero_warn(
+            f"{plain} of {len(asked)} rows are plain text, written without the chat template that "
+            'the tokenizer has: give messages ([{"role": "user", "content": ...}]) where the model '
+            "is to chat"
+        )
+
+
+def warn_of_repeated_prompts(records: Sequence[Record]) -> None:
+    """Warn where every response begins with its prompt, which the model then reads twice."""
+    if len(records) > 1 and all(map(_repeats_prompt, records)):
+        rank_zero_warn(
+            f"all {len(records)} responses begin with their prompt, which the model then reads "
+            "twice: take it out of the responses"
+        )
+
+
+def _repeats_prompt(record: Record) -> bool:
+    asked: Text = getattr(record, "prompt", "")
+    if not isinstance(asked, str):  # of several turns a response may quote the last one
+        asked = tuple(message for message in asked if message["role"] not in SYSTEM)
+        asked = asked if len(asked) == 1 else ""
+    prompt = _last_text(asked)
+    sides = (getattr(record, key, "") for key in ("completion", "chosen", "rejected"))
+    return bool(prompt) and any(_last_text(side).startswith(prompt) for side in sides)
+
+
+def _last_text(text: Text) -> str:
+    text = text if isinstance(text, str) else text[-1]["content"]
+    return " ".join(text.split()) if isinstance(text, str) else ""
+
+
+@rank_zero_only
+def warn_of_cut_responses(
+    source: RecordSource,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    *,
+    key: str,
+) -> None:
+    """Warn if more than a tenth of the data's own responses are longer than sampled ones may be.
+
+    Looks at the first 500 demonstrations, or preferred responses; a set of prompts has none.
+
+    Args:
+        source: source of the prompts.
+        split: split of the records.
+        tokenizer: tokenizer of the policy.
+        max_new_tokens: most tokens of a sampled response.
+        key: configuration key that sets it.
+    """
+    lengths = sorted(_response_lengths(source, split, tokenizer))
+    cut = sum(length > max_new_tokens for length in lengths)
+    if cut > MOST_CUT * len(lengths):
+        enough = lengths[int(0.95 * len(lengths))]
+        rank_zero_warn(
+            f"{cut} of {len(lengths)} responses of the data have more tokens than "
+            f"{key}={max_new_tokens}, so a policy that writes like them is cut off: "
+            f"{key}={enough} holds 95 % of them"
+        )
+
+
+def _response_lengths(
+    source: RecordSource, split: Split, tokenizer: PreTrainedTokenizerBase
+) -> Sequence[int]:
+    if isinstance(source, RowSource):  # nothing is made of its rows, and none is a bad record
+        origin = Origin(skip=True)
+        found = [placed(r.record, origin, source.system_into_user) for r in source.parsed(split)]
+    else:
+        found = list(_asked(source, split))
+    records = [r for r in found if isinstance(r, DemonstrationRecord | PreferenceRecord)]
+    rows, _ = encode_all(records[:NUM_LOOKED_AT], tokenizer, max_length=UNLIMITED)
+    lengths = map(part_lengths, rows)
+    return [parts["chosen" if "chosen" in parts else "response"] for parts in lengths]
+
+
+def _asked(source: RecordSource, split: Split) -> Sequence[Record]:
+    for kind in _WITH_RESPONSES:
+        with suppress(ValueError, TypeError, LookupError, NotImplementedError):  # it has none
+            return source.records(kind, split)
+    return ()

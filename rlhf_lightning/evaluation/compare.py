@@ -23,10 +23,10 @@ from rlhf_lightning.arguments import (
     Temperature,
     checked,
 )
-from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, WholeSource, as_source
+from rlhf_lightning.data.summary import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.evaluation.gates import CheckedGate, check_gates
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling
 from rlhf_lightning.evaluation.held_out import (

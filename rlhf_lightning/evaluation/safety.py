@@ -6,14 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rlhf_lightning.arguments import Name, PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.formats import RowParser, to_kind
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.data.sources.base import LISTED
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share_over_groups
 from rlhf_lightning.runs.metric_catalog import part_key
@@ -85,9 +84,7 @@ class PhraseRefusals:
     """
 
     @checked
-    def __init__(
-        self, phrases: Annotated[Sequence[str], LISTED] = PHRASES, *, within: int = 200
-    ) -> None:
+    def __init__(self, phrases: Sequence[str] = PHRASES, *, within: int = 200) -> None:
         if not phrases or not all(isinstance(p, str) and p.strip() for p in phrases):
             raise ValueError("PhraseRefusals.phrases must hold texts, at least one")
         if within < 1:

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_lightning.data.datamodules import PromptDataModule
-from rlhf_lightning.data.first_screen import warn_of_cut_responses
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.summary import warn_of_cut_responses
 from rlhf_lightning.distributed.collectives import whole
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.text.decoding import token_names

@@ -15,7 +15,6 @@ from rlhf_lightning.arguments import AtLeast0, Seed, checked
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
-from rlhf_lightning.data.sources.base import LISTED
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
 from rlhf_lightning.preferences.rules import Rule
@@ -67,7 +66,7 @@ class RuleAnnotator:
     @checked
     def __init__(
         self,
-        rules: Annotated[Sequence[Rule | Sequence[Rule]], Field(min_length=1), LISTED],
+        rules: Annotated[Sequence[Rule | Sequence[Rule]], Field(min_length=1)],
         *,
         name: str = "rules",
         tie_below: AtLeast0 = 0.0,

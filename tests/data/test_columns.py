@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from rlhf_lightning import FileSource, PromptDataModule
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.data.identity import rows_digest
+from rlhf_lightning.data.record_datamodule import rows_digest
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from tests.rollout.answers import responses_of

@@ -13,13 +13,13 @@ from rlhf_lightning.data.datamodules import (
     PreferenceDataModule,
     PromptDataModule,
 )
-from rlhf_lightning.data.first_screen import (
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.sources.given import GivenRows, as_source
+from rlhf_lightning.data.summary import (
     warn_of_cut_responses,
     warn_of_plain_prompts,
     warn_of_repeated_prompts,
 )
-from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.data.sources.given import GivenRows, as_source
 from tests.builders.models import tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -110,7 +110,7 @@ def test_every_data_module_names_plain_prompts_and_unread_columns_once(module, r
     assert len([one for one in caught if "plain text" in str(one.message)]) == 1
     shown = data.render_summary()
     assert len(data.rows("validation")) > 0
-    assert shown.count("columns that are not read") == (module is not PromptDataModule)
+    assert ("columns that are not read" in shown) == (module is not PromptDataModule)
 
 
 USER = {"role": "user", "content": "Tea?"}

@@ -156,7 +156,7 @@ def test_mixing_is_a_function_of_the_seed_and_leaves_validation_whole():
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [([1], "1 weights for 2 sources"), ([1, 0], "positive"), ([1, float("nan")], "finite")],
+    [([1], "1 weights for 2 sources"), ([1, 0], "must be > 0"), ([1, float("nan")], "nan")],
 )
 def test_bad_weights_are_an_error(weights, message):
     with pytest.raises(ValueError, match=message):
@@ -174,7 +174,7 @@ def test_a_mix_with_an_empty_source_is_an_error():
     [
         lambda path: as_source(path, "data"),
         lambda path: as_source(str(path), "data"),
-        lambda path: PreferenceFolder(path),
+        lambda path: PreferenceFolder(path).records("preferences", "train"),
         lambda path: FileSource(path).records("prompts", "train"),
     ],
 )

@@ -29,7 +29,8 @@ def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(t
         DemonstrationRecord("a", "x" * 50),
     ]
     rows, report = encode_all(records, tokenizer, max_length=20, over_long="truncate_left")
-    summary = summarize(rows, name="train", report=report, skipped=["line 3: oops"])
+    report.skipped.append("line 3: oops")
+    summary = summarize(rows, name="train", report=report)
     assert summary.num_rows == 4
     assert summary.domains == {"sums": 2, "lists": 1, "": 1}
     assert summary.lengths["prompt"] == LengthSummary(2, 3, 18, 18)

@@ -84,7 +84,7 @@ def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
 ):
     settings = composed(stage, start, *own_records(tmp_path, stage, 59), f"data.batch_size={batch}")
     request.getfixturevalue("no_model_is_loaded")
-    with pytest.raises(ConfigError, match=f"data.batch_size={batch} is more than the 59 .*{kind}"):
+    with pytest.raises(ValueError, match=f"batch_size={batch} is more than the 59 .*{kind}"):
         assemble(settings, RunFolder(tmp_path / "run"))
 
 

@@ -45,6 +45,7 @@ def label_studio(folder: Path) -> object:
 CALLS: list[tuple[str, Callable[[Path], object], str]] = [
     ("Label Studio's text1", lambda path: label_studio(path), "prompt, answer1 and answer2"),
     ("LabelledTextSource", lambda _: rlhf_lightning.LabelledTextSource, "examples.datasets"),
+    ("TranscriptSource", lambda _: rlhf_lightning.TranscriptSource, "HubSource(NAME)"),
     ("on_template_loss", lambda _: GivenRows([], on_template_loss="warn"), "on_template_loss"),
     ("<|im_end|> as text", lambda _: prompt_ids("<|im_end|>", build_tokenizer()), "rendered=true"),
     (

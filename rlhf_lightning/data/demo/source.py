@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import Any
+from typing import Annotated, Any, get_args
 
-from rlhf_lightning.arguments import CountOrZero, Seed, Share, checked
+from pydantic import Field
+
+from rlhf_lightning.arguments import Count, Seed, Share, checked
 from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator, draw_annotator
 from rlhf_lightning.data.demo.answers import (
     Quality,
@@ -30,6 +32,7 @@ from rlhf_lightning.data.records import (
     Split,
     TextRecord,
     both_responses,
+    check_split,
 )
 
 TEXT_QUALITY = Quality(
@@ -78,30 +81,16 @@ class DemoSource:
     """
 
     seed: Seed = 1
-    num_texts: CountOrZero = 30000
-    num_demonstrations: CountOrZero = 16000
-    num_preferences: CountOrZero = 24000
-    num_validation_texts: CountOrZero = 800
-    num_validation_demonstrations: CountOrZero = 800
-    num_validation_preferences: CountOrZero = 2000
-    held_out_fraction: Share = 0.15
+    num_texts: Count = 30000
+    num_demonstrations: Count = 16000
+    num_preferences: Count = 24000
+    num_validation_texts: Count = 800
+    num_validation_demonstrations: Count = 800
+    num_validation_preferences: Count = 2000
+    held_out_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
     contrast_fraction: Share = 0.5
     remark_fraction: Share = 0.7
-    panel: tuple[SimulatedAnnotator, ...] = field(default=PANEL)
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("texts", "demonstrations", "preferences"):
-            for key in (f"num_{name}", f"num_validation_{name}"):
-                if getattr(self, key) < 1:
-                    raise ValueError(f"{key} is {getattr(self, key)}: use 1 or more")
-        if not 0.0 < self.held_out_fraction < 0.5:
-            raise ValueError(f"held_out_fraction is {self.held_out_fraction}: use 0.05 to 0.3")
-        for key in ("contrast_fraction", "remark_fraction"):
-            if not 0.0 <= getattr(self, key) <= 1.0:
-                raise ValueError(f"{key} is {getattr(self, key)}: use 0 to 1")
-        if not self.panel:
-            raise ValueError("panel is empty: name at least one SimulatedAnnotator")
+    panel: Annotated[tuple[SimulatedAnnotator, ...], Field(min_length=1)] = PANEL
 
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return the records of a kind and split, the same at every call.
@@ -111,8 +100,7 @@ class DemoSource:
         Raises:
             ValueError: if there is no such kind or split.
         """
-        if split not in ("train", "validation"):
-            raise ValueError(f"split={split!r} is not known: use 'train' or 'validation'")
+        check_split(split)
         rng = Random(f"{self.seed}/{kind}/{split}")
         train = split == "train"
         match kind:
@@ -125,13 +113,10 @@ class DemoSource:
                 count = self.num_demonstrations if train else self.num_validation_demonstrations
                 return [_demonstration(q, rng) for q in self._draw(split, count, rng)]
             case "preferences":
-                return [pair.record for pair in self._pairs(split)]
+                return [pair for pair, _ in self._pairs(split)]
             case "unpaired":
-                return [one for pair in self._pairs(split) for one in both_responses(pair.record)]
-        raise ValueError(
-            f"kind={kind!r} is not known: use 'texts', 'prompts', 'demonstrations', 'preferences' "
-            "or 'unpaired'"
-        )
+                return [one for pair, _ in self._pairs(split) for one in both_responses(pair)]
+        raise ValueError(f"kind={kind!r} is unknown: use one of {', '.join(get_args(RecordKind))}")
 
     def questions(self, split: Split) -> list[Question]:
         """Return the questions of a split, in a fixed shuffled order."""
@@ -145,29 +130,10 @@ class DemoSource:
         one draw from these probabilities.
         """
         pairs = self._pairs("validation")
-        return sum(pair.agreement for pair in pairs) / len(pairs)
-
-    def describe(self) -> Mapping[str, Any]:
-        """Return counts of the world: prompts by split and domain, records, label ceiling."""
-        prompts = {
-            split: {
-                domain: sum(question.domain == domain for question in self.questions(split))
-                for domain in DOMAINS
-            }
-            for split in ("train", "validation")
-        }
-        return {
-            "seed": self.seed,
-            "prompts": prompts,
-            "texts": self.num_texts,
-            "demonstrations": self.num_demonstrations,
-            "preferences": self.num_preferences,
-            "validation_preferences": self.num_validation_preferences,
-            "label_ceiling": self.label_ceiling(),
-        }
+        return sum(agreement for _, agreement in pairs) / len(pairs)
 
     @cached_property
-    def _split(self) -> Mapping[str, list[Question]]:
+    def _split(self) -> Mapping[Split, list[Question]]:
         rng = Random(f"{self.seed}/split")
         questions = list(all_questions())
         combinations = sorted({question.combination for question in questions})
@@ -185,10 +151,8 @@ class DemoSource:
         validation = [question for question in questions if question.combination not in kept]
         rng.shuffle(train)
         rng.shuffle(validation)
-        return {
-            "train": _at_most(MOST_PROMPTS["train"], train),
-            "validation": _at_most(MOST_PROMPTS["validation"], validation),
-        }
+        found: dict[Split, list[Question]] = {"train": train, "validation": validation}
+        return {split: _at_most(MOST_PROMPTS[split], asked) for split, asked in found.items()}
 
     def _draw(self, split: Split, count: int, rng: Random) -> list[Question]:
         """Return `count` questions, every domain equally often up to one."""
@@ -206,32 +170,25 @@ class DemoSource:
             text = f"{text} {REMARKS[0 if right else 1]} ."
         return TextRecord(f"{question.prompt} {text}", question.domain)
 
-    def _pairs(self, split: Split) -> list[_Pair]:
+    def _pairs(self, split: Split) -> list[tuple[PreferenceRecord, float]]:
+        """Return pairs, each with the probability that its annotator prefers the better one."""
         rng = Random(f"{self.seed}/preferences/{split}")
         train = split == "train"
         count = self.num_preferences if train else self.num_validation_preferences
         contrast = self.contrast_fraction if train else 0.0
-        return [
-            _sample_pair(question, contrast, self.panel, rng)
-            for question in self._draw(split, count, rng)
-        ]
+        asked = self._draw(split, count, rng)
+        return [_sample_pair(question, contrast, self.panel, rng) for question in asked]
 
 
 def _at_most(count: int, questions: Sequence[Question]) -> list[Question]:
     """Return the first `count` questions of each domain."""
-    taken = Counter[str]()
+    by_domain = Counter[str]()
     kept = []
     for question in questions:
-        taken[question.domain] += 1
-        if taken[question.domain] <= count:
+        by_domain[question.domain] += 1
+        if by_domain[question.domain] <= count:
             kept.append(question)
     return kept
-
-
-@dataclass(frozen=True)
-class _Pair:
-    record: PreferenceRecord
-    agreement: float
 
 
 def _demonstration(question: Question, rng: Random) -> DemonstrationRecord:
@@ -241,7 +198,7 @@ def _demonstration(question: Question, rng: Random) -> DemonstrationRecord:
 
 def _sample_pair(
     question: Question, contrast: float, panel: Sequence[SimulatedAnnotator], rng: Random
-) -> _Pair:
+) -> tuple[PreferenceRecord, float]:
     while True:
         first, second, contrasted = _two_responses(question, contrast, rng)
         gold = [gold_parts(question.prompt, answer, True).total for answer in (first, second)]
@@ -256,17 +213,14 @@ def _sample_pair(
         first, second = second, first
     subsets = (CONTRAST,) if contrasted else ()
     record = PreferenceRecord(question.prompt, first, second, question.domain, subsets=subsets)
-    return _Pair(record, agreement)
+    return record, agreement
 
 
 def _two_responses(question: Question, contrast: float, rng: Random) -> tuple[str, str, bool]:
     quality = PREFERENCE_QUALITY
     if rng.random() >= contrast:
-        return (
-            sample_response(question, quality, rng),
-            sample_response(question, quality, rng),
-            False,
-        )
+        first = sample_response(question, quality, rng)
+        return first, sample_response(question, quality, rng), False
     style = sample_style(quality, rng.random() < quality.right, rng)
     right = write_response(right_core(question, rng), style, rng)
     wrong = write_response(sample_wrong_core(question, quality, rng), style, rng)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from rlhf_lightning.arguments import Count, Fraction, Line, Name, PathOrName, PathStr, Seed, checked
-from rlhf_lightning.data.conversations import placed
-from rlhf_lightning.data.errors import (
-    BadRecordError,
-    Location,
-    MissingFileError,
-    OnBadRecord,
-    SkippedRecords,
+from rlhf_lightning.arguments import (
+    Above0,
+    Count,
+    Fraction,
+    Line,
+    Name,
+    PathOrName,
+    PathStr,
+    Seed,
+    checked,
 )
+from rlhf_lightning.data.conversations import placed
+from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
 from rlhf_lightning.data.files import LocatedRow, Row, class_names, read_rows, split_files
 from rlhf_lightning.data.formats import Labels, ParsedRow, RowParser, Value, parse_rows
 from rlhf_lightning.data.records import (
@@ -137,22 +141,23 @@ class RowSource:
         return self._splits[split]
 
     def _load(self) -> dict[Split, list[ParsedRow]]:
-        train = self._parse(self._rows("train"))
-        if (held_out := self._rows("validation")) is not None:
-            validation = self._parse(held_out)
-            self._labels = self._find_labels([*train, *validation])
-            self._warn_of_shared_prompts(train, validation)
-            return {"train": train, "validation": validation}
-        self._labels = self._find_labels(train)
+        given = {split: self._rows(split) for split in get_args(Split)}
+        splits: dict[Split, list[ParsedRow]] = {
+            split: parse_rows(rows, self._parser(), self._skipped)
+            for split, rows in given.items()
+            if rows is not None
+        }
+        self._labels = self._find_labels([row for rows in splits.values() for row in rows])
+        if "validation" in splits:
+            self._warn_of_shared_prompts(**splits)
+            return splits
+        train = splits["train"]
         keys = connected_keys([row.split_key for row in train], [row.texts for row in train])
-        train, validation = split_by_key(
-            train,
-            keys,
-            validation_fraction=self.validation_fraction,
-            seed=self.seed,
-            name=self.label,
+        share, seed = self.validation_fraction, self.seed
+        train, held_out = split_by_key(
+            train, keys, validation_fraction=share, seed=seed, name=self.label
         )
-        return {"train": train, "validation": validation}
+        return {"train": train, "validation": held_out}
 
     def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
         return Labels.of_rows(rows, self.columns or {}, self.label_good, self._class_names)
@@ -167,16 +172,10 @@ class RowSource:
         shared |= {prompt_key(row.record) for row in validation if not texts.isdisjoint(row.texts)}
         if shared:
             logger.warning(
-                "%s: %d of %d validation prompts are trained on too, so validation says nothing "
-                "about new prompts there, e.g. %r",
-                self.label,
-                len(shared),
-                len(held_out),
-                min(shared)[:60],
+                f"{self.label}: {len(shared)} of {len(held_out)} validation prompts are trained on "
+                "too, so validation says nothing about new prompts there, e.g. "
+                f"{min(shared)[:60]!r}"
             )
-
-    def _parse(self, rows: Iterable[LocatedRow] | None) -> list[ParsedRow]:
-        return parse_rows(rows or (), self._parser(), self._skipped)
 
     def _parser(self) -> Callable[[Row, Location], ParsedRow]:
         return RowParser(self.columns, rendered=self.rendered)
@@ -294,6 +293,23 @@ class HubSource(RowSource):
             yield Location(source, number, "row"), row
 
 
+def files_of(source: RecordSource) -> Iterator[Path]:
+    """Yield the files of this machine that a source reads, or the sources that it is made of.
+
+    The name of a set of the hub may be a folder here, which `datasets` then reads in its place.
+    """
+    for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
+        if inner is not None:
+            yield from files_of(inner)
+    if isinstance(source, FileSource):
+        yield from (file for split in get_args(Split) for file in source.files(split))
+        return
+    keys = ("name",) if isinstance(source, HubSource) else ("path", "positive", "negative")
+    for place in filter(None, (getattr(source, key, None) for key in keys)):
+        path = Path(place).expanduser()
+        yield from filter(Path.is_file, (path, *path.rglob("*")))
+
+
 class _SeveralSources:
     """A source made of others, and the notes of all of them."""
 
@@ -310,9 +326,7 @@ class _SeveralSources:
         return dict(sum(map(Counter, counts), Counter()))
 
 
-# A set or an iterator is kept as a list: it could be read only once.
-LISTED = BeforeValidator(lambda given: [*given] if isinstance(given, Iterator | Set) else given)
-Sources = Annotated[Sequence[RecordSource], Field(min_length=1), LISTED]
+Sources = Annotated[Sequence[RecordSource], Field(min_length=1)]
 
 
 class MixedSource(_SeveralSources):
@@ -330,18 +344,14 @@ class MixedSource(_SeveralSources):
         seed: seeds the choice of records.
 
     Raises:
-        ValueError: if there is not one finite positive weight a source.
+        ValueError: if there is not one positive weight a source.
     """
 
     @checked
-    def __init__(
-        self, sources: Sources, weights: Annotated[Sequence[float], LISTED], *, seed: Seed = 0
-    ) -> None:
+    def __init__(self, sources: Sources, weights: Sequence[Above0], *, seed: Seed = 0) -> None:
         """Check the weights; nothing is read yet."""
-        if len(sources) != len(weights) or not sources:
+        if len(sources) != len(weights):
             raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one each")
-        if not all(0 < w < float("inf") for w in weights):
-            raise ValueError(f"weights={list(weights)} must be finite and positive")
         self.sources = tuple(sources)
         self.weights = tuple(float(w) / sum(weights) for w in weights)
         self.seed = seed
@@ -355,10 +365,9 @@ class MixedSource(_SeveralSources):
         pools = [source.records(kind, split) for source in self.sources]
         if split == "validation":
             return [record for pool in pools for record in pool]
-        for index, pool in enumerate(pools):
-            if not pool:
-                raise ValueError(f"source {index} of the mix has no {kind}: leave it out")
-        counts = shares(sum(len(pool) for pool in pools), self.weights)
+        if [] in pools:
+            raise ValueError(f"source {pools.index([])} of the mix has no {kind}: leave it out")
+        counts = shares(sum(map(len, pools)), self.weights)
         mixed: list[Record] = []
         for index, (pool, count) in enumerate(zip(pools, counts, strict=True)):
             repeats, rest = divmod(count, len(pool))
@@ -374,32 +383,15 @@ class PreferenceFolder(FileSource):
     """A folder that `rlhf_lightning.collect` wrote, or any file or folder of preference records.
 
     If the folder has a `reliability.json` with the ceiling of the validation labels,
-    `label_ceiling()` returns it; else there is no such attribute.
-
-    Args:
-        path: the folder or file.
-        seed: seeds the split, where there is no validation file.
-        validation_fraction: share of prompts held out, where there is no validation file.
-
-    Raises:
-        MissingFileError: if there is nothing at `path`.
+    `label_ceiling()` returns it; else there is no such attribute. The arguments are those of
+    `FileSource`.
     """
 
-    def __init__(
-        self, path: PathOrName, *, seed: Seed = 1, validation_fraction: Fraction = 0.05
-    ) -> None:
+    def __post_init__(self) -> None:
         """Read what is known of the noise; records are read at the first call of `records`."""
-        super().__init__(path, seed=seed, validation_fraction=validation_fraction)
-        if not self.folder_or_file.exists():
-            raise MissingFileError(
-                Location(f"data.path={path}"),
-                "there is no such file or folder",
-                "give preference records (prompt, chosen, rejected), or make them with  "
-                "python -m rlhf_lightning.collect",
-            )
+        super().__post_init__()
         file = self.folder_or_file / RELIABILITY
-        content = read_json(file) if file.is_file() else {}
-        ceiling = content.get("label_ceiling") if isinstance(content, dict) else None
+        ceiling = read_json(file).get("label_ceiling") if file.is_file() else None
         if ceiling is not None:
             self.label_ceiling: Callable[[], float] = lambda: float(ceiling)
 
@@ -451,23 +443,21 @@ class JoinedSource(_SeveralSources):
         """Return the records of a split, source after source."""
         pools = [source.records(kind, split) for source in self.sources]
         if split == "validation":
-            return [record for n, pool in enumerate(pools, start=1) for record in _named(pool, n)]
+            return [r if n == 1 else _named(r, n) for n, pool in enumerate(pools, 1) for r in pool]
         held_out = {prompt_key(record) for record in self.records(kind, "validation")}
         kept: list[Record] = []
         seen: set[str] = set()
         self._left_out = Counter()
-        for number, pool in enumerate(pools):
-            own = set()
+        for pool in pools:
+            earlier = frozenset(seen)
             for record in pool:
-                said = repr(record)
                 if prompt_key(record) in held_out:
                     self._left_out["its prompt is held out by another source"] += 1
-                elif number and said in seen:
+                elif repr(record) in earlier:
                     self._left_out["said in an earlier source"] += 1
                 else:
                     kept.append(record)
-                    own.add(said)
-            seen |= own
+                    seen.add(repr(record))
         return kept
 
     def left_out(self, kind: RecordKind, split: Split) -> dict[str, int]:
@@ -476,9 +466,7 @@ class JoinedSource(_SeveralSources):
         return dict(Counter(own) + Counter(super().left_out(kind, split)))
 
 
-def _named(pool: Sequence[Record], number: int) -> list[Record]:
-    name = (f"source_{number}",) if number > 1 else ()
-    return [
-        replace(r, subsets=(*r.subsets, *name)) if isinstance(r, PreferenceRecord) else r
-        for r in pool
-    ]
+def _named(record: Record, number: int) -> Record:
+    if not isinstance(record, PreferenceRecord):
+        return record
+    return replace(record, subsets=(*record.subsets, f"source_{number}"))

@@ -92,35 +92,20 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
     """
     if isinstance(source, str | Path):
         return _named(fitting(name, source, PathOrName), name)
-    if isinstance(source, Sized) and getattr(source, "shape", None) != () and not len(source):
+    is_one = isinstance(source, str | bytes | Mapping) or getattr(source, "shape", None) == ()
+    if isinstance(source, Sized) and not is_one and not len(source):
         raise ValueError(f"{name}={source!r} has no row: give at least one")
     if callable(getattr(source, "records", None)):
         return source  # type: ignore[return-value]
-    if isinstance(source, list | tuple):
-        for number, row in enumerate(source):
-            if not isinstance(row, Mapping):
-                raise TypeError(
-                    f"{name}[{number}] is {type(row).__name__}, expected a mapping such as "
-                    "{'prompt': ...}"
-                )
-    if _is_rows(source):
+    # A pandas.DataFrame has a length too, and iterates over the names of its columns.
+    sized = hasattr(source, "__len__") and hasattr(source, "__getitem__") and not is_one
+    if sized and isinstance(next(iter(source), None), Mapping):  # type: ignore[call-overload, arg-type]
         return GivenRows(source, name)  # type: ignore[arg-type]
-    splits = isinstance(source, Mapping) and source and all(map(_is_rows, source.values()))
-    fix = f"give one of its values, {list(source)}" if splits else "for a stream, list(stream)"  # type: ignore[call-overload, arg-type]
     raise TypeError(
         f"{name} is {type(source).__name__}, expected a file, a folder, the hub name of a "
         "dataset, a list of mappings, a datasets.Dataset, or an object with records(kind, "
-        f"split): {fix}"
+        "split): give one value of a dict of splits, and for a stream list(stream)"
     )
-
-
-def _is_rows(source: object) -> bool:
-    sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    is_one = isinstance(source, str | bytes | Mapping) or getattr(source, "shape", None) == ()
-    if not sized or is_one:
-        return False
-    # A pandas.DataFrame has a length too, and iterates over the names of its columns.
-    return isinstance(source, list | tuple) or isinstance(next(iter(source), None), Mapping)  # type: ignore[call-overload, arg-type]
 
 
 def _named(source: str | Path, name: str) -> RecordSource:
@@ -128,11 +113,8 @@ def _named(source: str | Path, name: str) -> RecordSource:
     if path.exists():
         return FileSource(path)
     if isinstance(source, Path) or path.suffix:
-        fix = (
-            f"give a folder, the hub name of a data set, or a file that ends with one of {ENDINGS}"
-        )
-        if set("*?[") & set(path.name):
-            fix = "give a folder or a file: a pattern is not read, so join its files into one"
+        fix = "give a folder, the hub name of a data set, or a file that ends with one of "
+        fix += f"{ENDINGS}; a pattern is not read, so join its files into one"
         where = Location(f"{name}={source}")
         raise MissingFileError(where, "there is no such file or folder", fix)
     return HubSource(source)
@@ -142,22 +124,15 @@ def as_prompt_rows(prompts: Any) -> list[Mapping[str, Any]]:
     """Return prompts, which are texts, conversations or rows, as rows with the key `prompt`.
 
     Raises:
-        TypeError: if they are one prompt, or a table, which gives the names of its columns.
-        ValueError: if there is none.
+        TypeError: if they are one prompt, none, or a table, which gives the names of its columns.
     """
-    shape = getattr(prompts, "shape", None)
-    is_one = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable)
-    if is_one or shape == ():
+    shape = getattr(prompts, "shape", (1,))
+    is_one = isinstance(prompts, str | bytes | Mapping) or shape == ()
+    given = list(prompts) if isinstance(prompts, Iterable) and not is_one else []
+    if not given or (len(shape) > 1 and not isinstance(given[0], Mapping)):
         got = f"{repr(prompts)[:100]} is {type(prompts).__name__}"
-        raise TypeError(f"prompts={got}, expected a list: give [prompt]")
-    given = list(prompts)
-    if not given:
-        raise ValueError(f"prompts={prompts!r} is empty: give at least one")
-    if shape is not None and len(shape) > 1 and not isinstance(given[0], Mapping):
-        raise TypeError(
-            f"prompts is {type(prompts).__name__} of shape {tuple(shape)}, expected a list: give "
-            "one of its columns"
-        )
+        fix = "give [prompt], or one column of a table"
+        raise TypeError(f"prompts={got}, expected a list of at least one prompt: {fix}")
     return [one if isinstance(one, Mapping) else {"prompt": one} for one in given]
 
 

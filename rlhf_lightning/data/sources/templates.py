@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
+from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
 from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import Labels, ParsedRow
@@ -66,7 +67,7 @@ class TemplateSource(FileSource):
         seed: Seed = 0,
         domain: str | None = None,
         remove: str | None = None,
-        max_completion_chars: int | None = None,
+        max_completion_chars: Count | None = None,
         unseen_completions: bool = False,
         on_bad_record: OnBadRecord = "raise",
     ) -> None:
@@ -80,15 +81,16 @@ class TemplateSource(FileSource):
         )
         if system is not None and not chat:
             raise ValueError("system is given, but chat=False has no system message: leave it out")
-        if max_completion_chars is not None and max_completion_chars < 1:
-            raise ValueError(f"max_completion_chars={max_completion_chars} must be 1 or more")
         templates = {"prompt": prompt, "completion": completion}
         self.templates = templates if system is None else {"system": system, **templates}
         self.fields = {name: fields_of(text, name) for name, text in self.templates.items()}
         self.chat = chat
         self.split_by = split_by
         self.domain = domain
-        self.remove = None if remove is None else _compiled(remove)
+        try:
+            self.remove = None if remove is None else re.compile(remove)
+        except re.error as error:
+            raise ValueError(f"remove={remove!r} is no regular expression: {error}") from error
         self.max_completion_chars = max_completion_chars
         self.unseen_completions = unseen_completions
         self._left_out: dict[Split, Counter[str]] = {"train": Counter(), "validation": Counter()}
@@ -96,20 +98,22 @@ class TemplateSource(FileSource):
     def left_out(self, kind: RecordKind, split: Split) -> Mapping[str, int]:
         """Return how many good rows were left out, by reason."""
         self.parsed(split)
-        return dict(self._left_out[split])
+        return dict(+self._left_out[split])
 
     def _load(self) -> dict[Split, list[ParsedRow]]:
         splits = super()._load()
-        if (longest := self.max_completion_chars) is not None:
-            for split, rows in splits.items():
-                splits[split] = [row for row in rows if len(row.columns[REFERENCE]) <= longest]
-                self._left_out[split][TOO_LONG] = len(rows) - len(splits[split])
+
+        def keep(split: Split, reason: str, wanted: Callable[[str], bool]) -> None:
+            rows = splits[split]
+            splits[split] = [row for row in rows if wanted(row.columns[REFERENCE])]
+            self._left_out[split][reason] = len(rows) - len(splits[split])
+
+        longest = self.max_completion_chars or sys.maxsize
+        for split in splits:
+            keep(split, TOO_LONG, lambda text: len(text) <= longest)
         if self.unseen_completions:
             shown = {normalized(row.columns[REFERENCE]) for row in splits["train"]}
-            held_out = splits["validation"]
-            new = [row for row in held_out if normalized(row.columns[REFERENCE]) not in shown]
-            splits["validation"] = new
-            self._left_out["validation"][SEEN] = len(held_out) - len(new)
+            keep("validation", SEEN, lambda text: normalized(text) not in shown)
         return splits
 
     def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
@@ -149,18 +153,11 @@ def normalized(text: str) -> str:
     return " ".join(text.split())
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"remove={pattern!r} is no regular expression: {error}") from error
-
-
 def _field(columns: Mapping[str, Any], key: str, where: Location) -> str:
     if key not in columns:
-        hint = closest(key, columns)
-        meant = f"did you mean {hint!r}?" if hint else f"name one of {', '.join(columns)}"
-        raise BadRecordError(where, f"the field {key!r} is missing", meant)
+        hint = f", did you mean {hint!r}?" if (hint := closest(key, columns)) else ""
+        fix = f"name one of {', '.join(columns)}{hint}"
+        raise BadRecordError(where, f"the field {key!r} is missing", fix)
     text = as_text(columns[key])
     if not text.strip():
         found = f"the field {key!r} holds {describe(columns[key])}"
