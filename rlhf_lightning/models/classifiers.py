@@ -21,7 +21,6 @@ from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.whole_weights import listed, load_whole
 
-DTYPES = ("float32", "bfloat16", "auto")
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
 
 
@@ -100,14 +99,13 @@ def load_classifier(
     Args:
         source: folder or hub name.
         revision: branch, tag or commit of a hub name.
-        dtype: dtype of the weights; "auto" is that of the checkpoint, and for the head its own.
+        dtype: of the weights, as torch names it; "auto" is that of the checkpoint, and for the head
+            its own.
 
     Raises:
-        ValueError: if `dtype` is unknown, if the checkpoint stores no classification head, or if it
-            needs code from its repository, which is never run.
+        ValueError: if the checkpoint stores no classification head, or needs code from its
+            repository, which is never run.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} of a reward model must be one of {', '.join(DTYPES)}")
     loading = loading_options(source, revision=revision)
 
     def not_stored(missing: list[str]) -> str | None:
@@ -115,16 +113,14 @@ def load_classifier(
             return None
         return (
             f"{source} stores no {listed(missing)}: a reward model needs a trained classification "
-            f"head, and {config.architectures} has none; give a checkpoint of "
-            "AutoModelForSequenceClassification"
+            "head; give a checkpoint of AutoModelForSequenceClassification"
         )
 
     try:
-        config = AutoConfig.from_pretrained(str(source), **loading)
         model = load_whole(
             AutoModelForSequenceClassification,
             source,
-            config=config,
+            config=AutoConfig.from_pretrained(str(source), **loading),
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             options=loading,
             not_stored=not_stored,
@@ -184,7 +180,7 @@ def check_reading(classifier: SequenceClassifier, pad_id: int) -> None:
     if parameter.is_meta:  # another rank reads the weights
         return
     eos = eos_ids(model) - {pad_id}
-    plain = [i for i in range(32) if i != pad_id and i not in eos_ids(model)][:8]
+    plain = [i for i in range(32) if i not in {pad_id, *eos_ids(model)}][:8]
     ends = [] if classifier.reads_last_token else sorted(eos)[:1]
     row = torch.tensor([[*plain, *ends]], device=parameter.device)  # [1, W]
     real = torch.ones_like(row, dtype=torch.bool)

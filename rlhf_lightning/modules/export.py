@@ -36,8 +36,7 @@ from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.hub import hub_snapshot
 from rlhf_lightning.runs.publish import check_replaceable, replacing_folder
 from rlhf_lightning.runs.source import Source
-from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
-from rlhf_lightning.text.tokenizers import stop_ids
+from rlhf_lightning.text.tokenizers import classifier_tokenizer, stop_ids
 
 logger = logging.getLogger(__name__)
 LEAST_KEPT = 0.9  # of what training changed, that rounding must keep
@@ -240,8 +239,7 @@ def export_tokenizer(
 ) -> int:
     """Write the tokenizer that goes with an exported model; return the id that it pads with."""
     if isinstance(model, ScalarHeadModel):
-        embedding: Any = model.trunk.get_input_embeddings()
-        tokenizer = classifier_tokenizer(tokenizer, len(embedding.weight))
+        tokenizer = classifier_tokenizer(tokenizer)
     tokenizer.save_pretrained(folder)
     name_old_tokenizer(folder)
     pad: Any = tokenizer.pad_token_id

@@ -6,13 +6,12 @@ message would end the turn.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.turn_end import turn_end
+from rlhf_lightning.text.templates import any_of, turn_end
 
 
 class ControlTokens:
@@ -24,8 +23,7 @@ class ControlTokens:
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         special += tokenizer.all_special_tokens
         self.contents = tuple(dict.fromkeys([*special, *([] if end is None else [end.token])]))
-        longest_first = sorted(self.contents, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = any_of(self.contents)
 
     def spelled_in(self, *values: Any) -> str | None:
         """Return the first control token that a text, message or nested value spells, or None."""

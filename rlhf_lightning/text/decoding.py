@@ -114,10 +114,9 @@ class _ResponseDecoder:
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> _ResponseDecoder:
-    known = _KNOWN.get(tokenizer)
-    if known is None:
-        known = _KNOWN[tokenizer] = _ResponseDecoder(tokenizer)
-    return known
+    if tokenizer not in _KNOWN:
+        _KNOWN[tokenizer] = _ResponseDecoder(tokenizer)
+    return _KNOWN[tokenizer]
 
 
 _KNOWN: WeakKeyDictionary[Any, _ResponseDecoder] = WeakKeyDictionary()

@@ -25,10 +25,9 @@ class _Piece(NamedTuple):
     """A text between two marks."""
 
     name: str
-    text: str
+    forms: tuple[str, ...]  # the text, and how JSON and Python may spell it
     opening: str
     closing: str
-    escaped: bool  # it may be spelled as JSON or Python does
     optional: bool  # the template may drop it
 
 
@@ -83,7 +82,8 @@ class _Marks:
     def _put(self, text: str, name: str, *, escaped: bool = False, optional: bool = False) -> str:
         if not (body := text.strip()):
             return text
-        piece = _Piece(name, body, next(self._free), next(self._free), escaped, optional)
+        forms = _spellings(body) if escaped else (body,)
+        piece = _Piece(name, forms, next(self._free), next(self._free), optional)
         self.pieces.append(piece)
         return text.replace(body, f"{piece.opening}{body}{piece.closing}", 1)
 
@@ -106,27 +106,32 @@ def lost(
         write: renders messages with variables, or raises ValueError.
         learnt: indices of the messages that are learnt: their thoughts must be written.
     """
-    missing = [n for n in ("tools", "documents") if _ignores(n, messages, variables, text, write)]
+
+    def written(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        try:
+            return write(messages, variables)
+        except ValueError:  # the template refuses these words, or needs the variable
+            return ""
+
+    missing = []
+    for name in ("tools", "documents"):
+        others = {key: each for key, each in variables.items() if key != name}
+        value = variables.get(name)
+        if value and (
+            written(messages, others) == text or not all(_is_in(s, text) for s in _leaves(value))
+        ):
+            missing.append(name)
     marks = _Marks(messages, form, learnt)
-    try:
-        marked = write([marks.message(i, m) for i, m in enumerate(messages)], variables)
-    except ValueError:  # the template refuses these words
-        marked = ""
+    marked = written([marks.message(i, m) for i, m in enumerate(messages)], variables)
     same = marked
     for piece in marks.pieces:
         same = same.replace(piece.opening, "").replace(piece.closing, "")
     for piece in marks.pieces:
-        forms = _spellings(piece.text) if piece.escaped else (piece.text,)
-        is_there = _between(piece, marked, form) in forms
-        is_there &= same == text or any(each in text for each in forms)
+        is_there = _between(piece, marked, form) in piece.forms
+        is_there &= same == text or any(each in text for each in piece.forms)
         is_dropped = piece.optional and piece.opening not in marked
-        missing += [] if is_there or is_dropped else [_named(piece.name, piece.text)]
-    missing += [
-        _named(name, value)
-        for name, value in marks.others
-        if not any(each in text for each in _spellings(value))
-    ]
-    return missing
+        missing += [] if is_there or is_dropped else [_named(piece.name, piece.forms[0])]
+    return missing + [_named(*other) for other in marks.others if not _is_in(other[1], text)]
 
 
 def _between(piece: _Piece, marked: str, form: Form) -> str | None:
@@ -137,22 +142,8 @@ def _between(piece: _Piece, marked: str, form: Form) -> str | None:
     return found if closed and not is_list else None
 
 
-def _ignores(
-    name: str,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    text: str,
-    write: Write,
-) -> bool:
-    """Return True if the template does not write all of the variable `name`."""
-    if not (value := variables.get(name)):
-        return False
-    try:
-        if write(messages, {key: each for key, each in variables.items() if key != name}) == text:
-            return True
-    except ValueError:  # it needs them
-        pass
-    return any(not any(s in text for s in _spellings(leaf)) for leaf in _leaves(value))
+def _is_in(value: str, text: str) -> bool:
+    return any(each in text for each in _spellings(value))
 
 
 def _spellings(piece: str) -> tuple[str, ...]:

@@ -68,20 +68,14 @@ def apply(
     **options: Any,
 ) -> str:
     """Return what the chat template makes of a record's messages, which get its form."""
-    form = form_of(tokenizer)
-    return _written(tokenizer, [form.shaped(m) for m in messages], **_given(variables), **options)
+    form, tools = form_of(tokenizer), variables.get("tools")
+    if isinstance(tools, list | tuple):
+        variables = {**variables, "tools": [_wrapped(tool) for tool in tools]}
+    return _written(tokenizer, [form.shaped(m) for m in messages], **variables, **options)
 
 
 def _written(tokenizer: Any, shaped: Sequence[Mapping[str, Any]], **options: Any) -> str:
     return str(tokenizer.apply_chat_template(shaped, tokenize=False, **options))
-
-
-def _given(variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return variables of a template, tools among them under `function`."""
-    tools = variables.get("tools")
-    if not isinstance(tools, list | tuple):
-        return variables
-    return {**variables, "tools": [_wrapped(tool) for tool in tools]}
 
 
 def _found(tokenizer: Any) -> Form:

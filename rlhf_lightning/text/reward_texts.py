@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from copy import copy
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,15 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.fidelity import lost
 from rlhf_lightning.text.forms import REFUSALS, THOUGHT, apply, form_of
-from rlhf_lightning.text.template_date import with_fixed_date
-from rlhf_lightning.text.turn_end import first_stop
+from rlhf_lightning.text.templates import first_stop
 
 logger = logging.getLogger(__name__)
 
-PLAIN = "plain"
-BETWEEN_TURNS = "\n\n"
 # Placeholder for the response, to find the text that the template writes around it.
 _PLACEHOLDER = "\ue000answer\ue001"
+_OTHER = "give a tokenizer with another one by scorer.tokenizer=FOLDER"
 
 
 class ResponseText(NamedTuple):
@@ -58,21 +55,10 @@ class Renderer:
 
     Args:
         tokenizer: tokenizer of the reward model.
-        chat_template: file of a template or `plain`, see `TextRewardModelHparams`.
-
-    Raises:
-        ValueError: if the template's file does not exist.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | Path | None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer: Any = tokenizer
-        self.plain = chat_template == PLAIN
-        self._writer: Any = tokenizer
-        if chat_template is not None and not self.plain:
-            self._writer = copy(tokenizer)
-            self._writer.chat_template = _read_template(chat_template)
         self._told = False
         self._control = ControlTokens(tokenizer)
 
@@ -91,19 +77,29 @@ class Renderer:
         """
         if row.messages is None:
             return self.question(row), self.response(row), ""
-        if self.plain:
-            return self.question(row) + BETWEEN_TURNS, self.response(row), ""
-        before, found, after = self._render(row, _turn(_PLACEHOLDER)).partition(_PLACEHOLDER)
-        full = self._render(row, _turn(row.completion))
+        turns, variables = self._turns(row, row.completion), self._control.disarmed(row.variables)
+        full = self._write(turns, variables)
+        other = self._write(self._turns(row, _PLACEHOLDER), variables)
+        before, found, after = other.partition(_PLACEHOLDER)
         fits = found and len(before) + len(after) <= len(full)
         if not (fits and full.startswith(before) and full.endswith(after)):
             raise ValueError(
                 "the reward model's chat template does not write the response between "
                 f"{before[-40:]!r} and {after[:40]!r} as it does for others: it made "
-                f"{full[-80:]!r}; give another one with scorer.chat_template=FILE"
+                f"{full[-80:]!r}; {_OTHER}"
             )
         if not self._told:
-            self._tell_of_losses(row, full)
+            # A reward model may be blind to thoughts.
+            said = [{k: v for k, v in message.items() if k != THOUGHT} for message in turns]
+            missing = lost(said, variables, full, form_of(self.tokenizer), self._write)
+            self._told = bool(missing)
+            if missing:
+                logger.warning(
+                    "the reward model's chat template does not write %s: such responses are scored "
+                    "without it, or %s",
+                    ", nor ".join(missing[:3]),
+                    _OTHER,
+                )
         return before, full[len(before) : len(full) - len(after)], after
 
     def question(self, row: ResponseText) -> str:
@@ -114,62 +110,30 @@ class Renderer:
         """
         if row.messages is None:
             return row.prompt if row.rendered else self._control.disarmed(row.prompt)
-        if self.plain:
-            return BETWEEN_TURNS.join(self._control.disarmed(m["content"]) for m in row.messages)
-        return self._render(row)
+        return self._write(self._turns(row), self._control.disarmed(row.variables))
 
     def response(self, row: ResponseText) -> str:
         """Return the response by itself."""
         return self._control.disarmed(row.completion)
 
-    def _render(self, row: ResponseText, *response: Mapping[str, str]) -> str:
-        if not self._writer.chat_template:
+    def _turns(self, row: ResponseText, *answers: str) -> list[dict[str, Any]]:
+        turns = [{"role": "assistant", "content": answer} for answer in answers]
+        return self._control.disarmed([*(row.messages or ()), *turns])
+
+    def _write(self, turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        if not self.tokenizer.chat_template:
             raise ValueError(
                 "the reward model's tokenizer has no chat template, and prompts are conversations: "
-                "set scorer.chat_template=FILE, or =plain for turns with empty lines between"
+                "give a tokenizer with one by scorer.tokenizer=FOLDER"
             )
-        conversation = self._control.disarmed([*(row.messages or ()), *response])
-        return self._write(conversation, self._control.disarmed(row.variables))
-
-    def _write(
-        self, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
         try:
-            return apply(self._writer, conversation, variables)
+            return apply(self.tokenizer, turns, variables)
         except REFUSALS as error:
-            roles = ", ".join(message["role"] for message in conversation)
+            roles = ", ".join(message["role"] for message in turns)
             raise ValueError(
-                f"the reward model's chat template refuses a conversation of {roles}: {error}; "
-                "give another one with scorer.chat_template=FILE"
+                "the reward model's chat template refuses a conversation of "
+                f"{roles}: {error}; {_OTHER}"
             ) from error
-
-    def _tell_of_losses(self, row: ResponseText, text: str) -> None:
-        turns = self._control.disarmed([*(row.messages or ()), _turn(row.completion)])
-        # A reward model may be blind to thoughts.
-        said = [{k: v for k, v in message.items() if k != THOUGHT} for message in turns]
-        variables = self._control.disarmed(row.variables)
-        missing = lost(said, variables, text, form_of(self._writer), self._write)
-        if missing:
-            self._told = True
-            logger.warning(
-                "the reward model's chat template does not write %s: such responses are scored "
-                "without it. Another template is given with scorer.chat_template=FILE",
-                ", nor ".join(missing[:3]),
-            )
-
-
-def _read_template(chat_template: str | Path) -> str:
-    file = Path(chat_template)
-    if not file.is_file():
-        raise ValueError(
-            f"scorer.chat_template={chat_template} is neither a file nor 'plain': give the path of "
-            "a Jinja template"
-        )
-    return with_fixed_date(file.read_text(encoding="utf-8"))
-
-
-def _turn(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
 
 
 class Tokens(NamedTuple):
@@ -186,6 +150,7 @@ class Tokens(NamedTuple):
     over_long: bool
 
 
+@dataclass(frozen=True)
 class LastTokenInputs:
     """Tokens for a decoder whose score is read at the last one.
 
@@ -199,42 +164,36 @@ class LastTokenInputs:
         ValueError: if `ending` is `eos` and the tokenizer has no EOS token.
     """
 
-    def __init__(self, renderer: Renderer, *, ending: str, max_length: int | None) -> None:
-        self.renderer = renderer
-        self.tokenizer = renderer.tokenizer
-        self.ending = ending
-        self.max_length = max_length
-        if ending == "eos" and self.tokenizer.eos_token_id is None:
+    renderer: Renderer
+    ending: str
+    max_length: int | None
+
+    def __post_init__(self) -> None:
+        """Check that there is an EOS where it ends texts."""
+        if self.ending == "eos" and self.renderer.tokenizer.eos_token_id is None:
             raise ValueError(
                 "the reward model's tokenizer has no EOS token: use scorer.ending=template or none"
             )
 
-    def __call__(self, rows: Sequence[ResponseText]) -> list[Tokens]:
-        """Return each row's tokens."""
-        return [self._tokens(row) for row in rows]
-
-    def _tokens(self, row: ResponseText) -> Tokens:
+    def __call__(self, row: ResponseText) -> Tokens:
+        """Return a row's tokens."""
+        tokenizer = self.renderer.tokenizer
         before, response, after = self.renderer.parts(row)
         closed = row.finished and self.ending != "none"
-        end = first_stop(after, self.tokenizer) if self.ending == "eos" else None
+        end = first_stop(after, tokenizer) if self.ending == "eos" else None
         closing = after if end is None else after[: len(after) - len(end.behind)]
         encoding, num_before = self.renderer.encode(
             before,
             response + closing * closed,
-            # A chat template writes its special tokens itself.
-            add_special_tokens=row.messages is None or self.renderer.plain,
+            add_special_tokens=row.messages is None,  # a chat template writes its own
         )
         ids, special = list(encoding.ids), [*encoding.special_tokens_mask, 0]
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         num_front = max(special.index(0) if 0 in special[:-1] else 0, int(ids[:1] == [bos]))
         stop = len(ids) - special[-2::-1].index(0) if 0 in special[:-1] else num_front
-        prompt_end = num_front + sum(
-            place <= num_before for _, place in encoding.offsets[num_front:stop]
-        )
-        kept = [
-            *ids[prompt_end:stop],
-            *(ids[stop:] if closed and self.ending == "template" else ()),
-        ]
+        offsets = encoding.offsets[num_front:stop]
+        prompt_end = num_front + sum(place <= num_before for _, place in offsets)
+        kept = ids[prompt_end : None if closed and self.ending == "template" else stop]
         if closed and self.ending == "eos" and end is None and kept[-1:] != [eos]:
             kept.append(int(eos))
         room = len(ids) + 1 if self.max_length is None else self.max_length - num_front
@@ -243,6 +202,7 @@ class LastTokenInputs:
         return Tokens(read, [0] * len(read), len(kept) > room)
 
 
+@dataclass(frozen=True)
 class ClassifierInputs:
     """Tokens for a classifier that is called unchanged: its tokenizer's text or pair of texts.
 
@@ -257,27 +217,29 @@ class ClassifierInputs:
         ValueError: if `max_length` leaves no token for the response.
     """
 
-    def __init__(self, renderer: Renderer, *, input_format: str, max_length: int | None) -> None:
-        self.renderer = renderer
-        self.tokenizer = renderer.tokenizer
-        self.pair = input_format == "pair"
-        self.input_format = input_format
-        self.max_length = max_length
-        num_special = self.tokenizer.num_special_tokens_to_add(pair=self.pair)
-        self.room = None if max_length is None else max_length - num_special
-        if self.room is not None and self.room < 1:
-            raise ValueError(
-                f"scorer.max_length={max_length} leaves no token for the response: {num_special} "
-                "are special ones"
-            )
+    renderer: Renderer
+    input_format: str
+    max_length: int | None
 
-    def __call__(self, rows: Sequence[ResponseText]) -> list[Tokens]:
-        """Return each row's tokens."""
-        return [self._tokens(row) for row in rows]
+    def __post_init__(self) -> None:
+        """Check that a response has room."""
+        self._room()
 
-    def _tokens(self, row: ResponseText) -> Tokens:
-        renderer, second = self.renderer, None
-        if self.pair:
+    def _room(self) -> int | None:
+        if self.max_length is None:
+            return None
+        pair = self.input_format == "pair"
+        room = self.max_length - self.renderer.tokenizer.num_special_tokens_to_add(pair=pair)
+        if room < 1:
+            fact = "leaves no token for the response beside the special ones"
+            raise ValueError(f"scorer.max_length={self.max_length} {fact}: raise it")
+        return room
+
+    def __call__(self, row: ResponseText) -> Tokens:
+        """Return a row's tokens."""
+        renderer, second, room = self.renderer, None, self._room()
+        pair = self.input_format == "pair"
+        if pair:
             first, _ = renderer.encode(renderer.question(row))
             second, _ = renderer.encode(renderer.response(row))
             num_response = len(second)
@@ -286,10 +248,8 @@ class ClassifierInputs:
             before, *rest = ("", renderer.response(row)) if alone else renderer.parts(row)
             first, num_before = renderer.encode(before, *rest)
             num_response = sum(stop > num_before for _, stop in first.offsets)
-        over_long = self.room is not None and num_response > self.room
-        if self.room is not None:  # the prompt is cut first, from the left
-            kept = max(self.room, num_response)
-            first.truncate(kept - num_response * self.pair, direction="left")
-            (second or first).truncate(self.room)
-        encoding = self.tokenizer.backend_tokenizer.post_process(first, second, True)
-        return Tokens(encoding.ids, encoding.type_ids, over_long)
+        if room is not None:  # the prompt is cut first, from the left
+            first.truncate(max(room, num_response) - num_response * pair, direction="left")
+            (second or first).truncate(room)
+        encoding = renderer.tokenizer.backend_tokenizer.post_process(first, second, True)
+        return Tokens(encoding.ids, encoding.type_ids, room is not None and num_response > room)

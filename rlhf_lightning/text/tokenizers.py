@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import json
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,19 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.models.loading import load_config, loading_options, naming_source
-from rlhf_lightning.models.whole_weights import listed
-from rlhf_lightning.text.template_date import DATE, leading_settings, with_fixed_date
-from rlhf_lightning.text.turn_end import turn_end
-
-logger = logging.getLogger(__name__)
+from rlhf_lightning.text.templates import DATE, leading_settings, turn_end, with_fixed_date
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 GENERATION_CONFIG = "generation_config.json"
+ADDED = "<|pad|>"
+# Around a template: what it writes behind the token that ends a response is left out.
+_CUT = (
+    "{%- set text %}",
+    "{% endset -%}"
+    "{{- text if add_generation_prompt or not text.endswith(ANSWER_END) "
+    "else text[:text | length - BEHIND] -}}",
+)
 _OUR_TEMPLATES = Path(__file__).with_name("chat_templates")
 
 
@@ -50,14 +53,14 @@ def load_tokenizer(
     """Return the tokenizer of a folder or hub name, with a pad token and left padding.
 
     A tokenizer without a pad token, or with one that the model has no embedding for, pads with EOS:
-    masks never come from ids, so that is safe. Tokens without an embedding are named.
+    masks never come from ids, so that is safe.
 
     Args:
         source: folder or hub name.
         chat_template: takes the place of the checkpoint's, see `read_template`.
         chat_template_arguments: variables that the chat template reads, such as `enable_thinking`
             of Qwen3; they become part of the template, see `with_template_arguments`. Of a template
-            that writes the date, `date_string` is it, else `template_date.DATE`: never today.
+            that writes the date, `date_string` is it, else `templates.DATE`: never today.
         revision: branch, tag or commit of a hub name.
         trust_remote_code: run the code beside the weights, see `loading_options`.
 
@@ -116,29 +119,14 @@ def _check_rows(tokenizer: Any, source: str, options: dict[str, Any]) -> None:
         size = load_config(source, options).get_text_config().vocab_size
     except (ValueError, AttributeError):  # a tokenizer alone
         return
-    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= size}
-    if tokenizer.eos_token_id in beyond:
+    if tokenizer.eos_token_id >= size:
         raise ValueError(
             f"the EOS of {source}, {tokenizer.eos_token!r}, has id {tokenizer.eos_token_id}, and "
             f"the model has {size} embeddings: call resize_token_embeddings({len(tokenizer)}) on "
             "the model and save it"
         )
-    if beyond:
-        _tell_of_tokens(source, size, tuple(beyond[i] for i in sorted(beyond)))
-    if tokenizer.pad_token_id in beyond:
+    if tokenizer.pad_token_id >= size:
         tokenizer.pad_token = tokenizer.eos_token
-
-
-@functools.cache
-def _tell_of_tokens(source: str, size: int, tokens: tuple[str, ...]) -> None:
-    logger.warning(
-        "the model of %s has %s embeddings and none for %s of its tokenizer: no text may hold "
-        "them, and EOS takes the place of a pad token among them. resize_token_embeddings() gives "
-        "them rows",
-        source,
-        size,
-        listed(map(repr, tokens)),
-    )
 
 
 def with_template_arguments(
@@ -171,17 +159,17 @@ def with_template_arguments(
 
 def _with_settings(template: str, arguments: Mapping[str, Any]) -> str:
     known = leading_settings(template)
-    for name, value in arguments.items():
-        if known.get(name, _in_jinja(value)) != _in_jinja(value):
+    written = {k: "none" if v is None else json.dumps(v) for k, v in arguments.items()}
+    for name, value in written.items():
+        if known.get(name, value) != value:
             raise ValueError(
-                f"model.chat_template_arguments.{name}={value}, but the stage before wrote "
-                f"{known[name]} into the chat template: give the same, or start from the original "
-                "checkpoint"
+                f"model.chat_template_arguments.{name}={arguments[name]}, but the stage before "
+                f"wrote {known[name]} into the chat template: give the same, or start from the "
+                "original checkpoint"
             )
-    arguments = {k: v for k, v in arguments.items() if k not in known}
-    template = with_fixed_date(template, arguments.pop("date_string", DATE))
-    lines = "".join(f"{{%- set {k} = {_in_jinja(v)} %}}" for k, v in sorted(arguments.items()))
-    return lines + template
+    new = sorted(arguments.keys() - known - {"date_string"})
+    template = with_fixed_date(template, arguments.get("date_string", DATE))
+    return "".join(f"{{%- set {k} = {written[k]} %}}" for k in new) + template
 
 
 def _change_templates(tokenizer: Any, change: Callable[[str], str]) -> None:
@@ -218,10 +206,6 @@ def _as_saved(source: str, options: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _in_jinja(value: Any) -> str:
-    return "none" if value is None else json.dumps(value)
-
-
 def check_same_tokenizer(
     tokenizer: PreTrainedTokenizerBase, source: str | Path, *, fix: str
 ) -> None:
@@ -238,13 +222,8 @@ def check_same_tokenizer(
         ValueError: if they differ, `source` is an adapter, or nothing can be compared.
     """
     options = loading_options(source)  # which names an adapter
-    try:
+    with naming_source(f"the tokenizer of {source}, to compare it with the policy's"):
         other = as_saved(str(source), options)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source} has no tokenizer to be compared with the policy's, whose ids it would read: "
-            "save its tokenizer there"
-        ) from error
     theirs = other.get_vocab()
     differ = [(t, i) for t, i in tokenizer.get_vocab().items() if theirs.get(t) != i]
     if differ:
@@ -254,17 +233,13 @@ def check_same_tokenizer(
             f"tokens differ, the first is {token!r}, id {index} of the policy's and "
             f"{theirs.get(token)} there. It would read other words than were written: {fix}"
         )
-    if other.eos_token_id != tokenizer.eos_token_id:
+    mine, its = (None if (end := turn_end(t)) is None else end.token for t in (tokenizer, other))
+    parts = mine != its and None not in (mine, its)
+    if parts or other.eos_token_id != tokenizer.eos_token_id:
         raise ValueError(
-            f"{source} ends texts with {other.eos_token!r}, the policy with "
-            f"{tokenizer.eos_token!r}: it does not know where these responses end: {fix}"
-        )
-    ends = [turn_end(each) for each in (tokenizer, other)]
-    mine, its = (None if end is None else end.token for end in ends)
-    if mine is not None and its is not None and mine != its:
-        raise ValueError(
-            f"the chat template of {source} ends responses with {its!r}, the policy's with "
-            f"{mine!r}: it does not know where these responses end: {fix}"
+            f"{source} ends texts with {other.eos_token!r} and responses with {its!r}, the policy "
+            f"with {tokenizer.eos_token!r} and {mine!r}: it does not know where these responses "
+            f"end: {fix}"
         )
 
 
@@ -324,3 +299,28 @@ def _has_generation_config(source: str | Path, options: Mapping[str, Any]) -> bo
             return False
         raise
     return True
+
+
+def classifier_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a copy with a pad token that is not EOS and a chat template that ends responses.
+
+    The classifiers of transformers read a row's score at its last token that is not the pad token.
+    That must be the one that ends the response, where the reward was trained. It is another one if
+    the response ends with the pad token, or if a chat template writes something behind the end, as
+    ChatML does with a newline and Phi 3 with EOS.
+
+    No id of a token changes. The pad token is the tokenizer's own, else a new token `<|pad|>`,
+    which may need a row more than the model has (`with_row_for` of models/export.py). Padding is on
+    the right: models with absolute positions count columns.
+    """
+    own: Any = copy.deepcopy(tokenizer)
+    own.padding_side = "right"
+    end = turn_end(own)
+    if isinstance(own.chat_template, str) and end is not None and end.behind:
+        # Jinja drops the newline at the end of a template; inside of another it would stay.
+        body = own.chat_template.removesuffix("\n")
+        closing = _CUT[1].replace("ANSWER_END", json.dumps(end.token + end.behind))
+        own.chat_template = _CUT[0] + body + closing.replace("BEHIND", str(len(end.behind)))
+    if own.pad_token_id in {None, own.eos_token_id, None if end is None else end.token_id}:
+        own.add_special_tokens({"pad_token": ADDED})
+    return own

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 from unicodedata import combining
 
@@ -27,8 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.messages import Text
-from rlhf_lightning.text.templates import ChatTemplateError, render_chat, write_chat
-from rlhf_lightning.text.turn_end import turn_end
+from rlhf_lightning.text.templates import ChatTemplateError, render_chat, turn_end, write_chat
 
 NUM_TOKENIZED_TOGETHER = 256
 
@@ -66,12 +64,8 @@ class TextEncoder:
         self.tokenizer: Any = tokenizer
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.turn_end = turn_end(tokenizer)
-        ends = (
-            self.bos,
-            self.eos,
-            tokenizer.pad_token_id,
-            self.turn_end and self.turn_end.token_id,
-        )
+        ends = [self.bos, self.eos, tokenizer.pad_token_id]
+        ends += [] if self.turn_end is None else [self.turn_end.token_id]
         unknown = tokenizer.unk_token_id  # of tokenizers that know every text one of the others
         self.unknown = None if unknown in ends else unknown
         self.control = ControlTokens(tokenizer)
@@ -114,12 +108,9 @@ class TextEncoder:
         if (text, at) in self._known:
             return self._known[text, at]
         last, encoding, ids = self._last
-        behind = encoding.char_to_token(len(text)) if last.startswith(text) and encoding else None
-        if (
-            behind
-            and ids[behind] in self.ends_text
-            and encoding.token_to_chars(behind)[0] == len(text)
-        ):
+        end = len(text)
+        behind = encoding.char_to_token(end) if last.startswith(text) and encoding else None
+        if behind and ids[behind] in self.ends_text and encoding.token_to_chars(behind)[0] == end:
             return self._cut(encoding, ids[:behind], at, text)
         ((encoding, ids),) = self._tokenized([text])
         self._last = text, encoding, ids
@@ -150,13 +141,8 @@ class TextEncoder:
         return not all(self._has_token[c] for c in characters)
 
     def _tokenized(self, texts: list[str]) -> Iterator[tuple[Any, list[int]]]:
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        plain = {"return_attention_mask": False, "return_token_type_ids": False}
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False, **plain)
         encodings = encoded.encodings or [None] * len(texts)
         return zip(encodings, map(list, encoded["input_ids"]), strict=True)
 
@@ -181,12 +167,10 @@ class TextEncoder:
             # A normalizer has put the accent on the prompt's last character.
             return _Cut(ids, count - 1, is_merged=True)
         if start >= at:
-            return _Cut(
-                ids, count, self._changes_before(text[max(at - 8, 0) : at], text[at : at + 2])
-            )
-        if ids[count] in self._takes_space:
-            return _Cut(ids, count + 1, is_merged=False)
-        return _Cut(ids, count, is_merged=True)
+            changes = self._changes_before(text[max(at - 8, 0) : at], text[at : at + 2])
+            return _Cut(ids, count, changes)
+        takes_space = ids[count] in self._takes_space
+        return _Cut(ids, count + takes_space, not takes_space)
 
 
 def prompt_ids(
@@ -240,17 +224,23 @@ def prompt_and_responses(
             control token.
     """
     encoder = text_encoder(tokenizer)
-    if isinstance(prompt, str):
-        wholes = [_plain(prompt, response, encoder, rendered) for response in responses]
-    else:
+    if not isinstance(prompt, str):
         if not rendered:
             encoder.check(prompt, *responses, variables)
         wholes = _conversations(prompt, responses, encoder, variables)
+    elif not all(isinstance(response, str) for response in responses):
+        raise TypeError(
+            "the prompt is plain text but a response is a conversation: make them alike"
+        )
+    else:
+        joined = [encoder.joined(prompt, str(response)) for response in responses]
+        if not rendered:
+            encoder.check([text for text, _ in joined])
+        wholes = [encoder.cut(*each) for each in joined]
     first = wholes[0].ids[: min(whole.num_prompt for whole in wholes)]
     num_prompt = min(_num_same(first, whole.ids) for whole in wholes)
-    tails = [whole.ids[num_prompt:] for whole in wholes]
+    ids, tails = first[:num_prompt], [whole.ids[num_prompt:] for whole in wholes]
     ends = [None if isinstance(prompt, str) else _end(tail, encoder) for tail in tails]
-    ids = first[:num_prompt]
     return Continued(
         _with_front(ids, encoder) if isinstance(prompt, str) else ids,
         [
@@ -272,35 +262,27 @@ def end_with_eos(ids: Sequence[int], eos: int | None) -> list[int]:
     return list(ids) if ids and ids[-1] == eos else [*ids, int(eos)]
 
 
-def _plain(prompt: str, response: Text, encoder: TextEncoder, rendered: bool) -> _Cut:
-    if not isinstance(response, str):
-        raise TypeError(
-            "the prompt is plain text but its response is a conversation: make them alike"
-        )
-    text, at = encoder.joined(prompt, response)
-    if not rendered:
-        encoder.check(text)
-    return encoder.cut(text, at)
-
-
 def _conversations(
-    prompt: Any,
-    responses: Sequence[Any],
-    encoder: TextEncoder,
-    variables: Mapping[str, Any] | None,
+    prompt: Any, responses: Sequence[Any], encoder: TextEncoder, variables: Mapping[str, Any] | None
 ) -> list[_Cut]:
     """Return each rendered conversation, cut behind the rendered prompt."""
     tokenizer = encoder.tokenizer
+    options: dict[str, Any] = {"variables": variables, "add_generation_prompt": False}
     start = write_chat(prompt, tokenizer, variables=variables)
     cuts = []
     for response in responses:
         whole = (*prompt, *response)
-        learnt = range(len(prompt), len(whole))
-        full = render_chat(
-            whole, tokenizer, add_generation_prompt=False, learnt=learnt, variables=variables
-        )
+        full = render_chat(whole, tokenizer, learnt=range(len(prompt), len(whole)), **options)
         if not full.startswith(start):
-            raise _not_a_prefix(start, full)
+            same = _num_same(start, full)
+            at = max(same - 40, 0)
+            raise ChatTemplateError(
+                "the chat template does not keep the prompt as the start of the whole "
+                "conversation, so it is not known which tokens are the response. They part after "
+                f"{same} characters: the prompt has ...{start[at : same + 60]!r}, the conversation "
+                f"...{full[at : same + 60]!r}",
+                "take a template whose generation prompt is what it writes before every response",
+            )
         cuts.append(encoder.cut(full, len(start)))
     return cuts
 
@@ -332,18 +314,9 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase | TextEncoder) -> TextEncode
     return tokenizer if isinstance(tokenizer, TextEncoder) else TextEncoder(tokenizer)
 
 
-def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many ids two rows have in common at their start."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return len(first) if first == second[: len(first)] else sum(1 for _ in same)
-
-
-def _not_a_prefix(start: str, full: str) -> ChatTemplateError:
-    same = next((i for i, (a, b) in enumerate(zip(start, full, strict=False)) if a != b), len(full))
-    at = max(same - 40, 0)
-    return ChatTemplateError(
-        "the chat template does not keep the prompt as the start of the whole conversation, so it "
-        f"is not known which tokens are the response. They part after {same} characters: the "
-        f"prompt has ...{start[at : same + 60]!r}, the conversation ...{full[at : same + 60]!r}",
-        "take a template whose generation prompt is what it writes before every response",
-    )
+def _num_same(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many ids or characters two rows have in common at their start."""
+    if first == second[: len(first)]:
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), len(second))

@@ -20,8 +20,8 @@ from rlhf_lightning.data.records import (
 )
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.control_tokens import ControlTokens
+from rlhf_lightning.text.templates import turn_end
 from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids, render_chat
-from rlhf_lightning.text.turn_end import turn_end
 from tests.builders.tokenizers import family_tokenizer
 
 WIDE = {"max_length": 2000}

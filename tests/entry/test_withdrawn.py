@@ -15,6 +15,7 @@ from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.preferences.exchange import read_collection
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.text.tokens import prompt_ids
 from tests.builders.tokenizers import build_tokenizer
 
@@ -59,6 +60,11 @@ CALLS: list[tuple[str, Callable[[Path], object], str]] = [
         "rlhf-train -m (seed=1,2 KEY=A,B, or +sweeps=NAME)",
     ),
     ("timeout_seconds", lambda _: FunctionScorer(len, timeout_seconds=1.0), "timeout_seconds"),
+    (
+        "a template for a reward model",
+        lambda _: TextRewardModelScorer("m", chat_template="plain"),
+        "chat_template",
+    ),
     ("lambda p, c", lambda _: FunctionScorer(lambda p, c: []), "def NAME(prompts, completions"),
     (
         "verl's form",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import AddedToken
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,12 +21,12 @@ from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.modules.export import save_hf_model
-from rlhf_lightning.text.classifier_tokenizer import (
+from rlhf_lightning.text.tokenizers import (
     ADDED,
     classifier_tokenizer,
-    unused_special_token,
+    load_tokenizer,
+    stop_ids,
 )
-from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from tests.builders.mirror import on_mirror
 from tests.builders.models import (
     EOS,
@@ -119,37 +118,6 @@ def test_a_pipeline_gives_the_score_without_a_sigmoid_and_without_the_offset(bat
     torch.testing.assert_close(torch.tensor(found) + offset, expected, rtol=1e-5, atol=1e-4)
 
 
-def with_special(*tokens: str) -> Any:
-    tokenizer = tiny_tokenizer(pad_is_eos=True)
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("tokens", "taken"),
-    [
-        (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], 1),
-        (["<|endoftext|>", "<|im_start|>"], 0),
-        (["<|im_start|>", "<repo_name>"], None),
-        ([], None),
-    ],
-)
-def test_padding_takes_a_token_that_texts_do_not_use(tokens, taken):
-    tokenizer = with_special(*tokens)
-    rows = VOCABULARY + len(tokens)
-    padded = classifier_tokenizer(tokenizer, rows)
-    assert padded.pad_token == (ADDED if taken is None else tokens[taken])
-    assert padded.pad_token_id == (rows if taken is None else VOCABULARY + taken)
-    assert padded.eos_token_id == EOS
-
-
-def test_a_token_of_the_chat_template_or_beyond_the_embeddings_does_not_pad():
-    tokenizer = with_special("<|endoftext|>", "<|reserved_special_token_0|>")
-    tokenizer.chat_template = "<|reserved_special_token_0|>" + CHAT
-    assert unused_special_token(tokenizer, VOCABULARY + 2) == "<|endoftext|>"
-    assert unused_special_token(tokenizer, VOCABULARY) is None
-
-
 def test_an_added_token_takes_a_row_that_the_model_keeps_in_reserve(tmp_path):
     # As Qwen and GPT-NeoX do, whose embeddings have more rows than their tokenizers tokens.
     policy = tiny_policy("llama", vocab_size=VOCABULARY + 16)
@@ -218,7 +186,7 @@ CHAT_TEMPLATES = {
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_a_conversation_ends_at_eos_in_the_classifiers_template(name):
     tokenizer = build_tokenizer(template=CHAT_TEMPLATES[name])
-    exported = classifier_tokenizer(tokenizer, 300)
+    exported = classifier_tokenizer(tokenizer)
     messages = [{"role": "user", "content": "hi  "}, {"role": "assistant", "content": "yes \n"}]
     before = tokenizer.apply_chat_template(messages, tokenize=False)
     after = exported.apply_chat_template(messages, tokenize=False)
@@ -229,5 +197,5 @@ def test_a_conversation_ends_at_eos_in_the_classifiers_template(name):
     for kept in ({"add_generation_prompt": True}, {"continue_final_message": True}):
         ours = exported.apply_chat_template(messages, tokenize=False, **kept)
         assert ours == tokenizer.apply_chat_template(messages, tokenize=False, **kept)
-    again = classifier_tokenizer(exported, 300)
+    again = classifier_tokenizer(exported)
     assert again.chat_template == exported.chat_template

@@ -11,7 +11,7 @@ from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from rlhf_lightning.data.encode import encode_demonstration, encode_preference
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
-from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
+from rlhf_lightning.text.tokenizers import classifier_tokenizer
 from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.parity.both import COMMON, export_policy_folder, export_reward_folder
 
@@ -70,7 +70,7 @@ def test_pairs_end_at_eos_in_both_with_the_tokenizer_of_an_exported_reward_model
     template, tmp_path
 ):
     tokenizer = build_tokenizer(template=template)
-    exported = classifier_tokenizer(tokenizer, len(tokenizer))
+    exported = classifier_tokenizer(tokenizer)
     folder = export_reward_folder(tmp_path / "reward", "llama")
     rows = Dataset.from_list([as_lists(prompt=PROMPT, chosen=GOOD, rejected=BAD)])
     config = RewardConfig(str(tmp_path), **COMMON)

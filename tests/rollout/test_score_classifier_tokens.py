@@ -7,6 +7,8 @@ import pytest
 from rlhf_lightning.text.reward_texts import ClassifierInputs, Renderer, ResponseText
 from tests.builders.tokenizers import word_tokenizer
 
+TURNS = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
 
 def plain(prompt, completion):
     return ResponseText(prompt, None, completion, True)
@@ -14,9 +16,8 @@ def plain(prompt, completion):
 
 def classify(row, *, max_length=None, input_format="text", chat_template=None):
     tokenizer = word_tokenizer()
-    renderer = Renderer(tokenizer, chat_template)
-    encode = ClassifierInputs(renderer, input_format=input_format, max_length=max_length)
-    (tokens,) = encode([row])
+    tokenizer.chat_template = chat_template
+    tokens = ClassifierInputs(Renderer(tokenizer), input_format, max_length)(row)
     return tokenizer.decode(tokens.ids), tokens.type_ids, tokens.over_long
 
 
@@ -54,6 +55,6 @@ def test_of_a_pair_the_question_is_cut_from_the_left(max_length, text, second, o
 def test_a_pair_of_a_conversation_has_its_turns_as_the_question():
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
     row = ResponseText("", [*messages, {"role": "user", "content": "w3"}], "w4", True)
-    got, types, _ = classify(row, input_format="pair", chat_template="plain")
+    got, types, _ = classify(row, input_format="pair", chat_template=TURNS)
     assert got == "[CLS] w1 w2 w3 [SEP] w4 [SEP]"
     assert sum(types) == 2

@@ -223,7 +223,7 @@ def test_several_labels_of_an_unknown_kind_need_the_way_to_read_them(tmp_path):
 @pytest.mark.parametrize("label", [None, "nice"])
 def test_several_labels_need_the_one_that_is_rewarded(label, tmp_path):
     folder = save_reward_model(tmp_path, "bert", num_labels=2, **LABELS)
-    with pytest.raises(ValueError, match=r"has 2 labels, .*: 0: bad, 1: good"):
+    with pytest.raises(ValueError, match=r"has 2 labels, .*0: 'bad', 1: 'good'"):
         built(folder, label=label)
 
 
@@ -269,8 +269,7 @@ def test_a_model_whose_weights_are_no_safetensors_is_refused(tmp_path):
         ("gpt2", {"input_format": "completion"}, "use scorer.input_format=text"),
         ("gpt2", {"max_length": 257}, "max_length=257 is more than the 256 positions of GPT2"),
         ("roberta", {"max_length": 66}, "more than the 65 positions of Roberta"),
-        ("bert", {"max_length": 3, "input_format": "pair"}, "leaves no token .*: 3 are special"),
-        ("gpt2", {"chat_template": "no/such.jinja"}, "neither a file nor 'plain'"),
+        ("bert", {"max_length": 3, "input_format": "pair"}, "leaves no token"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(model_type, settings, message, tmp_path):

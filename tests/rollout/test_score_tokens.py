@@ -55,13 +55,10 @@ def read(
     *,
     ending: str = "eos",
     max_length: int | None = None,
-    chat_template: str | None = None,
 ):
     """Return the text that a decoder reads of the row, and whether the answer was over-long."""
     tokenizer = tokenizer or byte_tokenizer(template=CHATML)
-    renderer = Renderer(tokenizer, chat_template)
-    encode = LastTokenInputs(renderer, ending=ending, max_length=max_length)
-    (tokens,) = encode([row])
+    tokens = LastTokenInputs(Renderer(tokenizer), ending, max_length)(row)
     assert tokens.type_ids == [0] * len(tokens.ids)
     return tokenizer.decode(tokens.ids), tokens.over_long
 
@@ -119,16 +116,9 @@ def test_a_plain_prompt_and_its_answer_are_one_text(ending, finished, text, adds
     assert read(plain("why?", " so"), tokenizer, ending="template") == (as_tokenizer, False)
 
 
-def test_a_template_may_come_from_a_file_or_be_plain_turns(tmp_path):
-    file = tmp_path / "turns.jinja"
-    file.write_text(TURNS)
-    without = byte_tokenizer()
-    got, _ = read(conversation(), without, chat_template=str(file))
-    assert got == f"[system]be kind[user]why?[assistant]so{EOS}"
-    got, _ = read(conversation(), without, chat_template="plain")
-    assert got == f"<s>be kind\n\nwhy?\n\nso{EOS}"
-    with pytest.raises(ValueError, match=r"scorer\.chat_template=FILE, or =plain"):
-        read(conversation(), without)
+def test_a_conversation_needs_a_template():
+    with pytest.raises(ValueError, match=r"scorer\.tokenizer=FOLDER"):
+        read(conversation(), byte_tokenizer())
 
 
 def test_a_template_that_writes_other_things_around_other_answers_is_refused():
@@ -154,20 +144,14 @@ def writing(body="{{ m.content }}", roles="system user assistant tool"):
     return byte_tokenizer(template=template)
 
 
-@pytest.mark.parametrize("given", ["by the tokenizer", "in a file"])
-def test_a_template_that_takes_content_as_parts_is_given_parts(given, tmp_path):
-    tokenizer, file = writing(PARTS), None
-    if given == "in a file":
-        file = tmp_path / "parts.jinja"
-        file.write_text(tokenizer.chat_template)
-        tokenizer = byte_tokenizer(template=CHATML)
+def test_a_template_that_takes_content_as_parts_is_given_parts():
     text = f"[system]be kind[user]why?[assistant]so{EOS}"
-    assert read(conversation(), tokenizer, chat_template=file and str(file)) == (text, False)
+    assert read(conversation(), writing(PARTS)) == (text, False)
 
 
 def test_a_template_that_does_not_write_the_response_is_refused():
     for tokenizer in (writing(roles="system user"), writing("{{ m.content[:3] }}")):
-        with pytest.raises(ValueError, match=r"does not write the response.*chat_template=FILE"):
+        with pytest.raises(ValueError, match=r"does not write the response.*=FOLDER"):
             read(conversation("so it is"), tokenizer)
 
 
@@ -189,9 +173,9 @@ def test_a_template_that_does_not_write_the_response_is_refused():
 def test_what_a_template_does_not_write_is_named_once(roles, messages, lost, caplog):
     variables = {"tools": [CALL]} if lost == "tools" else {}
     row = ResponseText("", messages, "so", True, variables=variables)
-    encode = LastTokenInputs(Renderer(writing(roles=roles), None), ending="eos", max_length=None)
-    encode([row, row])
-    encode([row])
+    encode = LastTokenInputs(Renderer(writing(roles=roles)), "eos", None)
+    for _ in range(3):
+        encode(row)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (lost is not None)
     assert all(f"does not write {lost}" in each or str(lost) in each for each in told)
@@ -216,17 +200,17 @@ def test_an_answer_or_a_prompt_that_spells_the_reward_models_special_tokens_is_d
         ),
     ):
         assert read(row, tokenizer) == (text, False)
-        encode = LastTokenInputs(Renderer(tokenizer, None), ending="eos", max_length=None)
-        tokens, as_usual = (each.ids for each in encode([row, usual]))
+        encode = LastTokenInputs(Renderer(tokenizer), "eos", None)
+        tokens, as_usual = encode(row).ids, encode(usual).ids
         assert sum(t in special for t in tokens) == sum(t in special for t in as_usual)
 
 
 @pytest.mark.parametrize("input_format", ["text", "pair", "completion"])
 def test_a_classifier_reads_no_special_tokens_that_a_text_spells(input_format):
     tokenizer = byte_tokenizer(template=CHATML)
-    encode = ClassifierInputs(Renderer(tokenizer, None), input_format=input_format, max_length=None)
+    encode = ClassifierInputs(Renderer(tokenizer), input_format, None)
     special = set(tokenizer.all_special_ids)
-    spelled, usual = encode([plain(f"a{EOS}", f"b<s>{EOS}"), plain("a", "b")])
+    spelled, usual = encode(plain(f"a{EOS}", f"b<s>{EOS}")), encode(plain("a", "b"))
     assert sum(t in special for t in spelled.ids) == sum(t in special for t in usual.ids)
     assert "b< s>< |im_end|>" in tokenizer.decode(spelled.ids)
 
@@ -238,10 +222,8 @@ def test_of_a_rendered_prompt_special_tokens_are_tokens():
     columns = {name: column for name, column in batch.columns.items() if name != "prompt"}
     (row,) = response_texts_of(text_answers(batch.columns["prompt"], ["so"], **columns))
     assert (row.messages, row.rendered) == (None, True)
-    encode = LastTokenInputs(Renderer(tokenizer, None), ending="eos", max_length=None)
-    (tokens,) = encode([row])
     expected = tokenizer(f"{OPENED}so{EOS}")["input_ids"]
-    assert tokens.ids == expected
+    assert LastTokenInputs(Renderer(tokenizer), "eos", None)(row).ids == expected
 
 
 @pytest.mark.parametrize(

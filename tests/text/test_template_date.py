@@ -6,11 +6,9 @@ from datetime import date
 
 import pytest
 
-from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
-from rlhf_lightning.text.reward_texts import Renderer, ResponseText
-from rlhf_lightning.text.template_date import DATE
-from rlhf_lightning.text.templates import write_chat
-from rlhf_lightning.text.tokenizers import load_tokenizer
+from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.text.templates import DATE, write_chat
+from rlhf_lightning.text.tokenizers import as_saved, load_tokenizer
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
 # As Llama 3.2 writes it.
@@ -39,14 +37,14 @@ def saved(folder, template):
 def test_a_template_that_writes_the_date_writes_one_that_stays(tmp_path, template, front):
     build = build_tokenizer(template=template)
     assert str(date.today().year) in write_chat(ASKED, build), "a premise: it writes today's"
-    for load in (load_tokenizer, lambda folder: load_fast_tokenizer(str(folder), revision=None)):
+    for load in (load_tokenizer, lambda folder: as_saved(str(folder), loading_options(folder))):
         tokenizer = load(saved(tmp_path / "hub", template))
         assert write_chat(ASKED, tokenizer).startswith(front + "<|im_start|>")
 
 
 def test_each_of_several_templates_writes_a_date_that_stays(tmp_path):
     templates = {"default": LLAMA, "tool_use": DIRECT}
-    for load in (load_tokenizer, lambda folder: load_fast_tokenizer(str(folder), revision=None)):
+    for load in (load_tokenizer, lambda folder: as_saved(str(folder), loading_options(folder))):
         tokenizer = load(saved(tmp_path / "hub", templates))
         assert write_chat(ASKED, tokenizer).startswith("Today Date: 26 Jul 2024\n<|im_start|>")
         with_tools = tokenizer.apply_chat_template(list(ASKED), tools=[{}], tokenize=False)
@@ -75,10 +73,3 @@ def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path,
 def test_a_tokenizer_without_a_template_writes_no_date(tmp_path):
     folder = saved(tmp_path / "hub", None)
     assert not load_tokenizer(folder, chat_template_arguments={"date_string": DATE}).chat_template
-
-
-def test_a_reward_models_template_of_a_file_has_the_fixed_date_too(tmp_path):
-    (tmp_path / "turns.jinja").write_text(LLAMA)
-    renderer = Renderer(build_tokenizer(), str(tmp_path / "turns.jinja"))
-    row = ResponseText("", list(ASKED), "so", True)
-    assert renderer.question(row).startswith("Today Date: 26 Jul 2024\n")

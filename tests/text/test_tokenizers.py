@@ -6,9 +6,10 @@ import pytest
 from huggingface_hub import constants
 from transformers import GenerationConfig
 
-from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
+from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.text.templates import write_chat
 from rlhf_lightning.text.tokenizers import (
+    as_saved,
     check_same_tokenizer,
     load_tokenizer,
     stop_ids,
@@ -39,7 +40,7 @@ def test_a_tokenizer_of_its_own_is_read_as_it_was_saved_whatever_the_model_type(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     loaded = load_tokenizer(tmp_path)
     assert loaded("w7 w11 w2")["input_ids"] == [7, 11, 2]
-    of_a_reward_model = load_fast_tokenizer(str(tmp_path), revision=None)
+    of_a_reward_model = as_saved(str(tmp_path), loading_options(tmp_path))
     assert of_a_reward_model("w7 w11 w2")["input_ids"] == [7, 11, 2]
     check_same_tokenizer(loaded, tmp_path, fix="")
 

@@ -17,6 +17,7 @@ WITHDRAWN: dict[str, str] = {
     # a key, or a choice: what is written instead
     "rollout=vllm_server": "write rollout=vllm, which generates in server processes",
     "scorer.backoff": "waits double from 0.5 s; scorer.max_retries=N ends them",
+    "scorer.chat_template": "save the template with a tokenizer; write scorer.tokenizer=FOLDER",
     "scorer.deadline": "scorer.timeout=SECONDS of a request and scorer.max_retries=N bound a call",
     "scorer.max_backoff": "waits double from 0.5 to 30 s; scorer.max_retries=N ends them",
     **{f"dataset={name}": _EXAMPLE for name in ("arguments", "questions", "sentiment")},

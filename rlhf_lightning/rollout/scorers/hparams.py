@@ -16,7 +16,6 @@ from rlhf_lightning.arguments import (
     Count,
     CountOrZero,
     Name,
-    PathOrName,
     Seconds,
     SecretName,
 )
@@ -31,8 +30,6 @@ class TextRewardModelHparams(Checked):
     Args:
         input_format: `text` is prompt and response as one text; `pair` is the two as the sentence
             pair of a classifier; `completion` is the response alone.
-        chat_template: file of a Jinja template, or `plain`, which writes the turns with an
-            empty line between them; None is the tokenizer's own. For conversations only.
         ending: what follows a finished response. `eos`: the first stop token of the chat template,
             else EOS, and nothing behind it; `template`: what the chat template or the tokenizer
             writes there; `none`: nothing. None is `eos` where the score is read at the last token,
@@ -51,7 +48,6 @@ class TextRewardModelHparams(Checked):
     """
 
     input_format: Literal["text", "pair", "completion"] = "text"
-    chat_template: PathOrName | None = None
     ending: Literal["eos", "template", "none"] | None = None
     thoughts: Thoughts = "drop"
     max_length: Annotated[int, Field(ge=2)] | None = None
@@ -81,17 +77,14 @@ def check_url(url: str, key: str, secret: str) -> None:
     """
     try:
         parts = urlsplit(url)
-        port = parts.port
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port beyond 65535, half of an IPv6 address
-        parts, port = urlsplit(""), 0
-    odd = any(c.isspace() or not c.isprintable() or c in '\\<>"{}|^`' for c in url)
-    if odd or port == 0 or parts.scheme not in ("http", "https") or not parts.hostname:
+        fits = False
+    if not fits or not url.isprintable() or set(url) & set(' \\<>"{}|^`'):
         raise ValueError(f"{key}={url!r} must be http://HOST[:PORT]/PATH or https://...")
     if parts.username or parts.password:
-        raise ValueError(
-            f"{key} holds credentials for {parts.hostname}: leave them out, put the token into an "
-            f"environment variable and name that with {secret}"
-        )
+        fix = f"put the token into an environment variable and name that with {secret}"
+        raise ValueError(f"{key} holds credentials for {parts.hostname}: {fix}")
 
 
 def key_in(setting: str, name: str | None) -> str | None:

@@ -6,14 +6,12 @@ Legend: B rows, T padded tokens, b rows of a micro-batch, W their width, L label
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Line, Name, PathOrName, checked
 from rlhf_lightning.distributed.collectives import agreed_max
@@ -29,11 +27,11 @@ from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.models.loading import loading_options, reward_normalization
 from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
-from rlhf_lightning.text.reward_texts import ClassifierInputs, LastTokenInputs, Renderer, Tokens
+from rlhf_lightning.text.reward_texts import ClassifierInputs, LastTokenInputs, Renderer
 from rlhf_lightning.text.tokenizers import as_saved
 
 logger = logging.getLogger(__name__)
-NO_LIMIT = 10**9  # tokenizers without a limit say 10**30
+NO_LIMIT = 10**9
 
 
 class TextRewardModelScorer:
@@ -83,20 +81,36 @@ class TextRewardModelScorer:
                 depends on padding.
         """
         if self.model is None:
-            own = self.revision if self.tokenizer_source == self.source else None
-            self.tokenizer = load_fast_tokenizer(self.tokenizer_source, revision=own)
-            hparams = self.hparams
+            source, hparams = self.tokenizer_source, self.hparams
+            own = self.revision if source == self.source else None
+            self.tokenizer = as_saved(source, loading_options(source, revision=own))
+            if not self.tokenizer.is_fast:
+                raise ValueError(
+                    f"the tokenizer of {source} is no fast one, which separates prompt and "
+                    "response: serve the model and use scorer=http"
+                )
             model = load_classifier(self.source, revision=self.revision, dtype=hparams.dtype)
-            self.label = label_index(model, hparams.label)
+            names = {int(index): str(name) for index, name in model.model.config.id2label.items()}
+            label = 0 if hparams.label is None and len(names) == 1 else hparams.label
+            self.label: Any = {name: i for i, name in names.items()}.get(label, label)
+            if self.label not in names:
+                raise ValueError(
+                    f"scorer.label={label!r}: the reward model has {len(names)} labels, say which "
+                    f"one is rewarded, by name or index: {names}"
+                )
             self.output = self._output(model)
-            normalization = reward_normalization(model.model.config, self.source)
-            if normalization is not None and not self.normalized:
-                mean, std = normalization
-                self.hparams, self.normalized = replace(hparams, mean=mean, std=std), True
+            found = reward_normalization(model.model.config, self.source)
+            if found is not None and not self.normalized:
+                self.hparams, self.normalized = replace(hparams, mean=found[0], std=found[1]), True
                 told = "%s: its scores are normalized by mean=%g and std=%g of its config.json"
-                logger.warning(told, self.source, mean, std)
+                logger.warning(told, self.source, *found)
             self.encode = self._encoder(model)
-            self.pad_id = padding(self.tokenizer, model)
+            self.pad_id = 0  # a decoder's mask hides it, and its pad token may have no embedding
+            if not model.reads_last_token:
+                given = model.model.config.get_text_config().pad_token_id
+                self.pad_id = self.tokenizer.pad_token_id if given is None else given
+            if self.pad_id is None:
+                raise ValueError(f"{self.source} has no pad_token_id in its config.json: set one")
             check_reading(model, self.pad_id)
             self.model = place_on_ranks(model, frozen=True)
         return [self.model]
@@ -118,11 +132,15 @@ class TextRewardModelScorer:
     def __call__(self, responses: Responses) -> Scores:
         """Return the reward model's scores and which responses were over-long."""
         model = self.model
-        if model is None:
-            raise RuntimeError("TextRewardModelScorer.build() was not called")
-        rows = self.encode(response_texts_of(responses, thoughts=self.hparams.thoughts))
+        assert model is not None, "call build() first"
+        texts = response_texts_of(responses, thoughts=self.hparams.thoughts)
+        rows = [self.encode(row) for row in texts]
         device = responses.sequences.device
-        ids, types, mask = (part.to(device) for part in pad(rows, self.pad_id))  # [B, T]
+        ids = pad_sequence([torch.tensor(row.ids) for row in rows], True, self.pad_id)  # [B, T]
+        types = pad_sequence([torch.tensor(row.type_ids) for row in rows], True)
+        lengths = torch.tensor([len(row.ids) for row in rows])
+        mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        ids, types, mask = ids.to(device), types.to(device), mask.to(device)
         has_types = "token_type_ids" in self.tokenizer.model_input_names
 
         def logits_of(index: Tensor) -> tuple[Tensor]:
@@ -132,9 +150,12 @@ class TextRewardModelScorer:
             return (model(ids_, mask_, types_),)
 
         (logits,) = by_micro_batch(logits_of, mask, self.hparams.micro_batch_size, agree=agreed_max)
-        config = model.model.config
+        config, reward = model.model.config, logits[:, self.label]
         alone = config.num_labels == 1 or config.problem_type == "multi_label_classification"
-        reward = rewarded(logits, self.label, self.output, independent=alone)
+        if self.output != "logit" and not alone:  # the label's log-odds, log(p / (1 - p))
+            others = [i for i in range(logits.shape[1]) if i != self.label]
+            reward = reward - logits[:, others].logsumexp(-1)
+        reward = reward.sigmoid() if self.output == "probability" else reward
         over_long = torch.tensor([float(row.over_long) for row in rows], device=device)
         if self.tells_over_long and over_long.any():
             self.tells_over_long = False
@@ -151,19 +172,24 @@ class TextRewardModelScorer:
         return Scores(total, {self.name: total, f"{self.name}_over_long": over_long})
 
     def _encoder(self, model: SequenceClassifier) -> LastTokenInputs | ClassifierInputs:
-        max_length = longest_input(self.tokenizer, model, self.hparams.max_length)
-        renderer = Renderer(self.tokenizer, self.hparams.chat_template)
+        max_length, positions = self.hparams.max_length, max_positions(model.model)
+        if max_length is None:  # tokenizers without a limit say 10**30
+            limits = (positions, self.tokenizer.model_max_length)
+            max_length = min((n for n in limits if n and n < NO_LIMIT), default=None)
+        elif positions is not None and max_length > positions:
+            raise ValueError(
+                f"scorer.max_length={max_length} is more than the {positions} positions of "
+                f"{type(model.model).__name__}: use at most {positions}"
+            )
+        renderer = Renderer(self.tokenizer)
         what, ending = self.hparams.input_format, self.hparams.ending
         if not model.reads_last_token and ending in (None, "template"):
-            return ClassifierInputs(renderer, input_format=what, max_length=max_length)
+            return ClassifierInputs(renderer, what, max_length)
         if not model.reads_last_token or what != "text":
             raise ValueError(
-                f"scorer.input_format={what}, scorer.ending={ending}: {self.source} is "
-                + (
-                    "read at the last token of one text: use scorer.input_format=text"
-                    if model.reads_last_token
-                    else "called as it is, and its tokenizer ends a text: leave scorer.ending out"
-                )
+                f"scorer.input_format={what}, scorer.ending={ending}: {self.source} does not fit: "
+                "use scorer.input_format=text for a decoder, which is read at its last token, and "
+                "leave scorer.ending out for any other classifier, whose tokenizer ends its texts"
             )
         if ending in (None, "eos") and model.model.config.pad_token_id in eos_ids(model.model):
             logger.warning(
@@ -171,101 +197,4 @@ class TextRewardModelScorer:
                 "token earlier. If it was trained to be read there, set scorer.ending=none",
                 self.source,
             )
-        return LastTokenInputs(renderer, ending=ending or "eos", max_length=max_length)
-
-
-def load_fast_tokenizer(source: str, *, revision: str | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub name.
-
-    Raises:
-        ValueError: if it cannot say which characters a token comes from.
-    """
-    tokenizer: Any = as_saved(source, loading_options(source, revision=revision))
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"the tokenizer of {source} ({type(tokenizer).__name__}) is no fast tokenizer, which "
-            "separates prompt and response: serve the model and use scorer=http"
-        )
-    return tokenizer  # type: ignore[no-any-return]
-
-
-def longest_input(
-    tokenizer: PreTrainedTokenizerBase, model: SequenceClassifier, max_length: int | None
-) -> int | None:
-    """Return how many tokens go in: `max_length`, else the smaller limit of tokenizer and model.
-
-    Raises:
-        ValueError: if `max_length` is more than the model has positions for.
-    """
-    positions = max_positions(model.model)
-    if max_length is not None and positions is not None and max_length > positions:
-        raise ValueError(
-            f"scorer.max_length={max_length} is more than the {positions} positions of "
-            f"{type(model.model).__name__}: use at most {positions}"
-        )
-    limits = [n for n in (positions, tokenizer.model_max_length) if n and n < NO_LIMIT]
-    return max_length or min(limits, default=None)
-
-
-def label_index(model: SequenceClassifier, label: str | int | None) -> int:
-    """Return the index of the label that is rewarded.
-
-    Raises:
-        ValueError: if it is unknown, or none was given and there are several.
-    """
-    names = {int(index): str(name) for index, name in model.model.config.id2label.items()}
-    if label is None and len(names) == 1:
-        return 0
-    index = label if isinstance(label, int) else {v: k for k, v in names.items()}.get(str(label))
-    if index not in names:
-        known = ", ".join(f"{index}: {name}" for index, name in sorted(names.items()))
-        raise ValueError(
-            f"scorer.label={label!r}: the reward model has {len(names)} labels, say which one is "
-            f"rewarded, by name or index: {known}"
-        )
-    return int(index)
-
-
-def rewarded(logits: Tensor, label: int, output: str, *, independent: bool) -> Tensor:
-    """Return `[B]` of `[B, L]` logits: the label's logit, log-odds log(p / (1 - p)), or p itself.
-
-    Args:
-        logits: `[B, L]` logits of all labels.
-        label: the index of the one that is rewarded.
-        output: `logit`, `log_odds` or `probability`.
-        independent: p = sigmoid(logit), else p = softmax(logits).
-    """
-    logit = logits[:, label]
-    if output == "logit":
-        return logit
-    log_odds = logit
-    if not independent:
-        others = [i for i in range(logits.shape[1]) if i != label]
-        log_odds = logit - logits[:, others].logsumexp(-1)
-    return log_odds if output == "log_odds" else log_odds.sigmoid()
-
-
-def padding(tokenizer: PreTrainedTokenizerBase, model: SequenceClassifier) -> int:
-    """Return the id that fills padding.
-
-    Raises:
-        ValueError: if a model that is called as it is has no pad token.
-    """
-    if model.reads_last_token:
-        return 0  # the attention mask hides it; a pad token may be one without an embedding
-    pad_id = model.model.config.get_text_config().pad_token_id
-    pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
-    if pad_id is None:
-        raise ValueError(
-            f"{type(model.model).__name__} and its tokenizer have no pad token: set pad_token_id "
-            "in its config.json"
-        )
-    return int(pad_id)
-
-
-def pad(rows: Sequence[Tokens], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, token types and the mask of what is no padding, each `[B, T]`."""
-    ids = pad_sequence([torch.tensor(row.ids) for row in rows], True, pad_id)
-    types = pad_sequence([torch.tensor(row.type_ids) for row in rows], True)
-    lengths = torch.tensor([len(row.ids) for row in rows])
-    return ids, types, torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        return LastTokenInputs(renderer, ending or "eos", max_length)
