@@ -118,9 +118,7 @@ class CallableRule:
     def _found(self) -> Callable[[str, str], Any]:
         if not isinstance(self.function, str):
             return self.function
-        from rlhf_lightning.rollout.scorers.functions import (
-            load_function,  # torch: only those who ask pay
-        )
+        from rlhf_lightning.rollout.scorers.base import load_function  # torch: who asks pays
 
         return load_function(self.function)
 

@@ -161,7 +161,7 @@ def test_a_reward_model_may_have_a_pad_token_of_its_own(tmp_path):
 def test_an_end_of_text_of_another_name_is_refused(tmp_path):
     other = tiny_tokenizer()
     other.eos_token = "w9"
-    with pytest.raises(ValueError, match=r"ends texts with 'w9', the policy with '<eos>': .*fix"):
+    with pytest.raises(ValueError, match=r"ends texts with 'w9' .* the policy with '<eos>' .*fix"):
         check_same_tokenizer(tiny_tokenizer(), save_tokenizer(tmp_path, other), fix="the fix")
 
 
@@ -174,7 +174,7 @@ def test_a_token_that_the_reward_model_does_not_know_is_refused(tmp_path):
 
 def test_a_reward_model_without_a_tokenizer_cannot_be_compared(tmp_path):
     policy = save_tokenizer(tmp_path / "policy", tiny_tokenizer())
-    with pytest.raises(ValueError, match="has no tokenizer to be compared with the policy's"):
+    with pytest.raises(ValueError, match="cannot load the tokenizer of"):
         RewardModelScorer(tiny_scalar_model, policy=policy, source=tmp_path)
 
 

@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_lightning.rollout.scorers import functions
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, Scores, WeightedScorer
-from rlhf_lightning.rollout.scorers.functions import load_function
+from rlhf_lightning.rollout.scorers import base
+from rlhf_lightning.rollout.scorers.base import (
+    FunctionScorer,
+    Scores,
+    WeightedScorer,
+    load_function,
+)
 from tests.builders.models import EOS, prompt_batch
 from tests.rollout.answers import responses_of
 
@@ -232,7 +236,7 @@ def test_ctrl_c_is_passed_on():
 
 
 def test_a_call_that_takes_long_is_named_again_after_each_doubling(monkeypatch, caplog):
-    monkeypatch.setattr(functions, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(base, "SLOW_SECONDS", 0.1)
 
     def slow(prompts, completions):
         time.sleep(0.3)
@@ -273,7 +277,7 @@ def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere.py:f", "no file nowhere.py; give 'path.py:name' or 'package.module.name'"),
+        ("nowhere.py:f", "no Python file nowhere.py; give 'path.py:name' or 'package.module.name'"),
         ("no.such.module.f", "No module named 'no'"),
         ("f", "give 'path.py:name'"),
         ("math.nothing", "'nothing' is no callable there"),

@@ -139,10 +139,13 @@ def test_an_attempt_that_times_out_is_tried_again_and_a_service_that_is_not_ther
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (lambda body: {"scores": [1.0, 2.0]}, r"returned .* for 3 responses.* under scores"),
+        (
+            lambda body: {"scores": [1.0, 2.0]},
+            r"returned .* for 3 .*response=scores",
+        ),
         (lambda body: {"scores": 1.0}, "for 3 responses"),
-        (lambda body: {"rewards": [1, 2, 3]}, "scorer.response=KEY.KEY"),
-        (lambda body: [1, 2, 3], "under scores"),
+        (lambda body: {"rewards": [1, 2, 3]}, "scorer.response=scores"),
+        (lambda body: [1, 2, 3], "scorer.response=scores"),
         (lambda body: {"scores": [1, float("nan"), 2]}, "finite"),
         (lambda body: {"scores": [1, 2, 10**400]}, "finite"),
         (lambda body: {"scores": [1e39, 1, 2]}, "finite"),
@@ -188,7 +191,7 @@ def test_the_token_comes_from_the_environment(monkeypatch):
     [
         ({"url": "ftp://x/y"}, "must be http://HOST"),
         ({"url": "http://me:pw@h/"}, "credentials for h"),
-        ({"request": {}}, "scorer.request"),
+        ({"request": {}}, "request"),
         ({"extra": {"prompts": 1}}, "prompts"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"std": 0.0}, "std=0.0"),

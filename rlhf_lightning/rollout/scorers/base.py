@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import importlib.util
+import inspect
 import json
-from collections.abc import Callable, Mapping
+import logging
+import math
+import reprlib
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +31,17 @@ from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.rollout.scorers.functions import (
-    OURS,
-    RewardFunction,
-    call_function,
-    load_function,
-    names_taken,
-    read_scores,
-)
 from rlhf_lightning.text.decoding import response_texts
 from rlhf_lightning.text.reward_texts import ResponseText
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
+
+RewardFunction = Callable[..., Any]
+OURS = ("prompts", "completions")
+LARGEST = torch.finfo(torch.float32).max
+SLOW_SECONDS = 30.0  # after which a call that still runs is named
+
+logger = logging.getLogger(__name__)
 
 
 class Scores(NamedTuple):
@@ -100,11 +109,9 @@ def make_responses(
     width = prompts.input_ids.shape[1]
     written = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()
     lengths = torch.stack([prompts.attention_mask.sum(1), written], 1)  # [B, 2]
-    rows = zip(generation.sequences.tolist(), lengths.tolist(), strict=True)  # read at once
-    asked, kept = [], []
-    for ids, (prompt, response) in rows:
-        asked.append(ids[width - prompt : width])
-        kept.append(ids[width : width + response])
+    rows = list(zip(generation.sequences.tolist(), lengths.tolist(), strict=True))  # read at once
+    asked = [ids[width - prompt : width] for ids, (prompt, _) in rows]
+    kept = [ids[width : width + response] for ids, (_, response) in rows]
     texts = response_texts(asked, kept, tokenizer, skip_special_tokens=skip_special_tokens)
     attention_mask = torch.cat([prompts.attention_mask, mask], 1)
     return Responses(prompts, generation, attention_mask, tuple(texts))
@@ -118,13 +125,12 @@ def response_texts_of(responses: Responses, *, thoughts: Thoughts = "keep") -> l
     rows = zip(columns["prompt"], conversations, responses.completions, ends, strict=True)
     found = []
     for prompt, written, completion, finished in rows:
-        messages = json.loads(written) if written else None
-        rendered = messages is True  # of a plain prompt whose special tokens are tokens
-        variables: dict[str, Any] = {}
-        if messages and not rendered and isinstance(messages[-1], list):
-            variables, messages = messages
+        told, variables = json.loads(written) if written else None, {}
+        rendered = told is True  # of a plain prompt whose special tokens are tokens
+        turns = None if rendered else told
+        if turns and isinstance(turns[-1], list):
+            variables, turns = turns
         text = shown(prompt, completion, thoughts, "scorer.thoughts")
-        turns = None if rendered else messages
         found.append(ResponseText(text.prompt, turns, text.response, finished, rendered, variables))
     return found
 
@@ -151,17 +157,22 @@ class Scorer(Protocol):
         """Return one score a row."""
 
 
-class NoReward:
-    """No reward: 0 for every response, where a teacher alone is learnt from."""
+class ModelFree:
+    """A scorer without a model."""
 
     loads_no_model = True
-    is_reward = False
-    words = "a teacher, without a reward"
-    name = "none"
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Return no models."""
         return []
+
+
+class NoReward(ModelFree):
+    """No reward: 0 for every response, where a teacher alone is learnt from."""
+
+    is_reward = False
+    words = "a teacher, without a reward"
+    name = "none"
 
     def __call__(self, responses: Responses) -> Scores:
         """Return zeros."""
@@ -205,9 +216,7 @@ class RewardModelScorer:
             check_same_tokenizer(load_tokenizer(policy), source, fix=fix)
         loaded = getattr(load, "keywords", {}).get("source", source)
         if source is not None and str(loaded) != str(source):
-            raise ValueError(
-                f"source={source} and load.source={loaded} differ: set artifacts.reward"
-            )
+            raise ValueError(f"source={source} and load.source={loaded} differ: give one")
         self.load = load
         self.source = None if source is None else str(source)
         self.micro_batch_size = micro_batch_size
@@ -230,8 +239,7 @@ class RewardModelScorer:
     def __call__(self, responses: Responses) -> Scores:
         """Return the reward model's scores."""
         model = self.model
-        if model is None:
-            raise RuntimeError("RewardModelScorer.build() was not called")
+        assert model is not None, "call build() first"
         ids, mask = responses.sequences, responses.attention_mask
         beside = side_by_side(model) if world_size() == 1 else None
         (total,) = by_micro_batch(
@@ -244,7 +252,47 @@ class RewardModelScorer:
         return Scores(total, {self.name: total})
 
 
-class FunctionScorer:
+def _watch(what: str, done: threading.Event) -> None:
+    """Name a call that takes `SLOW_SECONDS`, and again each time that this doubles."""
+    wait = passed = SLOW_SECONDS
+    while not done.wait(wait):
+        logger.warning("%s is still running after %g seconds", what, passed)
+        wait, passed = passed, 2 * passed
+
+
+def load_function(path: CodeName) -> RewardFunction:
+    """Return the callable that `path.py:name` or `package.module.name` names.
+
+    Raises:
+        ValueError: if there is no such file, module or callable, or it cannot be read.
+    """
+    place, _, name = path.rpartition(":" if ":" in path else ".")
+    try:
+        module = _load_file(Path(place)) if ":" in path else importlib.import_module(place)
+        function = getattr(module, name, None)
+    except (Exception, SystemExit) as error:
+        fix = "give 'path.py:name' or 'package.module.name'"
+        raise ValueError(f"reward function {path!r}: {error_line(error)}; {fix}") from error
+    if not callable(function):
+        raise ValueError(f"reward function {path!r}: {name!r} is no callable there")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise FileNotFoundError(f"no Python file {file}")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error as one line with its class."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+class FunctionScorer(ModelFree):
     """Any Python callable `(prompts, completions, **columns) -> one number a completion`.
 
     Prompts and completions are lists of texts, columns have the types of the data. All are passed
@@ -260,7 +308,6 @@ class FunctionScorer:
         ValueError: if there is no such function, or it does not take `completions` by keyword.
     """
 
-    loads_no_model = True
     words = "a reward function ({function})"
 
     @checked
@@ -271,13 +318,17 @@ class FunctionScorer:
         )
         named = getattr(self.function, "func", self.function)  # of functools.partial
         self.name = name or str(getattr(named, "__name__", type(named).__name__))
-        place = Path(function).name if isinstance(function, str) else self.name
-        self._what = f"reward function {place}"
-        self._names = names_taken(self.function, self._what)
-
-    def build(self, base: Any = None) -> list[nn.Module]:
-        """Return no models."""
-        return []
+        self._what = f"reward function {Path(self.function_name or self.name).name}"
+        parameters = inspect.signature(self.function).parameters.values()
+        keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        names = {p.name for p in parameters if p.kind in keywords}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if "completions" not in names and (names or not takes_any):
+            raise ValueError(
+                f"{self._what} takes ({', '.join(map(str, parameters))}), and arguments are passed "
+                "by keyword: write def NAME(prompts, completions, **columns)"
+            )
+        self._names = None if takes_any else names
 
     @torch.no_grad()
     def __call__(self, responses: Responses) -> Scores:
@@ -288,24 +339,57 @@ class FunctionScorer:
             ValueError: if it returns something else than a finite number or None for each
                 completion.
         """
-        returned = call_function(self.function, self._values(responses), self._names, self._what)
-        scores = read_scores(returned, responses.completions, self._what)
-        total = scores.to(responses.sequences.device)
+        values = self._values(responses)
+        given = {k: v for k, v in values.items() if self._names is None or k in self._names}
+        done = threading.Event()
+        threading.Thread(target=_watch, args=(self._what, done), daemon=True).start()
+        try:
+            returned = self.function(**given)
+            if inspect.iscoroutine(returned):  # the loop of a notebook is in this thread
+                returned = ThreadPoolExecutor(1).submit(asyncio.run, returned).result()
+        except (Exception, SystemExit) as error:
+            shown = ", ".join(f"{name}[0]={values[name][0]!r:.200}" for name in OURS)
+            raise RuntimeError(
+                f"{self._what} raised {error_line(error)}; it was called with texts (no lists of "
+                f"messages), {shown}, and the columns {sorted(values.keys() - set(OURS))}"
+            ) from error
+        finally:
+            done.set()
+        scores = self._scores(returned, responses.completions)
+        total = torch.tensor(scores, dtype=torch.float32).to(responses.sequences.device)
         return Scores(total, {self.name: total}, ~total.isnan())
+
+    def _scores(self, returned: Any, completions: Sequence[str]) -> list[float]:
+        """Return one number a completion, NaN where the function returned None."""
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+        is_list = isinstance(values, list | tuple)
+        if not is_list or len(values) != len(completions):
+            got = f"{len(values)} scores" if is_list else type(returned).__name__
+            raise ValueError(
+                f"{self._what} returned {got} for {len(completions)} completions: return a list "
+                "with one number a completion"
+            )
+        scores = []
+        for row, value in enumerate(values):
+            one = value.tolist() if hasattr(value, "tolist") else value  # of NumPy or torch
+            if isinstance(one, list | tuple) and len(one) == 1:  # a row of [B, 1]
+                (one,) = one
+            if one is not None and not (isinstance(one, int | float) and abs(one) <= LARGEST):
+                raise ValueError(
+                    f"{self._what} returned {reprlib.repr(value)} for completion {row} "
+                    f"({completions[row][:200]!r}): return a finite number of float32, or None "
+                    "where the reward does not apply"
+                )
+            scores.append(math.nan if one is None else float(one))
+        return scores
 
     def _values(self, responses: Responses) -> dict[str, list[Any]]:
         """Return copies, which the function may change."""
         columns = responses.prompts.columns
-        for name in OURS:
-            if name in columns:
-                raise ValueError(
-                    f"{self._what}: the prompts have a column {name!r}, which is the name of the "
-                    f"{name} themselves: rename the column"
-                )
-        hidden = ("prompt", CONVERSATION)
-        values = {
-            k: [deepcopy(value) for value in v] for k, v in columns.items() if k not in hidden
-        }
+        if both := columns.keys() & set(OURS):
+            raise ValueError(f"{self._what}: the prompts have columns {sorted(both)}: rename them")
+        shown = columns.keys() - {"prompt", CONVERSATION}
+        values = {k: [deepcopy(value) for value in columns[k]] for k in columns if k in shown}
         values["prompts"] = list(columns["prompt"])
         values["completions"] = list(responses.completions)
         if any(responses.prompts.domains) or "domain" in (self._names or ()):
@@ -339,19 +423,16 @@ class WeightedScorer:
         self.scorers = dict(scorers)
         self.weights = dict(weights or {})
         self.domain_weights = {k: dict(v) for k, v in (domain_weights or {}).items()}
-        named = {name for given in self._weights for name in given}
-        if unknown := sorted(named - self.scorers.keys()):
+        every = [pair for w in (self.weights, *self.domain_weights.values()) for pair in w.items()]
+        if unknown := sorted({name for name, _ in every} - self.scorers.keys()):
             raise ValueError(f"weights of {unknown}, but the scorers are {sorted(self.scorers)}")
-
-    @property
-    def _weights(self) -> list[dict[str, float]]:
-        return [self.weights, *self.domain_weights.values()]
+        self._has_large_weight = any(abs(weight) > 1 for _, weight in every)
 
     @property
     def normalized(self) -> bool:
         """True if all of them are and none has a weight above 1; known once they are built."""
-        large = any(abs(weight) > 1 for given in self._weights for weight in given.values())
-        return not large and all(getattr(s, "normalized", False) for s in self.scorers.values())
+        parts = self.scorers.values()
+        return not self._has_large_weight and all(getattr(s, "normalized", False) for s in parts)
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Build every scorer; return all their models."""
@@ -364,16 +445,12 @@ class WeightedScorer:
         applied = torch.zeros(rows, dtype=torch.bool, device=device)  # a part, with a weight
         lacking = applied
         components: dict[str, Tensor] = {}
+        of_domains = [self.domain_weights.get(each, {}) for each in responses.prompts.domains]
         for name, scorer in self.scorers.items():
             part = scorer(responses)
             components[name] = part.total
-            weights = torch.tensor(
-                [
-                    self.domain_weights.get(domain, {}).get(name, self.weights.get(name, 1.0))
-                    for domain in responses.prompts.domains
-                ],
-                device=device,
-            )
+            usual = self.weights.get(name, 1.0)
+            weights = torch.tensor([own.get(name, usual) for own in of_domains], device=device)
             weighted, applies = part.total * weights, part.applies
             if applies is not None:
                 weighted, lacking = weighted.where(applies, 0), lacking | ~applies

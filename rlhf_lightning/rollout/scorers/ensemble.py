@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator
@@ -41,7 +41,7 @@ class RewardEnsembleScorer:
         sources: folders or hub names of the reward models.
         policy: folder or hub name of the policy; its tokenizer is compared with theirs.
         micro_batch_size: rows in one forward.
-        combine, std_coef: how scores are combined, see `RewardEnsembleHparams`.
+        hparams: the fields of `RewardEnsembleHparams`.
 
     Raises:
         ValueError: for fewer than two members, one twice, or another tokenizer than the policy's.
@@ -63,10 +63,9 @@ class RewardEnsembleScorer:
         *,
         policy: PathOrName | None = None,
         micro_batch_size: Count | None = None,
-        combine: Literal["mean_minus_std", "minimum"] = "mean_minus_std",
-        std_coef: float = 1.0,
+        **hparams: Any,
     ) -> None:
-        self.hparams = RewardEnsembleHparams(combine=combine, std_coef=std_coef)
+        self.hparams = RewardEnsembleHparams(**hparams)
         self.members = [
             RewardModelScorer(
                 partial(load, source=source),

@@ -7,17 +7,16 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import torch
-from torch import nn
+from pydantic import Field
 
 from rlhf_lightning.arguments import JsonObject, Name, checked
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
-from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
-from rlhf_lightning.rollout.scorers.functions import LARGEST
+from rlhf_lightning.rollout.scorers.base import ModelFree, Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, key_in
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import ResponseText
@@ -32,11 +31,7 @@ class ServiceError(RuntimeError):
 
 
 def ask_service(
-    hparams: HttpScorerHparams,
-    bodies: Sequence[Mapping[str, Any]],
-    *,
-    key: str | None = None,
-    fix: str = FIX,
+    hparams: HttpScorerHparams, bodies: Sequence[Any], *, key: str | None = None, fix: str = FIX
 ) -> list[Any]:
     """Return the JSON of a service's replies to requests, in their order.
 
@@ -53,22 +48,18 @@ def ask_service(
         ServiceError: in one line, if a request gets no reply, or none that is JSON.
     """
     headers = {"Content-Type": "application/json"}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    verify = ssl.create_default_context() if hparams.url.startswith("https:") else False
+    headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
+    options: dict[str, Any] = {"timeout": hparams.timeout, "trust_env": False}
+    options["verify"] = hparams.url.startswith("https:") and ssl.create_default_context()
+    # The client is closed first: after Ctrl-C nothing is tried again.
     with (
         ThreadPoolExecutor(hparams.concurrency) as pool,
-        # Closed first: after Ctrl-C nothing is tried again.
-        httpx.Client(
-            headers=headers, timeout=hparams.timeout, trust_env=False, verify=verify
-        ) as client,
+        httpx.Client(headers=headers, **options) as client,
     ):
         return list(pool.map(lambda body: _reply(client, hparams, body, fix), bodies))
 
 
-def _reply(
-    client: httpx.Client, hparams: HttpScorerHparams, body: Mapping[str, Any], fix: str
-) -> Any:
+def _reply(client: httpx.Client, hparams: HttpScorerHparams, body: Any, fix: str) -> Any:
     content = json.dumps(body, default=as_text).encode()
     failure, wait = "", FIRST_WAIT
     for attempt in range(hparams.max_retries + 1):
@@ -106,18 +97,17 @@ def on_every_rank(ask: Callable[[], Result], device: torch.device, elsewhere: st
     Raises:
         ServiceError: on every rank, if it was raised on one.
     """
-    found: list[Result] = []
-    failure: ServiceError | None = None
     try:
-        found.append(ask())
+        found: Any = ask()
     except ServiceError as error:
-        failure = error
-    if agreed_max(int(failure is not None), device):
-        raise failure or ServiceError(f"{elsewhere}: see its error")
-    return found[0]
+        found = error
+    failed = isinstance(found, ServiceError)
+    if agreed_max(int(failed), device):
+        raise found if failed else ServiceError(f"{elsewhere}: see its error")
+    return found  # type: ignore[no-any-return]
 
 
-class HttpScorer:
+class HttpScorer(ModelFree):
     """A reward served over HTTP: POST of JSON texts, JSON numbers back.
 
     By default {"prompts": [...], "completions": [...]} -> {"scores": [...]}. Each rank asks for its
@@ -136,14 +126,13 @@ class HttpScorer:
     """
 
     Hparams = HttpScorerHparams
-    loads_no_model = True
     words = "a reward service"
 
     @checked
     def __init__(
         self,
         *,
-        request: Mapping[Name, Name] | None = None,
+        request: Annotated[Mapping[Name, Name], Field(min_length=1)] | None = None,
         extra: JsonObject | None = None,
         response: str = "scores",
         name: str = "http",
@@ -152,19 +141,12 @@ class HttpScorer:
         self.hparams = HttpScorerHparams(**hparams)
         self.normalized = (self.hparams.mean, self.hparams.std) != (0.0, 1.0)
         self._key = key_in("scorer.token_env", self.hparams.token_env)
-        default = {"prompts": "prompts", "completions": "completions"}
-        self.request = default if request is None else dict(request)
+        self.request = dict(request or {"prompts": "prompts", "completions": "completions"})
         self.extra = dict(extra or {})
-        if not self.request:
-            raise ValueError("scorer.request is empty: name at least one of prompts, completions")
         if both := sorted(self.request.keys() & self.extra.keys()):
             raise ValueError(f"scorer.request and scorer.extra both have {both}: keep one of them")
         self.path = tuple(key for key in response.split(".") if key)
         self.name = name
-
-    def build(self, base: Any = None) -> list[nn.Module]:
-        """Return no models."""
-        return []
 
     def __call__(self, responses: Responses) -> Scores:
         """Return the service's numbers.
@@ -175,14 +157,13 @@ class HttpScorer:
         """
         rows, size = self._rows(responses), self.hparams.batch_size
         count, device = len(responses.prompts), responses.sequences.device
-        parts = [slice(first, first + size) for first in range(0, count, size)]
-        bodies = [{k: v[part] for k, v in rows.items()} | self.extra for part in parts]
+        starts = range(0, count, size)
+        bodies = [{k: v[at : at + size] for k, v in rows.items()} | self.extra for at in starts]
 
         def ask() -> list[float]:
             replies = ask_service(self.hparams, bodies, key=self._key)
-            sizes = [len(range(count)[part]) for part in parts]
-            found = map(self._scores, replies, sizes)
-            return [score for scores in found for score in scores]
+            found = zip(replies, starts, strict=True)
+            return [s for reply, at in found for s in self._scores(reply, min(size, count - at))]
 
         elsewhere = f"another rank got no scores from {self.hparams.url}"
         scores = torch.tensor(on_every_rank(ask, device, elsewhere), device=device)
@@ -202,9 +183,7 @@ class HttpScorer:
         }
         for key, content in self.request.items():
             if content not in known:
-                raise ValueError(
-                    f"scorer.request.{key}={content} is not there: use one of {sorted(known)}"
-                )
+                raise ValueError(f"scorer.request.{key}={content} is none of {sorted(known)}")
         return {key: known[content] for key, content in self.request.items()}
 
     def _scores(self, reply: Any, count: int) -> list[float]:
@@ -215,13 +194,13 @@ class HttpScorer:
                 found = [item[key] for item in found] if isinstance(found, list) else found[key]
         except (KeyError, TypeError, IndexError):
             found = None
-        fits = isinstance(found, list) and len(found) == count
-        if not fits or not all(type(x) in (int, float) and abs(x) <= LARGEST for x in found):
-            place = f" under {'.'.join(self.path)}" if self.path else ""
+        found = found if isinstance(found, list) and len(found) == count else [None]
+        largest = torch.finfo(torch.float32).max
+        if not all(type(x) in (int, float) and abs(x) <= largest for x in found):
             raise ServiceError(
                 f"{self.hparams.url} returned {reply!r:.200} for {count} responses: it must return "
-                f"a list of finite numbers{place}, one a response; scorer.response=KEY.KEY is "
-                "their place"
+                "a list of finite numbers, one a response, at the place "
+                f"scorer.response={'.'.join(self.path)}"
             )
         return [float(score) for score in found]
 

@@ -80,10 +80,6 @@ class NumberReward:
         """Check the arguments."""
         if not self.marker.strip():
             raise ValueError("marker is empty: give what stands before the number, such as '####'")
-        if self.fallback not in ("none", "last_number"):
-            raise ValueError(f"fallback={self.fallback!r} is unknown: use 'none' or 'last_number'")
-        if self.strict not in ("first", "last", None):
-            raise ValueError(f"strict={self.strict!r} is unknown: use 'first', 'last' or null")
         if self.strict is not None and self.fallback != "none":
             raise ValueError(
                 f"strict={self.strict} reads numbers behind the marker alone: use fallback=none"
@@ -102,20 +98,20 @@ class NumberReward:
         Raises:
             ValueError: if the column of right answers is missing, or holds one without a number.
         """
-        rewards = []
-        texts = with_opened_thoughts(prompts, completions)
-        for text, wanted in zip(texts, self.references(columns), strict=True):
-            found = self.extract(text)
-            answered = self.answered if found is not None else 0.0
-            rewards.append(self.right if found == wanted else self.wrong + answered)
-        return rewards
+        found = map(self.extract, with_opened_thoughts(prompts, completions))
+        return [
+            self.right if number == wanted else self.wrong + self.answered * (number is not None)
+            for number, wanted in zip(found, self.references(columns), strict=True)
+        ]
 
     def extract(self, text: str) -> Decimal | str | None:
         """Return the number that a response gives, None if it gives none; as text if `strict`."""
         if self.strict is not None:
             found = re.findall(f"{re.escape(self.marker)} (-?[0-9.,]+)", text)
             return found[0 if self.strict == "first" else -1].replace(",", "") if found else None
-        before, marker, after = _behind_thoughts(text).partition(self.marker)
+        behind = behind_thoughts(text)
+        text = text if behind is None else behind
+        before, marker, after = ("" if "<think>" in text else text).partition(self.marker)
         if marker:
             match = NUMBER.match(after.lstrip())
             return None if match is None else _value(match)
@@ -195,32 +191,20 @@ def command_reward(
         completions: commands of one line.
         completion: the right ones, such as those of `dataset=shell_commands`.
     """
-    return [
-        _right_share(text, as_text(right))
-        for text, right in zip(completions, completion, strict=True)
-    ]
-
-
-def _right_share(answer: str, right: str) -> float:
-    words, wanted = answer.split(), right.split()
-    if words[:1] != wanted[:1] or not wanted:
-        return 0.0
-    given, due = Counter(words[1:]), Counter(wanted[1:])
-    both = 2 * sum((given & due).values())
-    total = sum(given.values()) + sum(due.values())
-    return 0.5 + 0.5 * (both / total if total else 1.0)
+    rewards = []
+    for text, right in zip(completions, map(as_text, completion), strict=True):
+        words, wanted = text.split(), right.split()
+        both = 2 * (Counter(words[1:]) & Counter(wanted[1:])).total()
+        total = len(words[1:]) + len(wanted[1:])
+        is_right = bool(wanted) and words[:1] == wanted[:1]
+        rewards.append(0.5 + 0.5 * (both / total if total else 1.0) if is_right else 0.0)
+    return rewards
 
 
 def with_opened_thoughts(prompts: Sequence[str], completions: Sequence[str]) -> list[str]:
     """Return the completions, with `<think>` in front where the prompt ends with it."""
     rows = zip(prompts, completions, strict=True)
     return ["<think>" * prompt.rstrip().endswith("<think>") + text for prompt, text in rows]
-
-
-def _behind_thoughts(text: str) -> str:
-    behind = behind_thoughts(text)
-    answer = text if behind is None else behind
-    return "" if "<think>" in answer else answer
 
 
 def _value(match: re.Match[str]) -> Decimal:
