@@ -6,7 +6,7 @@ Legend: B rows of a rank, R response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -68,10 +68,7 @@ class GAE:
     gae_lambda_value: float | None = None
     length_alpha: float | None = None
 
-    @property
-    def scale_free(self) -> bool:
-        """False: rewards are compared over all prompts."""
-        return False
+    scale_free = False  # rewards are compared over all prompts
 
     def __call__(
         self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
@@ -83,14 +80,8 @@ class GAE:
         if self.length_alpha is not None:
             gae_lambda = length_adaptive_lambda(mask.sum(-1), alpha=self.length_alpha)  # [B]
             gae_lambda_value = self.gae_lambda if gae_lambda_value is None else gae_lambda_value
-        found = compute_gae(
-            rewards,
-            values,
-            mask,
-            gamma=self.gamma,
-            gae_lambda=gae_lambda,
-            gae_lambda_value=gae_lambda_value,
-        )
+        lambdas: Any = {"gae_lambda": gae_lambda, "gae_lambda_value": gae_lambda_value}
+        found = compute_gae(rewards, values, mask, gamma=self.gamma, **lambdas)
         return whitened(found.advantages, mask), found.returns
 
 
@@ -142,10 +133,7 @@ class Returns:
 
     whiten: bool
 
-    @property
-    def scale_free(self) -> bool:
-        """False: rewards are compared over all prompts."""
-        return False
+    scale_free = False  # rewards are compared over all prompts
 
     def __call__(
         self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor

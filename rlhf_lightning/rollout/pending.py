@@ -31,16 +31,6 @@ class PendingGeneration:
         self.rows: dict[str, Tensor] = {}  # by name; all have the rows as first dimension
         self._waiting: tuple[PromptBatch, Callable[[], Generation]] | None = None
 
-    def put(
-        self, iteration: int, prompts: PromptBatch, generation: Callable[[], Generation]
-    ) -> None:
-        """Keep the responses to the prompts of an iteration, counted from 0.
-
-        `generation` is called once, when they are needed; it may wait for them.
-        """
-        self.iteration = iteration
-        self._waiting = prompts, generation
-
     def exchange(
         self,
         parts: RolloutParts,
@@ -81,26 +71,21 @@ class PendingGeneration:
                 )
             generation = sample_responses(parts, own, noise=noise.at_iteration(0), **how)
         if not is_last:
-            following_noise = noise.at_iteration(iteration + 1)
-            begun = begin_responses(parts, following, noise=following_noise, **how)
-            self.put(iteration + 1, following, begun)
+            noise = noise.at_iteration(iteration + 1)
+            begun = begin_responses(parts, following, noise=noise, **how)
+            self.iteration, self._waiting = iteration + 1, (following, begun)
         return own, generation
 
     def _wait_for_generation(self) -> None:
         if self._waiting is None:
             return
         prompts, wait = self._waiting
-        generation = wait()
-        self._waiting = None
-        mask = generation.response_mask
-        self.rows = {
-            "row_ids": prompts.row_ids,
-            "responses": generation.sequences[:, -mask.shape[1] :],
-            "response_mask": mask,
-            "finish_reason": generation.finish_reason,
-        }
-        if generation.logprobs is not None:
-            self.rows["logprobs"] = generation.logprobs
+        made, self._waiting = wait(), None
+        self.rows = {"row_ids": prompts.row_ids, "finish_reason": made.finish_reason}
+        self.rows["responses"] = made.sequences[:, -made.response_mask.shape[1] :]
+        self.rows["response_mask"] = made.response_mask
+        if made.logprobs is not None:
+            self.rows["logprobs"] = made.logprobs
 
     def take(self, iteration: int, prompts: PromptBatch) -> Generation | None:
         """Return the responses to these prompts; None if it has none of this iteration.
@@ -121,12 +106,9 @@ class PendingGeneration:
         rows = {name: value.to(index.device)[index] for name, value in self.rows.items()}
         width = max(int(rows["response_mask"].sum(-1).max()), 1)
         rows |= {name: rows[name][:, :width] for name in _PER_TOKEN if name in rows}
-        return Generation(
-            sequences=torch.cat([prompts.input_ids, rows["responses"]], 1),
-            response_mask=rows["response_mask"],
-            finish_reason=rows["finish_reason"],
-            logprobs=rows.get("logprobs"),
-        )
+        sequences = torch.cat([prompts.input_ids, rows.pop("responses")], 1)
+        del rows["row_ids"]
+        return Generation(sequences, **rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return iteration and rows of all ranks for a checkpoint; every rank must call it."""

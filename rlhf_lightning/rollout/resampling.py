@@ -153,12 +153,10 @@ def _joined(parts: Sequence[Scores], rows: Tensor, device: torch.device | str) -
     def join(values: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(values))[rows].to(device)
 
-    components = {
-        name: join([part.components[name] for part in parts]) for name in parts[0].components
-    }
+    names = parts[0].components
+    components = {name: join([part.components[name] for part in parts]) for name in names}
     applies = None
     if any(part.applies is not None for part in parts):
-        everywhere = [torch.ones_like(part.total, dtype=torch.bool) for part in parts]
-        found = zip(parts, everywhere, strict=True)
-        applies = join([every if part.applies is None else part.applies for part, every in found])
+        everywhere = ((p.applies, torch.ones_like(p.total, dtype=torch.bool)) for p in parts)
+        applies = join([ones if found is None else found for found, ones in everywhere])
     return Scores(join([part.total for part in parts]), components, applies)

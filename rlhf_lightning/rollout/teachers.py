@@ -5,9 +5,7 @@ Legend: B rows, P padded prompt, R response, H hidden size of the teacher, b row
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,10 +25,10 @@ from rlhf_lightning.rollout.scorers.base import Responses, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, check_url
 from rlhf_lightning.rollout.scorers.http import ServiceError, ask_service, on_every_rank
 from rlhf_lightning.text.decoding import decoded
-from rlhf_lightning.text.messages import Text, as_text, fields_of
+from rlhf_lightning.text.messages import as_text, fields_of
 from rlhf_lightning.text.tokens import TextEncoder, prompt_ids
 
-VLLM_MINUS_INFINITY = -9999.0  # which JSON cannot hold
+VLLM_MINUS_INFINITY = -9999.0  # what vLLM writes for it, which JSON cannot hold
 LARGEST = 1e-3  # log-probability, after rounding in a low precision
 NUM_PROBED = 4096  # tokens whose text a server must read as the policy's tokenizer does
 KEY = "VLLM_API_KEY"
@@ -62,11 +60,11 @@ class Teacher(Protocol):
         prompt: builds its prompts; None for those of the policy.
     """
 
-    @property
-    def prompt(self) -> TeacherPrompt | None: ...  # noqa: D102
+    prompt: TeacherPrompt | None
 
     def to(self, device: torch.device) -> Self:
         """Put what it holds in this process on a device; return it."""
+        return self
 
     def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
         """Check that it can be asked about responses to prompts with these columns.
@@ -74,6 +72,8 @@ class Teacher(Protocol):
         Raises:
             ValueError: if it cannot, with the reason.
         """
+        if self.prompt is not None:
+            self.prompt.check(prompts)
 
     def __call__(
         self,
@@ -95,8 +95,8 @@ class Teacher(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class ModelTeacher:
+@dataclass(eq=False)
+class ModelTeacher(Teacher):
     """A frozen model in this process.
 
     Args:
@@ -111,11 +111,6 @@ class ModelTeacher:
         """Put the model on a device."""
         self.model.to(device)
         return self
-
-    def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
-        """Check that each prompt has what the teacher is to read; see `Teacher`."""
-        if self.prompt is not None:
-            self.prompt.check(prompts)
 
     @torch.no_grad()
     def __call__(
@@ -142,14 +137,10 @@ class ModelTeacher:
                     f"{longest}: shorten the template, or leave long rows out of the data"
                 )
 
+        how: Any = {"temperature": temperature, "with_entropy": False, "with_states": with_states}
+
         def of_rows(rows: Tensor) -> tuple[Tensor, ...]:
-            found = response_statistics(
-                self.model,
-                read.rows(rows),
-                temperature=temperature,
-                with_entropy=False,
-                with_states=with_states,
-            )
+            found = response_statistics(self.model, read.rows(rows), **how)
             return (found.logprobs,) if found.states is None else (found.logprobs, found.states)
 
         with unsharded(self.model.root):
@@ -183,10 +174,8 @@ class TeacherPrompt:
         """Check that each prompt, given as its columns, has a text for every field.
 
         Raises:
-            ValueError: if one has none, naming the first and their number, or is `rendered`.
+            ValueError: naming the first that has none, or is `rendered`.
         """
-        lacking: Counter[str] = Counter()
-        first: dict[str, tuple[int, Mapping[str, Any]]] = {}
         for number, columns in enumerate(prompts, start=1):
             if columns.get(CONVERSATION) == RENDERED:
                 raise ValueError(
@@ -194,18 +183,14 @@ class TeacherPrompt:
                     f"{number} is rendered by a chat template: text put around it would be in no "
                     "turn. Give the messages"
                 )
-            for name in self.fields:
-                if not as_text(columns.get(name)).strip():
-                    lacking[name] += 1
-                    first.setdefault(name, (number, columns))
-        for name, count in lacking.items():
-            number, columns = first[name]
-            given = ", ".join(sorted(columns.keys() - {CONVERSATION}))
-            raise ValueError(
-                f"teacher_prompt={self.template!r}: {count} prompts have no {name}, such as number "
-                f"{number} ({str(columns.get('prompt'))[:40]!r}): leave them out of the data, or "
-                f"take another column of {given}"
-            )
+            lacking = [name for name in self.fields if not as_text(columns.get(name)).strip()]
+            if lacking:
+                raise ValueError(
+                    f"teacher_prompt={self.template!r}: prompt {number} "
+                    f"({str(columns.get('prompt'))[:40]!r}) has no {', '.join(lacking)}: leave "
+                    "such prompts out of the data, or take another column of "
+                    f"{', '.join(sorted(columns.keys() - {CONVERSATION}))}"
+                )
 
     def before(self, responses: Responses) -> Responses:
         """Return the responses behind the prompts of the teacher, `[B, P' + R]`.
@@ -215,9 +200,9 @@ class TeacherPrompt:
         """
         device, mask = responses.sequences.device, responses.response_mask
         rows = [torch.tensor(ids) for ids in self._ids(responses)]
-        padded = pad_sequence(rows, batch_first=True, padding_side="left").to(device)  # [B, P']
-        real = [torch.ones(len(ids), dtype=torch.bool) for ids in rows]
-        given = pad_sequence(real, batch_first=True, padding_side="left").to(device)
+        real = [torch.ones_like(ids, dtype=torch.bool) for ids in rows]
+        # [B, P'] each
+        padded, given = (pad_sequence(x, True, 0, "left").to(device) for x in (rows, real))
         answers = responses.sequences[:, -mask.shape[1] :]
         return replace(
             responses,
@@ -231,25 +216,19 @@ class TeacherPrompt:
         known: dict[Any, list[int]] = {}  # a group has one prompt
         for row, text in enumerate(response_texts_of(responses)):
             values = {name: values[row] for name, values in columns.items()}
-            if text.messages is None:
-                prompt: Text = self._filled(values | {"prompt": text.prompt})
-                key: Any = prompt
-            else:
-                last = text.messages[-1]
-                asked = self._filled(values | {"prompt": last["content"]})
-                prompt = (*text.messages[:-1], {**last, "content": asked})
-                key = asked, values[CONVERSATION]
+            *turns, last = text.messages or [{"content": text.prompt}]
+            values["prompt"] = last["content"]
+            self.check([values])
+            asked = self.template.format_map({k: as_text(values[k]) for k in self.fields})
+            key = asked, values.get(CONVERSATION)
             if key not in known:
+                prompt = asked if text.messages is None else (*turns, {**last, "content": asked})
                 known[key] = prompt_ids(prompt, self._encoder, variables=text.variables)
             found.append(known[key])
         return found
 
-    def _filled(self, values: Mapping[str, Any]) -> str:
-        self.check([values])
-        return self.template.format_map({name: as_text(values[name]) for name in self.fields})
 
-
-class ServerTeacher:
+class ServerTeacher(Teacher):
     """A teacher behind vLLM's HTTP API: log-probabilities of given tokens, and nothing else.
 
     It is asked directly, without a proxy of the environment. The environment variable
@@ -265,26 +244,19 @@ class ServerTeacher:
     """
 
     def __init__(
-        self,
-        url: str,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt: TeacherPrompt | None = None,
+        self, url: str, tokenizer: PreTrainedTokenizerBase, prompt: TeacherPrompt | None = None
     ) -> None:
         check_url(url, "teacher", KEY)
         parts = urlsplit(url)
+        self.url = f"{parts.scheme}://{parts.netloc}"
         if parts.query or parts.fragment or parts.path.rstrip("/") not in ("", "/v1"):
             raise ValueError(
-                f"teacher={parts.scheme}://{parts.netloc}/... must be http://HOST[:PORT], with /v1 "
-                f"or nothing behind it; a key belongs into the environment variable {KEY}"
+                f"teacher={self.url}/... must be http://HOST[:PORT], with /v1 or nothing behind "
+                f"it; a key belongs into the environment variable {KEY}"
             )
-        self.url = f"{parts.scheme}://{parts.netloc}"
         self.tokenizer: Any = tokenizer
         self.prompt = prompt
         self._is_checked = False
-
-    def to(self, device: torch.device) -> Self:
-        """Return it as it is."""
-        return self
 
     def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
         """Check that the server is there, and reads text as the policy's tokens; see `Teacher`.
@@ -293,8 +265,7 @@ class ServerTeacher:
             ServiceError: if it gives no usable reply.
             ValueError: if its tokenizer is another one, or for another temperature than 1.
         """
-        if self.prompt is not None:
-            self.prompt.check(prompts)
+        super().check(prompts, temperature=temperature)
         self._check_temperature(temperature)
         self._check_tokenizer()
 
@@ -311,26 +282,17 @@ class ServerTeacher:
         ids = sorted({*range(0, size, max(size // NUM_PROBED, 1)), *special})
         text = " ".join(decoded([token], self.tokenizer) for token in ids)
         own = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        asked = {"prompt": text, "add_special_tokens": False}
-        (reply,) = self._asked("/tokenize", [asked])
-        theirs = reply.get("tokens") if isinstance(reply, Mapping) else None
-        if theirs != own:
+        (reply,) = self._asked("/tokenize", [{"prompt": text, "add_special_tokens": False}])
+        if not isinstance(reply, Mapping) or reply.get("tokens") != own:
             raise ValueError(
-                f"teacher={self.url} reads a text of {len(own)} tokens of the policy as other "
-                "tokens: it has another tokenizer. Take a teacher of the policy's family, or train "
-                "on its texts (SFT)"
+                f"teacher={self.url} reads a text of the policy as other tokens: it has another "
+                "tokenizer. Take a teacher of the policy's family, or train on its texts (SFT)"
             )
         self._is_checked = True
 
     @torch.no_grad()
     def __call__(
-        self,
-        responses: Responses,
-        *,
-        temperature: float,
-        micro_batch_size: int | None,
-        with_states: bool = False,
-        unsharded: Unsharded = nullcontext,
+        self, responses: Responses, *, temperature: float, with_states: bool = False, **_: Any
     ) -> Taught:
         """Return its reply about the responses; see `Teacher`.
 
@@ -341,21 +303,15 @@ class ServerTeacher:
         self._check_temperature(temperature, with_states=with_states)
         read = responses if self.prompt is None else self.prompt.before(responses)
         mask, width = read.response_mask, read.response_mask.shape[1]
-        real = read.attention_mask.tolist()
-        rows = [
-            [token for token, is_real in zip(ids, kept, strict=True) if is_real]
-            for ids, kept in zip(read.sequences.tolist(), real, strict=True)
-        ]
-        lengths = mask.sum(1).tolist()
-        asked = [
-            {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            for ids in rows
-        ]
+        pairs = zip(read.sequences.cpu(), read.attention_mask.cpu(), strict=True)
+        rows = [ids[real].tolist() for ids, real in pairs]
+        how = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
         def ask() -> list[list[float]]:
             if not self._is_checked:
                 self._check_tokenizer()
-            replies = self._asked("/v1/completions", asked)
+            replies = self._asked("/v1/completions", [{"prompt": ids, **how} for ids in rows])
+            lengths = mask.sum(1).tolist()
             return [self._read(*row) for row in zip(replies, rows, lengths, strict=True)]
 
         said = on_every_rank(ask, mask.device, f"another rank got no reply from {self.url}")
@@ -372,25 +328,15 @@ class ServerTeacher:
         """Return the log-probabilities of the last `length` of the ids that were sent."""
         try:
             (choice,) = reply["choices"]
-            given = choice["prompt_logprobs"]
-            if len(given) != len(ids):
-                raise ValueError
-            first = len(ids) - length
-            tokens = zip(given[first:], ids[first:], strict=True)
+            tokens = list(zip(choice["prompt_logprobs"], ids, strict=True))[len(ids) - length :]
             found = [said[str(token)]["logprob"] for said, token in tokens]
-            if not all(type(value) in (int, float) for value in found):
-                raise TypeError
-            values = [float(value) for value in found]
-        except (TypeError, KeyError, ValueError, OverflowError) as error:
+        except (TypeError, KeyError, ValueError):
+            found = [None]
+        fits = [type(v) in (int, float) and VLLM_MINUS_INFINITY < v <= LARGEST for v in found]
+        if not all(fits):
             raise ServiceError(
-                f"{self.url} did not return the log-probability of each token that was sent "
-                "(choices[0].prompt_logprobs): the teacher must be a server of vLLM"
-            ) from error
-        if not all(math.isfinite(value) and value > VLLM_MINUS_INFINITY for value in values):
-            raise ServiceError(f"{self.url} returned a log-probability that is not finite")
-        if any(value > LARGEST for value in values):
-            raise ServiceError(
-                f"{self.url} returned {max(values):.3g} as a log-probability, which is never above "
-                "0: start vLLM without --logprobs-mode"
+                f"{self.url} returned {found[fits.index(False)]!r:.40} as the log-probability of a "
+                "token that was sent (choices[0].prompt_logprobs): it must be a finite number, at "
+                "most 0, by a server of vLLM without --logprobs-mode"
             )
-        return values
+        return [float(value) for value in found]

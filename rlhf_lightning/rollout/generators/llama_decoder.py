@@ -25,15 +25,10 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from rlhf_lightning.models.gpu_kernels import fuses, is_fused
 from rlhf_lightning.rollout.generators.prepared_weights import PreparedWeights
 
-_ATTENTION = (
-    *(llama.LlamaAttention, mistral.MistralAttention),
-    *(qwen2.Qwen2Attention, qwen3.Qwen3Attention),
-)
-_NORMS = (llama.LlamaRMSNorm, mistral.MistralRMSNorm, qwen2.Qwen2RMSNorm, qwen3.Qwen3RMSNorm)
-_MLPS = (llama.LlamaMLP, mistral.MistralMLP, qwen2.Qwen2MLP, qwen3.Qwen3MLP)
-_MODELS = (
-    *(llama.LlamaForCausalLM, mistral.MistralForCausalLM),
-    *(qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM),
+_KINDS = ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
+_ATTENTION, _NORMS, _MLPS, _MODELS = (
+    [getattr(module, kind + part) for module, kind in _KINDS]
+    for part in ("Attention", "RMSNorm", "MLP", "ForCausalLM")
 )
 
 
@@ -55,11 +50,11 @@ class LlamaDecoder:
 
         Nor is there one with `model.kernels=torch`.
         """
-        if not fuses() or type(model) not in _MODELS or type(model.lm_head) is not nn.Linear:
+        is_llama = type(model) in _MODELS and type(model.lm_head) is nn.Linear
+        if not fuses() or not is_llama:
             return None
-        if not all(_is_plain(layer, weights) for layer in model.model.layers):
-            return None
-        return cls(model, weights)
+        is_plain = all(_is_plain(layer, weights) for layer in model.model.layers)
+        return cls(model, weights) if is_plain else None
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, bias: Tensor, cache: Sequence[Any], column: Tensor
@@ -89,11 +84,11 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.attention, self.down, self.out = attention, mlp.down_proj, attention.o_proj
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv = weights.stacks[attention.q_proj, attention.k_proj, attention.v_proj]
-        self.gate_up = weights.stacks[mlp.gate_proj, mlp.up_proj]
-        size = self.size = attention.head_dim
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.heads = [part.out_features // size for part in parts]
+        self.qkv = weights.stacks[parts]
+        self.gate_up = weights.stacks[mlp.gate_proj, mlp.up_proj]
+        self.size = attention.head_dim
+        self.heads = [part.out_features // self.size for part in parts]
 
     def attend(
         self, states: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, window: Any, column: Tensor
@@ -145,16 +140,11 @@ def _is_plain(layer: Any, weights: PreparedWeights) -> bool:
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    stacks = (
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (mlp.gate_proj, mlp.up_proj),
-    )
+    parts = (layer, attention, mlp, *norms)
     return (
         all(type(norm) in _NORMS for norm in norms)
-        and all(stack in weights.stacks for stack in stacks)
+        and (attention.q_proj, attention.k_proj, attention.v_proj) in weights.stacks
+        and (mlp.gate_proj, mlp.up_proj) in weights.stacks
         and attention.config.hidden_act == "silu"
-        and all(
-            "forward" not in vars(part) or is_fused(part)
-            for part in (layer, attention, mlp, *norms)
-        )
+        and all("forward" not in vars(part) or is_fused(part) for part in parts)
     )

@@ -10,6 +10,7 @@ batch beyond rounding, but they are not the tokens of the other engines.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,6 @@ from rlhf_lightning.arguments import AtLeast0, Program, Seconds, StopIds, TokenI
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.functional.logprobs import token_logprobs
-from rlhf_lightning.rollout.background import in_background
 from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.generators.vllm_engine import Completion
 from rlhf_lightning.rollout.generators.vllm_server import ServerPool
@@ -52,12 +52,6 @@ class Request(NamedTuple):
     rows: list[list[int]]
     seeds: list[int]
     settings: dict[str, Any]
-
-    def beginnings(self, num_rows: int, max_new_tokens: int) -> Request:
-        """Return the request for the first tokens of the first rows."""
-        longest = min(self.settings["max_new_tokens"], max_new_tokens)
-        settings = self.settings | {"max_new_tokens": longest}
-        return Request(self.rows[:num_rows], self.seeds[:num_rows], settings)
 
 
 def check_responses(responses: Sequence[Completion], request: Request) -> None:
@@ -122,34 +116,24 @@ class VllmGenerator:
         self.pad_token_id = pad_token_id
         self.logprob_tolerance = logprob_tolerance
         self.options = {"dtype": "auto", **(engine or {})}
-        if self.options["dtype"] not in DTYPES:
-            raise ValueError(
-                f"rollout.engine.dtype={self.options['dtype']!r}: use {', '.join(DTYPES)}"
-            )
+        if (dtype := self.options["dtype"]) not in DTYPES:
+            raise ValueError(f"rollout.engine.dtype={dtype!r}: use {', '.join(DTYPES)}")
         self.largest_gap: float | None = None  # of the transfers so far
         self.pool = ServerPool(Path(python), replicas, timeout=timeout, start_timeout=start_timeout)
         # Rows that a server of each replica writes are among those that are compared.
         self.checked_rows = max(CHECKED_ROWS, len(self.pool.replicas))
-        self.under_way: Future[list[Completion]] | None = None  # on rank 0
+        self.under_way: Future[list[Completion]] | None = None
         weakref.finalize(self, self.pool.end)  # at the end of this process too
 
     @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        *,
-        noise: RowNoise,
-        temperature: float,
-        max_new_tokens: int,
-    ) -> Generation:
+    def __call__(self, model: PreTrainedModel, prompts: PromptBatch, **how: Any) -> Generation:
         """Return one response a prompt; see `Generator`.
 
         Raises:
             RuntimeError: if a server is lost or refuses a request, if vLLM's log-probabilities are
                 not the policy's, or a response cannot be vLLM's; see `check_responses`.
         """
-        request = self.request(prompts, noise, temperature, max_new_tokens)
+        request = self.request(prompts, **how)
         responses = self.responses(model, request)
         generation = self.generation(prompts, request, responses)
         self.check_logprobs(model, request, responses)
@@ -157,13 +141,7 @@ class VllmGenerator:
 
     @torch.no_grad()
     def begin(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        *,
-        noise: RowNoise,
-        temperature: float,
-        max_new_tokens: int,
+        self, model: PreTrainedModel, prompts: PromptBatch, **how: Any
     ) -> Callable[[], Generation]:
         """Send the weights, and return a function that waits for the responses.
 
@@ -174,26 +152,36 @@ class VllmGenerator:
             RuntimeError: see `__call__`. What becomes of the servers later is raised by the
                 function that waits.
         """
-        request = self.request(prompts, noise, temperature, max_new_tokens)
-        probe = request.beginnings(self.checked_rows, PROBE_TOKENS)
+        request = self.request(prompts, **how)
+        rows, seeds, settings = request
+        settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], PROBE_TOKENS)}
+        probe = Request(rows[: self.checked_rows], seeds[: self.checked_rows], settings)
         with ExitStack() as stack:
             stack.enter_context(self._sent(model))
             self.check_logprobs(model, probe, self._written(gathered(probe), stay_awake=True))
             asked = gathered(request)
-            if rank() == 0:
-                self.under_way = in_background(lambda: self._all_written(asked))
+            self.under_way = under_way = Future()
+            first = rank() == 0
+
+            def write() -> None:
+                try:
+                    under_way.set_result(self._all_written(asked) if first else [])
+                except BaseException as error:
+                    under_way.set_exception(error)
+
+            # A daemon: it holds up neither Ctrl-C nor the end of this process.
+            threading.Thread(target=write, daemon=True).start()
             sent = stack.pop_all()  # the files have to be there until all is written
-        under_way = self.under_way
 
         def generation() -> Generation:
             with sent:
-                made = gathered([] if under_way is None else under_way.result())[0]
+                made = gathered(under_way.result())[0]
             return self.generation(prompts, request, _own(asked, made))
 
         return generation
 
     def request(
-        self, prompts: PromptBatch, noise: RowNoise, temperature: float, max_new_tokens: int
+        self, prompts: PromptBatch, *, noise: RowNoise, temperature: float, max_new_tokens: int
     ) -> Request:
         """Return what vLLM is asked for `prompts`."""
         pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)
@@ -226,11 +214,10 @@ class VllmGenerator:
 
     def options_for(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`, with the dtype that `model` computes in."""
-        if self.options["dtype"] != "auto":
-            return self.options
-        device, dtype = model.device.type, model.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        device, dtype = model.device.type, self.options["dtype"]
+        if dtype == "auto":
+            autocast = torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if autocast else model.dtype
         return self.options | {"dtype": str(dtype).removeprefix("torch.")}
 
     @torch.no_grad()

