@@ -91,7 +91,7 @@ class CachedGenerator:
         """Return one response a prompt; see `Generator`."""
         steps = torch.arange(max_new_tokens, device=prompts.row_ids.device)
         uniform = noise.uniform(prompts.row_ids.unsqueeze(-1), steps)  # [B, R]
-        limits = {"max_new_tokens": max_new_tokens, "prefill_tokens": self.prefill_tokens}
+        limits: Any = {"max_new_tokens": max_new_tokens, "prefill_tokens": self.prefill_tokens}
         with linear_weights_prepared(model, rows=len(prompts)), one_token_attention(model) as wide:
             running = RunningRows(model, prompts, widened=wide, **limits)
             responses, logprobs = self._write(running, uniform, temperature)

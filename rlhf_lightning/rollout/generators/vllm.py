@@ -160,7 +160,8 @@ class VllmGenerator:
             stack.enter_context(self._sent(model))
             self.check_logprobs(model, probe, self._written(gathered(probe), stay_awake=True))
             asked = gathered(request)
-            self.under_way = under_way = Future()
+            under_way: Future[list[Completion]] = Future()
+            self.under_way = under_way
             first = rank() == 0
 
             def write() -> None:

@@ -91,7 +91,7 @@ class TextRewardModelScorer:
                 )
             model = load_classifier(self.source, revision=self.revision, dtype=hparams.dtype)
             names = {int(index): str(name) for index, name in model.model.config.id2label.items()}
-            label = 0 if hparams.label is None and len(names) == 1 else hparams.label
+            label: Any = 0 if hparams.label is None and len(names) == 1 else hparams.label
             self.label: Any = {name: i for i, name in names.items()}.get(label, label)
             if self.label not in names:
                 raise ValueError(
