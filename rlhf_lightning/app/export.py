@@ -13,7 +13,7 @@ from rlhf_lightning.models.quiet import quieten_transformers
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.hub import HubError, push_folder
 from rlhf_lightning.runs.lock import is_claimed
-from rlhf_lightning.runs.model_folder import is_adapter, of_adapter
+from rlhf_lightning.runs.manifest import is_adapter, of_adapter
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
 
 

@@ -45,11 +45,11 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
     ManifestError,
+    is_adapter,
     read_manifest,
     source_fingerprint,
     write_manifest,
 )
-from rlhf_lightning.runs.model_folder import is_adapter
 from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.text.tokenizers import (
     load_tokenizer,

@@ -61,6 +61,9 @@ _STOPS = {
 } | {code: number.name for number, code in _SIGNALS.items()}
 
 
+_STATE = ("best_model_score", "best_iteration", "monitor", "mode")
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write a checkpoint file in one step, on disk before it takes its name.
 
@@ -74,7 +77,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write `checkpoint` to `path`, or leave there what was there before."""
-        del storage_options
         with replacing(Path(path)) as file:
             torch.save(checkpoint, file)
 
@@ -85,7 +87,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Return the checkpoint; it is read as data, whatever is asked for."""
-        del weights_only
         if Path(path).is_dir():
             return read_full(Path(path))
         checkpoint: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only=True)
@@ -183,8 +184,7 @@ class IterationCheckpoint(Checkpoint):
         if self._waits_for_validation and not validates(trainer):
             raise ValueError(
                 f"IterationCheckpoint.monitor={self.monitor!r}, but this run does not validate: "
-                "monitor what training logs, e.g. rollout/score, or null; or hold rows out "
-                "(validation_fraction) and validate them"
+                "monitor what training logs, or null; or hold rows out (validation_fraction)"
             )
         start = current_iteration(trainer)
         # A fit that early stopping had ended stays so, unless there is more patience now.
@@ -193,8 +193,8 @@ class IterationCheckpoint(Checkpoint):
         trainer.should_stop = trainer.should_stop or stopped
         if start and not isinstance(getattr(trainer, "datamodule", None), RecordDataModule):
             logger.warning(
-                "the run continues after iteration %d, and its loader may begin at its first batch "
-                "again: give fit(module, datamodule=...) a DataModule of rlhf_lightning",
+                "the run continues after iteration %d, and its loader may begin again: give "
+                "fit(module, datamodule=...) a DataModule of rlhf_lightning",
                 start,
             )
         self.clock.start()
@@ -250,12 +250,7 @@ class IterationCheckpoint(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the best is so far, and by which metric."""
-        return {
-            "best_model_score": self.best_model_score,
-            "best_iteration": self.best_iteration,
-            "monitor": self.monitor,
-            "mode": self.mode,
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what the best was, unless it was the best by another metric."""
@@ -284,8 +279,7 @@ class IterationCheckpoint(Checkpoint):
         lost = f"the best checkpoint so far, that of iteration {best}, is not beside the newest one"
         if trainer.early_stopping_callbacks:
             raise FileNotFoundError(
-                f"{lost}, and early stopping would end with other weights: copy it to {source}, or "
-                "disable callbacks.early_stopping"
+                f"{lost}: copy it to {source}, or disable callbacks.early_stopping"
             )
         if trainer.is_global_zero:
             logger.warning("%s; the next one counts as the best", lost)
@@ -295,15 +289,11 @@ class IterationCheckpoint(Checkpoint):
         later = [path for path in self._files() if (checkpoint_iteration(path) or 0) > start]
         if later and not start:
             raise FolderTakenError(
-                f"the folder {self.dirpath} holds the checkpoints of another run, e.g. "
-                f"{later[-1].name}: continue it with ckpt_path={later[-1]}, or choose another "
-                "folder"
+                f"the folder {self.dirpath} holds the checkpoints of another run: continue it with "
+                f"ckpt_path={later[-1]}, or choose another folder"
             )
-        for unfinished in self.dirpath.glob(".iteration=*.tmp-*"):  # what a kill left behind
-            remove(unfinished)
-        self._relink("last.ckpt", start)
-        self._relink("best.ckpt", self.best_iteration)
-        for path in later:
+        self._relink_all(start)
+        for path in (*later, *self.dirpath.glob(".iteration=*.tmp-*")):  # and what a kill has left
             logger.warning("removing %s: the run continues from iteration %d", path, start)
             remove(path)
 
@@ -336,10 +326,10 @@ class IterationCheckpoint(Checkpoint):
         if due or unknown:
             self._save(trainer, iteration)
         if unknown:
+            known = ", ".join(sorted(self._logged))
             raise ValueError(
                 f"IterationCheckpoint.monitor={self.monitor!r} was not logged; iteration "
-                f"{iteration} is saved, continue from it with one of "
-                f"{', '.join(sorted(self._logged)) or 'no metrics'}, or null"
+                f"{iteration} is saved: continue with one of {known}, or null"
             )
         if asked in _STOPS:
             last = last_iteration(trainer)
@@ -357,18 +347,18 @@ class IterationCheckpoint(Checkpoint):
         with self.clock.saving():
             trainer.save_checkpoint(self._path(iteration), weights_only=False)
             if trainer.is_global_zero:
-                self._relink("last.ckpt", iteration)
-                self._relink("best.ckpt", self.best_iteration)
+                self._relink_all(iteration)
                 for path in self._files()[: -self.keep_last]:
                     if checkpoint_iteration(path) != self.best_iteration:
                         remove(path)
             trainer.strategy.barrier("IterationCheckpoint._save")
 
-    def _relink(self, name: str, iteration: int | None) -> None:
-        if iteration is not None and self._path(iteration).exists():
-            link_atomically(self.dirpath / name, self._path(iteration))
-        elif iteration is None:
-            (self.dirpath / name).unlink(missing_ok=True)
+    def _relink_all(self, last: int) -> None:
+        for name, iteration in {"last.ckpt": last, "best.ckpt": self.best_iteration}.items():
+            if iteration is None:
+                (self.dirpath / name).unlink(missing_ok=True)
+            elif self._path(iteration).exists():
+                link_atomically(self.dirpath / name, self._path(iteration))
 
     def _files(self) -> list[Path]:
         return sorted(self.dirpath.glob("iteration=*.ckpt")) if self.dirpath.is_dir() else []

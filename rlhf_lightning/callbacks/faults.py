@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import save_file
 from torch import Tensor
@@ -72,14 +71,11 @@ def describe_rows(
             else:
                 row[name] = decoded(own[i], tokenizer)
         before = own
-    columns: dict[str, Any] = {
-        name: value for name, value in vars(batch).items() if isinstance(value, tuple)
-    }
+    columns: dict[str, Any] = {k: v for k, v in vars(batch).items() if isinstance(v, tuple)}
     columns |= {name: value.tolist() for name, value in _tensors(batch) if value.dim() == 1}
     for i, row in enumerate(rows):
         row |= {name: value[i] for name, value in columns.items()}
-        odd = [n for n, value in _tensors(batch) if not bool(torch.isfinite(value[i]).all())]
-        if odd:
+        if odd := [n for n, value in _tensors(batch) if not bool(value[i].isfinite().all())]:
             row["not_finite"] = odd
     return rows
 

@@ -47,7 +47,7 @@ from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.data.summary import DataSummary, render_examples, summarize, warn_of_rows
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, world_size
 from rlhf_lightning.models.loading import load_config, loading_options
-from rlhf_lightning.runs.source import Source
+from rlhf_lightning.runs.manifest import Source
 
 VALIDATION_BATCH_FACTOR = 2
 

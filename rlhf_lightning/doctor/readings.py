@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rlhf_lightning.doctor.history import History
+from rlhf_lightning.doctor.history import History, SharedThresholds
 from rlhf_lightning.doctor.interventions import UNNAMED
-from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 from rlhf_lightning.doctor.spec import Measured
 
 MAX_GAP = 20.0  # nats a token, as gaps are clamped

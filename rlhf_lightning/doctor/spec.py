@@ -9,9 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from rlhf_lightning.doctor.history import History
+from rlhf_lightning.doctor.history import History, SharedThresholds
 from rlhf_lightning.doctor.interventions import Action
-from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 
 HEALTHY, WARN, ALARM = 0, 1, 2
 LEVELS = ("healthy", "warn", "alarm")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_lightning.checked import check_order
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
+from rlhf_lightning.doctor.history import SharedThresholds
 
 if TYPE_CHECKING:
 

@@ -20,9 +20,9 @@ from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, unsharded, world_size
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise

@@ -23,9 +23,9 @@ from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches, shared_among_ranks
 from rlhf_lightning.evaluation.held_out import prompt_room, start_in_memory, trainer_of
 from rlhf_lightning.functional.statistics import EQUAL_SCORES
+from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
 from rlhf_lightning.evaluation.win_rate import share, share_over_groups
+from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.runs.metric_catalog import part_key
 from rlhf_lightning.text.decoding import decoded, response_texts
 

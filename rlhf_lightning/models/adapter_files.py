@@ -21,10 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
+from rlhf_lightning.models.loading import check_artifact
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.models.whole_weights import check_artifact
 from rlhf_lightning.runs.atomic import follow_umask
-from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG
+from rlhf_lightning.runs.manifest import ADAPTER_CONFIG
 
 CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
@@ -118,10 +118,9 @@ def save_adapter(
 
 def _names(base: AdaptedBase) -> tuple[list[str], list[str]]:
     """Return the names by which PEFT finds modules and parameters that have an adapter."""
-    paths, names, parameters = set(base.targets), set(), []
-    others = {
-        path.rpartition(".")[2] for path, _ in base.model.named_modules() if path not in paths
-    }
+    names, parameters = set(), []
+    paths = (path for path, _ in base.model.named_modules() if path not in base.targets)
+    others = {path.rpartition(".")[2] for path in paths}
     for path in base.targets:
         name = path.rpartition(".")[2]
         if base.experts and name in _PEFTS_EXPERTS:
@@ -141,12 +140,8 @@ def read_adapter(folder: Path) -> AdapterFiles:
         ManifestError: if the artifact that it is in is not what its manifest says.
     """
     check_artifact(folder.parent)
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{folder} is no adapter folder (no {name}): train one with lora=lora, which "
-                "writes the adapter beside the merged model"
-            )
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"{folder} has no {missing[0]}: train an adapter with lora=lora")
     file = folder / EXTRA
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
@@ -157,9 +152,8 @@ def read_adapter(folder: Path) -> AdapterFiles:
         raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
     if problem := _problem(config, tensors):
         raise ValueError(
-            f"the adapter in {folder} {problem}, and adapters here are lora_A and lora_B of "
-            "matrices, scaled by alpha / r, on a base as it was: merge it into its base with PEFT "
-            "(merge_and_unload), and use the whole model"
+            f"the adapter in {folder} {problem}, and is not alpha / r * lora_B lora_A on a base as "
+            "it was: merge it with PEFT (merge_and_unload), and use the whole model"
         )
     targets = config.target_modules or config.target_parameters
     names = targets if isinstance(targets, str) else ",".join(sorted(targets))
@@ -195,9 +189,8 @@ def check_same_scale(files: AdapterFiles, lora: LoraHparams, folder: Path) -> No
     """
     if (files.lora.r, files.lora.alpha) != (lora.r, lora.alpha):
         raise ValueError(
-            f"lora.r={lora.r} lora.alpha={lora.alpha} differ from those of the adapter in "
-            f"{folder}, which training continues: use lora.r={files.lora.r} "
-            f"lora.alpha={files.lora.alpha}, or the merged policy with lora=none"
+            f"lora.r={lora.r} lora.alpha={lora.alpha} differ from those of {folder}: use "
+            f"lora.r={files.lora.r} lora.alpha={files.lora.alpha}, or lora=none"
         )
 
 
@@ -243,8 +236,8 @@ def _filled(model: ModelT, files: AdapterFiles, folder: Path) -> ModelT:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(
-            f"the adapter in {folder} (trained on {files.base or 'an unknown base'}) does not fit "
-            f"the base: {' '.join(str(error).split()[6:])[:300]}"
+            f"the adapter in {folder} (trained on {files.base}) does not fit the base: "
+            f"{' '.join(str(error).split()[6:])[:300]}"
         ) from error
     return model
 
@@ -274,8 +267,7 @@ def merge_adapter(
         return into
     head = scalar_head(model.base.hidden_size, init_std=0.0)
     head.load_state_dict({"weight": state["head.weight"], "bias": state["head.bias"]})
-    trunk: Any = into.model.base_model
-    return ScalarHeadModel(trunk, head)
+    return ScalarHeadModel(into.model.base_model, head)  # type: ignore[arg-type]
 
 
 def _by_module(state: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:

@@ -63,3 +63,15 @@ def seeded_init(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), place:
         torch.default_generator.manual_seed(seed)
         yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` into eval mode; afterwards every part of it is in the mode that it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

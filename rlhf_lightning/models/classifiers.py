@@ -18,8 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from rlhf_lightning.functional.sequences import last_token_index
 from rlhf_lightning.models.building import reads_weights
-from rlhf_lightning.models.loading import loading_options
-from rlhf_lightning.models.whole_weights import listed, load_whole
+from rlhf_lightning.models.loading import listed, load_whole, loading_options
 
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
 

@@ -26,13 +26,14 @@ from rlhf_lightning.models.building import reads_weights, seeded_init
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import (
     load_config,
+    load_whole,
     loading_options,
     mended_settings,
+    outside_trunk,
     reward_normalization,
 )
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
-from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Head = Literal["stored", "zero", "reward"]
@@ -99,11 +100,16 @@ def load_policy(
         options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
         model = _load(AutoModelForCausalLM, source, dropout, options)
         model.generation_config = mended_settings(model.generation_config, source)
+    return PolicyModel(_ready(model, dropout, activation_checkpointing).train())
+
+
+def _ready(model: Any, dropout: float, activation_checkpointing: bool) -> Any:
+    """Return a model that was checked to be deterministic, unless it has dropout."""
     if not dropout:
         check_deterministic(model)
     if activation_checkpointing:
         checkpoint_activations(model)
-    return PolicyModel(model.train())
+    return model
 
 
 @checked
@@ -133,8 +139,7 @@ def load_base(
     extra = _four_bit() if lora.quantization == "nf4" else {}
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, **extra)
     model.generation_config = mended_settings(model.generation_config, source)
-    if not dropout:
-        check_deterministic(model)
+    _ready(model, dropout, False)
     return AdaptedBase(model, lora, activation_checkpointing=activation_checkpointing)
 
 
@@ -204,10 +209,7 @@ def load_scalar_model(
         model = _stored_scalar_model(source, dropout, options)
     else:
         model = _new_scalar_model(source, dropout, options, head=head, seed=seed)
-    if not dropout:
-        check_deterministic(model.trunk)
-    if activation_checkpointing:
-        checkpoint_activations(model.trunk)
+    _ready(model.trunk, dropout, activation_checkpointing)
     if precision is not None:
         round_frozen_weights(frozen(model).trunk, precision)
     return model.train()
@@ -223,19 +225,16 @@ def _new_scalar_model(
 ) -> ScalarHeadModel:
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, not_read=outside_trunk)
     hidden_size = model.get_output_embeddings().in_features
-    std = head_std(hidden_size, head)
     with seeded_init(seed):
-        new_head = scalar_head(hidden_size, init_std=std)
+        new_head = scalar_head(hidden_size, init_std=head_std(hidden_size, head))
     return ScalarHeadModel(model.base_model, new_head.to(model.device))
 
 
 def _stored_scalar_model(
     source: str | Path, dropout: float, options: dict[str, Any]
 ) -> ScalarHeadModel:
-    no_head = (
-        f"{source} stores no reward head (missing ['score.weight']): train one with "
-        "+experiment=reward, or start from head='zero'"
-    )
+    fix = "train one with +experiment=reward, or start from head='zero'"
+    no_head = f"{source} stores no reward head (missing ['score.weight']): {fix}"
     model: Any = _load(
         AutoModelForSequenceClassification,
         source,
@@ -287,14 +286,11 @@ def check_deterministic(model: PreTrainedModel) -> None:
     if not bool(torch.isfinite(first).all()):
         raise ValueError(
             f"{type(model).__name__} of {model.config.name_or_path or 'random weights'} returns "
-            "non-finite numbers: its weights are damaged or have diverged, take an "
-            "earlier checkpoint"
+            "non-finite numbers: its weights are damaged or diverged, take an earlier checkpoint"
         )
     if not torch.equal(first, second):
-        raise ValueError(
-            f"two forwards of {type(model).__name__} in train mode differ: something random "
-            "(dropout) is still on, and the ratio would not start at 1"
-        )
+        name = type(model).__name__
+        raise ValueError(f"two forwards of {name} in train mode differ: dropout is still on")
 
 
 def _load(

@@ -20,6 +20,7 @@ from rlhf_lightning.functional.distillation import Logits, chunked_divergence
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs, rows_of_chunk
 from rlhf_lightning.functional.masked import at_least_float32
 from rlhf_lightning.models.attention import expect_varying_shapes
+from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.cpu_kernels import (
     packed_head_dtype,
     packs_rows,
@@ -27,7 +28,6 @@ from rlhf_lightning.models.cpu_kernels import (
     weight_grad_adder,
 )
 from rlhf_lightning.models.gpu_kernels import compiles_head
-from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
 
 # Fewer rows than this use other CPU kernels, and a ratio of 1 would be 1 + 5e-7. Each new number

@@ -1,4 +1,7 @@
-"""Loading from a folder or a hub name: in safetensors, at a commit, and without its code."""
+"""Loading from a folder or a hub name: in safetensors, whole, at a commit, without its code.
+
+What a checkpoint lacks would be drawn at random: weights are loaded whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,31 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+import torch
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.runs.hub import check_on_hub
-from rlhf_lightning.runs.model_folder import (
+from rlhf_lightning.runs.manifest import (
     ADAPTER_CONFIG,
+    has_manifest,
     is_adapter,
     of_adapter,
+    read_manifest,
 )
 
 logger = logging.getLogger(__name__)
 
+NAMED = 4  # of the tensors that are not as they should be
+# Where transformers looks for an adapter to apply.
+_NO_ADAPTER = {"subfolder": "no-adapter"}
+Exempt = Callable[[PreTrainedModel], Collection[str]]
+NOTHING: Exempt = lambda model: ()  # noqa: E731
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST_REASON = 300
 NORMALIZATION = ("mean", "std", "normalize_reward")  # keys of config.json
@@ -60,10 +72,7 @@ def loading_options(
         if is_adapter(source):
             raise ValueError(of_adapter(Path(source)))
         if (Path(source) / ADAPTER_CONFIG).is_file():
-            warn_once(
-                f"{source} holds a model and an adapter ({ADAPTER_CONFIG}), which is not applied: "
-                "merge it with peft if the adapted model is meant, else remove it"
-            )
+            warn_once(f"{source} holds an adapter too, which is not applied: merge or remove it")
     if trust_remote_code and not local and not COMMIT.fullmatch(revision or ""):
         raise ValueError(
             f"model.trust_remote_code=true runs Python code of {source}, which can change: read "
@@ -73,19 +82,16 @@ def loading_options(
     if revision is not None and not local:
         options["revision"] = revision
     if trust_remote_code:
-        _refuse_code_from_elsewhere(source, options.get("revision", "main"))
+        version = options.get("revision", "main")
+        with naming_source(source):
+            content, _ = PretrainedConfig.get_config_dict(str(source), revision=version)
+        for name, place in (content.get("auto_map") or {}).items():
+            if "--" in str(place):
+                raise ValueError(
+                    f"{source} takes the code of {name} from {place}, which no revision pins: copy "
+                    "that code beside the weights, and point auto_map to it"
+                )
     return options
-
-
-def _refuse_code_from_elsewhere(source: str | Path, revision: str) -> None:
-    with naming_source(source):
-        content, _ = PretrainedConfig.get_config_dict(str(source), revision=revision)
-    for name, place in (content.get("auto_map") or {}).items():
-        if "--" in str(place):
-            raise ValueError(
-                f"{source} takes the code of {name} from {str(place).partition('--')[0]}, which "
-                "no revision pins: copy that code beside the weights, and point auto_map to it"
-            )
 
 
 def load_config(source: str | Path, options: dict[str, Any]) -> PretrainedConfig:
@@ -161,9 +167,107 @@ def naming_source(source: str | Path) -> Iterator[None]:
                 "Read it, then set model.trust_remote_code=true, and model.revision=COMMIT for a "
                 "hub name"
             ) from error
-        if len(reason) > LONGEST_REASON:
-            reason = reason[:LONGEST_REASON] + "..."
         raise ValueError(
-            f"cannot load {source}: {reason}. Wanted is a folder or hub name in the format of "
-            "transformers, its weights in safetensors"
+            f"cannot load {source}: {reason[:LONGEST_REASON]}. Wanted is a folder or hub name in "
+            "the format of transformers, its weights in safetensors"
         ) from error
+
+
+def load_whole(
+    cls: Any,
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str,
+    options: dict[str, Any],
+    not_read: Exempt = NOTHING,
+    not_stored: Callable[[list[str]], str | None] = lambda missing: None,
+    **extra: Any,
+) -> Any:
+    """Return what `cls.from_pretrained` returns, after checking that all of it was stored.
+
+    Transformers draws what a checkpoint lacks at random. What it computes or ties is not missing,
+    and what it ignores for an architecture is not unexpected. What has no place is a warning.
+
+    Args:
+        cls: an auto class of transformers.
+        source: folder or hub name, in safetensors; a folder with a `manifest.json` is checked
+            against it.
+        dtype: dtype of the weights, or "auto".
+        options: which version, and whose code runs.
+        not_read: model -> names of tensors that are not used, so that they may be missing, or be
+            unexpected.
+        not_stored: names of missing tensors -> a better message than that they are missing.
+        **extra: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: if a tensor is missing or has another shape than the configuration says.
+        ManifestError: if an artifact is not what its manifest says.
+    """
+    if not reads_weights() and "quantization_config" not in extra:
+        # On the meta device; its dtypes are those of the rank that has read it.
+        held = torch.float32 if dtype == "auto" else dtype
+        with naming_source(source), torch.device("meta"):
+            code = options["trust_remote_code"]
+            return cls.from_config(extra["config"], dtype=held, trust_remote_code=code)
+    check_artifact(source)
+    with naming_source(source):
+        model, info = cls.from_pretrained(
+            str(source),
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
+            adapter_kwargs=_NO_ADAPTER,
+            **options,
+            **extra,
+        )
+    spare = set(not_read(model))
+    missing = sorted(set(info["missing_keys"]) - spare)
+    shapes = sorted(entry for entry in info["mismatched_keys"] if entry[0] not in spare)
+    unexpected = listed(sorted(set(info["unexpected_keys"]) - spare))
+    if missing:
+        others = f" (it holds {unexpected})" if unexpected else ""
+        raise ValueError(
+            not_stored(missing)
+            or f"cannot load {source}: its weights lack {listed(missing)}{others}, which would be "
+            "random numbers: give a complete checkpoint in the names of transformers"
+        )
+    if shapes:
+        told = (f"{name} is {list(got)} and not {list(want)}" for name, got, want in shapes)
+        raise ValueError(
+            f"cannot load {source}: {listed(told)}: the weights are not those of its config.json"
+        )
+    if unexpected:
+        warn_once(f"{type(model).__name__} has no place for {unexpected} of {source}: not loaded")
+    return model
+
+
+def check_artifact(source: str | Path) -> None:
+    """Check that the files of an artifact of ours are intact; other sources pass.
+
+    Raises:
+        ManifestError: if they are not those that its manifest was written for.
+    """
+    if has_manifest(source):
+        read_manifest(source)
+
+
+def outside_trunk(model: PreTrainedModel) -> list[str]:
+    """Return the names of tensors that are not in the decoder: of its heads, old and new.
+
+    A new scalar head is put onto the decoder, so the language model's head is not used; `score` is
+    that of a reward model.
+    """
+    trunk: Any = model.base_model
+    path = next(name for name, module in model.named_modules() if module is trunk)
+    if not path:
+        return ["score.weight"]
+    own = [name for name in model.state_dict() if not name.startswith(f"{path}.")]
+    return ["score.weight", *own]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    all_names = list(names)
+    more = len(all_names) - NAMED
+    return ", ".join(all_names[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -10,8 +10,6 @@ The base is deliberately no submodule of its views: it is in no checkpoint.
 
 from __future__ import annotations
 
-import functools
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.attention import expect_varying_shapes
-from rlhf_lightning.models.building import seeded_init
+from rlhf_lightning.models.building import in_eval_mode, seeded_init
 from rlhf_lightning.models.cpu_kernels import prepare
 from rlhf_lightning.models.heads import (
     PolicyModel,
@@ -36,10 +34,8 @@ from rlhf_lightning.models.heads import (
     check_head_split,
     scalar_head,
 )
-from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.models.loading import warn_once
 from rlhf_lightning.models.precision import computing, round_frozen_weights
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ALL_LINEAR = "all-linear"
@@ -107,11 +103,8 @@ class AdaptedBase(nn.Module):
         # gate_proj, up_proj or down_proj for its experts, and leaves the dense layer out.
         keys = {f"{path}.lora_A.weight": torch.empty(0) for path in self.targets}
         with seeded_init(seed), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-            warnings.filterwarnings("ignore", message=".*having multiple adapters.*")
-            warnings.filterwarnings(
-                "ignore", message=".*the PEFT config and the provided state_d.*"
-            )
+            for said in ("fan_in_fan_out", "having multiple", "the PEFT config and the provided"):
+                warnings.filterwarnings("ignore", message=f".*{said}.*")
             inject_adapter_in_model(config, self.model, adapter_name=name, state_dict=keys)
         self.adapters[name] = lora
         self.layers = {n: m for n, m in self.model.named_modules() if isinstance(m, LoraLayer)}
@@ -287,15 +280,9 @@ def add_scalar_model(
 
 def experts_of(model: nn.Module) -> list[str]:
     """Return the names of the parameters that hold the matrices of all experts of a layer."""
-    return sorted(
-        {
-            name
-            for module in model.modules()
-            if not isinstance(module, nn.Conv1d)
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.ndim == 3
-        }
-    )
+    modules = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    own = (named for module in modules for named in module.named_parameters(recurse=False))
+    return sorted({name for name, parameter in own if parameter.ndim == 3})
 
 
 def _tell_of_experts(model: nn.Module, targets: list[str], experts: list[str]) -> None:
@@ -305,16 +292,11 @@ def _tell_of_experts(model: nn.Module, targets: list[str], experts: list[str]) -
     own = {f"{path}.weight" for path in targets}
     others = sum(p.numel() for name, p in model.named_parameters() if name not in own)
     names = sorted({path.rpartition(".")[2] for path in targets})
-    _warn_once(
+    warn_once(
         f"{type(model).__name__}: adapters are on {len(targets)} matrices ({', '.join(names)}), "
         f"{adapted / (adapted + others):.1%} of its weights. Its experts "
         f"({', '.join(experts)}) stay as they are: lora=none trains them"
     )
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
 
 
 def target_modules(model: nn.Module, names: str) -> list[str]:
@@ -336,13 +318,12 @@ def target_modules(model: nn.Module, names: str) -> list[str]:
     ]
     if names.strip() == ALL_LINEAR:
         return paths
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if not any(f".{path}".endswith(f".{name}") for path in paths):
+    ends = tuple(f".{name.strip()}" for name in names.split(",") if name.strip())
+    for end in ends:
+        if not any(f".{path}".endswith(end) for path in paths):
             known = sorted({path.rpartition(".")[2] for path in paths})
             raise ValueError(
-                f"lora.target_modules names {name!r}, which {type(model).__name__} does not have: "
-                f"use {ALL_LINEAR}, or some of {', '.join(known)}"
+                f"lora.target_modules names {end[1:]!r}, which {type(model).__name__} does not "
+                f"have: use {ALL_LINEAR}, or some of {', '.join(known)}"
             )
-    ends = tuple(f".{name}" for name in wanted)
     return [path for path in paths if f".{path}".endswith(ends)]

@@ -55,7 +55,7 @@ from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses
-from rlhf_lightning.runs.source import Source
+from rlhf_lightning.runs.manifest import Source
 from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
 

@@ -239,25 +239,18 @@ def warn_of_clip(
         iteration: number of the iteration, from 0.
     """
     beyond = rollout.scores[rollout.scores.abs() >= clip]
-    sides = [
-        (float(side.min()), float(side.max()))
-        for side in (beyond[beyond < 0], beyond[beyond > 0])
-        if len(side)
-    ]
-    found = sorted({score for own in gathered(sides) for side in own for score in side})
+    sides = [side for side in (beyond[beyond < 0], beyond[beyond > 0]) if len(side)]
+    ends = [float(end) for side in sides for end in (side.min(), side.max())]
+    found = sorted({score for own in gathered(ends) for score in own})
     pairs = [(a, b) for a, b in pairwise(found) if a * b > 0]
     if not pairs and (iteration or share <= MANY_CLIPPED):
         return False
     if rank() == 0:
-        same = f"the scores {pairs[0][0]:g} and {pairs[0][1]:g} are" if pairs else "such scores are"
+        same = f" ({pairs[0][0]:g} and {pairs[0][1]:g})" if pairs else ""
         logger.warning(
-            "iteration %d: %.0f %% of the scores are at %s=%g or beyond, and %s worth the same: "
-            "normalise the scorer (mean 0, std 1), or raise score_clip (null does not clip)",
-            iteration + 1,
-            100 * share,
-            key,
-            clip,
-            same,
+            f"iteration {iteration + 1}: {100 * share:.0f} % of the scores are at {key}={clip:g} "
+            f"or beyond, and worth the same{same}: normalise the scorer (mean 0, std 1), or raise "
+            "score_clip (null does not clip)"
         )
     return True
 
@@ -325,9 +318,8 @@ def sampler_metrics(
 
 
 def _explained(values: Tensor, returns: Tensor, mask: Tensor, stage: str) -> dict[str, float]:
-    residual_var, total_var = (global_moments(x, mask)[1] for x in (returns - values, returns))
-    variance = float(
-        explained_variance(values, returns, mask, residual_var=residual_var, total_var=total_var)
-    )
+    residual, total = (global_moments(x, mask)[1] for x in (returns - values, returns))
+    found = explained_variance(values, returns, mask, residual_var=residual, total_var=total)
+    variance = float(found)
     # Undefined (NaN) where all returns are equal.
     return {f"{stage}/explained_variance": variance} if variance == variance else {}

@@ -25,7 +25,7 @@ from rlhf_lightning.models.memory import Arithmetic, free_bytes, tokens_that_fit
 from rlhf_lightning.models.micro_batching import TOKENS, set_token_budget
 from rlhf_lightning.models.precision import MIXED_BF16, release_freed_memory
 from rlhf_lightning.rollout.generators.captured import bytes_kept
-from rlhf_lightning.runs.source import Source
+from rlhf_lightning.runs.manifest import Source
 
 
 @contextmanager

@@ -33,9 +33,8 @@ from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.rollout.teachers import ServerTeacher, TeacherPrompt
-from rlhf_lightning.runs.manifest import ManifestError
+from rlhf_lightning.runs.manifest import ManifestError, Source
 from rlhf_lightning.runs.resume import CheckpointError, read_data
-from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import (
     check_same_tokenizer,
     load_tokenizer,

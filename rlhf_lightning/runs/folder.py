@@ -114,11 +114,12 @@ class MetricsAppender:
             raise ValueError("a metric is named 'iteration', which is the x-axis: rename it")
         new = [name for name in values if name not in self._columns]
         if new or not self.path.exists():
-            self._widen(new)
-        cells = [str(iteration), *(_cell(values.get(name)) for name in self._columns[1:])]
+            rows = read_metrics(self.path)
+            self._columns += new
+            self._rewrite(rows)
+        row = {ITERATION: iteration, **values}
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            file.write(_line(cells))
-            file.flush()
+            file.write(_line([_cell(row.get(name)) for name in self._columns]))
 
     def truncate(self, iteration: int) -> None:
         """Keep the rows up to and including `iteration`, for a run that resumes there.
@@ -140,23 +141,12 @@ class MetricsAppender:
         with self.path.open(newline="", encoding="utf-8") as file:
             header = next(csv.reader(file), [ITERATION])
         if header[0] != ITERATION:
-            raise ValueError(
-                f"{self.path} starts with the column {header[0]!r}, expected 'iteration': "
-                "move the file away or choose another run folder"
-            )
+            raise ValueError(f"{self.path} begins with {header[0]}, not iteration: move it away")
         return header
 
-    def _widen(self, new: Sequence[str]) -> None:
-        rows = read_metrics(self.path)
-        self._columns = [*self._columns, *new]
-        self._rewrite(rows)
-
     def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
-        lines = [_line(self._columns)]
-        for row in rows:
-            cells = [_cell(row.get(name)) for name in self._columns[1:]]
-            lines.append(_line([str(int(row[ITERATION])), *cells]))
-        write_text(self.path, "".join(lines))
+        lines = ([_cell(row.get(name)) for name in self._columns] for row in rows)
+        write_text(self.path, "".join(map(_line, [self._columns, *lines])))
 
 
 class SamplesAppender:
@@ -173,7 +163,6 @@ class SamplesAppender:
         # A lone surrogate, which UTF-8 does not have, is written as its JSON escape.
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(lines)
-            file.flush()
 
     def truncate(self, iteration: int) -> None:
         """Keep the lines up to and including `iteration`; a line cut short by a kill goes too."""

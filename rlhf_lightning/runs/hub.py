@@ -77,10 +77,7 @@ def check_on_hub(name: str, revision: str | None = None) -> None:
     except ValueError:  # no name of the hub
         cached = None
     if not isinstance(cached, str):
-        raise ValueError(
-            f"{name} is no folder here, {reason}, and it was not loaded before: give a folder, or "
-            "see to the network"
-        )
+        raise ValueError(f"{name} is no folder here, and was not loaded before: {reason}")
     tell_of_cache(name)
 
 
@@ -115,14 +112,11 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
                 repo_id=made.repo_id, folder_path=staged, commit_message="Upload model", token=True
             )
         except LocalTokenNotFoundError as error:
-            raise HubError(
-                f"cannot push to {repository}: there is no login to the hub; run "
-                "`hf auth login`, or set HF_TOKEN"
-            ) from error
+            fix = "run `hf auth login`, or set HF_TOKEN"
+            raise HubError(f"cannot push to {repository} without a login: {fix}") from error
         except Exception as error:  # the hub's HTTP library has another name in every major version
-            raise HubError(
-                f"the hub did not take {repository}: {type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise HubError(f"the hub did not take {repository}: {why}") from error
     return str(commit.repo_url)
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"  # in a run folder
 HYDRA = ".hydra"  # and in it what Hydra writes
-_POLL_SECONDS = 0.2
 _locks: dict[Path, int] = {}  # run folders, with the descriptors of their locks
 
 
@@ -45,13 +43,11 @@ def artifact_lock(
     path = folder.with_name(f".{folder.name}.lock")
     if (lock := _acquire(path)) is None:
         report(f"waiting for {_holder(path)}, which is making {folder}")
-    while lock is None:
-        time.sleep(_POLL_SECONDS)
-        lock = _acquire(path)
+        lock = _acquire(path, blocking=True)
     try:
         yield
     finally:
-        _release(lock)
+        _release(lock)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -88,7 +84,7 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
     if (lock := _acquire(folder / LOCK)) is None:
         raise FolderTakenError(
             f"the run folder {folder} is in use by {_holder(folder / LOCK)}: wait for it to end, "
-            "end it, or choose another folder with hydra.run.dir="
+            "or choose another folder (hydra.run.dir=)"
         )
     _locks[key] = lock
 
@@ -141,8 +137,7 @@ def check_free(
     if found:
         raise FolderTakenError(
             f"the folder {folder.path} holds {found[-1]}: continue a run with resume=auto or "
-            f"ckpt_path={folder.last_checkpoint}, or choose another folder (hydra.run.dir=, in "
-            "Python that of trainer_arguments)"
+            f"ckpt_path={folder.last_checkpoint}, or choose another folder (hydra.run.dir=)"
         )
 
 
@@ -161,10 +156,10 @@ def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool =
         folder.path.symlink_to(os.path.relpath(instead.path, folder.path.parent))
 
 
-def _acquire(path: Path) -> int | None:
+def _acquire(path: Path, *, blocking: bool = False) -> int | None:
     """Return the descriptor of a lock that is ours now, None if another process holds it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if lock_descriptor(lock, blocking=False):
+    if lock_descriptor(lock, blocking=blocking):
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         return lock
     os.close(lock)

@@ -1,4 +1,4 @@
-"""Artifacts: model folders that later stages load, each described by its `manifest.json`."""
+"""Folders of models: artifacts, which a `manifest.json` describes, fingerprints, and adapters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Self
 
 from rlhf_lightning.runs.atomic import link_or_copy, write_text
 from rlhf_lightning.runs.folder import to_json
 from rlhf_lightning.runs.publish import replacing_folder
-from rlhf_lightning.runs.reading import parse
+from rlhf_lightning.runs.reading import parse, read_json
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _CHUNK_BYTES = 1 << 22
 _FIX = "make it with the experiment that publishes it: rlhf-train +experiment=NAME"
 
@@ -227,3 +229,88 @@ def source_fingerprint(source: str, revision: str | None = None) -> str:
     if not Path(source).is_dir():
         return source if revision is None else f"{source}@{revision}"
     return read_manifest(source).fingerprint if has_manifest(source) else fingerprint(source)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder or hub name, and the model that was there when it was first read.
+
+    Args:
+        name: folder or hub name.
+        fingerprint: result of `source_fingerprint`.
+        key: configuration key that names it, for the message.
+        revision: branch, tag or commit of a hub name.
+    """
+
+    name: str
+    fingerprint: str
+    key: str = "source"
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, name: str | Path, key: str = "source", revision: str | None = None) -> Self:
+        """Return the source as it is now."""
+        return cls(str(name), source_fingerprint(str(name), revision), key, revision)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fingerprint, for a checkpoint."""
+        return {"fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare it with that of a checkpoint.
+
+        Raises:
+            ValueError: if the checkpoint was trained with another model.
+        """
+        if state["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"the checkpoint was trained with {self.key} {state['fingerprint'][:12]}, and "
+                f"{self.key}={self.name} is {self.fingerprint[:12]}: give the same {self.key}"
+            )
+
+    def check(self) -> None:
+        """Check that the model which is loaded now is the one that was resolved.
+
+        Raises:
+            ManifestError: if another one was put in its place.
+        """
+        now = source_fingerprint(self.name, self.revision)
+        if now != self.fingerprint:
+            raise ManifestError(
+                f"{self.key}={self.name} is another model now ({now[:12]}) than the one that was "
+                f"read at the start ({self.fingerprint[:12]}): put that one back and run the "
+                "command again (a run with resume=auto), or start a new run"
+            )
+
+
+def is_adapter(folder: Path | str) -> bool:
+    """Return whether a folder holds an adapter of PEFT and no model."""
+    folder = Path(folder)
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def of_adapter(folder: Path) -> str:
+    """Return what an adapter's folder is, and how one gets the model."""
+    try:
+        content = read_json(folder / ADAPTER_CONFIG)
+        base, task = content.get("base_model_name_or_path"), content.get("task_type")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
+    export = ("config.json", "training_config.yaml")  # of one of our runs: it is in adapter/
+    ours = all((folder.parent / name).is_file() for name in export)
+    of_kind, one_score = (
+        ("SequenceClassification", ", num_labels=1")
+        if task == "SEQ_CLS"
+        else (
+            "CausalLM",
+            "",
+        )
+    )
+    load = f"AutoPeftModelFor{of_kind}.from_pretrained({str(folder)!r}{one_score})"
+    fix = (
+        f"merge it by `peft.{load}.merge_and_unload()`, save the result and the tokenizer by "
+        "save_pretrained(FOLDER), and give that folder"
+    )
+    if ours and (folder / "rlhf_lightning.json").is_file():
+        fix = f"give {folder.parent}, where it is merged"
+    return f"{folder} is an adapter on {base}, and not a model: {fix}"

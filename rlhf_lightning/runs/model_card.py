@@ -105,15 +105,12 @@ def add_figures(folder: Path, name: str, about: str, figures: Mapping[str, float
     text = path.read_text("utf-8")
     known = plain(name).replace("--", "- -")  # which would end the comment
     begin, end = (f"<!-- {mark} benchmark {known} -->" for mark in ("begin", "end"))
-    table = _TEMPLATES.get_template("card_figures.md").render(
-        name=name, about=about, rows=_rows(figures)
-    )
-    section = f"{begin}\n{table}{end}"
-    before = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
-    if before is None:
-        write_text(path, f"{text.rstrip()}\n\n{section}\n")
-    else:
-        write_text(path, text[: before.start()] + section + text[before.end() :])
+    template = _TEMPLATES.get_template("card_figures.md")
+    section = f"{begin}\n{template.render(name=name, about=about, rows=_rows(figures))}{end}"
+    before, found, rest = text.partition(begin)
+    if not found:
+        before, rest = f"{text.rstrip()}\n\n", f"{end}\n"
+    write_text(path, before + section + rest.partition(end)[2])
     return path
 
 

@@ -114,7 +114,7 @@ def unless_few(found: Verdict, metrics: Metrics, name: str) -> Verdict:
     caption, _, known = found.caption.partition(" (")
     fact = Fact(caption.removeprefix("of "), found.number, known.rstrip(")"))
     sentence = (
-        f"No headline: {counted(count, noun)} {'is' if count == 1 else 'are'} too few to say more "
-        f"than the figures below; {FEW} are needed."
+        f"No headline: {counted(count, noun)} are too few to say more than the figures below; "
+        f"{FEW} are needed."
     )
     return Verdict(sentence=sentence, facts=(fact, *found.facts))

@@ -67,11 +67,9 @@ def verdict(summary: Summary) -> Verdict:
     facts = result.facts
     if "total" in summary.seconds:
         facts = (*facts, Fact("time", duration(summary.seconds["total"])))
-    failed = [gate.name for gate in summary.gates if not gate.passed]
-    tone: Tone = "bad" if failed else result.tone
-    sentence = result.sentence
-    if failed:
-        sentence += f" Failed gate{'s' * (len(failed) > 1)}: {', '.join(failed)}."
+    tone, sentence = result.tone, result.sentence
+    if failed := [gate.name for gate in summary.gates if not gate.passed]:
+        tone, sentence = "bad", f"{sentence} Gates not passed: {', '.join(failed)}."
     if summary.status != "completed":
         tone = "bad" if summary.status == "failed" else "neutral"
         ended = f"The run {summary.status}"
@@ -87,11 +85,8 @@ def _headline(metrics: Metrics, by: str) -> Verdict:
     """Return the verdict by the strongest evidence there is; `by` names the score, if need be."""
     facts = _facts(metrics)
     if figure(metrics, SPREAD) == 0:
-        sentence = (
-            "The score did not vary: in every rollout all responses had the same one, so there was "
-            "nothing to learn."
-        )
-        return Verdict("bad", sentence=sentence, facts=tuple(facts.values()))
+        sentence = "The score did not vary in any rollout, so there was nothing to learn."
+        return Verdict("bad", sentence=sentence, facts=_but(facts))
     counts = [n for n in best_of_counts(metrics) if f"best_of/{n}/gold_win_rate" in facts]
     judge = next((judge for judge in JUDGES if f"val/{judge}_win_rate" in facts), None)
     phase = "val" if "val/accuracy" in facts else "benchmark"
@@ -103,7 +98,7 @@ def _headline(metrics: Metrics, by: str) -> Verdict:
         return _against_before(metrics, TEACHER, "nats a token, KL to the teacher", facts)
     if judge == "score" and figure(metrics, "val/score_tie_rate") == 1:
         sentence = "No win rate: on every held-out prompt both responses have the same score."
-        return Verdict("bad", sentence=sentence, facts=tuple(facts.values()))
+        return Verdict("bad", sentence=sentence, facts=_but(facts))
     if judge is not None:
         verb = "The policy scores" if judge == "score" else "The policy answers"
         told = by if judge == "score" else JUDGES[judge]
@@ -116,12 +111,11 @@ def _headline(metrics: Metrics, by: str) -> Verdict:
     if "val/score" in facts:
         return _against_before(metrics, "val/score", "mean score on held-out prompts", facts)
     if (score := figure(metrics, "benchmark/score")) is not None:
-        caption = f"mean of {counted(metrics['benchmark/num_subsets'] or 0, 'subset')}"
-        return Verdict("neutral", percent(score), f"{caption} of RewardBench 2", "", _but(facts))
+        caption = f"mean of {metrics['benchmark/num_subsets'] or 0:.0f} subsets of RewardBench 2"
+        return Verdict("neutral", percent(score), caption, "", _but(facts))
     if records := figure(metrics, "collect/train_records"):
         sentence = "Read some of the records." if "collect/gold_train" not in facts else ""
-        caption = "record to train on" if records == 1 else "records to train on"
-        return Verdict("neutral", f"{records:,.0f}", caption, sentence, _but(facts))
+        return Verdict("neutral", f"{records:,.0f}", "records to train on", sentence, _but(facts))
     return _without_a_headline(metrics, facts)
 
 
@@ -133,7 +127,7 @@ def _compared(metrics: Metrics, name: str, who: str, by: str, facts: dict[str, F
     """Return the verdict by a win rate over the baseline."""
     of_score = name == "val/score_win_rate"
     above, below = ("higher", "lower") if of_score else ("better", "worse")
-    than = f"than the baseline{f', by {by}' if by and not of_score else f' by {by}' if by else ''}"
+    than = f"than the baseline{f', by {by}' * bool(by)}"
     # The score is never "good": that it rises is what over-optimisation looks like, too.
     rightly = "; read the samples to see if rightly" * of_score
     sentences = (
@@ -162,10 +156,9 @@ def _ranked(metrics: Metrics, phase: str, facts: dict[str, Fact]) -> Verdict:
     )
     own, name = _OWN in metrics, f"{phase}/accuracy"
     what = "rows on their label's side" if _UNPAIRED in metrics else "pairs ranked as labelled"
-    caption, rival = f"of {'held-out ' * (phase == 'val')}{what}", rivals[known]
-    best: Tone = "neutral" if own else "good"
-    others = list(_but(facts, name))
-    result = by_interval(metrics, name, rival, caption, sentences, others, best)
+    caption = f"of {'held-out ' * (phase == 'val')}{what}"
+    others, best = list(_but(facts, name)), "neutral" if own else "good"
+    result = by_interval(metrics, name, rivals[known], caption, sentences, others, best)  # type: ignore[arg-type]
     warning = "No judge compares its responses." if own else prefers_longer(metrics, phase)
     return replace(result, sentence=f"{result.sentence} {warning}".strip())
 
@@ -197,11 +190,8 @@ def _without_a_headline(metrics: Metrics, facts: dict[str, Fact]) -> Verdict:
 def _facts(metrics: Metrics) -> dict[str, Fact]:
     """Return the figures of a run by their metrics, as far as they were measured."""
     best_of = [f"best_of/{n}/{what}" for n in best_of_counts(metrics) for what in _BEST_OF]
-    benchmark = [
-        name
-        for name in metrics
-        if name.startswith("benchmark/") and not whole_key(name).endswith(("_low", "_high"))
-    ]
+    benchmark = [name for name in metrics if name.startswith("benchmark/")]
+    benchmark = [name for name in benchmark if not whole_key(name).endswith(("_low", "_high"))]
     return {
         name: _fact(metrics, name, value)
         for name in (*best_of, *benchmark, *_BESIDE)
@@ -220,12 +210,11 @@ def _fact(metrics: Metrics, name: str, value: float) -> Fact:
     if known := ends(metrics, name):
         notes.append(f"95 % interval {known}")
     judge = name.removeprefix("val/").removesuffix("_win_rate")
-    pairs = figure(metrics, f"val/{judge}_num_pairs")
     if (asked := figure(metrics, _ASKED.get(name, ""))) is not None:
         notes.append(f"of {counted(asked, 'prompt')}")
     if name == _SHORTER:
         notes.append(_of_pairs(metrics, name))
-    if pairs is not None:
+    if (pairs := figure(metrics, f"val/{judge}_num_pairs")) is not None:
         notes.append(f"of the {counted(pairs, 'pair')} with a verdict{_skipped(metrics, judge)}")
     return Fact(about.label.removeprefix("held-out "), shown, ", ".join(filter(None, notes)))
 
@@ -235,7 +224,7 @@ def _skipped(metrics: Metrics, judge: str) -> str:
     skipped, pairs = (figure(metrics, f"val/{judge}_{name}") for name in ("skipped", "num_pairs"))
     if not skipped or not pairs:
         return ""
-    return f"; {skipped:,.0f} of {pairs + skipped:,.0f} {'was' if skipped == 1 else 'were'} skipped"
+    return f"; {skipped:,.0f} of {pairs + skipped:,.0f} skipped"
 
 
 def _of_pairs(metrics: Metrics, accuracy: str) -> str:
@@ -251,7 +240,6 @@ def prefers_longer(metrics: Metrics, phase: str = "val") -> str:
         return ""
     right = f"{percent(shorter)} {_of_pairs(metrics, accuracy)}".strip()
     return (
-        f"Where the shorter response is preferred it ranks only {right} right, below one half: a "
-        "policy that trains on it gets longer. data.balance_length=true trains on as many pairs of "
-        "both kinds."
+        f"Where the shorter response is preferred it ranks only {right} right: a policy that "
+        "trains on it gets longer; use data.balance_length=true."
     )

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, proxy
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.models.whole_weights import listed
+from rlhf_lightning.models.loading import listed
 
 NUM_BEFORE = 16  # tokens of a prompt that a response is decoded with
 _UNFINISHED = "\ufffd"  # what a part of a character is decoded as

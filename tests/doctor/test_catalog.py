@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
+from rlhf_lightning.doctor.history import SharedThresholds
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -45,7 +45,7 @@ def break_the_manifest(folder: Path) -> None:
 
 # What was done to a folder, whether it is an artefact of ours, and what is said of it.
 DAMAGES: dict[str, tuple[Callable[[Path], None], bool, str]] = {
-    "tensor": (lose_a_tensor, False, rf"{VICTIM} is missing from its weights"),
+    "tensor": (lose_a_tensor, False, rf"its weights lack {VICTIM}"),
     "bit": (flip_a_bit, True, r"is not what its manifest\.json says"),
     "manifest": (break_the_manifest, True, r"manifest\.json is damaged"),
 }
