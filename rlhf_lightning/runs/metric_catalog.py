@@ -45,7 +45,8 @@ class Quantity:
 
 
 def _catalog() -> dict[str, Quantity]:
-    rows = yaml.load(Path(__file__).with_name("metrics.yaml").read_text("utf-8"), yaml.CSafeLoader)
+    text = Path(__file__).with_name("metrics.yaml").read_text("utf-8")
+    rows = yaml.CSafeLoader(text).get_data()
     for row in rows.values():
         row["healthy"] = tuple(row["healthy"]) if "healthy" in row else None
     return {name: Quantity(**row) for name, row in rows.items()}
