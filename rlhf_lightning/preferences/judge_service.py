@@ -74,12 +74,11 @@ class JudgeHparams(Checked):
         Args:
             logprobs: ask for one token, and the likeliest ones in its place.
         """
-        limit, name = self.max_tokens, "max_tokens"
-        if self.max_completion_tokens is not None:
-            limit, name = self.max_completion_tokens, "max_completion_tokens"
-        options = {"temperature": self.temperature, name: limit and (1 if logprobs else limit)}
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        options: dict[str, Any] = {"temperature": self.temperature, name: getattr(self, name)}
         if logprobs:
-            options |= {"logprobs": True, "top_logprobs": TOP_TOKENS}
+            limit = {name: 1} if options[name] else {}
+            options |= {"logprobs": True, "top_logprobs": TOP_TOKENS} | limit
         return {key: value for key, value in options.items() if value is not None}
 
 
@@ -162,31 +161,17 @@ class JudgeService:
             reply = _reply(answer.parse(), messages, logprobs=logprobs)
         except (api.BadRequestError, api.UnprocessableEntityError) as error:
             return Reply(self._shown(error), refused=True)
-        except api.APIError as error:
+        except (api.APIError, AttributeError, IndexError, TypeError, ValueError) as error:
+            shown = self._shown(error)
+            if not isinstance(error, api.APIError):
+                shown = f"no chat completion: {answer.text[:NUM_SHOWN]!r}"
             raise AnnotationError(
-                f"{self.where} failed: {self._shown(error)}. Fix: {self._fix(error)}. Replies are "
+                f"the judge {self.hparams.model} at {self._client.base_url} failed ({shown}): "
+                "check judge.base_url (it ends with /v1), the key (judge.api_key_env="
+                f"{self.hparams.api_key_env}), judge.timeout and judge.max_retries. Replies are "
                 f"kept: {GO_ON}"
             ) from error
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise AnnotationError(
-                f"{self.where} answered with something that is no chat completion "
-                f"({answer.text[:NUM_SHOWN]!r}): check judge.base_url (it ends with /v1)"
-            ) from error
         return reply._replace(retries=answer.retries_taken)
-
-    def _fix(self, error: Any) -> str:
-        status = getattr(error, "status_code", None)  # none without a connection
-        if status in (401, 403):
-            name = self.hparams.api_key_env
-            return f"check the key in {name}" if name else "name the key's variable: api_key_env"
-        if status in (None, 408, 409, 429) or status >= 500:
-            return "check the service, judge.timeout, judge.max_retries and judge.concurrency"
-        return "check judge.base_url (it ends with /v1) and judge.model"
-
-    @property
-    def where(self) -> str:
-        """The judge and its endpoint, for messages."""
-        return f"the judge {self.hparams.model} at {self._client.base_url}"
 
     def _shown(self, error: Any) -> str:
         cause = f" ({error.__cause__})" if error.__cause__ else ""  # "Connection error." alone

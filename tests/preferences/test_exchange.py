@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.preferences.exchange import Collection, read_collection, write_collection
-from rlhf_lightning.preferences.judge_prompt import SYSTEM, TEMPLATE, JudgePrompt
+from rlhf_lightning.preferences.judge import SYSTEM, TEMPLATE, JudgePrompt
 from rlhf_lightning.preferences.records import Choice, Label, Pair, turns_of
 from tests.builders.labels import make_pairs
 

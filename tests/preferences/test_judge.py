@@ -124,10 +124,10 @@ def test_what_will_not_pass_is_an_error_that_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(prefers_longer, key="right") as server:
-        with pytest.raises(AnnotationError, match="name the key's variable: api_key_env"):
+        with pytest.raises(AnnotationError, match=r"judge\.api_key_env=None"):
             judge(server).label(PAIRS)
         monkeypatch.setenv("JUDGE_KEY", "wrong-and-secret")
-        with pytest.raises(AnnotationError, match="check the key in JUDGE_KEY") as error:
+        with pytest.raises(AnnotationError, match=r"judge\.api_key_env=JUDGE_KEY") as error:
             judge(server, api_key_env="JUDGE_KEY").label(PAIRS)
         assert "secret" not in str(error.value)
         monkeypatch.setenv("JUDGE_KEY", "right")
