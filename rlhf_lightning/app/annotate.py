@@ -82,21 +82,16 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     if found.pairs:
         store.note(f"import {settings.file.resolve()}", str(settings.file))
     labels = store.add_labels(found.labels)
-    gold = sum(pair.gold is not None for pair in found.pairs)
     again = len(found.labels) - labels
     say(
-        f"{settings.file}: {pairs} new pairs of {len(found.pairs)} ({gold} with a known answer), "
-        f"{labels} new labels of {len(found.labels)}"
+        f"{settings.file}: {pairs} new pairs of {len(found.pairs)}, {labels} new labels of "
+        f"{len(found.labels)}"
         + (f"; of {again} the annotator has one on that pair already, which stays" if again else "")
     )
     if found.dropped:
         say(
             f"{found.dropped} preferences in {settings.file} are left out, and the pairs are "
-            "labelled again: known=labels keeps them as labels, known=gold makes them known "
-            "answers"
-            if settings.known_of_file == "ignore"
-            else f"{found.dropped} preferences in {settings.file} are left out: a known answer is "
-            "one on which all labels of its pair agree"
+            "labelled again: known=labels keeps them as labels"
         )
 
 
@@ -111,10 +106,12 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
             f"file={settings.file} is there already, and no export of this store: give another name"
         )
     found = Collection(tuple(store.pairs()), tuple(store.labels()))
-    written = write_collection(settings.file, found, format=settings.format, method=settings.method)
+    rows, dropped = write_collection(
+        settings.file, found, format=settings.format, method=settings.method
+    )
     store.note(f"export {settings.file.resolve()}", _digest(settings.file))
-    left_out = ", ".join(f"{number} {what}" for what, number in written.left_out.most_common())
-    say(f"{settings.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
+    left_out = ", ".join(f"{number} {what}" for what, number in dropped.most_common())
+    say(f"{settings.file}: {rows} rows" + (f" (left out: {left_out})" if left_out else ""))
 
 
 def _digest(file: Path) -> str:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from rlhf_lightning.data.conversations import as_columns
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
@@ -29,10 +29,7 @@ from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.preferences.records import (
-    CHOICES,
-    SIDES,
     Choice,
-    KnownChoice,
     Label,
     Pair,
     from_row,
@@ -46,9 +43,7 @@ from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.thoughts import shown
 
 Format = Literal["pairs", "labels", "trl", "label_studio"]
-Known = Literal["labels", "gold", "ignore"]
 Method = Literal["people_first", "majority", "dawid_skene"]
-FORMATS: tuple[str, ...] = get_args(Format)
 # A key that tells a format; the first that fits decides.
 _TELLING: dict[str, Format] = {
     "choice": "labels",
@@ -60,6 +55,7 @@ _TELLING: dict[str, Format] = {
 LABEL_STUDIO_KEYS = ("annotator", "kind", "order", "margin")
 DATA_KEYS = ("prompt", "answer1", "answer2")
 PAIR = "pair"  # key of the fields of `Pair` in Label Studio's `meta`
+_SELECTED = {"first": "left", "second": "right"}
 
 
 @dataclass(frozen=True)
@@ -71,69 +67,56 @@ class Collection:
     dropped: int = 0
 
 
-@dataclass(frozen=True)
-class Written:
-    """The number of rows of a file, and of the verdicts it has no words for, by kind."""
-
-    rows: int
-    left_out: Counter[str]
-
-
 def read_collection(
-    path: Path, *, format: Literal["auto"] | Format, known: Known, now: str
+    path: Path, *, format: Literal["auto"] | Format, known: Literal["labels", "ignore"], now: str
 ) -> Collection:
     """Return the pairs and labels of a file.
 
     Args:
         path: file to read.
         format: `auto` takes the one whose keys the first row has.
-        known: what becomes of labels in the file: kept, made into gold questions where they agree,
-            or left out.
+        known: whether preferences in the file are kept as labels.
         now: ISO time of labels that have none.
 
     Raises:
         BadRecordError: with file and line, for what cannot be read.
     """
     rows = checked_rows(path)
-    first = next(rows)
-    name = detect_format(*first) if format == "auto" else format
+    where, first = next(rows)
+    told = (name for key, name in _TELLING.items() if key in first)
+    name = next(told, None) if format == "auto" else format
+    chained = itertools.chain([(where, first)], rows)
     pairs: list[Pair] = []
     labels: list[Label] = []
-    chained = itertools.chain([first], rows)
+    if name is None:
+        raise BadRecordError(
+            where,
+            f"the keys {', '.join(map(str, first)) or '(none)'} tell no format",
+            "give format=pairs, labels, trl or label_studio, or rename the keys",
+        )
     if name == "trl":
         pairs, labels = _read_trl(chained, path.name, now)
+    elif name == "labels":
+        labels = [from_row(Label, row, where) for where, row in chained]
+    elif name == "pairs":
+        pairs = [from_row(Pair, row, where) for where, row in chained]
     else:
         for where, row in chained:
-            if name == "labels":
-                labels.append(from_row(Label, row, where))
-            elif name == "pairs":
-                pairs.append(from_row(Pair, row, where))
-            else:
-                pair, given = _read_task(row, where, path.name, now)
-                pairs.append(pair)
-                labels += given
-    found = Collection(tuple({p.pair_id: p for p in pairs}.values()), tuple(labels))
+            pair, given = _read_task(row, where, path.name, now)
+            pairs.append(pair)
+            labels += given
+    different = tuple({p.pair_id: p for p in pairs}.values())
     if known == "labels" or name == "labels":
-        return found
-    gold = unanimous(found.labels) if known == "gold" else {}
-    asked = (replace(pair, gold=gold.get(pair.pair_id, pair.gold)) for pair in found.pairs)
-    used = sum(label.pair_id in gold for label in found.labels)
-    return Collection(tuple(asked), (), len(found.labels) - used)
-
-
-def unanimous(labels: Iterable[Label]) -> dict[str, KnownChoice]:
-    """Return the choices on which all labels of a pair agree, by pair; a skip says nothing."""
-    said: defaultdict[str, set[KnownChoice]] = defaultdict(set)
-    for label in labels:
-        if label.choice != "skip":
-            said[label.pair_id].add(label.choice)
-    return {pair_id: next(iter(found)) for pair_id, found in said.items() if len(found) == 1}
+        return Collection(different, tuple(labels))
+    return Collection(different, (), len(labels))
 
 
 def write_collection(
     path: Path, found: Collection, *, format: Format, method: Method = "people_first"
-) -> Written:
+) -> tuple[int, Counter[str]]:
     """Write pairs and labels to a file, whole or not at all.
+
+    Returns the number of rows, and of the verdicts that the format has no words for, by kind.
 
     Args:
         path: file to write.
@@ -163,23 +146,7 @@ def write_collection(
     text = "[\n" + ",\n".join(lines) + "\n]\n" if as_list else "".join(f"{x}\n" for x in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
-    return Written(len(rows), left_out)
-
-
-def detect_format(where: Location, row: Row) -> Format:
-    """Return the format that the keys of a row speak of.
-
-    Raises:
-        BadRecordError: if they speak of none.
-    """
-    for key, name in _TELLING.items():
-        if key in row:
-            return name
-    raise BadRecordError(
-        where,
-        f"the keys {', '.join(map(str, row)) or '(none)'} tell no format",
-        f"give format=, one of {', '.join(FORMATS)}, or rename the keys",
-    )
+    return len(rows), left_out
 
 
 def _read_trl(
@@ -208,12 +175,10 @@ def _read_trl(
 def _text_of(answer: Text, key: str, where: Location) -> str:
     if isinstance(answer, str):
         return answer
-    if len(answer) != 1:
-        found = f"{key!r} has {len(answer)} messages, expected one response"
-        raise BadRecordError(where, found, "put all turns but the last one into 'prompt'")
-    if unsaid := [name for name in ("tool_calls", "reasoning_content") if answer[0].get(name)]:
-        found = f"{key!r} has {' and '.join(unsaid)}, and a response of a pair is a text"
-        raise BadRecordError(where, found, "write them into its content, as the model does")
+    if len(answer) != 1 or answer[0].get("tool_calls") or answer[0].get("reasoning_content"):
+        found = f"{key!r} is not one message with content alone"
+        fix = "put earlier turns into 'prompt', tool calls and reasoning into the content"
+        raise BadRecordError(where, found, fix)
     return answer[0]["content"]
 
 
@@ -241,9 +206,9 @@ def _task(pair: Pair, labels: Sequence[Label]) -> dict[str, Any]:
 
 def _result(choice: Choice, reason: str | None) -> list[dict[str, Any]]:
     parts: list[tuple[str, str, str, dict[str, Any]]] = []
-    if choice in SIDES:
-        selected = "left" if choice == "first" else "right"
-        parts.append(("pairwise", "preference", "answer1,answer2", {"selected": selected}))
+    if choice in _SELECTED:
+        selected = {"selected": _SELECTED[choice]}
+        parts.append(("pairwise", "preference", "answer1,answer2", selected))
     elif choice != "skip":
         parts.append(("choices", "verdict", "prompt", {"choices": [choice]}))
     if reason:
@@ -253,46 +218,34 @@ def _result(choice: Choice, reason: str | None) -> list[dict[str, Any]]:
 
 def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, list[Label]]:
     data, known = row.get("data"), (row.get("meta") or {}).get(PAIR)
-    if not isinstance(data, Mapping):
-        found = f"'data' is {describe(data)}, expected an object"
-        raise BadRecordError(where, found, "export as JSON, not as JSON-MIN or CSV")
-    missing = [key for key in DATA_KEYS if not isinstance(data.get(key), str)]
-    if missing:
-        raise BadRecordError(
-            where,
-            f"'data' has no text {', '.join(missing)}; its keys are {', '.join(map(str, data))}",
-            "name them prompt, answer1 and answer2",
-        )
+    texts = [data.get(key) for key in DATA_KEYS] if isinstance(data, Mapping) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        fix = "export as JSON, with texts named prompt, answer1 and answer2"
+        raise BadRecordError(where, f"'data' is {describe(data)}", fix)
     with _naming(where):
-        texts, domain = [data[key] for key in DATA_KEYS], str(data.get("domain") or "")
+        domain = str(data.get("domain") or "")
         pair = from_row(Pair, known, where) if known else Pair.make(*texts, domain=domain)
         given = row.get("annotations") or ()
-        labels = [_annotation(each, pair, where, source, now) for each in given]
+        labels = [_annotation(each, pair, source, now) for each in given]
     return pair, [label for label in labels if label is not None]
 
 
-def _annotation(
-    given: Mapping[str, Any], pair: Pair, where: Location, source: str, now: str
-) -> Label | None:
+def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> Label | None:
     """Return the label of an annotation; None for one that was opened and left."""
     parts = {part.get("type"): part.get("value") or {} for part in given.get("result") or ()}
-    side = parts.get("pairwise", {}).get("selected")
-    word: Any = {"left": "first", "right": "second"}.get(str(side)) or (
-        parts.get("choices", {}).get("choices") or [None]
-    )[0]
-    choice: Any = "skip" if given.get("was_cancelled") else word
+    words = {selected: choice for choice, selected in _SELECTED.items()}
+    said = [words.get(parts.get("pairwise", {}).get("selected")), None]
+    said += parts.get("choices", {}).get("choices") or []
+    choice: Any = "skip" if given.get("was_cancelled") else next(filter(None, said), None)
     if choice is None and not parts:
         return None
-    if choice not in CHOICES:
-        found = f"the annotation {describe(given['result'])} prefers neither answer"
-        fix = "annotate with Pairwise, or with Choices tie, both_bad"
-        raise BadRecordError(where, found, fix)
     account = given.get("completed_by")
     if isinstance(account, Mapping):
         account = account.get("email") or account.get("id")
     values: dict[str, Any] = {
         "annotator": source if account is None else str(account),
         "kind": "person",
+        "order": "first",
     }
     values |= {k: v for k, v in (given.get("rlhf") or {}).items() if k in LABEL_STUDIO_KEYS}
     return Label(
@@ -301,7 +254,7 @@ def _annotation(
         created=given.get("created_at") or now,
         seconds=given.get("lead_time"),
         reason="\n".join(parts.get("textarea", {}).get("text") or ()) or None,
-        **{"order": "first"} | values,
+        **values,
     )
 
 

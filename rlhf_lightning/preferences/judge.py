@@ -321,7 +321,6 @@ class JudgeAnnotator:
         self._spent = 0.0
         self._service: JudgeService | None = None
 
-
     def keep_in(self, path: Path | str) -> None:
         """Write judgements to this journal, and do not ask again for those that are there.
 

@@ -23,16 +23,12 @@ from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import ROLES, VARIABLES, Text, text_key
 
 Choice = Literal["first", "second", "tie", "both_bad", "skip"]
-KnownChoice = Literal["first", "second", "tie", "both_bad"]
+
 Side = Literal["first", "second"]
 AnnotatorKind = Literal["person", "rule", "judge", "simulated", "reward_model"]
-CHOICES: tuple[str, ...] = get_args(Choice)
+
 SIDES: tuple[Side, Side] = get_args(Side)  # type: ignore[assignment]
 Filled = Annotated[str, Field(min_length=1)]
-
-
-class LabError(ValueError):
-    """A candidate, pair or label that cannot be; the message names the key, got and wanted."""
 
 
 def _with_zone(text: str) -> str:
@@ -45,18 +41,32 @@ def _with_zone(text: str) -> str:
     return text
 
 
+def _checked_prompt(prompt: Any) -> Text:
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    if not messages or not all(
+        isinstance(message, Mapping)
+        and message.get("role") in ROLES
+        and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise ValueError(
+            f" is {describe(prompt)}, expected a text that is not empty, or messages "
+            f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
+        )
+    return tuple(dict(message) for message in messages)
+
+
+Prompt = Annotated[Any, AfterValidator(_checked_prompt)]  # a `Text`
+
+
 class _Record:
     """Mixin: hold every field against its annotation; its numbers become Python's."""
 
     def __post_init__(self) -> None:
         for name, hint in annotations_of(type(self)).items():  # type: ignore[arg-type]
-            key, value = f"{type(self).__name__}.{name}", getattr(self, name)
-            try:
-                kept = (
-                    _checked_prompt(key, value) if name == "prompt" else fitting(key, value, hint)
-                )
-            except (TypeError, ValueError) as error:
-                raise LabError(str(error)) from error
+            kept = fitting(f"{type(self).__name__}.{name}", getattr(self, name), hint)
             object.__setattr__(self, name, kept)
 
 
@@ -78,7 +88,7 @@ class Candidate(_Record):
     """
 
     prompt_id: Filled
-    prompt: Text
+    prompt: Prompt
     domain: str
     response: str
     model: Filled
@@ -115,26 +125,26 @@ class Pair(_Record):
         second: the other response as text.
         first_source: author of the first, such as `Candidate.source`; "" where not known.
         second_source: the same of the other one.
-        gold: the choice that is known to be right, for questions that test an annotator.
+
         columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
 
     pair_id: Filled
     prompt_id: Filled
-    prompt: Text
+    prompt: Prompt
     domain: str
     first: str
     second: str
     first_source: str = ""
     second_source: str = ""
-    gold: KnownChoice | None = None
+
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Check the fields, and that there is something to compare."""
         super().__post_init__()
         if self.first == self.second:
-            raise LabError("Pair.first and Pair.second are the same text: leave the pair out")
+            raise ValueError("Pair.first and Pair.second are the same text: leave the pair out")
 
     @classmethod
     def make(
@@ -240,31 +250,9 @@ def variables_of(record: Candidate | Pair) -> dict[str, str]:
 
 
 def _hash(kind: str, *parts: str) -> str:
-    for part in parts:
-        if not isinstance(part, str):
-            raise LabError(f"the {kind} holds {describe(part)}, expected text")
     # The lengths keep ("ab", "c") and ("a", "bc") apart; a lone surrogate has no UTF-8.
     text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
-
-
-def _checked_prompt(key: str, prompt: Any) -> Text:
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise LabError(f"{key} is empty: there is nothing to answer")
-        return prompt
-    messages = prompt if isinstance(prompt, list | tuple) else ()
-    if not messages or not all(
-        isinstance(message, Mapping)
-        and message.get("role") in ROLES
-        and isinstance(message.get("content"), str)
-        for message in messages
-    ):
-        raise LabError(
-            f"{key} is {describe(prompt)}, expected text or messages "
-            f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
-        )
-    return tuple(dict(message) for message in messages)
 
 
 RecordT = TypeVar("RecordT", Candidate, Pair, Label)
@@ -286,11 +274,10 @@ def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> Rec
     """
     try:
         return cls(**row)
-    except LabError as error:
-        raise BadRecordError(where, str(error), "mend the value, or leave the line out") from error
-    except TypeError as error:  # of the call: it names the key
+    except (TypeError, ValueError) as error:
         keys = ", ".join(item.name for item in fields(cls))
-        raise BadRecordError(where, str(error), f"the keys of {cls.__name__} are {keys}") from error
+        fix = f"mend it, or leave the line out; the keys of {cls.__name__} are {keys}"
+        raise BadRecordError(where, str(error), fix) from error
 
 
 def read_records(cls: type[RecordT], path: str | Path) -> Iterator[RecordT]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf_lightning.preferences.records import Choice, Label, Pair
+from rlhf_lightning.preferences.records import Label, Pair
 
 NOW = "2026-11-02T09:30:00+00:00"
 # Fleiss 1971 by way of many textbooks: 14 raters, 10 subjects, 5 categories; kappa is 0.210.
@@ -37,14 +37,11 @@ def beta_tally(shape: float, num_items: int, num_votes: int, seed: int) -> dict:
     return {(int(a), num_votes - int(a)): int(n) for a, n in zip(values, counts, strict=True)}
 
 
-def make_pairs(number: int, *, gold: int = 0, domain: str = "arithmetic") -> list[Pair]:
-    """Return `number` pairs without and then `gold` pairs with a known answer."""
-    return [make_pair(n, domain=domain) for n in range(number)] + [
-        make_pair(number + n, domain=domain, gold="first") for n in range(gold)
-    ]
+def make_pairs(number: int, *, domain: str = "arithmetic") -> list[Pair]:
+    return [make_pair(n, domain=domain) for n in range(number)]
 
 
-def make_pair(number: int, *, domain: str = "arithmetic", gold: Choice | None = None) -> Pair:
+def make_pair(number: int, *, domain: str = "arithmetic") -> Pair:
     return Pair.make(
         f"What is {number} plus {number}?",
         f"It is {2 * number}.",
@@ -52,5 +49,4 @@ def make_pair(number: int, *, domain: str = "arithmetic", gold: Choice | None = 
         domain=domain,
         first_source="sft seed=1",
         second_source="base seed=1",
-        gold=gold,
     )

@@ -14,6 +14,7 @@ from rlhf_lightning.app.config.withdrawn import WITHDRAWN
 from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.preferences.exchange import read_collection
+from rlhf_lightning.preferences.records import Pair
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.text.tokens import prompt_ids
@@ -44,6 +45,7 @@ def label_studio(folder: Path) -> object:
 
 # What is called, and a part of the error: the line to write. A row a withdrawn call or form.
 CALLS: list[tuple[str, Callable[[Path], object], str]] = [
+    ("Pair(gold=)", lambda _: Pair.make("q", "a", "b", gold="first"), "gold"),
     ("Label Studio's text1", lambda path: label_studio(path), "prompt, answer1 and answer2"),
     ("LabelledTextSource", lambda _: rlhf_lightning.LabelledTextSource, "examples.datasets"),
     ("TranscriptSource", lambda _: rlhf_lightning.TranscriptSource, "HubSource(NAME)"),

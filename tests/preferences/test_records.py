@@ -15,7 +15,6 @@ from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.records import (
     Candidate,
     Label,
-    LabError,
     Pair,
     from_row,
     prompt_name,
@@ -59,7 +58,7 @@ def label(**changes) -> Label:
     [
         candidate(finished=True),
         Candidate.make(CHAT, "vier \u2028 \U0001f600", model="m", settings={}, seed=0),
-        Pair.make("q", "a", "b", domain="d", first_source="sft seed=1", gold="second"),
+        Pair.make("q", "a", "b", domain="d", first_source="sft seed=1"),
         Pair.make(CHAT, "a", "", columns={"answer": "b"}),
         label(choice="tie", seconds=1.25, reason="both fine", margin=0.0, kind="judge"),
     ],
@@ -95,13 +94,13 @@ def test_names_do_not_change_between_versions() -> None:
     ("make", "message"),
     [
         (lambda: Pair.make("q", "a", "a"), "same text"),
-        (lambda: Pair.make("  ", "a", "b"), "prompt is empty"),
+        (lambda: Pair.make("  ", "a", "b"), "Pair.prompt is .*, expected a text"),
         (lambda: label(choice="left"), "Label.choice='left' must be 'first'"),
         (lambda: label(seconds=-1.0), "Label.seconds=-1.0 must be >= 0"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused_with_what_was_wanted(make, message: str) -> None:
-    with pytest.raises(LabError, match=message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 

@@ -309,7 +309,7 @@ class AnnotateSettings(CommandSettings):
     action: Literal["serve", "import", "export", "status"] = "serve"
     file: OptionalPath = None
     format: Literal["auto", "pairs", "labels", "trl", "label_studio"] = "auto"
-    known: Literal["auto", "labels", "gold", "ignore"] = "auto"
+    known: Literal["auto", "labels", "ignore"] = "auto"
     add: bool = False
     method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
     labels_per_pair: Count = 1
@@ -326,7 +326,7 @@ class AnnotateSettings(CommandSettings):
         return self
 
     @property
-    def known_of_file(self) -> Literal["labels", "gold", "ignore"]:
+    def known_of_file(self) -> Literal["labels", "ignore"]:
         """The use of preferences in the file: pairs that are served are to be labelled."""
         if self.known != "auto":
             return self.known

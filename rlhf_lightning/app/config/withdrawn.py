@@ -34,6 +34,7 @@ WITHDRAWN: dict[str, str] = {
     "scorer.timeout_seconds": "bound the time inside the function; a call of 30 s is named",
     "judge.requests_per_minute": "lower judge.concurrency; the client waits as the service asks",
     "ratings_per_pair": "write labels_per_pair=N",
+    "known=gold": "write known=labels, or known=ignore to have the pairs labelled again",
     "sharing.*": "pairs with a known answer are asked like all others",
     "labels": "format=labels and label_studio export every label, format=trl one verdict a pair",
     "page.host": "the page listens on 127.0.0.1: ssh -L 8000:127.0.0.1:8000 HOST reaches it",

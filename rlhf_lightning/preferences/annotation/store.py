@@ -12,21 +12,18 @@ import secrets
 import sqlite3
 import time
 import unicodedata
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.agreement import collect_votes, fleiss_kappa, raw_agreement
 from rlhf_lightning.preferences.records import Choice, Label, Pair, Side, from_row, to_row
 
-APPLICATION_ID = 0x524C4846  # "RLHF"
-VERSION = 2
 SHOWN_SECONDS = 600.0  # a pair on a rater's screen is not shown to another rater for so long
 LONGEST_NAME = 60
 TABLES = """
@@ -44,7 +41,7 @@ CREATE TABLE labels (
 CREATE TABLE shown (
   annotator TEXT PRIMARY KEY, pair_id TEXT NOT NULL, since REAL NOT NULL, choice TEXT, reason TEXT
 )"""
-_OWNER = "PRAGMA application_id"
+_MARKS = {"application_id": 0x524C4846, "user_version": 2}  # "RLHF", and the version of the tables
 _COLUMNS = tuple(field.name for field in fields(Label))
 _INSERT = (
     "INSERT OR IGNORE INTO labels (at_page, " + ", ".join(f'"{name}"' for name in _COLUMNS) + ") "
@@ -94,10 +91,6 @@ class Progress:
 def iso_time(seconds: float) -> str:
     """Return seconds since 1970 as text, with the zone."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
-def _is_empty(db: sqlite3.Connection) -> bool:
-    return db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
 
 
 def _place(*texts: str) -> int:
@@ -278,33 +271,30 @@ class LabelStore:
 
     def _check_free(self) -> None:
         """Raise if the file is something else, before SQLite may write to it."""
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if 0 < size < 512:  # SQLite takes it for an empty file
-            raise StoreError(f"{self.path} is no store of labels: give another name")
-        if size:
-            address = f"{self.path.absolute().as_uri()}?mode=ro"
-            with closing(sqlite3.connect(address, uri=True)) as db:
-                if not _is_empty(db) and db.execute(_OWNER).fetchone()[0] != APPLICATION_ID:
-                    raise StoreError(f"{self.path} is no store of labels: give another name")
+        if not self.path.exists() or not (size := self.path.stat().st_size):
+            return
+        with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            marks = [db.execute(f"PRAGMA {mark}").fetchone()[0] for mark in _MARKS]
+        # SQLite takes a file below 512 bytes for an empty one.
+        if size < 512 or (tables and marks != [*_MARKS.values()]):
+            raise StoreError(
+                f"{self.path} is no store of labels of this release: give another name, or export "
+                "its labels with the release that wrote them and import them"
+            )
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute("PRAGMA fullfsync = ON")  # macOS: through the disk's own cache as well
         with self._change() as db:
-            if _is_empty(db):
+            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 for statement in TABLES.split(";\n"):
                     db.execute(statement)
                 token = secrets.token_urlsafe(24)
                 db.execute("INSERT INTO notes VALUES ('token', ?)", (token,))
-                db.execute(f"{_OWNER} = {APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {VERSION}")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version != VERSION:
-            raise StoreError(
-                f"{self.path} has tables of version {version}, this release reads {VERSION}: "
-                "export the labels with the release that wrote it, and import them into a new store"
-            )
+                for mark, value in _MARKS.items():
+                    db.execute(f"PRAGMA {mark} = {value}")
 
     def _insert(self, db: sqlite3.Connection, label: Label, *, at_page: bool) -> bool:
         if not db.execute("SELECT 1 FROM pairs WHERE pair_id = ?", (label.pair_id,)).fetchone():
@@ -356,30 +346,14 @@ def describe_agreement(store: LabelStore) -> str:
 
 
 def describe_store(store: LabelStore) -> str:
-    """Return progress, agreement and every annotator's numbers, as lines for a terminal."""
-    progress = store.progress()
-    gold = {pair.pair_id: pair.gold for pair in store.pairs() if pair.gold is not None}
-    at_page = {(x.pair_id, x.annotator) for x in store.labels(at_page=True)}
-    labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
-    for label in store.labels():
-        labels[label.annotator, label.kind].append(label)
-    imports = ", ".join(store.noted("import %"))
+    """Return progress, agreement and everybody's number of labels, as lines for a terminal."""
+    progress, imports = store.progress(), ", ".join(store.noted("import %"))
     total = f"{store.path}: {progress.done} of {progress.wanted} labels"
-    lines = [total + (f", pairs of {imports}" if imports else ""), describe_agreement(store)]
-    row = "{:24} {:>12} {:>7} {:>6} {:>8} {:>14} {:>12}"
-    heads = ("annotator", "kind", "labels", "skips", "seconds", "known answers", "first shown")
-    lines.append(row.format(*heads))
-    for (name, kind), given in labels.items():
-        judged = [x for x in given if x.choice != "skip"]
-        seconds = [x.seconds for x in judged if x.seconds is not None]
-        found = [x.choice == gold[x.pair_id] for x in judged if x.pair_id in gold]
-        here = (x.shown_first_won for x in judged if (x.pair_id, x.annotator) in at_page)
-        sides = [won for won in here if won is not None]
-        took = f"{median(seconds):.1f}" if seconds else "-"
-        skips = len(given) - len(judged)
-        lines.append(row.format(name, kind, len(judged), skips, took, _of(found), _of(sides)))
-    return "\n".join(lines)
-
-
-def _of(hits: list[bool]) -> str:
-    return f"{sum(hits)} of {len(hits)}" if hits else "-"
+    counts = Counter(label.annotator for label in store.labels() if label.choice != "skip")
+    return "\n".join(
+        [
+            total + (f", pairs of {imports}" if imports else ""),
+            describe_agreement(store),
+            *(f"{name}: {count} labels" for name, count in counts.items()),
+        ]
+    )
