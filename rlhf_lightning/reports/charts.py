@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple
+from itertools import accumulate, groupby
 
 from markupsafe import Markup
 
@@ -34,7 +33,7 @@ class Series:
         bounds: low and high of each point, drawn as a line through it where both are finite.
         names: of the points, written above their bounds.
         kind: `line` for a measurement every iteration, `marks` for one now and then, `dots` for
-            points that no line joins, `reference` for a dashed line without a colour.
+            points that no line joins.
     """
 
     label: str
@@ -67,26 +66,13 @@ class Figure:
     start: str = ""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A horizontal line to hold a curve against.
-
-    Args:
-        label: label of the line.
-        value: its place on the axis.
-    """
-
-    label: str
-    value: float
-
-
 def line_chart(
     title: str,
     series: Sequence[Series],
     *,
     unit: str = "",
     band: tuple[float, float] | None = None,
-    references: Sequence[Reference] = (),
+    references: Sequence[tuple[str, float]] = (),
     whole: bool = True,
 ) -> str:
     """Return an `<svg>` with axes, ticks, the band shaded, and the curves.
@@ -98,14 +84,14 @@ def line_chart(
         series: at least one with a finite point, else the result is "".
         unit: "share" labels the axis in percent.
         band: the healthy range, shaded where it lies within the axis.
-        references: horizontal lines.
+        references: label and value of horizontal lines to hold the curves against.
         whole: whether the horizontal axis counts, as iterations do, or measures.
     """
     finite = [p for s in series for p in s.points if math.isfinite(p[1])]
     if not finite:
         return ""
     ends = [end for one in series for ends in one.bounds for end in ends if math.isfinite(end)]
-    ends += [r.value for r in references]
+    ends += [value for _, value in references]
     low, high = _value_range([p[1] for p in finite] + ends, band, unit)
     ticks = nice_ticks(low, high, 4)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
@@ -125,31 +111,28 @@ def line_chart(
     )
 
 
-def histogram(
-    title: str, parts: Mapping[str, Sequence[float]], *, bins: int | None = None
-) -> Markup | str:
+def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:
     """Return an `<svg>` of how often values occur, the parts over each other in the same bins.
+
+    There are about 20 bins of a round width, with an edge at 0.
 
     Args:
         title: read out by screen readers.
         parts: label -> finite values; without any the result is "".
-        bins: of shares, over 0 to 1; None for about 20 of a round width, with an edge at 0.
     """
     values = [value for part in parts.values() for value in part]
     if not values:
         return ""
     # Whole numbers stand in the middle of their bins.
-    shift = 0.5 if bins is None and all(value == int(value) for value in values) else 0.0
-    step, low, high = 1 / (bins or 1), 0, bins or 0
-    if not bins:
-        spread = max(values) - min(values) or abs(values[0]) * 0.1 or 1.0
-        step = max(nice_ticks(0, spread, 20)[1], 2 * shift)
-        ends = (math.floor((end(values) + shift) / step + 1e-9) for end in (min, max))
-        low, high = next(ends), next(ends) + 1
+    shift = 0.5 if all(value == int(value) for value in values) else 0.0
+    spread = max(values) - min(values) or abs(values[0]) * 0.1 or 1.0
+    step = max(nice_ticks(0, spread, 20)[1], 2 * shift)
     counted = [
-        Counter(min(math.floor((value + shift) / step + 1e-9), high - 1) for value in part)
+        Counter(math.floor((value + shift) / step + 1e-9) for value in part)
         for part in parts.values()
     ]
+    places = [place for counts in counted for place in counts]
+    low, high = min(places), max(places) + 1
     most = max(count for counts in counted for count in counts.values())
     ticks = [tick for tick in nice_ticks(0, most, 4) if tick == int(tick)]
     frame = _Frame(low * step - shift, high * step - shift, 0, most * 1.04)
@@ -162,7 +145,7 @@ def histogram(
         title=title,
         frame=frame,
         rows=_labelled(ticks, ""),
-        columns=_counted(frame) if shift else _labelled(frame.columns, "share" if bins else ""),
+        columns=_counted(frame) if shift else _labelled(frame.columns, ""),
         areas=areas,
     )
 
@@ -210,13 +193,8 @@ class _Frame:
         return nice_ticks(self.first, self.last, 4)
 
 
-class _Shape(NamedTuple):
-    """A line, or with a radius dots, in data coordinates."""
-
-    css: str
-    points: Sequence[Point]
-    style: str = ""
-    radius: int = 0
+# A line, or with a radius dots, in data coordinates: class, points, style, radius.
+_Shape = tuple[str, Sequence[Point], str, int]
 
 
 def _value_range(
@@ -269,32 +247,28 @@ def _shapes(series: Series, index: int) -> list[_Shape]:
     Lines are dashed there, and dots hollow.
     """
     colour, again = f"s{index % NUM_COLOURS}", index >= NUM_COLOURS
-    dashed = "stroke-dasharray:6 3" if again else ""
-    hollow = f"fill:var(--card);stroke:var(--{colour})" if again else ""
+    dashed = "stroke-dasharray:6 3" * again
+    hollow = f"fill:var(--card);stroke:var(--{colour})" * again
     by_finite = groupby(series.points, key=lambda point: math.isfinite(point[1]))
     runs = [list(run) for finite, run in by_finite if finite]
     points = [point for run in runs for point in run]
-    if series.kind == "reference":
-        return [_Shape("reference", series.points)]
     if series.kind == "dots":
-        return [_Shape(f"{colour} dot", thin(points, _MAX_POINTS), radius=2)]
+        return [(f"{colour} dot", thin(points, _MAX_POINTS), "", 2)]
+    shapes: list[_Shape] = []
     if series.kind == "marks":
-        shapes = [_Shape(f"line {colour}", points, dashed)] if len(points) != 1 else []
-        shapes += [_Shape(colour, points, hollow, radius=3)] * (len(points) <= 40)
-        for (x, _), ends in zip(series.points, series.bounds, strict=False):
-            if all(map(math.isfinite, ends)):
-                shapes.append(_Shape(f"faint {colour}", [(x, end) for end in ends]))
-        return shapes
-    shapes = []
+        shapes += [(f"line {colour}", points, dashed, 0)] * (len(points) != 1)
+        shapes += [(colour, points, hollow, 3)] * (len(points) <= 40)
+        bounds = zip(series.points, series.bounds, strict=False)
+        bars = [[(x, end) for end in ends if math.isfinite(end)] for (x, _), ends in bounds]
+        return shapes + [(f"faint {colour}", bar, "", 0) for bar in bars if len(bar) == 2]
     for run in runs:
-        curve = thin(run, _MAX_POINTS)
+        curve, is_long = thin(run, _MAX_POINTS), len(run) >= _SMOOTH_FROM
+        shapes += [(f"faint {colour}", curve, "", 0)] * is_long
         if len(run) == 1:
-            shapes.append(_Shape(colour, run, hollow, radius=3))
-        elif len(run) < _SMOOTH_FROM:
-            shapes.append(_Shape(f"line {colour}", curve, dashed))
+            shapes.append((colour, run, hollow, 3))
         else:
-            mean = thin(_running_mean(run), _MAX_POINTS)
-            shapes += [_Shape(f"faint {colour}", curve), _Shape(f"line {colour}", mean, dashed)]
+            smooth = thin(_running_mean(run), _MAX_POINTS) if is_long else curve
+            shapes.append((f"line {colour}", smooth, dashed, 0))
     return shapes
 
 
@@ -313,11 +287,7 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
 
 def _running_mean(points: Sequence[Point]) -> list[Point]:
     window = max(5, len(points) // 20) // 2
-    totals = [0.0]
-    for _, value in points:
-        totals.append(totals[-1] + value)
-    smooth = []
-    for i, (x, _) in enumerate(points):
-        first, end = max(0, i - window), min(len(points), i + window + 1)
-        smooth.append((x, (totals[end] - totals[first]) / (end - first)))
-    return smooth
+    totals = list(accumulate((value for _, value in points), initial=0.0))
+    edges = [(max(0, i - window), min(len(points), i + window + 1)) for i in range(len(points))]
+    means = [(totals[end] - totals[first]) / (end - first) for first, end in edges]
+    return [(x, mean) for (x, _), mean in zip(points, means, strict=True)]

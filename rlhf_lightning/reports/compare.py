@@ -13,11 +13,10 @@ from rlhf_lightning.evaluation.comparisons import paired_differences
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.reports.charts import Figure, Series, line_chart
 from rlhf_lightning.reports.html import render
+from rlhf_lightning.reports.page import saved_config
 from rlhf_lightning.runs.folder import RunFolder, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, ends, quantity, show
 from rlhf_lightning.runs.outcome import FEW
-from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 
 COLUMNS = (
@@ -65,10 +64,9 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     runs = []
     for folder, config in zip(folders, shown, strict=True):
         settings = {key: config[key] for key in different}
-        short = [f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()]
-        parts = folder.path.resolve().parts
-        name = "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
-        label = " ".join(short) if 0 < len(short) <= 3 and len(" ".join(short)) <= 80 else name
+        short = " ".join(f"{k.rpartition('.')[2]}={value}" for k, value in settings.items())
+        name = "/".join(folder.path.resolve().parts[-2:])
+        label = short if 0 < len(settings) <= 3 and len(short) <= 80 else name
         runs.append(Run(folder, label, read_summary(folder), settings))
     return runs
 
@@ -144,27 +142,17 @@ def _values(run: Run) -> dict[str, Any]:
 
 def _chart(runs: Sequence[Run]) -> Figure | None:
     """Return win rate by the score over KL, a mark a run; None with fewer than two."""
-    wins, kl = "val/score_win_rate", "val/kl_per_token"
-    series = []
+    wins, title, series = "val/score_win_rate", "Win rate by the score over KL", []
     for run in runs:
-        x, y, low, high = (run.metrics.get(key) for key in (kl, wins, *bound_keys(wins)))
+        names = ("val/kl_per_token", wins, *bound_keys(wins))
+        x, y, low, high = (run.metrics.get(name) for name in names)
         points = [] if x is None or y is None else [(x, y)]
         bounds = [] if low is None or high is None else [(low, high)]
         series.append(Series(run.label, points, "marks", bounds))
     if sum(bool(one.points) for one in series) < 2:
         return None
-    title, legends = "Win rate by the score over KL", [one.label for one in series]
     chart = line_chart(title, series, unit="share", whole=False)
-    return Figure(title, chart, legends=legends)
-
-
-def saved_config(folder: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run without its secrets; {} where it cannot be read."""
-    try:
-        content = read_yaml(folder.config) if folder.config.is_file() else None
-    except (OSError, ValueError):
-        return {}
-    return public_config(content, content) if isinstance(content, dict) else {}
+    return Figure(title, chart, legends=[one.label for one in series])
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlhf_lightning.reports.charts import Figure, Reference, Series, line_chart
+from rlhf_lightning.reports.charts import Figure, Series, line_chart
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import (
     QUANTITIES,
@@ -89,7 +89,7 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
     for key, label in (pair for n in lines.values() for pair in _REFERENCES.get(n, ())):
         values = [row[key] for row in rows if key in row]
         if values and values[-1] == values[-1]:
-            references.append(Reference(label, values[-1]))
+            references.append((label, values[-1]))
     chart = line_chart(
         about.label, series, unit=about.unit, band=about.healthy, references=references
     )

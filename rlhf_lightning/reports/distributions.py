@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +14,6 @@ from rlhf_lightning.runs.outcome import interval
 from rlhf_lightning.runs.verdict import JUDGES
 
 Lines = Sequence[Mapping[str, Any]]
-_MOST_BINS = 10  # of shares
 
 
 def wins_figures(metrics: Mapping[str, float | None]) -> list[Figure]:
@@ -38,73 +35,30 @@ def wins_figures(metrics: Mapping[str, float | None]) -> list[Figure]:
 
 
 def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
-    """Return histograms of score, length and the share solved, and in words what they are of.
+    """Return histograms of score and length, and in words what they are of.
 
     Held-out responses of both sides, or else those of the first and the last rollout.
     """
     held_out = [line for line in lines if line.get("held_out") == "answers"][-1:]
     rollouts = [line for line in lines if "held_out" not in line]
-    ends = {f"iteration {line[ITERATION]}": line for line in (*rollouts[:1], *rollouts[-1:])}
-    sides = ends
+    ends = (*rollouts[:1], *rollouts[-1:])
+    sides: dict[str, Mapping[str, Any]] = {f"iteration {line[ITERATION]}": line for line in ends}
     for line in held_out:
         labels = ("before", "after") if line[ITERATION] else ("baseline", "policy")
         theirs = {name: line.get(f"baseline_{name}") for name in ("score", "length")}
         sides = dict(zip(labels, (theirs, line), strict=True))
     figures = []
     for name, title in (("score", "Score of a response"), ("length", "Tokens a response")):
-        figures += _compared(title, {k: _numbers(side.get(name)) for k, side in sides.items()})
-    pools = [line for line in lines if line.get("held_out") == "pool"]
-    grouped = {"policy": pools[-1]} if pools else ends
-    whose, before = next(iter((sides if pools else ends).items()), ("", {}))
-    groups = {label: _groups(line) for label, line in grouped.items()}
-    figures += _solved(groups, _numbers(before.get("score")), whose)
+        values = {label: _numbers(side.get(name)) for label, side in sides.items()}
+        if parts := {label: part for label, part in values.items() if part}:
+            means = [fmean(part) for part in parts.values()]
+            shown = [number(mean, like=max(map(abs, means))) for mean in means]
+            legends = [f"{label}, mean {mean}" for label, mean in zip(parts, shown, strict=True)]
+            figures.append(Figure(title, histogram(title, parts), legends=legends))
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
     where = "a side" if held_out else "of a rollout"
     what = "held-out response" if held_out else "response"
     return figures, f"{counted(count, what)} {where}." * (count > 0)
-
-
-def _compared(
-    title: str, parts: Mapping[str, list[float]], *, bins: int | None = None, note: str = ""
-) -> list[Figure]:
-    """Return a histogram with the means of its parts, none without values."""
-    parts = {label: values for label, values in parts.items() if values}
-    if not parts:
-        return []
-    means = [fmean(values) for values in parts.values()]
-    like = max(map(abs, means))
-    shown = [percent(mean) if bins else number(mean, like=like) for mean in means]
-    legends = [f"{label}, mean {mean}" for label, mean in zip(parts, shown, strict=True)]
-    return [Figure(title, histogram(title, parts, bins=bins), legends=legends, note=note)]
-
-
-def _solved(
-    groups: Mapping[str, list[list[float]]], before: Sequence[float], whose: str
-) -> list[Figure]:
-    """Return how much of each prompt's group of scores is solved.
-
-    A response is solved that has the higher of two scores; where there are more scores, one above
-    the mean of `before`, which is called `whose`.
-    """
-    scores = {score for part in groups.values() for group in part for score in group}
-    if len(scores) < 2 or not before:
-        return []
-    least, said = max(scores), f"a score of {number(max(scores))}"
-    if len(scores) > 2:
-        least = math.nextafter(fmean(before), math.inf)
-        said = f"a score above {number(least)}, the mean of {whose}"
-    shares = {
-        label: [fmean(score >= least for score in group) for group in part if group]
-        for label, part in groups.items()
-    }
-    bins = min(max(len(group) for part in groups.values() for group in part), _MOST_BINS - 1) + 1
-    return _compared("Share solved of each prompt", shares, bins=bins, note=f"solved: {said}")
-
-
-def _groups(line: Mapping[str, Any]) -> list[list[float]]:
-    scores, sizes = line.get("score"), _numbers(line.get("groups"))
-    edges = accumulate(map(int, sizes), initial=0)
-    return [_numbers(_listed(scores)[start:end]) for start, end in pairwise(edges)]
 
 
 def pairs_section(lines: Lines) -> str:

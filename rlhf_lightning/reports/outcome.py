@@ -42,26 +42,17 @@ _ROUND_COLUMNS = (
 
 def domains_section(metrics: Metrics) -> str:
     """Return a bar a domain, with its 95 % interval where one was measured; "" without domains."""
-    for prefix, measure in _DOMAIN_JUDGES:
-        rates = domain_rates(metrics, prefix)
+    for key, measure in _DOMAIN_JUDGES:
+        start = part_key(key, "domain", "")
+        rates = {
+            name.removeprefix(start): (value, *map(metrics.get, bound_keys(name)))
+            for name, value in metrics.items()
+            if name.startswith(start) and value is not None
+        }
         if len(rates) > 1:
             best_first = sorted(rates.items(), key=lambda item: -item[1][0])
             return render("domains.html", rates=best_first, measure=measure)
     return ""
-
-
-def domain_rates(
-    metrics: Metrics, prefix: str
-) -> dict[str, tuple[float, float | None, float | None]]:
-    """Return domain -> rate and its interval, of the metrics `<prefix>/domain/<domain>`."""
-    found = {}
-    for name, value in metrics.items():
-        domain = name.removeprefix(part_key(prefix, "domain", ""))
-        if domain == name or value is None:
-            continue
-        low, high = (metrics.get(bound) for bound in bound_keys(name))
-        found[domain] = (value, low, high)
-    return found
 
 
 def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
@@ -78,32 +69,26 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     rounds = by_round(metrics, stages)
     if len(rounds) < 2:
         return ""
-    name = next(
-        (
-            name
-            for name in _ROUND_JUDGES
-            if all(found.get(f"{name}_win_rate") is not None for found in rounds.values())
-        ),
-        "score",
-    )
-    rates = {
-        k: [found.get(key) for key in (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))]
-        for k, found in rounds.items()
+    whose = (n for n in _ROUND_JUDGES if all(f"{n}_win_rate" in own for own in rounds.values()))
+    name = next(whose, "score")
+    keys = (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))
+    rates = {k: [own.get(key) for key in keys] for k, own in rounds.items()}
+    columns = {
+        n: quantity(f"val/{n}") for n in _ROUND_COLUMNS if any(n in own for own in rounds.values())
     }
-    columns = [n for n in _ROUND_COLUMNS if any(f.get(n) is not None for f in rounds.values())]
-    abouts = {name: quantity(f"val/{name}") for name in columns}
     judge = _ROUND_JUDGES.get(name, "the score")
-    return render("rounds.html", judge=judge, rates=rates, columns=abouts, rounds=rounds)
+    return render("rounds.html", judge=judge, rates=rates, columns=columns, rounds=rounds)
 
 
 def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, float | None]]:
     """Return round -> name -> value, of the rounds whose policy was compared with another."""
     found: dict[str, dict[str, float | None]] = defaultdict(dict)
     for stage in stages:
-        own = found[stage.partition("/")[0].removeprefix("round_")]
-        for key, value in metrics.items():
-            if key.startswith(f"{stage}/") and value is not None:
-                own[key.removeprefix(f"{stage}/")] = value
+        found[stage.partition("/")[0].removeprefix("round_")] |= {
+            key.removeprefix(f"{stage}/"): value
+            for key, value in metrics.items()
+            if key.startswith(f"{stage}/") and value is not None
+        }
     return {k: own for k, own in found.items() if any(name.endswith("win_rate") for name in own)}
 
 
@@ -138,14 +123,12 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
         bounds: list[Point] = []
         names = []
         for n in best_of_counts(metrics):
-            key = f"best_of/{n}/{name}"
-            kl, value = metrics.get(f"best_of/{n}/kl_per_response"), metrics.get(key)
-            if kl is None or value is None:
-                continue
-            low, high = (metrics.get(bound) for bound in bound_keys(key))
-            points.append((_root(kl), value))
-            bounds.append((value if low is None else low, value if high is None else high))
-            names.append(f"n={n}")
+            key, kl = f"best_of/{n}/{name}", metrics.get(f"best_of/{n}/kl_per_response")
+            if kl is not None and (value := metrics.get(key)) is not None:
+                low, high = (metrics.get(bound) for bound in bound_keys(key))
+                points.append((_root(kl), value))
+                bounds.append((value if low is None else low, value if high is None else high))
+                names.append(f"n={n}")
         unit = "share" if name in ("gold_win_rate", "pass_at_k", "maj_at_k") else ""
         series = [Series(label, points, "marks", bounds, names)]
         if chart := line_chart(label, series, unit=unit, whole=False):

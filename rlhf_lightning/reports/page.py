@@ -46,7 +46,7 @@ from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import verdict
 
-_STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
+_STATUS_TONE = {"completed": "good", "failed": "bad"}
 _STAGE_OF_A_PIPELINE = re.compile(r"round_[1-9]\d*/[a-z][a-z0-9_]*")
 # Of `seconds` of a summary, what is outside of the iterations.
 _PHASES = {
@@ -88,11 +88,11 @@ def render_report(folder: RunFolder) -> str:
     if summary is None and shown.headline:  # which has no number to stand beside
         shown.curves.insert(0, shown.headline)
     chain = chain_section(folder, summary)
-    own: tuple[str, ...]
-    # The page of a pipeline's last stage has the figures that the pipeline takes from it.
-    own = (chain, rounds_section(metrics, stages_of(summary)))
-    if not chain:
-        own = (
+    sections = [_verdict(summary, folder, shown, stages=bool(chain)), _trained(summary, rows)]
+    if chain:  # the page of its last stage has the figures that the pipeline takes from it
+        sections += [chain, rounds_section(metrics, stages_of(summary))]
+    else:
+        sections += [
             render("gates.html", gates=summary.gates if summary else ()),
             doctor_section(read_events(folder.doctor)),
             render("figures.html", shown=shown, trained=bool(rows)),
@@ -102,18 +102,12 @@ def render_report(folder: RunFolder) -> str:
             render("best_of.html", charts=shown.best_of),
             domains_section(metrics),
             samples_section(read_samples(folder.samples)),
-        )
-    sections = (
-        _verdict(summary, folder, shown, stages=bool(chain)),
-        _trained(summary, rows),
-        *own,
-        _times(rows, {} if summary is None else summary.seconds),
-        _settings(summary, folder),
-    )
-    stage = "" if summary is None else summary.title
-    body = Markup().join(sections)
-    title = f"{stage} {folder.name}".strip()
-    footer = f"rlhf_lightning · {place_of(folder.path)}"
+        ]
+    sections.append(_times(rows, {} if summary is None else summary.seconds))
+    body = Markup().join([*sections, _settings(summary, folder)])
+    title = f"{'' if summary is None else summary.title} {folder.name}".strip()
+    # Only the end of the path: a report is sent around, and the rest names people and machines.
+    footer = f"rlhf_lightning · {'/'.join(folder.path.resolve().parts[-3:])}"
     return str(render("page.html", title=title, body=body, footer=footer))
 
 
@@ -142,9 +136,8 @@ def pictures(rows: Rows, metrics: Metrics, lines: Lines) -> Pictures:
     answers, of = answers_figures(lines)
     answers = [*wins_figures(metrics), *answers]
     best_of = best_of_figures(metrics)
-    places = next((figures for figures in (best_of, first, answers) if figures), None)
-    headline = places.pop(0) if places else None
-    return Pictures(headline, answers, of, best_of, first, more)
+    places = best_of or first or answers
+    return Pictures(places.pop(0) if places else None, answers, of, best_of, first, more)
 
 
 def stages_of(summary: Summary | None) -> list[str]:
@@ -164,17 +157,16 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
         title = name.partition("/")[2]
         if several:
             title = f"{name.partition('/')[0].replace('_', ' ')}, {title}"
-        card: dict[str, Any] = {"name": name, "title": title}
-        card |= {"waits": begun, "picture": None, "linked": own.report.is_file()}
+        card = {"name": name, "waits": begun, "picture": None, "linked": own.report.is_file()}
         if own.summary.is_file():
             found = read_summary(own)
             begun = "" if found.status == "completed" and found.passed else name
             lines = read_samples(own.distributions)
             metrics = found.metrics if found.judged else {}
             shown = pictures(read_metrics(own.metrics), metrics, lines)
-            card["title"] += f": {found.title}"
+            title += f": {found.title}"
             card |= {"summary": found, "result": verdict(found), "picture": shown.headline}
-        cards.append(card)
+        cards.append(card | {"title": title})
     return render("chain.html", cards=cards) if cards else ""
 
 
@@ -191,7 +183,7 @@ def _verdict(
         result=verdict(short),
         stage=summary.title,
         name=folder.name,
-        tone=_STATUS_TONE[summary.status],
+        tone=_STATUS_TONE.get(summary.status, "neutral"),
         failed=sum(not gate.passed for gate in summary.gates),
         passed=sum(gate.word == "passed" for gate in summary.gates),
         picture=shown.headline,
@@ -225,11 +217,6 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     return summary.next or "Read the samples."
 
 
-def place_of(path: Path) -> str:
-    """Return the end of a path: a report is sent around, and the rest names people and machines."""
-    return "/".join(path.resolve().parts[-3:])
-
-
 def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Markup:
     """Return from what, on what, against what and on how many prompts; "" where nobody said it."""
     if summary is None or not summary.about:
@@ -248,17 +235,12 @@ def doctor_section(events: Sequence[DoctorEvent]) -> str:
     if not events:
         return ""
     alerts, coverage = alerts_of(events), coverage_of(events)
-    if coverage is None:
-        lead = "The run did not begin."
-    elif alerts:
+    lead = "The run did not begin."
+    if coverage is not None:
         found = sorted({alert["detector"] for alert in alerts})
         known = [DETECTORS[name].title.lower() if name in DETECTORS else name for name in found]
-        lead = f"{coverage.describe()}; {len(found)} found something: {', '.join(known)}."
-    elif coverage.idle:
-        told = coverage.describe()
-        lead = told + ("." if told.startswith("None") else ", none of them found anything.")
-    else:
-        lead = f"{coverage.describe()}, none found anything."
+        told = f"alerts of {', '.join(known)}" if known else "none found anything"
+        lead = f"{coverage.describe()}, {told}."
     checks = [event for event in events if event.kind == "check"]
     actions = actions_of(events)
     context = {"checks": checks, "alerts": alerts, "actions": actions, "coverage": coverage}
@@ -279,16 +261,14 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
         return ""
     # A run that was resumed has the iterations of every process, and the clock of the last one.
     whole = max(known, seconds.get("total", 0.0))
-    longest = sorted(times.items(), key=lambda part: -part[1])[:_MAX_PARTS]
-    shown = [part for part in longest if part[1] > _LEAST_SHARE * whole]
+    shown = sorted(times.items(), key=lambda part: -part[1])[:_MAX_PARTS]
     parts = [(f"t{index}", *part) for index, part in enumerate(shown)]
-    rest = whole - sum(value for _, value in shown)
-    if rest > _LEAST_SHARE * whole:
-        label = "reading data, checkpoints, logs" if "fit" in seconds else "everything else"
-        parts.append(("rest", label, rest))
+    label = "reading data, checkpoints, logs" if "fit" in seconds else "everything else"
+    parts.append(("rest", label, whole - sum(value for _, value in shown)))
     told = [
         (css, label, value / whole, f"{duration(value)} · {percent(value / whole)}")
         for css, label, value in parts
+        if value > _LEAST_SHARE * whole
     ]
     return render("times.html", whole=whole, parts=told)
 
@@ -307,17 +287,22 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
             "versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()),
         }
     facts = {name: value for name, value in facts.items() if value not in (None, "")}
-    files, words = {}, []
     overrides, resolved = (folder.config.with_name(n) for n in ("overrides.yaml", RESOLVED))
-    if given := _saved(overrides):
-        words = public_words([str(word) for word in given])
+    words = public_words([str(word) for word in _saved(overrides) or ()])
+    whole = ""
     if resolved.is_file():
-        files["The whole configuration"] = resolved.read_bytes().decode("utf-8", "replace").strip()
-    elif isinstance(config := _saved(folder.config), dict):
-        files["The whole configuration"] = _yaml(public_config(config, config))
-    if not (facts or files or words):
+        whole = resolved.read_bytes().decode("utf-8", "replace").strip()
+    elif config := saved_config(folder):
+        whole = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
+    if not (facts or whole or words):
         return ""
-    return render("settings.html", facts=facts, words=words, files=files)
+    return render("settings.html", facts=facts, words=words, whole=whole)
+
+
+def saved_config(folder: RunFolder) -> dict[str, Any]:
+    """Return the configuration of a run without its secrets; {} where it cannot be read."""
+    content = _saved(folder.config)
+    return public_config(content, content) if isinstance(content, dict) else {}
 
 
 def _saved(file: Path) -> Any:
@@ -326,7 +311,3 @@ def _saved(file: Path) -> Any:
         return read_yaml(file)
     except (OSError, ValueError):
         return None
-
-
-def _yaml(content: object) -> str:
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).strip()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.reports.compare import saved_config
+from rlhf_lightning.reports.page import saved_config
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import settings_of
 

@@ -12,7 +12,6 @@ from rlhf_lightning.reports.charts import (
     RIGHT,
     TOP,
     WIDTH,
-    Reference,
     Series,
     line_chart,
     thin,
@@ -70,7 +69,7 @@ def test_a_long_curve_is_thinned_but_keeps_its_extremes():
 
 
 def test_references_and_titles_are_escaped():
-    svg = line_chart("<b>", [Series("a", [(1, 1), (2, 2)])], references=[Reference("<i>&", 1.5)])
+    svg = line_chart("<b>", [Series("a", [(1, 1), (2, 2)])], references=[("<i>&", 1.5)])
     assert "<b>" not in svg
     assert "&lt;i&gt;&amp;" in svg
     ET.fromstring(svg)
