@@ -36,9 +36,8 @@ from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.annotators import Annotator
 from rlhf_lightning.preferences.best_of_n import RejectionSampler
-from rlhf_lightning.preferences.candidates import Sampling, load_candidate_policy
+from rlhf_lightning.preferences.candidates import Sampling, grid, load_candidate_policy
 from rlhf_lightning.preferences.collection import Lab
-from rlhf_lightning.preferences.decoding import grid
 from rlhf_lightning.preferences.pairing import WorstSamples
 from rlhf_lightning.preferences.publishing import (
     copy_collection,

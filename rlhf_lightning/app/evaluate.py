@@ -41,7 +41,13 @@ from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.summary import UNLIMITED
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
-from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored, offsets
+from rlhf_lightning.evaluation.benchmarks import (
+    Candidates,
+    LmEvalBenchmark,
+    RewardBenchmark,
+    Scored,
+    offsets,
+)
 from rlhf_lightning.evaluation.generate import side_by_side, values_of
 from rlhf_lightning.evaluation.held_out import written_responses
 from rlhf_lightning.evaluation.human import (
@@ -53,7 +59,6 @@ from rlhf_lightning.evaluation.human import (
     read_labels,
     write_blind,
 )
-from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
 from rlhf_lightning.models.precision import in_precision, set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.annotation.store import StoreError

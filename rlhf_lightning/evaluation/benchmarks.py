@@ -1,7 +1,8 @@
-"""Benchmarks of reward models: pairs of a file, and RewardBench 2."""
+"""Benchmarks: of reward models pairs of a file and RewardBench 2, of policies lm-eval's tasks."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,20 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.arguments import Count, CountOrZero, Names, PathOrName, Size, checked
 from rlhf_lightning.data.conversations import from_json
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
-from rlhf_lightning.evaluation.comparisons import share_over_prompts
+from rlhf_lightning.evaluation.comparisons import Interval, share_over_prompts
 from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, whole_metrics
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
+from rlhf_lightning.preferences.candidates import LoadedPolicy
 from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.metric_catalog import part_key
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,15 +117,6 @@ class PairsBenchmark:
 
 TIES = "Ties"
 SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", TIES)
-COLUMNS = {"id", "prompt", "chosen", "rejected", "subset"}
-
-
-def _listed(cell: Any, key: str, where: Location) -> list[Any]:
-    """Return the texts of a cell, which a CSV file holds as JSON."""
-    texts = from_json(cell)
-    if not isinstance(texts, list | tuple):
-        raise BadRecordError(where, f"{key} is {describe(cell)}", "write lists of texts")
-    return list(texts)
 
 
 @checked
@@ -157,28 +152,27 @@ class RewardBench2:
         return [(Location(name, number), row) for number, row in enumerate(found, start=1)]
 
     def _parsed(self, row: Mapping[str, Any], where: Location, chat: bool) -> Candidates:
-        if missing := sorted(COLUMNS - set(row)):
-            raise BadRecordError(
-                where, f"{', '.join(missing)} missing", "give the columns of RewardBench 2"
-            )
-        correct, wrong = (_listed(row[key], key, where) for key in ("chosen", "rejected"))
-        if not correct or not wrong:
-            raise BadRecordError(where, "chosen or rejected is empty", "give one of each or more")
-        texts = (row["prompt"], *correct, *wrong)
-        if not all(isinstance(text, str) for text in texts):
-            raise BadRecordError(where, "a text is no string", "give strings")
-        subset, group = str(row["subset"]), str(row["id"])
+        # A CSV file holds lists as JSON.
+        correct, wrong = (from_json(row.get(key)) for key in ("chosen", "rejected"))
+        subset, group, prompt = str(row.get("subset")), str(row.get("id")), row.get("prompt")
+        lists = [x if isinstance(x, list | tuple) else () for x in (correct, wrong)]
+        texts: list[Any] = [prompt, *lists[0], *lists[1]]
         if subset.lower() == TIES.lower():
-            kind, colon, number = group.partition(":")
-            if kind not in ("ref", "tied") or not colon or not number:
-                raise BadRecordError(where, f"id={group!r}", "ties are ref:NUMBER and tied:NUMBER")
             subset = TIES
+        is_tie = group.partition(":")[0] in ("ref", "tied") and group.partition(":")[2]
+        is_row = all(lists) and all(isinstance(text, str) for text in texts)
+        if not is_row or "subset" not in row or (subset == TIES and not is_tie):
+            fix = (
+                "give prompt, a text; chosen and rejected, lists of texts; subset; id, of ties "
+                "ref:NUMBER and tied:NUMBER"
+            )
+            raise BadRecordError(where, f"it is {describe(row)}, not of RewardBench 2", fix)
         roles = ("user", *["assistant"] * (len(texts) - 1))
         prompt, *answers = [
             ({"role": role, "content": text},) if chat else text
             for role, text in zip(roles, texts, strict=True)
         ]
-        return Candidates(prompt, tuple(answers), len(correct), subset, group)
+        return Candidates(prompt, tuple(answers), len(lists[0]), subset, group)
 
     def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/score` and each subset's.
@@ -204,16 +198,11 @@ class RewardBench2:
         return measures
 
 
-class _Margins(NamedTuple):
-    accurate: bool  # every correct response above every wrong one
-    among_correct: float  # best correct less worst correct
-    to_wrong: float  # worst correct less best wrong
-
-
-def _margins(one: Scored) -> _Margins:
+def _margins(one: Scored) -> tuple[bool, float, float]:
+    """Return if all correct responses are above the others, their spread, and how far above."""
     correct = one.scores[: one.candidates.num_correct]
     to_wrong = min(correct) - max(one.scores[one.candidates.num_correct :])
-    return _Margins(to_wrong > 0, max(correct) - min(correct), to_wrong)
+    return to_wrong > 0, max(correct) - min(correct), to_wrong
 
 
 def ties_metrics(scored: Sequence[Scored]) -> dict[str, float]:
@@ -227,20 +216,23 @@ def ties_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     Raises:
         ValueError: if a number has only one of the two.
     """
-    of = {one.candidates.group: _margins(one) for one in scored}
-    ref = {group.partition(":")[2]: m for group, m in of.items() if group.startswith("ref:")}
-    tied = {group.partition(":")[2]: m for group, m in of.items() if group.startswith("tied:")}
-    if ref.keys() != tied.keys() or len(of) != len(scored):
+    sides: dict[str, dict[str, tuple[bool, float, float]]] = {"ref": {}, "tied": {}}
+    for one in scored:
+        kind, _, number = one.candidates.group.partition(":")
+        sides[kind][number] = _margins(one)
+    ref, tied = sides.values()
+    if ref.keys() != tied.keys() or len(ref) + len(tied) != len(scored):
         alone = sorted(ref.keys() ^ tied.keys())
         raise ValueError(f"ties without their counterpart, or twice: {', '.join(alone) or '-'}")
-    spread = np.array([tied[number].among_correct for number in ref])
-    margin = np.array([tied[number].to_wrong for number in ref])
-    smaller = np.minimum(margin, [ref[number].to_wrong for number in ref])
+    (ref_right, _, above), (right, spread, margin) = (
+        np.array([side[number] for number in ref], dtype=float).T for side in (ref, tied)
+    )
+    smaller = np.minimum(margin, above)
     with np.errstate(divide="ignore", invalid="ignore"):
         closeness = np.nan_to_num(np.tanh(smaller / spread - 1), nan=0.0)
     found = {
-        "ref_accuracy": float(np.mean([m.accurate for m in ref.values()])),
-        "tied_accuracy": float(np.mean([m.accurate for m in tied.values()])),
+        "ref_accuracy": float(np.mean(ref_right)),
+        "tied_accuracy": float(np.mean(right)),
         "preferred": float(np.mean(margin > spread)),
         "preferred_hard": float(np.mean(smaller > spread)),
         "closeness": float(np.mean(closeness)),
@@ -254,3 +246,145 @@ def offsets(candidates: Sequence[Candidates]) -> list[tuple[int, int]]:
     """Return begin and end of each prompt's responses in a list of all responses."""
     ends = np.cumsum([0, *(len(one.answers) for one in candidates)]).tolist()
     return list(pairwise(ends))
+
+
+@checked
+@dataclass(frozen=True)
+class LmEvalBenchmark:
+    """Tasks of lm-eval, with paired intervals of the change from the baseline.
+
+    Args:
+        tasks: names of the tasks.
+        include_path: folder of further task files.
+        num_fewshot: examples before each question; None as the task says.
+        limit: questions of each task; None for all.
+        batch_size: rows of a forward.
+        apply_chat_template: questions as messages of a user.
+    """
+
+    tasks: Names
+    include_path: PathOrName | None = None
+    num_fewshot: CountOrZero | None = None
+    limit: Count | None = None
+    batch_size: Size = 8
+    apply_chat_template: bool = False
+
+    def measure(self, policy: LoadedPolicy, baseline: LoadedPolicy) -> dict[str, float]:
+        """Return of each task and metric the policy's mean, the baseline's, and the change.
+
+        Names are `benchmark/<metric>/task/<task>`, `benchmark/baseline_<metric>/task/<task>` and
+        `benchmark/<metric>_change/task/<task>` with the ends of its 95 % interval over the
+        questions, each with both responses: see `share_over_prompts`. A metric is a number for each
+        question, or a list of them, such as IFEval's of instructions, whose mean lm-eval reports.
+        One question of each task is asked first, so that one without such a metric ends at once.
+
+        Raises:
+            ValueError: if a task is unknown, or has no such metric.
+        """
+        self._samples(policy, limit=1)
+        mine, theirs = (self._samples(side, limit=self.limit) for side in (policy, baseline))
+        found: dict[str, float] = {}
+        for task, metrics in mine.items():
+            for metric, by_question in metrics.items():
+                before = theirs[task].get(metric)
+                if before is None:
+                    continue
+                if by_question.keys() != before.keys():
+                    raise ValueError(f"task {task}: both sides were not asked the same questions")
+                pairs = [(by_question[key], before[key]) for key in sorted(by_question)]
+                measures = _compared(metric, pairs)
+                found |= {part_key(f"benchmark/{k}", "task", task): v for k, v in measures.items()}
+        return found
+
+    def _samples(
+        self, side: LoadedPolicy, *, limit: int | None
+    ) -> dict[str, dict[str, dict[int, np.ndarray]]]:
+        """Return task -> metric -> number of a question -> its values."""
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+
+        # lm-eval reads thousands of its files: skip them if the folder has all requested tasks.
+        own = self.include_path and str(self.include_path)
+        for everything in (False, True) if own else (True,):
+            manager = TaskManager(include_path=own, include_defaults=everything)
+            unknown = [task for task in self.tasks if not manager.match_tasks([task])]
+            if not unknown:
+                break
+        else:
+            raise ValueError(
+                f"benchmark.tasks: lm-eval has no {', '.join(unknown)}; `lm-eval ls tasks` lists "
+                "them, and benchmark.include_path=FOLDER adds your own"
+            )
+        with side.model.generating() as model:
+            adapted: Any = HFLM(
+                pretrained=model, tokenizer=side.tokenizer, batch_size=self.batch_size
+            )
+            result = simple_evaluate(
+                model=adapted,
+                tasks=list(self.tasks),
+                num_fewshot=self.num_fewshot,
+                limit=limit,
+                bootstrap_iters=0,
+                apply_chat_template=self.apply_chat_template,
+                task_manager=manager,
+            )
+        return {
+            task: _by_metric(task, samples, result["results"][task])
+            for task, samples in result["samples"].items()
+        }
+
+
+def _compared(metric: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """Return the policy's mean of a metric, the baseline's, and the change with its interval."""
+    both = np.array([(mine.mean(), theirs.mean()) for mine, theirs in pairs])
+    parts = np.array([len(mine) for mine, _ in pairs], dtype=float)
+    both *= (parts / parts.mean())[:, None]  # each part counts the same
+    change = both[:, 0] - both[:, 1]
+    # As shares, so that the interval never has width 0.
+    reach = max(1.0, float(np.abs(change).max()))
+    of = share_over_prompts((change / reach + 1) / 2, confidence=CONFIDENCE)
+    return {
+        metric: float(both[:, 0].mean()),
+        f"baseline_{metric}": float(both[:, 1].mean()),
+        **Interval(*(reach * (2 * value - 1) for value in of)).named(f"{metric}_change"),
+        "num_questions": float(len(both)),
+    }
+
+
+def _by_metric(
+    task: str, samples: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]
+) -> dict[str, dict[int, np.ndarray]]:
+    """Return metric -> number of a question -> its values; the name of a filter is appended.
+
+    A metric is left out where its values are no numbers, or lm-eval reports not their mean.
+    """
+    values: dict[tuple[str, str], dict[int, np.ndarray]] = defaultdict(dict)
+    for one in samples:
+        for metric in one["metrics"]:
+            value = one[metric] if isinstance(one[metric], list) else [one[metric]]
+            values[metric, one.get("filter", "none")][one["doc_id"]] = np.asarray(value)
+    found: dict[str, dict[int, np.ndarray]] = {}
+    other = set()
+    for (metric, rule), by_question in values.items():
+        told, parts = reported.get(f"{metric},{rule}"), list(by_question.values())
+        is_number = isinstance(told, int | float) and all(
+            x.size and x.ndim == 1 and x.dtype.kind in "bif" for x in parts
+        )
+        if is_number and math.isclose(np.concatenate(parts).mean(), told, abs_tol=1e-9):
+            behind = "" if rule == "none" else "_" + rule.replace("-", "_")
+            found[metric + behind] = by_question
+        else:
+            other.add(metric)
+    left_out = ", ".join(sorted(other)) or "there is none"
+    if not found:
+        raise ValueError(
+            f"benchmark.tasks: {task} has no metric that is a mean over its questions ({left_out}):"
+            " leave the task out"
+        )
+    if other:
+        logger.warning("%s of %s is no mean over questions: left out", left_out, task)
+    return found
+
+
+Benchmark = RewardBenchmark | LmEvalBenchmark

@@ -18,7 +18,8 @@ from rlhf_lightning.data.summary import data_counts
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.evaluation.reward_accuracy import (
     comparable_rows,
-    held_out_pairs,
+    pair_metrics,
+    pair_values,
     score_pairs,
     share_right,
 )
@@ -106,15 +107,14 @@ def trained_findings(
         metrics["val/label_ceiling"] = float(ceiling())
     if not held_out:
         return Findings(metrics)
-    model, tokenizer = module.model, module.tokenizer
-    measures, values = held_out_pairs(model, held_out, tokenizer, batch_size=batch_size)
-    metrics |= measures
+    tokenizer: Any = module.tokenizer
+    how = {"batch_size": batch_size, "pad_token_id": int(tokenizer.pad_token_id)}
+    scored = score_pairs(module.model, held_out, **how)
+    metrics |= pair_metrics(scored)
     train = cast("Sequence[EncodedPreference]", data.rows("train"))
     if seen := comparable_rows(train, held_out, count=min(len(held_out), MOST_TRAINING_PAIRS)):
-        pad: Any = tokenizer.pad_token_id
-        scored = score_pairs(model, seen, batch_size=batch_size, pad_token_id=int(pad))
-        metrics["val/train_accuracy"] = share_right(scored)
-    return Findings(metrics, values=values)
+        metrics["val/train_accuracy"] = share_right(score_pairs(module.model, seen, **how))
+    return Findings(metrics, values=pair_values(scored, held_out, tokenizer))
 
 
 @torch.no_grad()

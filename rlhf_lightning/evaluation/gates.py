@@ -11,6 +11,8 @@ from pydantic import AfterValidator
 
 from rlhf_lightning.runs.summary import GateResult
 
+Gate = Mapping[str, Any]
+Metrics = Mapping[str, float | None]
 GAP = 0.05  # training minus held-out accuracy from which a model has learnt its pairs by heart
 NEAR = 0.03  # of the ceiling: nothing but the labels keeps it from being better
 LOW = 0.88  # ceiling of labels that are themselves what keeps accuracy down
@@ -20,9 +22,10 @@ PROXY_APART = 0.15  # how far the judge that counts then lags behind, to doubt t
 MOVED = 0.02  # nats a token, below which a policy has hardly left its start
 FINISHED = 0.8  # share of responses that end by themselves, below which they do not know how
 LEVER = "weight of the KL penalty (kl_coef, DPO: beta)"
+STAYED = f"It has moved little. Try more iterations, a larger learning rate or a smaller {LEVER}"
 
 
-def explain_accuracy(accuracy: float, metrics: Mapping[str, float | None]) -> str:
+def explain_accuracy(accuracy: float, metrics: Metrics) -> str:
     """Return the likely cause of a low `val/accuracy`, with its evidence and what to try.
 
     The first that applies: overfitting, if accuracy on training pairs exceeds that on held-out ones
@@ -37,39 +40,28 @@ def explain_accuracy(accuracy: float, metrics: Mapping[str, float | None]) -> st
         metrics: where measured `val/accuracy_high` (0.03 above it without),
             `val/train_accuracy`, `val/label_ceiling` and `val/larger_model_accuracy`.
     """
-    train = measured_value(metrics, "val/train_accuracy")
-    ceiling = measured_value(metrics, "val/label_ceiling")
-    larger = measured_value(metrics, "val/larger_model_accuracy")
+    names = ("train_accuracy", "label_ceiling", "larger_model_accuracy", "accuracy_high")
+    train, ceiling, larger, high = (measured_value(metrics, f"val/{name}") for name in names)
+    high = accuracy + NEAR if high is None else high
+    gap = "" if train is None else f", and training pairs do no better ({train:.3f})"
     if train is not None and train - accuracy > GAP:
         return (
             f"Overfitting: {train:.3f} on training pairs, {train - accuracy:.3f} above held-out "
             "ones. Try fewer epochs, more pairs, label_smoothing or weight decay"
         )
-    gap = "" if train is None else f", and training pairs do no better ({train:.3f})"
-    high = measured_value(metrics, "val/accuracy_high")
-    if ceiling is not None and ceiling < LOW:
-        high = accuracy + NEAR if high is None else high
-        if high >= ceiling - NEAR:
-            return (
-                f"Noise: the labels allow no more than {ceiling:.3f}, and up to {high:.3f} is not "
-                f"ruled out{gap}. Try more raters a pair, or leave out pairs on which they disagree"
-            )
-    if larger is not None and larger - accuracy > GAIN:
+    if ceiling is not None and ceiling < LOW and high >= ceiling - NEAR:
         return (
-            f"Capacity: a larger model reaches {larger:.3f} on the same pairs{gap}. Use it, or one "
-            "of its size"
-        )
-    if larger is not None and ceiling is not None:
-        return (
-            f"Too little training: the labels allow {ceiling:.3f}, and a larger model reaches only "
-            f"{larger:.3f} on the same pairs{gap}. Try more epochs or pairs, or another learning "
-            "rate"
+            f"Noise: the labels allow no more than {ceiling:.3f}, and up to {high:.3f} is not "
+            f"ruled out{gap}. Try more raters a pair, or leave out pairs on which they disagree"
         )
     if larger is not None:
-        return (
-            f"Noise: a larger model reaches only {larger:.3f} on the same pairs{gap}. Try more "
-            "raters a pair, and look at pairs that both models get wrong"
-        )
+        cause, tries = "Noise", "more raters a pair, and look at pairs that both models get wrong"
+        if larger - accuracy > GAIN:
+            cause, tries = "Capacity", "that model, or one of its size"
+        elif ceiling is not None:
+            cause = f"Too little training (the labels allow {ceiling:.3f})"
+            tries = "more epochs or pairs, or another learning rate"
+        return f"{cause}: a larger model reaches {larger:.3f} on the same pairs{gap}. Try {tries}"
     if ceiling is not None:
         return (
             f"Capacity or too little training: the labels allow {ceiling:.3f}{gap}. Try more "
@@ -87,9 +79,7 @@ UNMEASURED = (
 )
 
 
-def _explain(
-    metric: str, bound: str, value: float, threshold: float, metrics: Mapping[str, float | None]
-) -> str:
+def _explain(metric: str, bound: str, value: float, threshold: float, metrics: Metrics) -> str:
     """Return the likely cause of a gate that failed, and what to try; "" where neither is known."""
     if measured_value(metrics, "rollout/score_std_max") == 0:
         return "Every response of the training got the same score: mend the reward first"
@@ -101,9 +91,8 @@ def _explain(
             "whose lengths are matched, or in which the shorter response is preferred"
         )
     if metric == "val/kl_per_token":
-        if bound == "at_most":
-            return f"Too far from its start. Try a larger {LEVER} or fewer iterations"
-        return _not_moved()
+        too_far = f"Too far from its start. Try a larger {LEVER} or fewer iterations"
+        return too_far if bound == "at_most" else STAYED
     if "win_rate" in metric:
         return _explain_win_rate(metric, threshold, metrics)
     if "refusal" in metric:
@@ -115,17 +104,14 @@ def _explain(
     return ""
 
 
-def _not_moved() -> str:
-    return f"It has moved little. Try more iterations, a larger learning rate or a smaller {LEVER}"
-
-
-def _explain_win_rate(metric: str, threshold: float, metrics: Mapping[str, float | None]) -> str:
+def _explain_win_rate(metric: str, threshold: float, metrics: Metrics) -> str:
     """Return why the judge of `metric`, a win rate or an end of its interval, sees too few wins."""
-    rate = measured_value(metrics, metric.removesuffix("_low"))
-    proxy = measured_value(metrics, "val/score_win_rate")
-    kl, finished = (measured_value(metrics, f"val/{n}") for n in ("kl_per_token", "eos_fraction"))
+    name = metric.removesuffix("_low")
+    others = ("val/score_win_rate", "val/kl_per_token", "val/eos_fraction")
+    known = (measured_value(metrics, each) for each in (name, f"{name}_high", *others))
+    rate, high, proxy, kl, finished = known
     if kl is not None and kl < MOVED:
-        return _not_moved()
+        return STAYED
     if finished is not None and finished < FINISHED:
         return (
             f"Only {finished:.3f} of its responses end by themselves. Try training responses that "
@@ -142,13 +128,12 @@ def _explain_win_rate(metric: str, threshold: float, metrics: Mapping[str, float
             f"The rate itself is {rate:.3f}, and its interval is wide. Try a larger "
             "evaluation.num_prompts, then more iterations"
         )
-    high = measured_value(metrics, f"{metric.removesuffix('_low')}_high")
     if rate is not None and (rate if high is None else high) < 0.5:
         return f"It loses. Read the samples, then try a larger {LEVER}, or other data"
     return "It was not trained far enough. Try more iterations or a larger learning rate"
 
 
-def measured_value(metrics: Mapping[str, float | None], name: str) -> float | None:
+def measured_value(metrics: Metrics, name: str) -> float | None:
     """Return a metric, None where it was not measured or is not finite."""
     value = metrics.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
@@ -158,8 +143,6 @@ _HOLDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt}
 BOUNDS = tuple(_HOLDS)
 KEYS = ("metric", *BOUNDS, "or_near", "optional")
 NEAR_KEYS = ("metric", "within", "where_below")
-Gate = Mapping[str, Any]
-Metrics = Mapping[str, float | None]
 
 
 def check_gates(
@@ -177,10 +160,7 @@ def check_gates(
     Raises:
         ValueError: if a gate is malformed.
     """
-    return tuple(
-        _check_gate(name, {**gate, "optional": False} if _asked(gate, required) else gate, metrics)
-        for name, gate in gates.items()
-    )
+    return tuple(_check_gate(name, gate, metrics, required) for name, gate in gates.items())
 
 
 def gate_problem(gate: Any) -> str | None:
@@ -190,21 +170,18 @@ def gate_problem(gate: Any) -> str | None:
     unknown = [key for key in gate if key not in KEYS]
     if unknown:
         return f"has the unknown key {unknown[0]}: use {', '.join(KEYS)}"
-    bounds = [key for key in BOUNDS if gate.get(key) is not None]
-    if gate.get("optional") is not None and not isinstance(gate["optional"], bool):
+    bounds = {key: gate[key] for key in BOUNDS if gate.get(key) is not None}
+    fit = [isinstance(x, str) if key == "above" else _is_number(x) for key, x in bounds.items()]
+    if not isinstance(gate.get("metric"), str) or not gate["metric"] or fit != [True]:
+        return (
+            "needs metric and exactly one of at_least, at_most (finite numbers) and above (the "
+            "name of a metric)"
+        )
+    if not isinstance(gate.get("optional"), bool | None):
         return f"optional={gate['optional']!r} must be true or false"
-    named = isinstance(gate.get("metric"), str) and gate["metric"]
-    if not named or len(bounds) != 1:
-        return "needs metric and exactly one of at_least, at_most and above"
-    bound = gate[bounds[0]]
-    if bounds[0] == "above":
-        if not isinstance(bound, str):
-            return f"above={bound!r} must be the name of a metric"
-    elif not _is_number(bound):
-        return f"{bounds[0]}={bound!r} must be a number and finite"
     near = gate.get("or_near")
     if near is not None and (
-        bounds[0] != "at_least"
+        "at_least" not in bounds
         or not isinstance(near, Mapping)
         or set(near) != set(NEAR_KEYS)
         or not (_is_number(near["within"]) and _is_number(near["where_below"]))
@@ -222,13 +199,8 @@ def _checked_gate(gate: Any) -> Any:
 CheckedGate = Annotated[Any, AfterValidator(_checked_gate)]
 
 
-def _asked(gate: Gate, required: Collection[str]) -> bool:
-    return isinstance(gate, Mapping) and gate.get("metric") in required
-
-
-def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
-    problem = gate_problem(gate)
-    if problem:
+def _check_gate(name: str, gate: Gate, metrics: Metrics, required: Collection[str]) -> GateResult:
+    if problem := gate_problem(gate):
         raise ValueError(f"gate {name} {problem}")
     metric = gate["metric"]
     value = measured_value(metrics, metric)
@@ -238,7 +210,7 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
         missing = metric if value is None else gate[bound]
         if missing in metrics:
             return GateResult(name, value, threshold, False, f"{missing} is not a finite number")
-        optional = bool(gate.get("optional"))
+        optional = bool(gate.get("optional")) and metric not in required
         told = ", and need not be" if optional else f". {UNMEASURED}"
         return GateResult(name, value, threshold, optional, f"{missing} was not measured{told}")
     wanted = f"{bound.replace('_', ' ')} {threshold:g}"

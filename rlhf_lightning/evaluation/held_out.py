@@ -6,20 +6,17 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
-from rlhf_lightning.data.encode import (
-    EncodedPrompt,
-    OverLong,
-    encode_prompt,
-    give_same_columns,
-)
+from rlhf_lightning.data.encode import EncodedPrompt, OverLong, encode_prompt, give_same_columns
 from rlhf_lightning.data.records import PromptRecord, Text
 from rlhf_lightning.data.sampler import validation_part
 from rlhf_lightning.data.sources.base import RecordSource
@@ -92,10 +89,7 @@ class HeldOutComparison:
     scorer: Scorer | None = None
 
     def ask_policy(
-        self,
-        policy: PolicyModel,
-        reference: PolicyModel | None,
-        teacher: Teacher | None = None,
+        self, policy: PolicyModel, reference: PolicyModel | None, teacher: Teacher | None = None
     ) -> SideResponses:
         """Return the responses of the policy, with their KL from the reference if there is one.
 
@@ -118,10 +112,8 @@ class HeldOutComparison:
             sampling: sampling with its tokenizer and stop ids.
             teacher: for the KL of its responses to it.
         """
-        other = replace(
-            self, questions=questions or self.questions, sampling=sampling or self.sampling
-        )
-        return other._ask(baseline, None, 1, teacher)
+        asked = {"questions": questions or self.questions, "sampling": sampling or self.sampling}
+        return replace(self, **asked)._ask(baseline, None, 1, teacher)  # type: ignore[arg-type]
 
     def findings(
         self,
@@ -155,36 +147,26 @@ class HeldOutComparison:
         return metrics
 
     def _ask(
-        self,
-        model: PolicyModel,
-        reference: PolicyModel | None,
-        side: int,
-        teacher: Teacher | None,
+        self, model: PolicyModel, reference: PolicyModel | None, side: int, teacher: Teacher | None
     ) -> SideResponses:
         noise = RowNoise(self.seed, "evaluation")
-        main = shared_among_ranks(
+
+        def ask(batches: Sequence[PromptBatch], place: int, **others: Any) -> PolicyAnswers:
+            given = {"noise": noise.at_iteration(place), **others}
+            return shared_among_ranks(
+                batches, lambda own: sample_batches(model, own, self.sampling, **given)
+            )
+
+        main = ask(
             self.questions.batches,
-            lambda own: sample_batches(
-                model,
-                own,
-                self.sampling,
-                noise=noise.at_iteration(side),
-                reference=reference,
-                scorer=self.scorer,
-                teacher=teacher,
-                answers_per_prompt=self.questions.answers_per_prompt,
-            ),
+            side,
+            reference=reference,
+            scorer=self.scorer,
+            teacher=teacher,
+            answers_per_prompt=self.questions.answers_per_prompt,
         )
-        if not self.questions.safety:
-            return SideResponses(main)
-        unsafe = noise.at_iteration(2 + side)
-        return SideResponses(
-            main,
-            shared_among_ranks(
-                self.questions.safety,
-                lambda own: sample_batches(model, own, self.sampling, noise=unsafe),
-            ),
-        )
+        unsafe = self.questions.safety
+        return SideResponses(main, ask(unsafe, 2 + side) if unsafe else None)
 
 
 def start_in_memory(module: object) -> PolicyModel | None:
@@ -274,9 +256,8 @@ def held_out_comparison(
     dangers = [] if safety is None else safety.records()
     (unsafe,) = encode_safety_prompts(dangers, [tokenizer], **lengths, setting=setting)
     judges = Judges(gold, scored=scorer is not None, safety=safety)
-    return HeldOutComparison(
-        Questions(batches, unsafe, answers_per_prompt), sampling, judges, seed, scorer
-    )
+    questions = Questions(batches, unsafe, answers_per_prompt)
+    return HeldOutComparison(questions, sampling, judges, seed, scorer)
 
 
 def encode_questions(
@@ -308,13 +289,9 @@ def encode_questions(
     Returns:
         Batches by tokenizer, and the indices of the chosen records.
     """
-    encoded = [
-        [
-            encode_prompt(record, encoder, max_length=max_prompt_length, over_long=over_long)
-            for record in records
-        ]
-        for encoder in map(TextEncoder, tokenizers)
-    ]
+    encode = partial(encode_prompt, max_length=max_prompt_length, over_long=over_long)
+    encoders = map(TextEncoder, tokenizers)
+    encoded = [[encode(record, encoder) for record in records] for encoder in encoders]
     short = [i for i in range(len(records)) if all(rows[i] is not None for rows in encoded)]
     asked = validation_part(short, num_prompts, seed)
     batches = []
@@ -359,29 +336,15 @@ def encode_safety_prompts(
     )
     left = Counter(records[index].domain for index in asked)
     for kind, count in Counter(record.domain for record in records).items():
+        told = (
+            f"safety.prompts: {count - left[kind]} of {count} {kind} prompts have more than "
+            f"{setting}={max_prompt_length} tokens"
+        )
         if not left[kind]:
-            raise ValueError(
-                f"safety.prompts: none of its {count} {kind} prompts has at most {setting}="
-                f"{max_prompt_length} tokens, so whether they are refused would not be measured: "
-                f"raise {setting}, or give shorter prompts"
-            )
+            raise ValueError(f"{told}: raise {setting}, or give shorter prompts")
         if left[kind] < count:
-            logger.warning(
-                "safety.prompts: %d of %d %s prompts have more than %s=%d tokens and are left out",
-                count - left[kind], count, kind, setting, max_prompt_length,
-            )  # fmt: skip
+            logger.warning("%s and are left out", told)
     return batches
-
-
-def _disarmed(
-    record: PromptRecord, completion: Text, encoder: TextEncoder
-) -> tuple[PromptRecord, Text]:
-    """Return a prompt and a response without the control tokens that their texts spell."""
-    if record.rendered:
-        return record, completion
-    plain = encoder.control.disarmed
-    variables = plain(dict(record.variables))
-    return replace(record, prompt=plain(record.prompt), variables=variables), plain(completion)
 
 
 def written_responses(
@@ -409,17 +372,16 @@ def written_responses(
     rows: list[tuple[EncodedPrompt, list[int]]] = []
     encoder = TextEncoder(tokenizer)
     texts: list[str] = []
+    plain = encoder.control.disarmed
     for record, completion in zip(records, completions, strict=True):
-        record, said = _disarmed(record, completion, encoder)
+        said = completion
+        if not record.rendered:  # texts may spell control tokens
+            prompt, variables = plain(record.prompt), plain(dict(record.variables))
+            record, said = replace(record, prompt=prompt, variables=variables), plain(said)
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is not None:
-            found = prompt_and_responses(
-                record.prompt,
-                [said],
-                encoder,
-                rendered=record.rendered,
-                variables=record.variables,
-            )
+            asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
+            found = prompt_and_responses(record.prompt, [said], encoder, **asked)
             given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
             rows.append((replace(row, input_ids=given), found.responses[0]))
             texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
@@ -427,14 +389,11 @@ def written_responses(
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
         prompts = PromptCollator(pad)([(row, start + i) for i, (row, _) in enumerate(part)])
-        width = max(len(ids) for _, ids in part)
-        lengths = np.array([len(ids) for _, ids in part])
-        responses = torch.full((len(part), width), pad, dtype=torch.int64)  # [B, R]
-        for i, (_, ids) in enumerate(part):
-            responses[i, : len(ids)] = torch.tensor(ids)
+        ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in part]
+        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         generation = Generation(
-            sequences=torch.cat([prompts.input_ids, responses], 1),
-            response_mask=torch.from_numpy(np.arange(width) < lengths[:, None]),
+            sequences=torch.cat([prompts.input_ids, pad_sequence(ids, True, pad)], 1),
+            response_mask=mask.bool(),  # [B, R]
             finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
         )
         answers = make_responses(prompts.to(device), generation.to(device), tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations, compress
+from itertools import combinations
 from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
@@ -19,9 +19,9 @@ from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
-from rlhf_lightning.preferences.journal import record_journal, write_rows
+from rlhf_lightning.preferences.journal import record_journal, write_records, write_rows
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
-from rlhf_lightning.preferences.records import SIDES, Label, Pair, Side, read_records, to_row
+from rlhf_lightning.preferences.records import SIDES, Label, Pair, Side, read_records
 from rlhf_lightning.runs.reading import parse
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"
@@ -51,12 +51,7 @@ class KeyRow:
 
 
 def blind_pairs(
-    mine: PolicyAnswers,
-    theirs: PolicyAnswers,
-    *,
-    num_pairs: int | None,
-    scored: bool,
-    seed: int,
+    mine: PolicyAnswers, theirs: PolicyAnswers, *, num_pairs: int | None, scored: bool, seed: int
 ) -> tuple[list[Pair], list[KeyRow]]:
     """Return the first responses of both sides to prompts, as pairs that hide whose is whose.
 
@@ -83,43 +78,33 @@ def blind_pairs(
         answers = (own, its) if side == "first" else (its, own)
         if own != its:
             pairs.append(Pair.make(prompt, *answers, domain=mine.domains[row]))
-        key.append(
-            KeyRow(
-                pairs[-1].pair_id if own != its else None,
-                side,
-                mine.domains[row],
-                mine.scores[row] if scored else None,
-                theirs.scores[other] if scored else None,
-                mine.lengths[row],
-                theirs.lengths[other],
-            )
-        )
+        name = pairs[-1].pair_id if own != its else None
+        scores = (mine.scores[row], theirs.scores[other]) if scored else (None, None)
+        lengths = (mine.lengths[row], theirs.lengths[other])
+        key.append(KeyRow(name, side, mine.domains[row], *scores, *lengths))
     return pairs, key
 
 
 def write_blind(folder: Path, pairs: Sequence[Pair], key: Sequence[KeyRow]) -> None:
     """Write `pairs.jsonl` and `key.jsonl` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in ((PAIRS, map(to_row, pairs)), (KEY, map(asdict, key))):
-        write_rows(folder / name, rows)
+    write_records(folder / PAIRS, pairs)
+    write_rows(folder / KEY, map(asdict, key))
 
 
 def read_key(folder: Path) -> list[KeyRow]:
     """Return the key of a folder that `write_blind` wrote.
 
     Raises:
-        FileNotFoundError: if there is none, saying what makes it.
-        ValueError: if it is not what `write_blind` writes.
+        ValueError: if there is none, or another file, saying what makes it.
     """
     path = folder / KEY
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing: give the folder of an evaluation that ran with human=export"
-        )
     try:
         return [parse(KeyRow, line) for line in path.read_bytes().split(b"\n") if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it, or export again") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): give the folder of an evaluation with human=export"
+        ) from error
 
 
 def read_labels(folder: Path, file: Path | None) -> list[Label]:
@@ -130,19 +115,16 @@ def read_labels(folder: Path, file: Path | None) -> list[Label]:
     """
     if file is not None:
         return [x for x in read_records(Label, file) if x.kind in PEOPLE]
-    store = folder / STORE
-    if not store.is_file():
-        raise FileNotFoundError(f"no labels in {store}: {labelling_command(folder)}")
-    with LabelStore(store) as opened:
-        return [x for x in opened.labels() if x.kind in PEOPLE]
+    if not (folder / STORE).is_file():
+        raise FileNotFoundError(f"no labels in {folder / STORE}: {labelling_command(folder)}")
+    with LabelStore(folder / STORE) as store:
+        return [x for x in store.labels() if x.kind in PEOPLE]
 
 
 def labelling_command(folder: Path) -> str:
     """Return how people get to label the pairs of a folder."""
-    return (
-        f"label with  python -m rlhf_lightning.annotate file={folder / PAIRS} "
-        f"store={folder / STORE}"
-    )
+    command = f"python -m rlhf_lightning.annotate file={folder / PAIRS} store={folder / STORE}"
+    return f"label with  {command}"
 
 
 def human_measures(
@@ -238,7 +220,7 @@ def _votes(
     shares: list[float | None] = []
     same: list[bool] = []
     for row in key:
-        choices = given[row.pair_id].values() if row.pair_id in given else ()
+        choices = given.get(str(row.pair_id), {}).values()
         votes = [float(x == row.policy_side) if x in SIDES else 0.5 for x in choices]
         shares.append(sum(votes) / len(votes) if votes else None)
         same += [a == b for a, b in combinations(votes, 2)]
@@ -247,12 +229,7 @@ def _votes(
 
 
 def judge_measures(
-    judge: Annotator,
-    mine: PolicyAnswers,
-    theirs: PolicyAnswers,
-    folder: Path,
-    *,
-    seed: int,
+    judge: Annotator, mine: PolicyAnswers, theirs: PolicyAnswers, folder: Path, *, seed: int
 ) -> dict[str, float]:
     """Return the judge's win rate, by domain and at equal length too, and its counts.
 
@@ -300,11 +277,9 @@ def judge_measures(
         confidence=CONFIDENCE,
     ).named("val/judge_win_rate_length_controlled")
     for domain in sorted({row.domain for row in key} - {""}):
-        inside = [row.domain == domain for row in key]
-        rows, of_domain = list(compress(key, inside)), list(compress(shares, inside))
-        if any(votes is not None for votes in of_domain) or all(
-            row.pair_id is None for row in rows
-        ):
+        inside = [number for number, row in enumerate(key) if row.domain == domain]
+        rows, of_domain = ([part[number] for number in inside] for part in (key, shares))
+        if {*of_domain} != {None} or not any(row.pair_id for row in rows):
             rates = _rates("val/judge", rows, of_domain)
             names = [name for name in rates if name.startswith("val/judge_win_rate")]
             found |= {f"{name}/domain/{domain}": rates[name] for name in names}

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import SFTCollator
@@ -65,9 +64,9 @@ def score_pairs(
         pad_token_id: id of the padding.
     """
     keys = [(r.chosen_input_ids.tobytes(), r.rejected_input_ids.tobytes()) for r in rows]
-    answers: dict[bytes, NDArray[np.int32]] = {}
-    for row, (chosen, rejected) in zip(rows, keys, strict=True):
-        answers[chosen], answers[rejected] = row.chosen_input_ids, row.rejected_input_ids
+    answers = {
+        ids.tobytes(): ids for r in rows for ids in (r.chosen_input_ids, r.rejected_input_ids)
+    }
     order = sorted(answers, key=lambda key: len(answers[key]))  # like lengths pad little
     collate = SFTCollator(pad_token_id)
     device = next(model.root.parameters()).device
@@ -121,30 +120,9 @@ def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
 def whole_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     """Return accuracy with its interval, and where lengths differ how often the longer one wins."""
     found = _accuracy(pairs, interval=True)
-    longer = [
-        p.chosen_length > p.rejected_length for p in pairs if p.chosen_length != p.rejected_length
-    ]
+    gaps = [gap for p in pairs if (gap := p.chosen_length - p.rejected_length)]
+    longer = [gap > 0 for gap in gaps]
     return found | ({"val/longer_wins_accuracy": sum(longer) / len(longer)} if longer else {})
-
-
-def held_out_pairs(
-    model: ScalarHeadModel,
-    rows: Sequence[EncodedPreference],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    batch_size: int,
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return `pair_metrics` and `pair_values` of held-out pairs.
-
-    Args:
-        model: reward model that scores the pairs.
-        rows: encoded pairs to score.
-        tokenizer: tokenizer of the model.
-        batch_size: responses in one forward.
-    """
-    pad: Any = tokenizer.pad_token_id
-    pairs = score_pairs(model, rows, batch_size=batch_size, pad_token_id=int(pad))
-    return pair_metrics(pairs), pair_values(pairs, rows, tokenizer)
 
 
 def pair_values(
@@ -165,8 +143,7 @@ def pair_values(
         tokenizer: tokenizer of the model.
     """
     margins = np.array([pair.chosen - pair.rejected for pair in pairs])
-    stated = 1 / (1 + np.exp(-np.minimum(np.abs(margins), 700)))
-    tenths = np.minimum((stated * BINS).astype(int), BINS - 1)
+    stated, tenths = _stated(np.abs(margins))
     parts = []
     for tenth in np.unique(tenths):
         inside = tenths == tenth
@@ -174,8 +151,12 @@ def pair_values(
         parts.append([float(stated[inside].mean()), *right.values(), int(inside.sum())])
     surest = [int(i) for i in margins.argsort(kind="stable")[:MOST_WRONG] if margins[i] < 0]
     wrong = [_as_text(rows[i], tokenizer) | {"margin": float(margins[i])} for i in surest]
-    found = {"margin": margins.tolist(), "reliability": parts, "wrong": wrong}
-    return {"held_out": "pairs"} | found
+    return {
+        "held_out": "pairs",
+        "margin": margins.tolist(),
+        "reliability": parts,
+        "wrong": wrong,
+    }
 
 
 def _as_text(row: EncodedPreference, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -232,12 +213,8 @@ def _by_length(pairs: Sequence[ScoredPair]) -> dict[str, float]:
 def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> dict[str, float]:
     if not pairs:
         return {}
-    right = sum(pair.chosen > pair.rejected for pair in pairs)
-    measures = {
-        f"val/accuracy{cut}": right / len(pairs),
-        f"val/num_pairs{cut}": float(len(pairs)),
-    }
-    return measures | (_share_of_pairs(f"val/accuracy{cut}", pairs) if interval else {})
+    key, count = f"val/accuracy{cut}", {f"val/num_pairs{cut}": float(len(pairs))}
+    return (_share_of_pairs(key, pairs) if interval else {key: share_right(pairs)}) | count
 
 
 def _share_of_pairs(key: str, pairs: Sequence[ScoredPair]) -> dict[str, float]:
@@ -284,13 +261,16 @@ def reward_check(
 
 
 def _calibration_error(gap: np.ndarray) -> float:
-    both = np.concatenate([gap, -gap])
-    stated = 1 / (1 + np.exp(-np.clip(both, -700, 700)))
+    stated, bins = _stated(np.concatenate([gap, -gap]))
     observed = np.concatenate([np.ones_like(gap), np.zeros_like(gap)])
-    bins = np.minimum((stated * BINS).astype(int), BINS - 1)
     total = 0.0
-    for number in range(BINS):
+    for number in np.unique(bins):
         inside = bins == number
-        if inside.any():
-            total += inside.mean() * abs(stated[inside].mean() - observed[inside].mean())
+        total += inside.mean() * abs(stated[inside].mean() - observed[inside].mean())
     return float(total)
+
+
+def _stated(gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the probability that each gap of scores states, and the tenth that it lies in."""
+    stated = 1 / (1 + np.exp(-np.clip(gaps, -700, 700)))
+    return stated, np.minimum((stated * BINS).astype(int), BINS - 1)

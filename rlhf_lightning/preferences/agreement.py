@@ -6,7 +6,7 @@ Legend: N votes, I items (pairs), A annotators, K categories. A vote is an index
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,30 +43,23 @@ class Votes:
         np.add.at(counts, (self.cells[:, 0], self.cells[:, 2]), 1)
         return counts
 
-    @property
-    def table(self) -> NDArray[np.int64]:
-        """`[I, A]`: index of the category, `MISSING` where there is no vote."""
-        table = np.full((len(self.items), len(self.annotators)), MISSING, dtype=np.int64)
-        table[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
-        return table
+
+def three(choice: str) -> str:
+    """Return `both_bad` as `tie`: both say that neither response is better."""
+    return "tie" if choice == "both_bad" else choice
 
 
-def collect_votes(labels: Iterable[Label], *, categories: Sequence[str] = THREE) -> Votes:
+def collect_votes(labels: Iterable[Label]) -> Votes:
     """Return the votes of labels; the last of two by one annotator on one pair counts.
 
-    Args:
-        labels: labels of any annotators; a skip is no vote.
-        categories: votes that count. Without `both_bad` among them it counts as `tie`: both say
-            that neither response is better.
+    A skip is no vote, and `both_bad` is a tie.
     """
-    index = {choice: k for k, choice in enumerate(categories)}
-    if "tie" in index:
-        index.setdefault("both_bad", index["tie"])
-    votes = ((x.pair_id, x.annotator, index[x.choice]) for x in labels if x.choice in index)
-    return make_votes(votes, categories)
+    given = (x for x in labels if x.choice != "skip")
+    votes = ((x.pair_id, x.annotator, THREE.index(three(x.choice))) for x in given)
+    return make_votes(votes, THREE)
 
 
-def make_votes(votes: Iterable[tuple[Hashable, str, int]], categories: Sequence[str]) -> Votes:
+def make_votes(votes: Iterable[tuple[Hashable, str, int]], categories: Collection[str]) -> Votes:
     """Return the table of (item, annotator, category index); items in the order they come in."""
     items: dict[Hashable, int] = {}
     annotators: dict[str, int] = {}
@@ -122,14 +115,9 @@ def cohen_kappa(first: Sequence[int], second: Sequence[int]) -> float:
         first: categories that one rater gave.
         second: those that the other gave to the same items.
 
-    Raises:
-        ValueError: if they differ in length, or are empty.
-
     Source: Cohen 1960, "A coefficient of agreement for nominal scales".
     """
     a, b = np.asarray(first), np.asarray(second)
-    if a.shape != b.shape or not len(a):
-        raise ValueError(f"{len(a)} and {len(b)} ratings: give both raters the same items")
     categories = np.union1d(a, b)
     by_chance = float(sum((a == k).mean() * (b == k).mean() for k in categories))
     if math.isclose(by_chance, 1.0):
@@ -178,8 +166,6 @@ def agreement_with(labels: Iterable[Label], reference: Mapping[str, str]) -> Sha
 
 def majority(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return `[I]` the category with the most votes, `MISSING` where two share the lead."""
-    if not counts.shape[1]:
-        return np.full(len(counts), MISSING)
     top = counts.max(1, keepdims=True)
     alone = ((counts == top).sum(1) == 1) & (top[:, 0] > 0)
     return np.where(alone, counts.argmax(1), MISSING)
@@ -194,21 +180,18 @@ class RaterModel:
 
     Args:
         annotators: names of the annotators.
-        categories: names of the possible votes, and of the possible truths.
+
         posterior: `[I, K]` probability of each category being true of an item.
         confusion: `[A, K, K]` probability that an annotator says the last where the middle is true.
         prior: `[K]` share of items of which each category is true.
         log_likelihood: final log-likelihood of the votes and of the pseudo-votes.
-        iterations: number of EM iterations.
     """
 
     annotators: tuple[str, ...]
-    categories: tuple[str, ...]
     posterior: Floats
     confusion: Floats
     prior: Floats
     log_likelihood: float
-    iterations: int
 
     @property
     def accuracy(self) -> dict[str, float]:
@@ -233,25 +216,17 @@ def dawid_skene(
         max_iterations: limit of EM iterations, at least 1.
         tolerance: stop when the log-likelihood an item rises by less.
 
-    Raises:
-        ValueError: if there is no vote, or `smoothing` is negative.
-
     Source: Dawid and Skene 1979, "Maximum likelihood estimation of observer error-rates using the
     EM algorithm".
     """
-    if smoothing < 0:
-        raise ValueError(f"smoothing={smoothing} must be 0 or more")
     counts = votes.counts
-    if not len(votes.cells):
-        raise ValueError("no vote was given: Dawid and Skene's model needs some")
     item, annotator, said = votes.cells.T  # [N] each
     num_categories = counts.shape[1]
     posterior = counts / counts.sum(1, keepdims=True)
     other = 0.5 / max(num_categories - 1, 1)
     pseudo = smoothing * np.where(np.eye(num_categories, dtype=bool), 0.5, other)
-    previous, iteration = -np.inf, 0
-    while iteration < max_iterations:
-        iteration += 1
+    previous = -np.inf
+    for _ in range(max_iterations):
         prior = _shares(posterior.sum(0) + smoothing / num_categories)
         seen = np.zeros((len(votes.annotators), num_categories, num_categories))  # said, true
         np.add.at(seen, (annotator, said), posterior[item])
@@ -269,9 +244,7 @@ def dawid_skene(
         if likelihood - previous < tolerance * len(posterior):
             break
         previous = likelihood
-    return RaterModel(
-        votes.annotators, votes.categories, posterior, confusion, prior, likelihood, iteration
-    )
+    return RaterModel(votes.annotators, posterior, confusion, prior, likelihood)
 
 
 def _shares(values: Floats) -> Floats:

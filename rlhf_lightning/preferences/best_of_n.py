@@ -10,11 +10,11 @@ from typing import Any
 from rlhf_lightning.data.records import PromptRecord, Text, asked_columns
 from rlhf_lightning.preferences.annotators import Gold
 from rlhf_lightning.preferences.candidates import (
+    ADVICE,
     METRICS,
     Sampling,
     collect_candidates,
     describe_dropped,
-    what_to_change,
 )
 from rlhf_lightning.preferences.pairing import ResponseScores
 from rlhf_lightning.preferences.records import (
@@ -74,7 +74,7 @@ class RejectionSampler:
         scores = self.score([answered(c, c.response) for c in kept])
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
         if not scored:
-            raise ValueError(f"no response is left: {what_to_change(dropped, self.sampling)}")
+            raise ValueError(f"no response is left: {ADVICE}")
         best = _best(scored)
         figures = {
             "collect/num_candidates": num_asked,

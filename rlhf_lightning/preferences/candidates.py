@@ -10,30 +10,31 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Count
+from rlhf_lightning.arguments import Count, CountOrZero, ShareAbove0, Temperature
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.conversations import as_columns
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import PromptRecord, text_key
-from rlhf_lightning.hparams import Checked
+from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import round_frozen_weights
-from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
 from rlhf_lightning.preferences.journal import Journal, write_records
 from rlhf_lightning.preferences.records import Candidate
+from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses
 from rlhf_lightning.text.control_tokens import ControlTokens
@@ -41,10 +42,110 @@ from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
 
+# Why a candidate was dropped: its metric, and what to change.
 EMPTY = "empty"
 UNFINISHED = "cut off at max_new_tokens"
 DUPLICATE = "said before"
 OVER_LONG = "prompt over-long"
+METRICS = {
+    UNFINISHED: "collect/dropped_cut_off",
+    EMPTY: "collect/dropped_empty",
+    DUPLICATE: "collect/dropped_said_before",
+    OVER_LONG: "collect/dropped_prompt_over_long",
+}
+ADVICE = (
+    "more pairs need more candidates.num_samples or prompts, a larger candidates.max_new_tokens "
+    "(or lab.keep_unfinished=true), candidates.decoding.temperature or max_prompt_length"
+)
+
+
+@dataclass(frozen=True)
+class Decoding(Checked):
+    """One way to decode.
+
+    Args:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: keep the likeliest tokens that together have at least this probability.
+        top_k: keep at most this many tokens; 0 keeps all.
+    """
+
+    temperature: Annotated[Temperature, Usual(0.3, 1.3)] = 1.0
+    top_p: ShareAbove0 = 1.0
+    top_k: CountOrZero = 0
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The settings as candidates keep them; top-k only where there is one."""
+        return {key: value for key, value in asdict(self).items() if key != "top_k" or value}
+
+
+def grid(settings: Mapping[str, Sequence[float]]) -> list[Decoding]:
+    """Return every combination of the values, in the order in which they are written.
+
+    Args:
+        settings: names of `Decoding` and lists of values.
+
+    Raises:
+        ValueError: for an unknown name, an empty list or a value that cannot be.
+    """
+    known = list(Decoding.__dataclass_fields__)
+    for name, values in settings.items():
+        if name not in known or not isinstance(values, list | tuple) or not values:
+            raise ValueError(
+                f"decoding.{name}={values!r}: give lists of values, [0.7, 1.0], of {known}"
+            )
+    rows = product(*settings.values())
+    return [Decoding(**dict(zip(settings, row, strict=True))) for row in rows]  # type: ignore[arg-type]
+
+
+class TruncatedGenerator(CapturedGenerator):
+    """The rollouts' engine with top-k and top-p: for candidates only.
+
+    Args:
+        stop_ids: ids that end a response.
+        pad_token_id: fills what follows a response.
+        decoding: what to keep; its temperature is that of the call.
+    """
+
+    def __init__(self, stop_ids: Sequence[int], pad_token_id: int, *, decoding: Decoding) -> None:
+        super().__init__(stop_ids, pad_token_id)
+        self.decoding = decoding
+
+    def _sampling(self, temperature: float) -> tuple[Any, ...]:
+        return (temperature, self.decoding)
+
+    def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
+        return truncate(
+            logits, temperature=temperature, top_k=self.decoding.top_k, top_p=self.decoding.top_p
+        )
+
+
+def truncate(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Return logits that are -inf outside the top-k and top-p sets, top-k first.
+
+    The top-p set is the smallest of the likeliest tokens whose probability is at least `top_p`;
+    tokens as likely as its last one belong to it too.
+
+    Args:
+        logits: `[A, V]` raw logits.
+        temperature: temperature of the probabilities.
+        top_k: 0 for no limit.
+        top_p: 1 for no limit.
+
+    Source: Holtzman et al. 2020, "The curious case of neural text degeneration".
+    """
+    if temperature == 0:
+        return logits
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if top_p < 1:
+        ordered = logits.sort(dim=-1, descending=True).values  # [A, V]
+        probabilities = torch.softmax(ordered.float() / temperature, dim=-1).double()
+        before = probabilities.cumsum(-1) - probabilities
+        last = (before < top_p).sum(-1, keepdim=True) - 1  # the first token is always kept
+        logits = logits.masked_fill(logits < ordered.gather(-1, last), float("-inf"))
+    return logits
 
 
 @dataclass(frozen=True)
@@ -78,17 +179,16 @@ def load_candidate_policy(
     origin: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None and not Path(source).is_dir():
         origin["revision"] = revision
-    template: dict[str, Any] = {
-        "chat_template": chat_template,
-        "chat_template_arguments": chat_template_arguments,
-    }
-    tokenizer = load_tokenizer(source, **template, **origin)
+    tokenizer = load_tokenizer(
+        source,
+        chat_template=chat_template,
+        chat_template_arguments=chat_template_arguments,
+        **origin,
+    )
     policy = frozen(load_policy(source, **origin))
     round_frozen_weights(policy.model, precision)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LoadedPolicy(
-        policy.to(device), tokenizer, stop_ids(tokenizer, source, revision=revision)
-    )
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    return LoadedPolicy(policy, tokenizer, stop_ids(tokenizer, source, revision=revision))
 
 
 @dataclass(frozen=True)
@@ -137,12 +237,10 @@ class Unit(NamedTuple):
 
 def units(sampling: Sampling, num_prompts: int) -> list[Unit]:
     """Return all units, policy after policy, so that each is loaded once."""
-    return [
-        Unit(policy, decoding, start, min(start + sampling.batch_size, num_prompts))
-        for policy in range(len(sampling.policies))
-        for decoding in range(len(sampling.decodings))
-        for start in range(0, num_prompts, sampling.batch_size)
-    ]
+    size, counts = sampling.batch_size, (len(sampling.policies), len(sampling.decodings))
+    starts = range(0, num_prompts, size)
+    parts = product(*map(range, counts), starts)
+    return [Unit(p, d, start, min(start + size, num_prompts)) for p, d, start in parts]
 
 
 def candidate_journal(path: Path | str) -> Journal[dict[str, Any]]:
@@ -163,16 +261,15 @@ def sample_candidates(
     """
     plan = _plan(prompts, sampling)
     done = {row["unit"]: row for row in journal.read()}
-    if others := [row for row in done.values() if row["plan"] != plan]:
+    if any(row["plan"] != plan for row in done.values()):
         raise ValueError(
-            f"{journal.path} holds candidates of other prompts or settings (unit "
-            f"{others[0]['unit']}): start a new run, or give the prompts and settings it began with"
+            f"{journal.path} holds candidates of other prompts or settings: start a new run, or "
+            "give the prompts and settings it began with"
         )
     todo = units(sampling, len(prompts))
     missing = [unit for unit in todo if unit.name not in done]
-    loaders = list(sampling.policies.values())
     for number, own in groupby(missing, key=lambda unit: unit.policy):
-        policy = loaders[number]()
+        policy = list(sampling.policies.values())[number]()
         encoded = _encode(prompts, policy.tokenizer, sampling)
         for unit in with_bar([*own], "candidates", "batches"):
             answers = _answer(unit, policy, encoded, sampling)
@@ -267,19 +364,15 @@ def _answer(
     ]
     if not rows:
         return ()
-    decoding = sampling.decodings[unit.decoding]
-    pad = int(policy.tokenizer.pad_token_id)  # type: ignore[arg-type]
     generator = policy.generator
-    generator.decoding = decoding
-    noise = RowNoise(
-        sampling.seed, "candidates", unit.policy * len(sampling.decodings) + unit.decoding
-    )
-    batch: PromptBatch = PromptCollator(pad)(rows).to(policy.model.device)
+    generator.decoding = decoding = sampling.decodings[unit.decoding]
+    place = unit.policy * len(sampling.decodings) + unit.decoding
+    batch: PromptBatch = PromptCollator(generator.pad_token_id)(rows).to(policy.model.device)
     with torch.no_grad(), policy.model.generating() as model:
         generation = generator(
             model,
             batch,
-            noise=noise,
+            noise=RowNoise(sampling.seed, "candidates", place),
             temperature=decoding.temperature,
             max_new_tokens=sampling.max_new_tokens,
         )
@@ -308,42 +401,7 @@ def _candidates(
         )
 
 
-# Reason -> the name of its metric.
-METRICS = {
-    UNFINISHED: "collect/dropped_cut_off",
-    EMPTY: "collect/dropped_empty",
-    DUPLICATE: "collect/dropped_said_before",
-    OVER_LONG: "collect/dropped_prompt_over_long",
-}
-
-
 def describe_dropped(num_asked: int, dropped: Mapping[str, int]) -> str:
-    """Return how many candidates can be compared, and how many cannot for which reason.
-
-    Args:
-        num_asked: number of candidates that prompts, policies and ways to decode give.
-        dropped: number of dropped candidates by reason.
-    """
-    reasons = sorted(dropped.items(), key=lambda item: -item[1])
-    why = ", ".join(f"{number} {reason}" for reason, number in reasons)
-    left = num_asked - sum(dropped.values())
-    return f"{left} of {num_asked} candidates can be compared" + (f" (dropped: {why})" * bool(why))
-
-
-def what_to_change(dropped: Mapping[str, int], sampling: Sampling) -> str:
-    """Return the settings that give more pairs, those for the most frequent reason first.
-
-    Args:
-        dropped: number of dropped candidates by reason.
-        sampling: settings that the candidates were made with.
-    """
-    advice = {
-        UNFINISHED: f"raise candidates.max_new_tokens={sampling.max_new_tokens}, so that responses "
-        "end by themselves, or keep those that were cut off with lab.keep_unfinished=true",
-        EMPTY: "look at the policy: its responses are empty",
-        DUPLICATE: "raise candidates.decoding.temperature: its responses are alike",
-        OVER_LONG: f"raise candidates.max_prompt_length={sampling.max_prompt_length}",
-    }
-    reasons = sorted(dropped, key=lambda reason: -dropped[reason])
-    more = f"sample more (candidates.num_samples={sampling.num_samples}, or more prompts)"
-    return "; ".join([*(advice[reason] for reason in reasons[:2]), more])
+    """Return how many candidates can be compared, and how many cannot for which reason."""
+    why = "".join(f", {number} {reason}" for reason, number in dropped.items())
+    return f"{num_asked - sum(dropped.values())} of {num_asked} candidates can be compared{why}"

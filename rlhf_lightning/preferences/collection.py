@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
 from rlhf_lightning.data.records import PromptRecord
@@ -30,20 +30,20 @@ from rlhf_lightning.preferences.budget import (
     route,
 )
 from rlhf_lightning.preferences.candidates import (
+    ADVICE,
     Sampling,
     collect_candidates,
     describe_dropped,
-    what_to_change,
 )
 from rlhf_lightning.preferences.human_annotators import People
-from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
+from rlhf_lightning.preferences.journal import record_journal, write_records
 from rlhf_lightning.preferences.judge import JudgeAnnotator, JudgeFigures, judge_figures
-from rlhf_lightning.preferences.near_duplicates import near_duplicates
 from rlhf_lightning.preferences.pairing import (
     Pairing,
     ScoreFunction,
     WorstSamples,
     make_pairs,
+    near_duplicates,
 )
 from rlhf_lightning.preferences.records import Label, Pair, readable
 
@@ -145,10 +145,17 @@ class Lab:
         made, num_candidates, dropped = self._pairs(prompts)
         held_out = choose_validation(made[: self.hparams.num_pairs], self.budget)
         pairs, num_near = self._without_near_duplicates(made, held_out)
-        self._tell(len(pairs), num_candidates, dropped, num_near)
+        wanted = self.hparams.num_pairs
+        if wanted is not None and len(pairs) < wanted and self.worst is None and self.say:
+            near = f"{num_near} prompts are nearly a held-out one"
+            self.say(f"{len(pairs)} pairs instead of lab.num_pairs={wanted} ({near}): {ADVICE}")
         write_records(self.folder / "pairs.jsonl", pairs)
         journal = record_journal(Label, self.folder / "labels.jsonl")
-        automatic = self._automatic(pairs, journal)
+        automatic: list[Label] = []
+        for annotator in self.annotators:
+            if isinstance(annotator, JudgeAnnotator):
+                annotator.keep_in(self.folder / "judgements.jsonl")
+            automatic += label_pairs(annotator, pairs, journal)
         routing = route(pairs, by_pair(automatic), self.budget, validation=held_out)
         theirs: list[Label] = []
         if self.people is None:
@@ -157,19 +164,16 @@ class Lab:
             asked = [(pair, self.budget.validation_votes) for pair in routing.validation]
             asked += [(pair, self.budget.people_votes) for pair in routing.people]
             theirs = self.people.labels(asked, self.folder, journal)
-        on_validation = automatic if self.people is None else theirs
         names = frozenset(label.annotator for label in theirs)
         judges = (one for one in self.annotators if isinstance(one, JudgeAnnotator))
         replies = [reply for judge in judges for reply in judge.judgements]
         judged = judge_figures(replies) if replies else None
         charges = judged.cost if judged else 0.0
-        method = self.hparams.aggregation
-        trained_on = (*routing.automatic, *routing.people)
+        rule: dict[str, Any] = {"people": names, "method": self.hparams.aggregation}
+        trained_on, on_validation = (*routing.automatic, *routing.people), theirs or automatic
         return Collection(
-            train=tuple(aggregate(trained_on, [*automatic, *theirs], people=names, method=method)),
-            validation=tuple(
-                aggregate(routing.validation, on_validation, people=names, method=method)
-            ),
+            train=tuple(aggregate(trained_on, [*automatic, *theirs], **rule)),
+            validation=tuple(aggregate(routing.validation, on_validation, **rule)),
             routing=routing,
             labels=(*automatic, *theirs),
             people=names,
@@ -183,7 +187,14 @@ class Lab:
 
     def _pairs(self, prompts: Sequence[PromptRecord]) -> tuple[list[Pair], int, dict[str, int]]:
         if self.worst is not None:
-            return self._adversarial(self.worst)
+            pairs, overrated = self.worst.pairs(seed=self.hparams.seed)
+            if not pairs:
+                raise ValueError(
+                    f"none of the {overrated} responses that the reward model overrates in "
+                    f"{self.worst.run} has an opponent: sample more candidates a prompt, or set "
+                    "adversarial=false"
+                )
+            return pairs, 0, {}
         kept, num_asked, dropped = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished
         )
@@ -195,35 +206,12 @@ class Lab:
             seed=self.hparams.seed,
             score=self.score,
         )
+        usable = describe_dropped(num_asked, dropped)
         if not pairs:
-            raise ValueError(
-                "no two different responses to one prompt are left: "
-                f"{describe_dropped(num_asked, dropped)}: {what_to_change(dropped, self.sampling)}"
-            )
+            raise ValueError(f"no prompt has two different responses ({usable}): {ADVICE}")
+        if self.say is not None:
+            self.say(usable)
         return pairs, num_asked, dropped
-
-    def _tell(
-        self, num_pairs: int, num_candidates: int, dropped: dict[str, int], num_near: int
-    ) -> None:
-        if self.say is None or self.worst is not None:
-            return
-        self.say(describe_dropped(num_candidates, dropped))
-        wanted = self.hparams.num_pairs
-        if wanted is not None and num_pairs < wanted:
-            near = f" ({num_near} prompts are nearly a held-out one)" if num_near else ""
-            self.say(
-                f"{num_pairs} pairs instead of lab.num_pairs={wanted}{near}. For more: "
-                f"{what_to_change(dropped, self.sampling)}"
-            )
-
-    def _adversarial(self, worst: WorstSamples) -> tuple[list[Pair], int, dict[str, int]]:
-        pairs, overrated = worst.pairs(seed=self.hparams.seed)
-        if not pairs:
-            raise ValueError(
-                f"no response in {worst.run} that the reward model overrates ({overrated} found) "
-                "has an opponent: sample more candidates a prompt, or set adversarial=false"
-            )
-        return pairs, 0, {}
 
     def _without_near_duplicates(
         self, made: list[Pair], held_out: set[str]
@@ -243,15 +231,7 @@ class Lab:
             n=self.hparams.near_duplicate_n,
         )
         names = list(texts[False])
-        removed = {names[duplicate.train] for duplicate in found}
+        removed = {names[number] for number, _, _ in found}
         no_training = withheld | removed
         kept = [p for p in made if p.pair_id in held_out or p.prompt_id not in no_training]
         return kept[: self.hparams.num_pairs], len(removed)
-
-    def _automatic(self, pairs: Sequence[Pair], journal: Journal[Label]) -> list[Label]:
-        labels: list[Label] = []
-        for annotator in self.annotators:
-            if isinstance(annotator, JudgeAnnotator):
-                annotator.keep_in(self.folder / "judgements.jsonl")
-            labels += label_pairs(annotator, pairs, journal)
-        return labels

@@ -8,20 +8,20 @@ fair: the first one may have been a mistake, and selecting disagreements selects
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rlhf_lightning.arguments import Count
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked
-from rlhf_lightning.preferences.journal import record_journal
-from rlhf_lightning.preferences.near_duplicates import jaccard, word_grams
+from rlhf_lightning.preferences.journal import Journal, record_journal
 from rlhf_lightning.preferences.records import Answer, Candidate, Pair, answered, readable
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
@@ -179,24 +179,24 @@ class WorstSamples(Checked):
             seed: seeds the order within a pair, and the choice among equally good responses.
         """
         candidates = record_journal(Candidate, self.run / "candidates.jsonl").read()
-        defeats = self._defeats()
-        return adversarial_pairs(candidates, defeats, num_pairs=self.num_pairs, seed=seed)
-
-    def _defeats(self) -> list[Defeat]:
         asked = {p.pair_id: p for p in record_journal(Pair, self.run / "pairs.jsonl").read()}
-        # Not splitlines: it also breaks at characters that JSON leaves inside a string.
-        lines = (self.run / "data" / "train.jsonl").read_bytes().split(b"\n")
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
-        labelled = [(asked[r["pair_id"]], _said(r["chosen"]), _said(r["rejected"])) for r in rows]
+        train = Journal(
+            self.run / "data" / "train.jsonl", write=dict, read=lambda row, _: dict(row)
+        )
+        labelled = []
+        for row in train.read():
+            pair, sides = asked[row["pair_id"]], (row["chosen"], row["rejected"])
+            # In a conversation a response is its last message.
+            texts = [x if isinstance(x, str) else x[-1]["content"] for x in sides]
+            labelled.append((pair, *texts))
         answers = {(p.prompt_id, t): answered(p, t) for p, *texts in labelled for t in texts}
         scores = dict(zip(answers, self.score(list(answers.values())), strict=True))
-        found = []
+        defeats = []
         for pair, winner, loser in labelled:
-            high, low = scores[pair.prompt_id, loser], scores[pair.prompt_id, winner]
-            known = high is not None and low is not None
-            gap = high - low if known else 0.0  # type: ignore[operator]
-            found.append(Defeat(pair.prompt_id, winner, loser, gap))
-        return found
+            low, high = scores[pair.prompt_id, winner], scores[pair.prompt_id, loser]
+            gap = 0.0 if low is None or high is None else high - low
+            defeats.append(Defeat(pair.prompt_id, winner, loser, gap))
+        return adversarial_pairs(candidates, defeats, num_pairs=self.num_pairs, seed=seed)
 
 
 def adversarial_pairs(
@@ -216,42 +216,93 @@ def adversarial_pairs(
     """
     balance = Counter[tuple[str, str]]()
     met: set[frozenset[tuple[str, str]]] = set()
-    for defeat in defeats:
-        winner, loser = (defeat.prompt_id, defeat.winner), (defeat.prompt_id, defeat.loser)
-        balance[winner] += 1
-        balance[loser] -= 1
-        met.add(frozenset((winner, loser)))
-    by_prompt: dict[str, dict[str, Candidate]] = {}
-    for candidate in candidates:
-        by_prompt.setdefault(candidate.prompt_id, {})[candidate.response] = candidate
     overrated: dict[tuple[str, str], float] = {}
-    for defeat in defeats:
-        if defeat.overrated > 0:
-            name = (defeat.prompt_id, defeat.loser)
-            overrated[name] = max(overrated.get(name, 0.0), defeat.overrated)
+    for prompt_id, winner, loser, gap in defeats:
+        better, worse = (prompt_id, winner), (prompt_id, loser)
+        balance.update({better: 1, worse: -1})
+        met.add(frozenset((better, worse)))
+        if gap > 0:
+            overrated[worse] = max(overrated.get(worse, 0.0), gap)
+    by_prompt: defaultdict[str, dict[tuple[str, str], Candidate]] = defaultdict(dict)
+    for candidate in candidates:
+        by_prompt[candidate.prompt_id][candidate.prompt_id, candidate.response] = candidate
     pairs = []
     for name in sorted(overrated, key=lambda n: (-overrated[n], n)):
-        answers = by_prompt.get(name[0], {})
+        answers = by_prompt[name[0]]
         rivals = [
-            other
-            for text, other in answers.items()
-            if (rival := (name[0], text)) != name
-            and frozenset((rival, name)) not in met
-            and balance[rival] >= 0
+            (-balance[rival], split_fraction(other.response_id, seed), rival)
+            for rival, other in answers.items()
+            if balance[rival] >= 0
             and rival not in overrated
+            and frozenset((rival, name)) not in met
         ]
-        if name[1] in answers and rivals:
-            best = min(
-                rivals,
-                key=lambda c: (
-                    -balance[c.prompt_id, c.response],
-                    split_fraction(c.response_id, seed),
-                ),
-            )
-            pairs.append(place_couple((answers[name[1]], best), seed))
+        if name in answers and rivals:
+            pairs.append(place_couple((answers[name], answers[min(rivals)[2]]), seed))
     return pairs[:num_pairs], len(overrated)
 
 
-def _said(answer: Any) -> str:
-    """Return the text of a response, which in a conversation is its last message."""
-    return str(answer if isinstance(answer, str) else answer[-1]["content"])
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+Gram = tuple[str, ...]
+
+
+def word_grams(text: str, n: int) -> frozenset[Gram]:
+    """Return the n-grams of words and punctuation, lower case; of a short text all of it as one."""
+    words = _WORD.findall(text.lower())
+    if len(words) < n:
+        return frozenset([tuple(words)])
+    return frozenset(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
+def jaccard(first: frozenset[Gram], second: frozenset[Gram]) -> float:
+    """Return the size of the intersection in units of that of the union."""
+    shared = len(first & second)
+    return shared / (len(first) + len(second) - shared)
+
+
+def near_duplicates(
+    train: Sequence[str], held_out: Sequence[str], *, threshold: float = 0.7, n: int = 3
+) -> list[tuple[int, int, float]]:
+    """Return every training text that is a near duplicate of a held-out one, with the nearest.
+
+    Each by its index, that of the held-out text, and the Jaccard index of their word n-grams. The
+    search reads an inverted index of each set's rarest n-grams, which must share one if the index
+    reaches the threshold: nothing is missed, and few pairs are compared.
+
+    Args:
+        train: training texts.
+        held_out: held-out texts.
+        threshold: smallest Jaccard index of a near duplicate.
+        n: words in an n-gram.
+
+    Raises:
+        ValueError: if `threshold` is not above 0 and at most 1, or `n` below 1.
+
+    Source: the prefix filter of Chaudhuri et al. 2006 and Bayardo et al. 2007, "Scaling up all
+    pairs similarity search".
+    """
+    if not 0 < threshold <= 1 or n < 1:
+        raise ValueError(f"threshold={threshold}, n={n}: use a threshold in (0, 1] and n >= 1")
+    train_sets = [word_grams(text, n) for text in train]
+    held_out_sets = [word_grams(text, n) for text in held_out]
+    frequency = Counter(gram for grams in (*train_sets, *held_out_sets) for gram in grams)
+    index: dict[Gram, list[int]] = defaultdict(list)
+    for number, grams in enumerate(held_out_sets):
+        for gram in _rarest(grams, threshold, frequency):
+            index[gram].append(number)
+    found = []
+    for number, grams in enumerate(train_sets):
+        near = {m for gram in _rarest(grams, threshold, frequency) for m in index.get(gram, ())}
+        scored = [(jaccard(grams, held_out_sets[m]), -m) for m in near]
+        best, place = max(scored, default=(0.0, 0))
+        if best >= threshold:
+            found.append((number, -place, best))
+    return found
+
+
+def _rarest(grams: frozenset[Gram], threshold: float, frequency: Counter[Gram]) -> list[Gram]:
+    """Return so many of the rarest n-grams that a near duplicate must share one of them."""
+    # A near duplicate shares at least threshold * size; the slack is for rounding.
+    needed = math.ceil(threshold * len(grams) - 1e-9)
+    ordered = sorted(grams, key=lambda gram: (frequency[gram], gram))
+    return ordered[: len(grams) - needed + 1]

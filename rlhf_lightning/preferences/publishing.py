@@ -18,7 +18,6 @@ from rlhf_lightning.preferences.journal import write_rows
 from rlhf_lightning.preferences.reliability import (
     agreement_with_truth,
     all_annotators,
-    gold_gaps,
     label_ceiling,
     people_figures,
     people_majority,
@@ -152,7 +151,8 @@ def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
 def _truth(collection: Collection, gold: Gold) -> dict[str, dict[str, float]]:
     routing = collection.routing
     pairs = (*routing.automatic, *routing.people, *routing.validation)
-    truth = gold_gaps(pairs, gold_scores(pairs, gold))
+    scores = zip(pairs, gold_scores(pairs, gold), strict=True)
+    truth = {pair.pair_id: first - second for pair, (first, second) in scores}
     parts: dict[str, Sequence[Verdict]] = {
         "train": collection.train,
         "train_automatic": [v for v in collection.train if not v.by_people],

@@ -9,7 +9,7 @@ still misses the labels of the others. With labels that are one vote each, its a
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +30,9 @@ from rlhf_lightning.preferences.agreement import (
     majority,
     position_bias,
     raw_agreement,
+    three,
 )
-from rlhf_lightning.preferences.records import SIDES, Label, Pair
+from rlhf_lightning.preferences.records import SIDES, Label
 
 # (votes for one side, votes for the other) of an item -> how many items.
 Tally = Mapping[tuple[int, int], int]
@@ -82,8 +83,9 @@ def estimate_ceiling(tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5)) -
     several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
     if not several:
         return None
-    shape = fit_shape(several)
-    agreement = _agreement(several)
+    shape, num_items = fit_shape(several), sum(several.values())
+    agree = (n * (comb(a, 2) + comb(b, 2)) / comb(a + b, 2) for (a, b), n in several.items())
+    agreement = sum(agree) / num_items
     low, high = _likely_shapes(several, shape)  # the larger, the nearer p is to one half
     return Ceiling(
         single=majority_ceiling(shape, 1),
@@ -94,17 +96,14 @@ def estimate_ceiling(tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5)) -
         highest=(1.0 + math.sqrt(max(2.0 * agreement - 1.0, 0.0))) / 2.0,
         majority={n: majority_ceiling(shape, n) for n in majorities},
         shape=shape,
-        num_items=sum(several.values()),
+        num_items=num_items,
     )
 
 
 def fit_shape(tally: Tally) -> float:
     """Return the shape a of Beta(a, a) under which the votes are likeliest."""
-    several = {votes: n for votes, n in tally.items() if sum(votes) >= 2 and n}
-    if not several:
-        return 1.0
     found = minimize_scalar(
-        lambda log_shape: -_log_likelihood(several, log_shape),
+        lambda log_shape: -_log_likelihood(tally, log_shape),
         bounds=LOG_SHAPES,
         method="bounded",
         options={"xatol": 1e-6},
@@ -137,12 +136,7 @@ def majority_ceiling(shape: float, num_votes: int) -> float:
     """Return how often the majority of `num_votes` is on the side that most people are on.
 
     Over p of Beta(shape, shape); of an even number, over those votes that have a majority.
-
-    Raises:
-        ValueError: if there are no votes.
     """
-    if num_votes < 1:
-        raise ValueError(f"num_votes={num_votes} must be at least 1")
     # A grid of max(p, 1 - p) with equal weights: the upper half of the quantiles.
     quantiles = 0.5 + (np.arange(GRID) + 0.5) / (2 * GRID)
     favoured = np.clip(beta.ppf(quantiles, shape, shape), 0.5, 1.0)
@@ -161,33 +155,19 @@ def expected_correct(tally: Tally, shape: float) -> float:
         tally: votes for and against -> number of items; items without a majority do not count.
         shape: parameter a, from `fit_shape`.
     """
-    decided = {votes: n for votes, n in tally.items() if votes[0] != votes[1] and n}
-    if not decided:
-        return math.nan
+    decided = {votes: n for votes, n in tally.items() if votes[0] != votes[1]}
     right = [
         n * float(beta.sf(0.5, shape + max(votes), shape + min(votes)))
         for votes, n in decided.items()
     ]
-    return sum(right) / sum(decided.values())
-
-
-def _agreement(tally: Tally) -> float:
-    total, items = 0.0, 0
-    for (a, b), n in tally.items():
-        total += n * (comb(a, 2) + comb(b, 2)) / comb(a + b, 2)
-        items += n
-    return total / items
+    return sum(right) / sum(decided.values()) if decided else math.nan
 
 
 Judged = Mapping[str, str]
 
 
-def side_tally(labels: Iterable[Label]) -> Tally:
-    """Return how many pairs have which votes for first and second, as a ceiling is read from."""
-    return _tally_sides(by_pair(labels).values())
-
-
 def _tally_sides(by_item: Iterable[Sequence[Label]]) -> Tally:
+    """Return how many pairs have which votes for first and second, as a ceiling is read from."""
     votes = (Counter(label.choice for label in labels) for labels in by_item)
     return Counter((found["first"], found["second"]) for found in votes)
 
@@ -255,7 +235,7 @@ def people_figures(labels: Iterable[Label]) -> PeopleFigures | None:
         ties=float(counts[:, THREE.index("tie")].sum() / counts.sum()),
         position_bias=position_bias(given),
         accuracy=dawid_skene(votes).accuracy,
-        ceiling=estimate_ceiling(side_tally(given)),
+        ceiling=estimate_ceiling(_tally_sides(by_pair(given).values())),
     )
 
 
@@ -277,12 +257,9 @@ def annotator_figures(labels: Sequence[Label], people: Judged) -> AnnotatorFigur
         people: result of `people_majority`.
     """
     given = [label for label in labels if label.choice != "skip"]
-    both = [
-        (THREE.index(_three(label.choice)), THREE.index(people[label.pair_id]))
-        for label in given
-        if label.pair_id in people
-    ]
-    ties = sum(_three(label.choice) == "tie" for label in given)
+    votes = [(three(label.choice), people.get(label.pair_id)) for label in given]
+    both = [(THREE.index(own), THREE.index(most)) for own, most in votes if most is not None]
+    ties = sum(own == "tie" for own, _ in votes)
     return AnnotatorFigures(
         name=labels[0].annotator,
         kind=labels[0].kind,
@@ -296,14 +273,10 @@ def annotator_figures(labels: Sequence[Label], people: Judged) -> AnnotatorFigur
 
 def all_annotators(labels: Iterable[Label], people: Collection[str]) -> list[AnnotatorFigures]:
     """Return the figures of every annotator that is not among the people."""
-    found: dict[str, list[Label]] = {}
-    theirs = []
+    found: defaultdict[str, list[Label]] = defaultdict(list)
     for label in labels:
-        if label.annotator in people:
-            theirs.append(label)
-        else:
-            found.setdefault(label.annotator, []).append(label)
-    reference = people_majority(theirs)
+        found[label.annotator].append(label)
+    reference = people_majority(label for name in people for label in found.pop(name, []))
     return [annotator_figures(own, reference) for own in found.values()]
 
 
@@ -346,12 +319,3 @@ def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]
         for v in verdicts
         if v.choice is not None and truth.get(v.pair.pair_id)
     )
-
-
-def gold_gaps(pairs: Sequence[Pair], scores: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return pair id -> gold of the first response minus that of the second."""
-    return {p.pair_id: first - second for p, (first, second) in zip(pairs, scores, strict=True)}
-
-
-def _three(choice: str) -> str:
-    return "tie" if choice == "both_bad" else choice

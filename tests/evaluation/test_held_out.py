@@ -54,7 +54,7 @@ def test_safety_prompts_that_are_too_long_are_counted_and_none_of_a_kind_is_refu
     long = "w4 " * 9
     found = [PromptRecord("w2", "harmful"), PromptRecord(long, "harmful"), PromptRecord(long)]
     options = {"max_prompt_length": 5, "batch_size": 2, "setting": "prompts.max_length"}
-    with pytest.raises(ValueError, match=r"none of its 1 harmless prompts has at most prompts.max"):
+    with pytest.raises(ValueError, match=r"1 of 1 harmless prompts have more than prompts.max"):
         encode_safety_prompts(
             [*found[:2], replace(found[2], domain="harmless")], [tokenizer()], **options
         )

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+from rlhf_lightning.evaluation.benchmarks import LmEvalBenchmark
 from rlhf_lightning.preferences.candidates import LoadedPolicy
 from tests.builders.models import EOS, tiny_policy, tiny_tokenizer
 

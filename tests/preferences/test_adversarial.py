@@ -15,9 +15,8 @@ from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.records import Text
 from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
 from rlhf_lightning.preferences.budget import BudgetHparams
-from rlhf_lightning.preferences.candidates import Sampling
+from rlhf_lightning.preferences.candidates import Decoding, Sampling
 from rlhf_lightning.preferences.collection import Lab, LabHparams
-from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.journal import write_records, write_rows
 from rlhf_lightning.preferences.pairing import Defeat, WorstSamples, adversarial_pairs

@@ -15,6 +15,7 @@ from rlhf_lightning.preferences.candidates import (
     DUPLICATE,
     EMPTY,
     UNFINISHED,
+    Decoding,
     LoadedPolicy,
     Sampling,
     candidate_journal,
@@ -22,7 +23,6 @@ from rlhf_lightning.preferences.candidates import (
     units,
     usable,
 )
-from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.runs import make_start

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_lightning.preferences.decoding import grid, truncate
+from rlhf_lightning.preferences.candidates import grid, truncate
 from rlhf_lightning.rollout.noise import sample
 
 

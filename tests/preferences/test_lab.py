@@ -16,9 +16,8 @@ from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
 from rlhf_lightning.preferences.budget import BudgetHparams
-from rlhf_lightning.preferences.candidates import LoadedPolicy, Sampling
+from rlhf_lightning.preferences.candidates import Decoding, LoadedPolicy, Sampling
 from rlhf_lightning.preferences.collection import Lab, LabHparams
-from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.publishing import (

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from rlhf_lightning.preferences.near_duplicates import (
-    NearDuplicate,
+from rlhf_lightning.preferences.pairing import (
     jaccard,
     near_duplicates,
     word_grams,
@@ -20,7 +19,7 @@ def test_a_changed_word_in_a_long_prompt_is_a_near_duplicate_and_in_a_short_one_
     held_out = ["what is two plus four ?", long.replace("w20", "x"), "What is  two plus three?"]
     found = near_duplicates(train, held_out)
     # 38 grams each, of which the changed word touches 3: 35 shared of 41.
-    assert found == [NearDuplicate(0, 2, 1.0), NearDuplicate(1, 1, 35 / 41)]
+    assert found == [(0, 2, 1.0), (1, 1, 35 / 41)]
 
 
 @pytest.mark.parametrize(("threshold", "n"), [(0.2, 1), (0.5, 2), (0.7, 3), (1.0, 2)])
@@ -32,6 +31,6 @@ def test_it_finds_what_comparing_every_pair_finds(threshold: float, n: int) -> N
     for i, text in enumerate(train):
         scores = [jaccard(word_grams(text, n), word_grams(other, n)) for other in held_out]
         if max(scores) >= threshold:
-            expected.append(NearDuplicate(i, scores.index(max(scores)), max(scores)))
+            expected.append((i, scores.index(max(scores)), max(scores)))
     assert expected
     assert near_duplicates(train, held_out, threshold=threshold, n=n) == expected

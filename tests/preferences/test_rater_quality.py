@@ -71,9 +71,10 @@ def test_the_likelihood_equals_summing_over_every_truth() -> None:
     votes, _ = simulated(6, seed=4)
     model = dawid_skene(votes, smoothing=0.0, max_iterations=1)
     total = 0.0
-    for row in votes.table:
+    for number in range(len(votes.items)):
+        row = votes.cells[votes.cells[:, 0] == number]
         joint = [
-            model.prior[k] * np.prod([model.confusion[a, k, v] for a, v in enumerate(row)])
+            model.prior[k] * np.prod([model.confusion[a, k, v] for _, a, v in row])
             for k in range(2)
         ]
         total += np.log(sum(joint))

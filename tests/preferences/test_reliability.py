@@ -15,7 +15,6 @@ from rlhf_lightning.preferences.reliability import (
     agreement_with_truth,
     all_annotators,
     annotator_figures,
-    gold_gaps,
     label_ceiling,
     people_figures,
     people_majority,
@@ -84,7 +83,7 @@ def test_the_estimated_ceiling_is_near_what_knowing_the_truth_reaches() -> None:
     ]
     labels = [x for member in members for x in member.label(pairs)]
     verdicts = aggregate(pairs, labels, people=[m.name for m in members])
-    truth = gold_gaps(pairs, [(gold[p.first], gold[p.second]) for p in pairs])
+    truth = {p.pair_id: gold[p.first] - gold[p.second] for p in pairs}
     reached = agreement_with_truth(verdicts, truth).value
     figures = people_figures(labels)
     assert figures is not None

@@ -17,7 +17,7 @@ from rlhf_lightning.models.factory import load_base
 from rlhf_lightning.models.gpu_kernels import fuse_layers, gpu_kernels
 from rlhf_lightning.models.lora import add_policy
 from rlhf_lightning.models.precision import in_precision
-from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
+from rlhf_lightning.preferences.candidates import Decoding, TruncatedGenerator
 from rlhf_lightning.rollout.generators import captured, captured_step
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
