@@ -9,15 +9,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
 from rlhf_lightning.evaluation.win_rate import share, share_over_groups
 from rlhf_lightning.models.building import in_eval_mode
-from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.preferences.reward_annotator import score_rows
 from rlhf_lightning.runs.metric_catalog import part_key
 from rlhf_lightning.text.decoding import decoded, response_texts
 
@@ -47,13 +45,8 @@ class ScoredPair(NamedTuple):
     prompt: Hashable = None
 
 
-@torch.no_grad()
 def score_pairs(
-    model: ScalarHeadModel,
-    rows: Sequence[EncodedPreference],
-    *,
-    batch_size: int,
-    pad_token_id: int,
+    model: ScalarHeadModel, rows: Sequence[EncodedPreference], *, batch_size: int, pad_token_id: int
 ) -> list[ScoredPair]:
     """Score both responses of each pair, in the order of `rows`; a repeated response only once.
 
@@ -67,18 +60,10 @@ def score_pairs(
     answers = {
         ids.tobytes(): ids for r in rows for ids in (r.chosen_input_ids, r.rejected_input_ids)
     }
-    order = sorted(answers, key=lambda key: len(answers[key]))  # like lengths pad little
-    collate = SFTCollator(pad_token_id)
-    device = next(model.root.parameters()).device
-    scores: dict[bytes, float] = {}
+    texts = [EncodedSequence(ids, np.ones(len(ids), dtype=np.bool_)) for ids in answers.values()]
     with in_eval_mode(model):
-        for start in range(0, len(order), batch_size):
-            part = order[start : start + batch_size]
-            ids = [answers[key] for key in part]
-            batch = collate([EncodedSequence(i, np.ones(len(i), dtype=np.bool_)) for i in ids])
-            batch = batch.to(device)  # [B, T]
-            values = sequence_scores(model, batch.input_ids, batch.attention_mask).tolist()
-            scores |= dict(zip(part, values, strict=True))
+        values = score_rows(model, texts, batch_size=batch_size, pad_token_id=pad_token_id)
+    scores = dict(zip(answers, values, strict=True))
     return [
         ScoredPair(
             scores[chosen],

@@ -23,6 +23,7 @@ from rlhf_lightning.data.records import DemonstrationRecord, Text
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.preferences.annotators import by_gap, now
 from rlhf_lightning.preferences.records import (
     AnnotatorKind,
@@ -34,6 +35,22 @@ from rlhf_lightning.preferences.records import (
 )
 from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.tokenizers import load_tokenizer
+
+
+@torch.no_grad()
+def score_rows(
+    model: ScalarHeadModel, rows: Sequence[EncodedSequence], *, batch_size: int, pad_token_id: int
+) -> list[float]:
+    """Return a reward model's score of each row; like lengths go together, which pads little."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    collate, device = SFTCollator(pad_token_id), next(model.root.parameters()).device
+    scores: dict[int, float] = {}
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        batch = collate([rows[i] for i in part]).to(device)  # [B, T]
+        values = sequence_scores(model, batch.input_ids, batch.attention_mask)  # [B]
+        scores |= dict(zip(part, values.tolist(), strict=True))
+    return [scores[i] for i in range(len(rows))]
 
 
 def _load(source: str | Path, revision: str | None, precision: str | None) -> tuple[Any, Any]:
@@ -99,26 +116,14 @@ class RewardModelAnnotator(Checked):
     def _control(self) -> ControlTokens:
         return ControlTokens(self._loaded[0])
 
-    @torch.no_grad()
     def scores(self, answers: Sequence[Answer]) -> list[float | None]:
         """Return the score of each prompt and response, None where it is too long."""
         tokenizer, model = self._loaded
         encoded = [self._encode(*answer) for answer in answers]
-        found: list[float | None] = [None] * len(answers)
-        # Like lengths pad little.
-        order = sorted(
-            (i for i, row in enumerate(encoded) if row is not None),
-            key=lambda i: len(encoded[i] or ()),
-        )
-        collate = SFTCollator(int(tokenizer.pad_token_id))
-        place = next(model.root.parameters()).device
-        for start in range(0, len(order), self.micro_batch_size):
-            part = order[start : start + self.micro_batch_size]
-            batch = collate([row for i in part if (row := encoded[i]) is not None]).to(place)
-            values = sequence_scores(model, batch.input_ids, batch.attention_mask)  # [B]
-            for i, value in zip(part, values.tolist(), strict=True):
-                found[i] = value
-        return found
+        rows, size = [row for row in encoded if row is not None], self.micro_batch_size
+        values = score_rows(model, rows, batch_size=size, pad_token_id=int(tokenizer.pad_token_id))
+        scores = iter(values)
+        return [None if row is None else next(scores) for row in encoded]
 
     def _encode(
         self, prompt: Text, answer: str, variables: Mapping[str, str] = MappingProxyType({})
