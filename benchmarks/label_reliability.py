@@ -17,8 +17,14 @@ from typing import Any, get_args
 import numpy as np
 
 from benchmarks.public_sets import JudgedSet, read_arguments, read_pandalm
-from rlhf_lightning.preferences.aggregate import Method, aggregate, left_out
-from rlhf_lightning.preferences.agreement import Share, fleiss_kappa, raw_agreement
+from rlhf_lightning.preferences.agreement import (
+    Method,
+    Share,
+    aggregate,
+    fleiss_kappa,
+    left_out,
+    raw_agreement,
+)
 from rlhf_lightning.preferences.reliability import (
     label_ceiling,
     people_figures,

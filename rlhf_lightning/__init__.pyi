@@ -64,13 +64,13 @@ from rlhf_lightning.preferences.annotators import (
 )
 from rlhf_lightning.preferences.budget import BudgetHparams as BudgetHparams
 from rlhf_lightning.preferences.collection import LabHparams as LabHparams
-from rlhf_lightning.preferences.human_annotators import (
+from rlhf_lightning.preferences.annotators import (
     PageAnnotators as PageAnnotators,
     Panel as Panel,
 )
 from rlhf_lightning.preferences.judge import JudgeAnnotator as JudgeAnnotator
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator as RewardModelAnnotator
-from rlhf_lightning.preferences.rules import (
+from rlhf_lightning.preferences.annotators import (
     CallableRule as CallableRule,
     EndingRule as EndingRule,
     LengthRule as LengthRule,

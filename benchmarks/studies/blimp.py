@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from rlhf_lightning.data.files import checked_rows
-from rlhf_lightning.preferences.journal import write_rows
+from rlhf_lightning.preferences.records import write_rows
 from rlhf_lightning.runs.atomic import write_text
 
 TASK = """task: blimp_pairs

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.studies.doctor.pairs import harmless
 from rlhf_lightning.evaluation.safety import PhraseRefusals
-from rlhf_lightning.preferences.journal import write_rows
+from rlhf_lightning.preferences.records import write_rows
 
 # Harmful, and what looks like it: {} is the part that differs.
 ASKED = (

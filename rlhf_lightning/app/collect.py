@@ -35,11 +35,10 @@ from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.annotators import Annotator
-from rlhf_lightning.preferences.best_of_n import RejectionSampler
 from rlhf_lightning.preferences.candidates import Sampling, grid, load_candidate_policy
-from rlhf_lightning.preferences.collection import Lab
+from rlhf_lightning.preferences.collection import Lab, RejectionSampler
 from rlhf_lightning.preferences.pairing import WorstSamples
-from rlhf_lightning.preferences.publishing import (
+from rlhf_lightning.preferences.reliability import (
     copy_collection,
     flat_metrics,
     write_collection,
@@ -272,9 +271,9 @@ def _demonstrations(
         "seed": settings.seed,
     }
     summary = started(folder, summary, lines)
-    made = sampler.run(prompts)
-    write_demonstrations(folder.path / DATA, made.rows)
-    return summary, made.metrics, []
+    rows, metrics = sampler.run(prompts)
+    write_demonstrations(folder.path / DATA, rows)
+    return summary, metrics, []
 
 
 def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:

@@ -25,7 +25,6 @@ from rlhf_lightning.data.summary import (
     warn_of_cut_responses,
     warn_of_plain_prompts,
 )
-from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
 from rlhf_lightning.evaluation.generate import Sampling, gold_scores
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
@@ -35,7 +34,7 @@ from rlhf_lightning.evaluation.held_out import (
     encode_safety_prompts,
     prompt_room,
 )
-from rlhf_lightning.evaluation.metrics import Judges, by_prompt
+from rlhf_lightning.evaluation.metrics import Judges, by_prompt, measure_best_of, sample_pool
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.rollout.scorers.base import reward_of
 from rlhf_lightning.runs.folder import RunFolder

@@ -19,9 +19,8 @@ from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
-from rlhf_lightning.evaluation.comparisons import Interval, share_over_prompts
 from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, whole_metrics
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE, Interval, share_over_prompts
 from rlhf_lightning.preferences.candidates import LoadedPolicy
 from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.metric_catalog import part_key
@@ -99,18 +98,11 @@ class PairsBenchmark:
 
     def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/accuracy` and what `pair_metrics` finds, under `benchmark/`."""
-        pairs = [
-            ScoredPair(
-                one.scores[0],
-                one.scores[1],
-                one.lengths[0],
-                one.lengths[1],
-                subsets=(one.candidates.subset,) if one.candidates.subset else (),
-                domain="" if one.candidates.record is None else one.candidates.record.domain,
-                prompt=repr(one.candidates.prompt),
-            )
-            for one in scored
-        ]
+        pairs = []
+        for one, scores, lengths in scored:
+            subsets = (one.subset,) if one.subset else ()
+            domain = "" if one.record is None else one.record.domain
+            pairs.append(ScoredPair(*scores, *lengths, subsets, domain, repr(one.prompt)))
         measures = whole_metrics(pairs) | pair_metrics(pairs)
         return {f"benchmark/{name.removeprefix('val/')}": v for name, v in measures.items()}
 
@@ -285,14 +277,11 @@ class LmEvalBenchmark:
         mine, theirs = (self._samples(side, limit=self.limit) for side in (policy, baseline))
         found: dict[str, float] = {}
         for task, metrics in mine.items():
-            for metric, by_question in metrics.items():
-                before = theirs[task].get(metric)
-                if before is None:
-                    continue
-                if by_question.keys() != before.keys():
+            for metric in metrics.keys() & theirs[task].keys():
+                now, before = metrics[metric], theirs[task][metric]
+                if now.keys() != before.keys():
                     raise ValueError(f"task {task}: both sides were not asked the same questions")
-                pairs = [(by_question[key], before[key]) for key in sorted(by_question)]
-                measures = _compared(metric, pairs)
+                measures = _compared(metric, [(now[key], before[key]) for key in sorted(now)])
                 found |= {part_key(f"benchmark/{k}", "task", task): v for k, v in measures.items()}
         return found
 
@@ -317,11 +306,9 @@ class LmEvalBenchmark:
                 "them, and benchmark.include_path=FOLDER adds your own"
             )
         with side.model.generating() as model:
-            adapted: Any = HFLM(
-                pretrained=model, tokenizer=side.tokenizer, batch_size=self.batch_size
-            )
+            own_model: Any = {"pretrained": model, "tokenizer": side.tokenizer}
             result = simple_evaluate(
-                model=adapted,
+                model=HFLM(**own_model, batch_size=self.batch_size),
                 tasks=list(self.tasks),
                 num_fewshot=self.num_fewshot,
                 limit=limit,

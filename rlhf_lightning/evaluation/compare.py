@@ -209,10 +209,9 @@ def _teacher(policy: Any, comparison: HeldOutComparison, device: torch.device) -
     teacher: Teacher | None = getattr(policy, "teacher", None)
     if teacher is None:
         return None
-    batches = comparison.questions.batches
     columns = (
         {name: values[row] for name, values in batch.columns.items()}
-        for batch in batches
+        for batch in comparison.questions.batches
         for row in range(len(batch))
     )
     try:
@@ -253,9 +252,9 @@ def _warn(source: RecordSource, sampling: Sampling, *, known: bool, writes: bool
 def _sampling(
     policy: Any,
     side: _Side,
-    max_new_tokens: int | None,
-    temperature: float | None,
-    micro_batch_size: int | None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    micro_batch_size: int | None = None,
 ) -> Sampling:
     """Return the sampling of both sides: that of the policy's training, except for given values."""
     sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
@@ -285,7 +284,7 @@ def comparison_in_training(
         judges: `gold` and `safety`, as in `compare`.
     """
     side = _side(module, "policy")
-    sampling = _sampling(module, side, None, None, None)
+    sampling = _sampling(module, side)
     return held_out_comparison(
         data.source,
         sampling,
@@ -310,13 +309,12 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
         return source, None
     if not isinstance(data, RecordDataModule):
         return WholeSource(source), None
-    both = (source, data.source)
-    rows = [getattr(one, "rows", None) for one in both]
-    labels = [getattr(one, "label", None) for one in both]
-    paths: list[Any] = [getattr(one, "path", None) for one in both]
-    if None not in paths:  # one file has several names
-        labels = [str(Path(path).expanduser().resolve()) for path in paths]
-    same = rows[0] is rows[1] and labels[0] == labels[1] is not None
+    names: list[Any] = []
+    for one in (source, data.source):  # one file has several names
+        path = getattr(one, "path", None)
+        name = getattr(one, "label", None) if path is None else Path(path).expanduser().resolve()
+        names.append((id(getattr(one, "rows", None)), name))
+    same = names[0] == names[1] and names[0][1] is not None
     return (data.source, data) if same else (WholeSource(source), None)
 
 
@@ -330,19 +328,15 @@ class _Side:
     precision: AbstractContextManager[Any]
 
 
-def _load(source: str | Path) -> tuple[PolicyModel, PreTrainedTokenizerBase]:
-    return frozen(load_policy(source)), load_tokenizer(source)
-
-
 def _start_side(mine: _Side, start: PolicyModel) -> _Side:
-    device = mine.model.device
-    return replace(mine, model=start.to(device), name=mine.source, trainer=None)
+    return replace(mine, model=start.to(mine.model.device), name=mine.source, trainer=None)
 
 
 def _side(policy: Any, name: str) -> _Side:
     if isinstance(policy, str | Path):
         with naming_argument(name, policy):
-            return _Side(*_load(policy), str(policy), str(policy), None, nullcontext())
+            model, tokenizer = frozen(load_policy(policy)), load_tokenizer(policy)
+        return _Side(model, tokenizer, str(policy), str(policy), None, nullcontext())
     model = getattr(policy, "policy", None)
     if not isinstance(model, PolicyModel):
         raise TypeError(

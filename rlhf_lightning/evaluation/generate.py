@@ -81,17 +81,16 @@ class PolicyAnswers:
     ) -> None:
         """Add the responses of a batch; scores are NaN without a scorer, KL is 0 without one."""
         prompts, mask = answers.prompts, answers.response_mask.cpu()
-        responses = answers.sequences[:, -mask.shape[1] :].cpu()
-        rows = range(len(prompts))
+        responses, rows = answers.sequences[:, -mask.shape[1] :].cpu(), range(len(prompts))
         self.prompts += prompts.columns["prompt"]
         self.domains += prompts.domains
         self.columns += [{k: values[i] for k, values in prompts.columns.items()} for i in rows]
         self.completions += answers.completions
         self.finished += answers.finished.tolist()
         self.token_ids += [responses[i][mask[i]].tolist() for i in rows]
-        self.kl += [0.0] * len(prompts) if kl is None else kl
+        self.kl += [0.0 for _ in rows] if kl is None else kl
         self.scores += (
-            [math.nan] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+            [math.nan for _ in rows] if scorer is None else scorer(answers).total.tolist()
         )
 
     def rows(self, rows: Sequence[int]) -> PolicyAnswers:
@@ -155,18 +154,15 @@ def sample_batches(
         tokenizer: Any = sampling.tokenizer
         skip = sampling.skip_special_tokens
         answers = make_responses(prompts, generation, tokenizer, skip_special_tokens=skip)
-        compared = reference is not None or teacher is not None
-        own = _logprobs(policy, answers, sampling) if compared else None
-        kl = None
+        kl = own = None
+        if reference is not None or teacher is not None:
+            own = _logprobs(policy, answers, sampling)
         if own is not None and reference is not None:
             kl = _sequence_kl(own, _logprobs(reference, answers, sampling), answers)
         result.extend(answers, scorer, kl)
         if own is not None and teacher is not None:
-            said = teacher(
-                answers,
-                temperature=sampling.temperature or 1.0,
-                micro_batch_size=sampling.micro_batch_size,
-            )
+            size, temperature = sampling.micro_batch_size, sampling.temperature or 1.0
+            said = teacher(answers, temperature=temperature, micro_batch_size=size)
             result.teacher_kl += _sequence_kl(own, said.logprobs, answers)
         release_freed_memory()
     return result
@@ -201,12 +197,8 @@ def _logprobs(model: PolicyModel, answers: Responses, sampling: Sampling) -> Ten
     """Return `[B, R]` log-probabilities; greedy responses are read by the model as it is."""
 
     def of_rows(rows: Tensor) -> tuple[Tensor]:
-        found = response_statistics(
-            model,
-            answers.rows(rows),
-            temperature=sampling.temperature or 1.0,
-            with_entropy=False,
-        )
+        part, temperature = answers.rows(rows), sampling.temperature or 1.0
+        found = response_statistics(model, part, temperature=temperature, with_entropy=False)
         return (found.logprobs,)
 
     with in_eval_mode(model):
@@ -230,14 +222,12 @@ def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
 
 def gold_details(gold: GoldReward, answers: PolicyAnswers) -> Mapping[str, Sequence[float]]:
     """Return further values of a gold reward for each response: its `details`, if it has any."""
-    measure = getattr(gold, "details", None)
+    measure: Any = getattr(gold, "details", None)
     if measure is None:
         return {}
-    columns = asked_columns(gold, answers.columns)
-    details: Mapping[str, Sequence[float]] = measure(
-        answers.prompts, answers.completions, answers.finished, **columns
-    )
-    return details
+    texts = (answers.prompts, answers.completions, answers.finished)
+    found: Mapping[str, Sequence[float]] = measure(*texts, **asked_columns(gold, answers.columns))
+    return found
 
 
 def describe_responses(answers: PolicyAnswers, prefix: str) -> dict[str, float]:

@@ -13,15 +13,22 @@ from itertools import combinations
 from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE, length_controlled_win_rate, share
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
-from rlhf_lightning.preferences.journal import record_journal, write_records, write_rows
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
-from rlhf_lightning.preferences.records import SIDES, Label, Pair, Side, read_records
+from rlhf_lightning.preferences.records import (
+    SIDES,
+    Label,
+    Pair,
+    Side,
+    read_records,
+    record_journal,
+    write_records,
+    write_rows,
+)
 from rlhf_lightning.runs.reading import parse
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,15 +68,6 @@ def normalization_prompts(
     return data.train_dataloader()
 
 
-def _trained_by(module: RewardModule) -> tuple[Any, torch.device, AbstractContextManager[Any]]:
-    """Return the Trainer of a module, None for one from a checkpoint, its device and precision."""
-    trainer = trainer_of(module)
-    if trainer is None:
-        return None, module.device, nullcontext()
-    strategy = trainer.strategy
-    return trainer, strategy.root_device, strategy.precision_plugin.forward_context()
-
-
 @checked(but=("prompts",))
 def normalize_reward_model(
     module: RewardModule,
@@ -116,8 +107,11 @@ def normalize_reward_model(
         source, length, over_long = as_source(cast(Any, prompts), "prompts"), 512, "drop"
     trained, tokenizer = cast(Any, module.model), cast(Any, module.tokenizer)
     start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
-    policy = start_in_memory(module)
-    trainer, device, precision = _trained_by(module)
+    policy, trainer = start_in_memory(module), trainer_of(module)
+    device, precision = module.device, nullcontext()
+    if trainer is not None:
+        device = trainer.strategy.root_device
+        precision = trainer.strategy.precision_plugin.forward_context()
     if policy is None:
         with device:
             policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
@@ -180,14 +174,11 @@ def fold_normalization(
     scores = torch.tensor(answers.scores, dtype=torch.float64)
     mean, std = float(scores.mean()), float(scores.std(correction=0))
     if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
-        logger.warning(
+        told = (
             "the reward model is not normalized: it scores all %d samples of the policy alike "
-            "(mean %g, standard deviation %g). It has learnt nothing that tells them apart, and "
-            "PPO would gain nothing from it",
-            len(scores),
-            mean,
-            std,
+            "(mean %g, standard deviation %g), and PPO would gain nothing from it"
         )
+        logger.warning(told, len(scores), mean, std)
         return {}
     model.normalize(mean, std)
     return {"reward/sample_mean": mean, "reward/sample_std": std}

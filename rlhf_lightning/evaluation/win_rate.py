@@ -1,15 +1,23 @@
-"""The win rate of a policy's responses over a baseline's."""
+"""Win rates and their intervals: of responses to prompts, at equal length, of two runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import minimize
+from scipy.special import expit
+from scipy.stats import t
 from torch import Tensor
 
-from rlhf_lightning.functional.statistics import interval_over_groups, wilson_interval
+from rlhf_lightning.functional.statistics import (
+    effective_number,
+    interval_over_groups,
+    wilson_interval,
+)
 
 CONFIDENCE = 0.95
 
@@ -98,3 +106,244 @@ def win_rate(
     successes = wins + ties / 2
     low, high = wilson_interval(successes, n, confidence=confidence)
     return WinRate(wins, ties, n - wins - ties, successes / n if n else math.nan, low, high)
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def named(self, key: str) -> dict[str, float]:
+        """Return the mean as `key`; the ends, where known, as `<key>_low` and `<key>_high`."""
+        ends = {f"{key}_low": self.low, f"{key}_high": self.high}
+        return {key: self.mean} | {name: x for name, x in ends.items() if not math.isnan(x)}
+
+
+def win_rate_over_prompts(
+    policy_scores: Tensor, baseline_scores: Tensor, *, confidence: float
+) -> Interval:
+    """Return the win rate over all pairs of responses to a prompt, its interval over prompts.
+
+    Responses to one prompt are alike, so they are not independent trials: see `share_over_prompts`.
+    With one response a prompt use `win_rate`, whose interval is Wilson's on the prompts.
+
+    Args:
+        policy_scores: `[N, K]`, K responses to each of N prompts.
+        baseline_scores: `[N, L]`, L responses to the same prompts.
+        confidence: coverage of the two-sided interval.
+
+    Raises:
+        ValueError: if the numbers of prompts differ or a score is NaN.
+    """
+    won = comparisons_won(policy_scores, baseline_scores)
+    return share_over_prompts(won.mean((1, 2)).numpy(), confidence=confidence)
+
+
+def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
+    """Return `[N, K, L]`: 1 where the policy's response beats the baseline's, a tie one half.
+
+    Args:
+        policy_scores: `[N, K]`, K responses to each of N prompts.
+        baseline_scores: `[N, L]`, L responses to the same prompts.
+
+    Raises:
+        ValueError: if the numbers of prompts differ or a score is NaN.
+    """
+    policy, baseline = policy_scores.double(), baseline_scores.double()
+    if policy.ndim != 2 or baseline.ndim != 2 or len(policy) != len(baseline):
+        raise ValueError(
+            f"policy_scores {list(policy.shape)} and baseline_scores {list(baseline.shape)}: give "
+            "both as [prompts, responses], of the same prompts"
+        )
+    if bool(policy.isnan().any() | baseline.isnan().any()):
+        raise ValueError("a score is NaN, which neither wins nor loses: leave that prompt out")
+    difference = policy.unsqueeze(2) - baseline.unsqueeze(1)  # [N, K, L]
+    return (difference > 0).double() + 0.5 * (difference == 0).double()
+
+
+def share_over_prompts(
+    by_prompt: np.ndarray, *, confidence: float, seed: int | None = None
+) -> Interval:
+    """Return the mean of shares, one a prompt, and its interval over prompts.
+
+    Wilson's interval at the number of yes-or-no prompts that would vary as much, see
+    `effective_number`. A test measures its coverage.
+
+    Args:
+        by_prompt: `[N]`, each between 0 and 1.
+        confidence: coverage of the two-sided interval.
+        seed: not read; the bootstrap that this interval replaced had one.
+
+    Source: Wilson 1927; Dean and Pagano 2015 (Wilson's interval at an effective sample size).
+    """
+    count = len(by_prompt)
+    mean = float(by_prompt.mean()) if count else math.nan
+    sizes = [1.0] * count
+    effective = effective_number(by_prompt.tolist(), sizes, confidence=confidence) if count else 0.0
+    low, high = wilson_interval(mean * effective if count else 0, effective, confidence=confidence)
+    return Interval(mean, low, high)
+
+
+def mean_over_prompts(values: Sequence[float] | np.ndarray, *, confidence: float) -> Interval:
+    """Return the mean of `values`, one a prompt, and Student's interval; NaN where unknown.
+
+    It is unknown of one value, and of values that are all equal: how far others lie from them
+    cannot be said.
+    """
+    sample = np.asarray(values, dtype=np.float64)
+    if len(sample) < 2 or np.ptp(sample) == 0:
+        return Interval(float(sample[0]) if len(sample) else math.nan, math.nan, math.nan)
+    reach = t.ppf((1 + confidence) / 2, len(sample) - 1) * sample.std(ddof=1) / len(sample) ** 0.5
+    mean = float(sample.mean())
+    return Interval(mean, mean - float(reach), mean + float(reach))
+
+
+def ratio_over_prompts(
+    sums: Sequence[float] | np.ndarray, sizes: Sequence[float] | np.ndarray, *, confidence: float
+) -> Interval:
+    """Return `sum(sums) / sum(sizes)`, such as a KL per token, and its interval over prompts.
+
+    Student's interval of what is left, `sums - ratio * sizes`, over the mean size; NaN where it is
+    not known, see `mean_over_prompts`.
+
+    Args:
+        sums: one a prompt, such as the KL of its responses.
+        sizes: one a prompt, such as their tokens.
+        confidence: coverage of the two-sided interval.
+
+    Source: Cochran 1977, "Sampling techniques", chapter 6 (a ratio of means).
+    """
+    ratio, left = _ratio(np.asarray(sums, np.float64), np.asarray(sizes, np.float64))
+    _, low, high = mean_over_prompts(left, confidence=confidence)
+    return Interval(ratio, ratio + low, ratio + high)
+
+
+def _ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return the ratio of the sums, and what each prompt moves it by, times their number."""
+    ratio = float(sums.sum() / max(sizes.sum(), 1.0))
+    return ratio, (sums - ratio * sizes) / max(sizes.sum() / max(len(sizes), 1), 1e-9)
+
+
+def paired_differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], *, confidence: float
+) -> tuple[int, dict[str, Interval]]:
+    """Return how a second policy differs from a first on the prompts that both were asked.
+
+    Prompt by prompt, so that what makes a prompt easy or hard for both does not widen the
+    intervals; with one seed and decoding, both were sampled with the same noise.
+
+    Args:
+        first: values of the first's comparison with a baseline, see `values_of`.
+        second: values of the second's.
+        confidence: coverage of the two-sided intervals, which are over prompts.
+
+    Returns:
+        The number of prompts, and by name `gold_win_rate` and `score_win_rate` of the second over
+        the first, ties one half; `gold`, `score`, `kl_per_token`, `kl_per_response` and
+        `response_length`, the second's minus the first's. KL only from one baseline, whose
+        responses have the same lengths in both; score only if they have the same scores, too.
+    """
+    places = [{prompt: i for i, prompt in enumerate(one["prompts"])} for one in (first, second)]
+    both = [prompt for prompt in places[0] if prompt in places[1]]
+    if not both:
+        return 0, {}
+
+    def values(name: str) -> list[np.ndarray]:
+        """Return `[N, K]` and `[N, L]`: of the prompts of both; NaN is unknown."""
+        return [
+            np.array(one[name], np.float64).reshape(len(one["prompts"]), -1)[
+                [place[prompt] for prompt in both]
+            ]
+            for one, place in zip((first, second), places, strict=True)
+        ]
+
+    def same(name: str) -> bool:
+        one, other = values(name)
+        return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, equal_nan=True)
+
+    found: dict[str, Interval] = {}
+    one_baseline = same("baseline_length")
+    judges = ["gold"] if "gold" in first and "gold" in second else []
+    for judge in [*judges, *(["score"] if one_baseline and same("baseline_score") else [])]:
+        scores = values(judge)
+        known = ~np.isnan(np.concatenate(scores, 1)).any(1)
+        old, new = (score[known] for score in scores)
+        if known.any():
+            sides = torch.from_numpy(new), torch.from_numpy(old)
+            found[f"{judge}_win_rate"] = win_rate_over_prompts(*sides, confidence=confidence)
+            found[judge] = mean_over_prompts(new.mean(1) - old.mean(1), confidence=confidence)
+    lengths, kls = values("length"), values("kl")
+    if one_baseline and any(kl.any() for kl in kls):
+        pairs = zip(kls, lengths, strict=True)
+        (was, old), (now, new) = (_ratio(kl.sum(1), size.sum(1)) for kl, size in pairs)
+        moved = mean_over_prompts(new - old, confidence=confidence)
+        found["kl_per_token"] = Interval(*(now - was + end for end in (0.0, *moved[1:])))
+        found["kl_per_response"] = _difference(kls, confidence)
+    found["response_length"] = _difference(lengths, confidence)
+    return len(both), found
+
+
+def _difference(sides: Sequence[np.ndarray], confidence: float) -> Interval:
+    old, new = (side.mean(1) for side in sides)
+    return mean_over_prompts(new - old, confidence=confidence)
+
+
+def length_controlled_win_rate(
+    policy_scores: Sequence[float],
+    baseline_scores: Sequence[float],
+    policy_lengths: Sequence[int],
+    baseline_lengths: Sequence[int],
+    *,
+    confidence: float,
+    rows_per_prompt: int = 1,
+) -> Interval:
+    """Return the win rate that a policy would have with responses as long as the baseline's.
+
+    A logistic regression of the win (a tie counts one half) on `tanh(d / sd(d))`, d the difference
+    of the lengths, with a light ridge on its slope; the result is its prediction at d = 0. If
+    lengths never differ this is the plain win rate.
+
+    The interval is over prompts: that of `share_over_prompts` for what each prompt moves the
+    prediction by (its influence in the regression).
+
+    Args:
+        policy_scores: one score per prompt.
+        baseline_scores: scores of the same prompts, in the same order.
+        policy_lengths: lengths of the policy's responses, in tokens.
+        baseline_lengths: lengths of the baseline's responses, in tokens.
+        confidence: coverage of the two-sided interval.
+        rows_per_prompt: comparisons of each prompt, in a row, where there are several.
+
+    Raises:
+        ValueError: if the four do not have one number a prompt, or there is no prompt.
+
+    Source: Dubois et al. 2024 (length-controlled AlpacaEval), without its term for the prompt;
+    Liang and Zeger 1986 (the variance of a regression on groups).
+    """
+    sizes = {len(policy_scores), len(baseline_scores), len(policy_lengths), len(baseline_lengths)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(
+            f"scores and lengths have {sorted(sizes)} numbers: give one of each a prompt"
+        )
+    scores = np.asarray(policy_scores, float) - np.asarray(baseline_scores, float)
+    won = np.where(scores == 0, 0.5, (scores > 0).astype(float))
+    lengths = np.asarray(policy_lengths, float) - np.asarray(baseline_lengths, float)
+    spread = lengths.std()
+    longer = np.tanh(lengths / spread) if spread > 0 else np.zeros_like(lengths)
+
+    def loss(parameters: np.ndarray) -> float:
+        logits = parameters[0] + parameters[1] * longer
+        likelihood = won * -np.logaddexp(0, -logits) + (1 - won) * -np.logaddexp(0, logits)
+        return float(-likelihood.sum() + 0.01 * parameters[1] ** 2 + 1e-6 * parameters[0] ** 2)
+
+    found = minimize(loss, np.zeros(2), method="BFGS").x
+    rate = float(expit(found[0]))
+    terms = np.stack([np.ones_like(longer), longer], 1)  # [rows, 2]
+    fitted = expit(terms @ found)
+    curvature = terms.T @ (terms * (fitted * (1 - fitted))[:, None]) + np.diag([2e-6, 0.02])
+    moves = ((won - fitted)[:, None] * terms) @ np.linalg.inv(curvature)[0]
+    by_prompt = rate * (1 - rate) * moves.reshape(-1, rows_per_prompt).sum(1)
+    shares = rate + len(by_prompt) * (by_prompt - by_prompt.mean())
+    return share_over_prompts(shares, confidence=confidence)._replace(mean=rate)

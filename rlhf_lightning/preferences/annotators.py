@@ -1,23 +1,37 @@
-"""Annotators of pairs: the protocol, rules, and simulated people."""
+"""Annotators of pairs: the protocol, rules, simulated people, and people at the page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 from random import Random
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol, SupportsFloat
 
 from pydantic import Field
 
-from rlhf_lightning.arguments import AtLeast0, Seed, checked
+from rlhf_lightning.arguments import AtLeast0, CodeName, Count, Names, Seed, checked
+from rlhf_lightning.data.demo import grammar
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
-from rlhf_lightning.preferences.journal import Journal
-from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
-from rlhf_lightning.preferences.rules import Rule
+from rlhf_lightning.data.splits import split_fraction
+from rlhf_lightning.hparams import Checked
+from rlhf_lightning.preferences.records import (
+    AnnotatorKind,
+    Choice,
+    Journal,
+    Label,
+    Pair,
+    Side,
+    readable,
+)
 
 # (prompts, completions, finished) -> scores, as evaluation's gold rewards are; by name also the
 # prompt columns that its `columns` names.
@@ -211,3 +225,254 @@ def label_pairs(
 def now() -> str:
     """Return the time as labels write it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+STORE = "people.sqlite"
+
+
+class PeopleNeededError(RuntimeError):
+    """Labels of people are missing; the message says how to make them and how to continue."""
+
+
+class People(Protocol):
+    """Labels pairs, each by as many people as requested."""
+
+    def labels(
+        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
+    ) -> list[Label]:
+        """Return the labels of (pair, number of people).
+
+        Args:
+            asked: pairs, and how many people each of them needs.
+            folder: folder of the run.
+            journal: journal of all labels, which gets the returned ones.
+
+        Raises:
+            PeopleNeededError: if people have to label first.
+        """
+
+
+class Panel:
+    """Annotators that stand for people; each pair goes to some of them, chosen by a hash.
+
+    Args:
+        members: e.g. simulated people; their names differ. The keys of a mapping are not used.
+        seed: seeds the choice of annotators.
+
+    Raises:
+        ValueError: if it is empty, or two have one name.
+    """
+
+    @checked
+    def __init__(
+        self, members: Sequence[Annotator] | Mapping[str, Annotator], *, seed: Seed
+    ) -> None:
+        members = list(members.values() if isinstance(members, Mapping) else members)
+        names = [member.name for member in members]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"a panel has members of different names, at least one: got {names}")
+        self.members = tuple(members)
+        self.seed = seed
+
+    def labels(
+        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
+    ) -> list[Label]:
+        """Return the labels, pair by pair for each member.
+
+        Raises:
+            ValueError: if a pair needs more people than there are.
+        """
+        shares = self.shares(asked)
+        return [
+            label
+            for member in self.members
+            for label in label_pairs(member, shares[member.name], journal)
+        ]
+
+    def shares(self, asked: Sequence[tuple[Pair, int]]) -> Mapping[str, list[Pair]]:
+        """Return the pairs that each member looks at."""
+        names = [member.name for member in self.members]
+        shares: dict[str, list[Pair]] = defaultdict(list)
+        for pair, count in asked:
+            if count > len(names):
+                raise ValueError(
+                    f"{count} people are to look at a pair, the panel has {len(names)}: lower "
+                    "budget.people_votes or budget.validation_votes, or add members"
+                )
+            drawn = sorted(names, key=lambda n: split_fraction(f"{n}/{pair.pair_id}", self.seed))
+            for name in drawn[:count]:
+                shares[name].append(pair)
+        return shares
+
+
+class PageAnnotators:
+    """People at the labelling page, who share the store `people.sqlite` of the run folder.
+
+    A first call puts the pairs into the store and says how to open the page; a later one takes the
+    labels out of it.
+    """
+
+    def labels(
+        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
+    ) -> list[Label]:
+        """Return the labels of people, once every pair has as many as it needs; a skip is none.
+
+        Raises:
+            PeopleNeededError: while labels are missing.
+        """
+        from rlhf_lightning.preferences.annotation.store import LabelStore
+
+        wanted = {pair.pair_id: count for pair, count in asked}
+        by_count: dict[int, list[Pair]] = defaultdict(list)
+        for pair, count in asked:
+            by_count[count].append(pair)
+        with LabelStore(folder / STORE) as store:
+            for count, pairs in sorted(by_count.items(), reverse=True):
+                store.add_pairs(pairs, labels_per_pair=count)
+            given = [x for x in store.labels() if x.kind == "person" and x.pair_id in wanted]
+        counts = Counter(label.pair_id for label in given if label.choice != "skip")
+        missing = sum(max(count - counts[pair_id], 0) for pair_id, count in wanted.items())
+        if missing:
+            raise PeopleNeededError(
+                f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
+                f"python -m rlhf_lightning.annotate store={folder / STORE}  and then repeat the "
+                "command of this run with resume=auto"
+            )
+        known = {(x.pair_id, x.annotator) for x in journal.read()}
+        journal.append([x for x in given if (x.pair_id, x.annotator) not in known])
+        return given
+
+
+_WORD = re.compile(r"\w+")
+
+
+class Rule(Protocol):
+    """Scores a response as text; the better of two responses has the higher score."""
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the score."""
+
+
+@checked
+@dataclass(frozen=True)
+class LengthRule(Checked):
+    """Prefers responses of about so many words: minus the log of the factor between the two."""
+
+    words: Count
+    weight: float = 1.0
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return 0 at the wanted length, -log 2 at half and at twice of it."""
+        count = max(len(_words(response)), 1)
+        return -self.weight * abs(math.log(count / self.words))
+
+
+@checked
+@dataclass(frozen=True)
+class RepetitionRule:
+    """Dislikes repetitive responses: minus the share of word pairs that came before."""
+
+    weight: float = 1.0
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return 0 for a response whose neighbouring words are always new, down to -weight."""
+        words = _words(response)
+        pairs = list(pairwise(words))
+        return -self.weight * (1 - len(set(pairs)) / len(pairs)) if pairs else 0.0
+
+
+@checked
+@dataclass(frozen=True)
+class EndingRule:
+    """Prefers responses that end like a sentence.
+
+    Args:
+        weight: weight of the rule.
+        endings: characters that may end a sentence.
+    """
+
+    weight: float = 1.0
+    endings: Names = (".", "!", "?", '"', ")", "`")
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the weight, or 0."""
+        return self.weight if response.rstrip().endswith(tuple(self.endings)) else 0.0
+
+
+@dataclass(frozen=True)
+class PhraseRule:
+    """Counts phrases, whole words and any case.
+
+    Args:
+        phrases: phrases to count.
+        weight: weight of each find; negative for phrases that make a response worse.
+    """
+
+    phrases: Sequence[str]
+    weight: float
+
+    def __post_init__(self) -> None:
+        """Check that there is something to look for."""
+        if not self.phrases or not all(isinstance(p, str) and p.strip() for p in self.phrases):
+            raise ValueError("phrases must name at least one phrase, none of them empty")
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the weight times the number of finds."""
+        text = " ".join(response.lower().split())
+        patterns = (rf"(?<!\w){re.escape(phrase.lower())}(?!\w)" for phrase in self.phrases)
+        return self.weight * sum(len(re.findall(pattern, text)) for pattern in patterns)
+
+
+@checked
+@dataclass(frozen=True)
+class CallableRule:
+    """Any function `(prompt, response) -> number`.
+
+    Args:
+        function: the function itself, `path.py:name`, or a dotted name.
+        weight: weight of the rule.
+
+    Raises:
+        ValueError: if nothing callable is called that.
+    """
+
+    function: Callable[[str, str], Any] | CodeName
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Look the function up, so that a wrong name fails before anything is sampled."""
+        self._found  # noqa: B018
+
+    @cached_property
+    def _found(self) -> Callable[[str, str], Any]:
+        if not isinstance(self.function, str):
+            return self.function
+        from rlhf_lightning.rollout.scorers.base import load_function  # torch: who asks pays
+
+        return load_function(self.function)
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the weight times what the function says.
+
+        Raises:
+            ValueError: if that is no finite number.
+        """
+        value = self._found(prompt, response)
+        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+            name = getattr(self._found, "__name__", "function")
+            raise ValueError(f"the rule {name} returned {value!r}: return a finite number")
+        return self.weight * float(value)
+
+
+def demo_style() -> list[PhraseRule]:
+    """Return rules about the built-in world's manners: they know style, and no fact."""
+    return [
+        PhraseRule((*grammar.POLITE_OPENERS, *grammar.POLITE_CLOSERS), 0.5),
+        PhraseRule((*grammar.RUDE_OPENERS, *grammar.RUDE_CLOSERS), -1.0),
+        PhraseRule(grammar.FILLERS, -0.5),
+        PhraseRule(grammar.CORE_FORMS["unknown"], -1.0),
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())

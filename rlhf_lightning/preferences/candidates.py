@@ -32,8 +32,7 @@ from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import round_frozen_weights
-from rlhf_lightning.preferences.journal import Journal, write_records
-from rlhf_lightning.preferences.records import Candidate
+from rlhf_lightning.preferences.records import Candidate, Journal, write_records
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses

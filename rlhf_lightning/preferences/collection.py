@@ -1,4 +1,4 @@
-"""The preference lab: from prompts to preference records, in one run folder.
+"""From prompts to preference records, or to demonstrations by rejection sampling.
 
 Every phase reads the files of the one before, and slow work is journaled, so that a killed run
 continues where it was:
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
-from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.records import PromptRecord, Text, asked_columns
 from rlhf_lightning.hparams import Checked, Usual
-from rlhf_lightning.preferences.aggregate import Method, Verdict, aggregate, by_pair
-from rlhf_lightning.preferences.annotators import Annotator, label_pairs
+from rlhf_lightning.preferences.agreement import Method, Verdict, aggregate, by_pair
+from rlhf_lightning.preferences.annotators import Annotator, Gold, People, label_pairs
 from rlhf_lightning.preferences.budget import (
     BudgetHparams,
     Cost,
@@ -31,21 +31,31 @@ from rlhf_lightning.preferences.budget import (
 )
 from rlhf_lightning.preferences.candidates import (
     ADVICE,
+    METRICS,
     Sampling,
     collect_candidates,
     describe_dropped,
 )
-from rlhf_lightning.preferences.human_annotators import People
-from rlhf_lightning.preferences.journal import record_journal, write_records
 from rlhf_lightning.preferences.judge import JudgeAnnotator, JudgeFigures, judge_figures
 from rlhf_lightning.preferences.pairing import (
     Pairing,
+    ResponseScores,
     ScoreFunction,
     WorstSamples,
     make_pairs,
     near_duplicates,
 )
-from rlhf_lightning.preferences.records import Label, Pair, readable
+from rlhf_lightning.preferences.records import (
+    Candidate,
+    Label,
+    Pair,
+    answered,
+    completion_of,
+    readable,
+    record_journal,
+    variables_of,
+    write_records,
+)
 
 
 @dataclass(frozen=True)
@@ -235,3 +245,91 @@ class Lab:
         no_training = withheld | removed
         kept = [p for p in made if p.pair_id in held_out or p.prompt_id not in no_training]
         return kept[: self.hparams.num_pairs], len(removed)
+
+
+@dataclass(frozen=True)
+class RejectionSampler:
+    """Samples responses, scores them, and keeps the best one of each prompt.
+
+    Args:
+        folder: folder of the run.
+        sampling: policies and decoding; n is its `per_prompt`.
+        score: scores responses; those without a score are dropped.
+        keep_unfinished: keep responses that were cut off at the token limit.
+        gold: the true reward, where it is known; only reported.
+        say: prints one line.
+
+    Source: Dong et al. 2023, "RAFT"; Touvron et al. 2023, "Llama 2", section 3.2.3.
+    """
+
+    folder: Path
+    sampling: Sampling
+    score: ResponseScores
+    keep_unfinished: bool
+    gold: Gold | None
+    say: Callable[[str], None]
+
+    def run(self, prompts: Sequence[PromptRecord]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """Return one row of prompt and completion per prompt, and the metrics, as `collect/*`.
+
+        A prompt without a usable response has none.
+
+        Raises:
+            ValueError: if no response is left.
+        """
+        kept, num_asked, dropped = collect_candidates(
+            prompts, self.sampling, self.folder, keep_unfinished=self.keep_unfinished
+        )
+        self.say(describe_dropped(num_asked, dropped))
+        scores = self.score([answered(c, c.response) for c in kept])
+        scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
+        if not scored:
+            raise ValueError(f"no response is left: {ADVICE}")
+        best = _best(scored)
+        figures = {
+            "collect/num_candidates": num_asked,
+            "collect/usable_candidates": len(scored),
+            "collect/train_records": len(best),
+            "collect/score": _mean([score for _, score in scored]),
+            "collect/score_best": _mean([score for _, score in best]),
+        } | {name: dropped.get(reason, 0) for reason, name in METRICS.items()}
+        if self.gold is not None:
+            figures["collect/gold"] = _mean(self._gold([c for c, _ in scored], self.gold))
+            figures["collect/gold_best"] = _mean(self._gold([c for c, _ in best], self.gold))
+        rows = [_row(candidate, score) for candidate, score in best]
+        return rows, {name: float(value) for name, value in figures.items()}
+
+    def _gold(self, answers: Sequence[Candidate], gold: Gold) -> list[float]:
+        return gold(
+            [readable(c.prompt) for c in answers],
+            [c.response for c in answers],
+            [c.finished is not False for c in answers],
+            **asked_columns(gold, [c.columns for c in answers]),
+        )
+
+
+def _best(scored: Sequence[tuple[Candidate, float]]) -> list[tuple[Candidate, float]]:
+    """Return the best response of each prompt, of equal ones the first, in the order of prompts."""
+    best: dict[str, tuple[Candidate, float]] = {}
+    for candidate, score in scored:
+        held = best.get(candidate.prompt_id)
+        if held is None or score > held[1]:
+            best[candidate.prompt_id] = (candidate, score)
+    return list(best.values())
+
+
+def _row(candidate: Candidate, score: float) -> dict[str, Any]:
+    prompt: Text = candidate.prompt
+    return {
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "completion": completion_of(prompt, candidate.response),
+        **variables_of(candidate),
+        "domain": candidate.domain,
+        "score": round(score, 6),
+        "label": True,  # it is the best one: without this a score would be a rating
+        "source": candidate.source,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

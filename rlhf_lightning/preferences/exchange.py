@@ -28,6 +28,7 @@ from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords,
 from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
+from rlhf_lightning.preferences.agreement import Method, aggregate, preference_row
 from rlhf_lightning.preferences.records import (
     Choice,
     Label,
@@ -43,7 +44,6 @@ from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.thoughts import shown
 
 Format = Literal["pairs", "labels", "trl", "label_studio"]
-Method = Literal["people_first", "majority", "dawid_skene"]
 # A key that tells a format; the first that fits decides.
 _TELLING: dict[str, Format] = {
     "choice": "labels",
@@ -127,9 +127,6 @@ def write_collection(
     rows: list[Any] = []
     left_out: Counter[str] = Counter()
     if format == "trl":
-        # Brings torch with it, which neither serving nor reading needs.
-        from rlhf_lightning.preferences.aggregate import aggregate, preference_row
-
         people = {label.annotator for label in found.labels if label.kind == "person"}
         verdicts = aggregate(found.pairs, found.labels, people=people, method=method)
         left_out.update(str(each.left_out) for each in verdicts if each.choice is None)

@@ -21,9 +21,8 @@ from typing import Any, Literal, NamedTuple
 from rlhf_lightning.arguments import AtLeast0, JsonObject, PathStr, Seed, Size, checked
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
-from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
-from rlhf_lightning.preferences.records import SIDES, Label, Pair, Side, turns_of
+from rlhf_lightning.preferences.records import SIDES, Journal, Label, Pair, Side, turns_of
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
@@ -408,7 +407,7 @@ class JudgeAnnotator:
         ((why, _),) = Counter(j.unread for j in unread).most_common(1)
         last = next(j for j in reversed(unread) if j.unread == why)
         shown = " ".join((last.reply or last.said).split())[:NUM_SHOWN]
-        fix = _FIXES[str(why)].format(self.hparams, CLOSINGS[self.read])
+        fix = _FIXES.get(str(why), _FIXES["no verdict"]).format(self.hparams, CLOSINGS[self.read])
         return (
             f"{self.name}: {len(unread)} of {len(self._known)} replies have no verdict ({why}), "
             f"the last is {shown!r}: {fix}"

@@ -21,8 +21,15 @@ from typing import Literal, NamedTuple
 from rlhf_lightning.arguments import Count
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked
-from rlhf_lightning.preferences.journal import Journal, record_journal
-from rlhf_lightning.preferences.records import Answer, Candidate, Pair, answered, readable
+from rlhf_lightning.preferences.records import (
+    Answer,
+    Candidate,
+    Journal,
+    Pair,
+    answered,
+    readable,
+    record_journal,
+)
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
 # (prompt, response) -> a number, the better the higher.

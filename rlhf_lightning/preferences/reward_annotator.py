@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -53,11 +52,6 @@ def score_rows(
     return [scores[i] for i in range(len(rows))]
 
 
-def _load(source: str | Path, revision: str | None, precision: str | None) -> tuple[Any, Any]:
-    model = load_scalar_model(source, revision=revision, precision=precision)
-    return load_tokenizer(source, revision=revision), model
-
-
 @checked
 @dataclass(eq=False)
 class RewardModelAnnotator(Checked):
@@ -92,9 +86,10 @@ class RewardModelAnnotator(Checked):
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
         """Tokenizer and model."""
-        tokenizer, model = _load(self.source, self.revision, self.precision)
-        frozen(model)
-        return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
+        origin: dict[str, Any] = {"revision": self.revision}
+        model: Any = load_scalar_model(self.source, precision=self.precision, **origin)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return load_tokenizer(self.source, **origin), frozen(model).to(device)
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""

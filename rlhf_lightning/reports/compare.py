@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.evaluation.comparisons import paired_differences
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE, paired_differences
 from rlhf_lightning.reports.charts import Figure, Series, line_chart
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.page import saved_config
@@ -20,15 +19,8 @@ from rlhf_lightning.runs.outcome import FEW
 from rlhf_lightning.runs.summary import Summary, read_summary
 
 COLUMNS = (
-    "val/gold_win_rate",
-    "val/score_win_rate",
-    "val/accuracy",
-    "val/loss",
-    "val/score",
-    "val/kl_per_token",
-    "val/kl_per_response",
-    "val/response_length",
-    "val/distinct_2",
+    *("val/gold_win_rate", "val/score_win_rate", "val/accuracy", "val/loss", "val/score"),
+    *("val/kl_per_token", "val/kl_per_response", "val/response_length", "val/distinct_2"),
 )
 _HEAD = 250  # characters with which each page of ours begins
 

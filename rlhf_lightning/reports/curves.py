@@ -19,26 +19,11 @@ from rlhf_lightning.runs.metric_catalog import (
 Rows = Sequence[Mapping[str, float]]
 
 FIRST = (  # `*` is the name of the objective, whichever it is
-    "rollout/score",
-    "rollout/teacher_kl_per_token",
-    "rollout/kl_per_token",
-    "rollout/response_length",
-    "*/clipfrac",
-    "*/explained_variance",
-    "*/entropy",
-    "*/approx_kl",
-    "rollout/informative_groups",
-    "rollout/eos_fraction",
-    "rollout/distinct_2",
-    "*/accuracy",
-    "*/loss",
-    "*/chosen_reward",
-    "*/rejected_reward",
-    "*/margin",
-    "val/loss",
-    "val/accuracy",
-    "val/calibration_error",
-    "val/margin",
+    *("rollout/score", "rollout/teacher_kl_per_token", "rollout/kl_per_token"),
+    *("rollout/response_length", "*/clipfrac", "*/explained_variance", "*/entropy"),
+    *("*/approx_kl", "rollout/informative_groups", "rollout/eos_fraction", "rollout/distinct_2"),
+    *("*/accuracy", "*/loss", "*/chosen_reward", "*/rejected_reward", "*/margin"),
+    *("val/loss", "val/accuracy", "val/calibration_error", "val/margin"),
 )
 _REFERENCES = {
     "val/accuracy": (

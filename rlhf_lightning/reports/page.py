@@ -16,19 +16,17 @@ from markupsafe import Markup
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.reports.charts import Figure
 from rlhf_lightning.reports.curves import Rows, curves
-from rlhf_lightning.reports.distributions import (
-    Lines,
-    answers_figures,
-    pairs_section,
-    wins_figures,
-)
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.outcome import (
+    Lines,
     Metrics,
+    answers_figures,
     best_of_figures,
     domains_section,
     overoptimization_section,
+    pairs_section,
     rounds_section,
+    wins_figures,
 )
 from rlhf_lightning.reports.samples import samples_section
 from rlhf_lightning.runs.atomic import write_text

@@ -79,9 +79,7 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
         count = min(_MAX_ENDS, len(scored) // 2)
         ends = zip(scored[:count], scored[: -count - 1 : -1], strict=True)
         cards = [_card(*one) for pair in ends for one in zip(pair, ("best", "worst"), strict=True)]
-        many = "one" if count == 1 else count
-        lead = f"From iteration {last}: the {many} with the highest score, the {many} with the "
-        lead, css = f"{lead}lowest.", "ends"
+        lead, css = f"From iteration {last}: {count} with the highest score and the lowest.", "ends"
     systems = {str(s.get("system") or "") for s in latest}
     system = systems.pop() if len(systems) == 1 else ""
     for card, sample in zip(cards, latest, strict=False) if compared and not system else ():
@@ -108,15 +106,10 @@ def _card(
 def figures(sample: Mapping[str, Any], prefix: str) -> str:
     """Return score, KL and length of an answer as text; `prefix` names whose they are."""
     parts = []
-    for key, pattern in (
-        ("score", "score {}"),
-        ("kl", "KL estimate {} a token"),
-        ("length", "{} tokens"),
-    ):
+    for key, name in (("score", "score"), ("kl", "KL estimate a token"), ("length", "tokens")):
         value: Any = sample.get(f"{prefix}{key}")
         if _is_number(value):
-            shown = pattern.format(value if key == "length" else number(value))
-            parts.append("1 token" if shown == "1 tokens" else shown)
+            parts.append(f"{name} {value if key == 'length' else number(value)}")
     if sample.get(f"{prefix}finished") is False:
         parts.append("cut off")
     return " · ".join(parts)

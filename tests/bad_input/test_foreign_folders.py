@@ -19,7 +19,7 @@ LOOKUP = "hydra.utils.get_method"
 BASE = "rlhf_lightning.rollout.scorers.base"
 HTTP = "rlhf_lightning.rollout.scorers.http.HttpScorer"
 LOAD = {"_target_": f"{BASE}.load_function", "path": "EVIL:f"}
-WRITE = {"_target_": "rlhf_lightning.preferences.journal.write_rows", "path": "PROOF", "rows": []}
+WRITE = {"_target_": "rlhf_lightning.preferences.records.write_rows", "path": "PROOF", "rows": []}
 SERVER = "rlhf_lightning.rollout.generators.vllm.VllmGenerator"
 LOADER = {
     "_target_": "rlhf_lightning.models.factory.load_scalar_model",

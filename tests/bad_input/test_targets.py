@@ -83,7 +83,7 @@ def test_every_way_of_naming_a_target_is_seen(form):
 
 
 BASE = "rlhf_lightning.rollout.scorers.base"
-WRITE = {"_target_": "rlhf_lightning.preferences.journal.write_rows", "path": "x", "rows": []}
+WRITE = {"_target_": "rlhf_lightning.preferences.records.write_rows", "path": "x", "rows": []}
 SERVER = {
     "_target_": "rlhf_lightning.rollout.generators.vllm_server.VllmServer",
     "number": 0,

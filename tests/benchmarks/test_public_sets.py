@@ -19,8 +19,7 @@ from benchmarks.public_sets import (
     read_arguments,
     read_pandalm,
 )
-from rlhf_lightning.preferences.aggregate import aggregate
-from rlhf_lightning.preferences.agreement import fleiss_kappa
+from rlhf_lightning.preferences.agreement import aggregate, fleiss_kappa
 from rlhf_lightning.preferences.reliability import people_figures, verdicts_agree
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"

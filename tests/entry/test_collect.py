@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from rlhf_lightning.app.collect import publishing_to
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.preferences.annotation.store import LabelStore
-from rlhf_lightning.preferences.human_annotators import STORE, PeopleNeededError
+from rlhf_lightning.preferences.annotators import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import settings_of

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.evaluation.best_of import Pool, measure_best_of, sample_pool
-from rlhf_lightning.evaluation.comparisons import share_over_prompts
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling
 from rlhf_lightning.evaluation.gold_rewards import NumberGold
 from rlhf_lightning.evaluation.held_out import encode_questions
+from rlhf_lightning.evaluation.metrics import Pool, measure_best_of, sample_pool
+from rlhf_lightning.evaluation.win_rate import share_over_prompts
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_lightning.evaluation.comparisons import (
+from rlhf_lightning.evaluation.win_rate import (
     length_controlled_win_rate,
     mean_over_prompts,
     paired_differences,

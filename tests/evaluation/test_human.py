@@ -17,8 +17,7 @@ from rlhf_lightning.evaluation.human import (
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.annotators import RuleAnnotator, now
-from rlhf_lightning.preferences.journal import write_records
-from rlhf_lightning.preferences.records import Label
+from rlhf_lightning.preferences.records import Label, write_records
 from tests.evaluation.spoken import answers
 
 WORDS = ["a b", "c", "d e f", "g", "h i", "j", "k l", "same"]

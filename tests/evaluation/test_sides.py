@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhf_lightning.evaluation.comparisons import (
+from rlhf_lightning.evaluation.generate import side_by_side
+from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, wins
+from rlhf_lightning.evaluation.win_rate import (
     length_controlled_win_rate,
     mean_over_prompts,
     share_over_prompts,
 )
-from rlhf_lightning.evaluation.generate import side_by_side
-from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, wins
 from rlhf_lightning.functional.statistics import wilson_interval
 from tests.evaluation.spoken import answers
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 from rlhf_lightning.preferences.annotation.store import LabelStore
-from rlhf_lightning.preferences.journal import write_records
-from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.records import Label, Pair, write_records
 
 PAIR = re.compile(r'name="pair" value="(\w+)"')
 

@@ -13,15 +13,12 @@ from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.questions import DOMAINS
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.records import Text
-from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
+from rlhf_lightning.preferences.annotators import LengthRule, Panel, RuleAnnotator, SimulatedPerson
 from rlhf_lightning.preferences.budget import BudgetHparams
 from rlhf_lightning.preferences.candidates import Decoding, Sampling
 from rlhf_lightning.preferences.collection import Lab, LabHparams
-from rlhf_lightning.preferences.human_annotators import Panel
-from rlhf_lightning.preferences.journal import write_records, write_rows
 from rlhf_lightning.preferences.pairing import Defeat, WorstSamples, adversarial_pairs
-from rlhf_lightning.preferences.records import Candidate, Pair
-from rlhf_lightning.preferences.rules import LengthRule
+from rlhf_lightning.preferences.records import Candidate, Pair, write_records, write_rows
 
 QUESTION = next(
     record.prompt

@@ -9,7 +9,7 @@ import pytest
 from rlhf_lightning.data.errors import Location, SkippedRecords
 from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.records import PreferenceRecord
-from rlhf_lightning.preferences.aggregate import (
+from rlhf_lightning.preferences.agreement import (
     NO_MAJORITY,
     NO_VOTE,
     TIE,

@@ -11,19 +11,16 @@ from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold
 from rlhf_lightning.preferences.annotators import (
     AnnotationError,
-    RuleAnnotator,
-    SimulatedPerson,
-    label_pairs,
-)
-from rlhf_lightning.preferences.journal import record_journal
-from rlhf_lightning.preferences.records import Label, Pair
-from rlhf_lightning.preferences.rules import (
     CallableRule,
     EndingRule,
     LengthRule,
     PhraseRule,
     RepetitionRule,
+    RuleAnnotator,
+    SimulatedPerson,
+    label_pairs,
 )
+from rlhf_lightning.preferences.records import Label, Pair, record_journal
 
 SURE = SimulatedAnnotator("sure", temperature=0.01, length_bias=0.0)
 PAIRS = [Pair.make(f"prompt {i}", "a " * (i % 7 + 1), "b " * (i % 5 + 2)) for i in range(400)]

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.journal import Journal, record_journal
-from rlhf_lightning.preferences.records import Label
+from rlhf_lightning.preferences.records import Journal, Label, record_journal
 from tests.builders.labels import label
 
 WRITER = """
 import sys
-from rlhf_lightning.preferences.journal import Journal
+from rlhf_lightning.preferences.records import Journal
 journal = Journal(sys.argv[1], write=dict, read=lambda row, where: row)
 number = len(journal.read())
 print("ready", flush=True)

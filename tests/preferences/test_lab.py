@@ -14,19 +14,23 @@ from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import frozen, load_policy
-from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
+from rlhf_lightning.preferences.annotators import (
+    LengthRule,
+    Panel,
+    RepetitionRule,
+    RuleAnnotator,
+    SimulatedPerson,
+)
 from rlhf_lightning.preferences.budget import BudgetHparams
 from rlhf_lightning.preferences.candidates import Decoding, LoadedPolicy, Sampling
 from rlhf_lightning.preferences.collection import Lab, LabHparams
-from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.judge import JudgeAnnotator
-from rlhf_lightning.preferences.publishing import (
+from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
+from rlhf_lightning.preferences.reliability import (
     describe,
     flat_metrics,
     write_collection,
 )
-from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
-from rlhf_lightning.preferences.rules import LengthRule, RepetitionRule
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.chat_server import prefers_longer, serving
 from tests.builders.runs import make_start

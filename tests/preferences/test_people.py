@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.preferences.annotation.store import LabelStore
-from rlhf_lightning.preferences.annotators import RuleAnnotator
-from rlhf_lightning.preferences.human_annotators import (
+from rlhf_lightning.preferences.annotators import (
     STORE,
+    LengthRule,
     PageAnnotators,
     Panel,
     PeopleNeededError,
+    RuleAnnotator,
 )
-from rlhf_lightning.preferences.journal import record_journal
-from rlhf_lightning.preferences.records import Choice, Label, Pair
-from rlhf_lightning.preferences.rules import LengthRule
+from rlhf_lightning.preferences.records import Choice, Label, Pair, record_journal
 from tests.builders.labels import NOW
 
 PAIRS = [Pair.make(f"q{i}", "one", "one two three") for i in range(300)]

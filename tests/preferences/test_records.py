@@ -10,7 +10,6 @@ import pytest
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.preferences.annotation.page import task_values
 from rlhf_lightning.preferences.annotation.store import Task
-from rlhf_lightning.preferences.journal import write_records
 from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.records import (
     Candidate,
@@ -21,6 +20,7 @@ from rlhf_lightning.preferences.records import (
     read_records,
     readable,
     to_row,
+    write_records,
 )
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})

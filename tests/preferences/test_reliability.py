@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
-from rlhf_lightning.preferences.aggregate import aggregate
+from rlhf_lightning.preferences.agreement import aggregate
 from rlhf_lightning.preferences.annotators import SimulatedPerson
 from rlhf_lightning.preferences.records import Pair
 from rlhf_lightning.preferences.reliability import (

@@ -12,8 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.annotators import label_pairs
-from rlhf_lightning.preferences.journal import record_journal
-from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.records import Label, Pair, record_journal
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from tests.builders.tokenizers import CHATML, build_tokenizer
 

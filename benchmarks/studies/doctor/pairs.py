@@ -21,7 +21,7 @@ from benchmarks.studies.doctor.rewards import data_folder, reviews
 from rlhf_lightning.data.conversations import SIDES, parse_transcript
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.records import PromptRecord, Split
-from rlhf_lightning.preferences.journal import write_rows
+from rlhf_lightning.preferences.records import write_rows
 
 FEW = 200
 ARTICLES = ("the", "a", "an")

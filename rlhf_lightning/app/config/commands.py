@@ -170,9 +170,7 @@ class AnnotatorSettings(Settings):
     """Annotators: automatic ones, and people."""
 
     automatic: dict[str, Annotator | None] | None = None
-    people: (
-        Annotated[Target, builds("rlhf_lightning.preferences.human_annotators.People")] | None
-    ) = None
+    people: Annotated[Target, builds("rlhf_lightning.preferences.annotators.People")] | None = None
 
 
 class CollectSettings(FiguresSettings):

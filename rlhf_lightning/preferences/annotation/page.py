@@ -52,10 +52,7 @@ BUTTONS = (
     ("both_bad", "b", "Both bad"),
     ("skip", "s", "Skip"),
 )
-NOTES = {
-    "before": "You had labelled that pair already, and that label stays. Undo takes it back.",
-    "nothing": "There is nothing to take back.",
-}
+BEFORE = "You had labelled that pair already, and that label stays. Undo takes it back."
 LONGEST_REASON = 2000
 
 
@@ -121,10 +118,10 @@ class Page:
             response = RedirectResponse("/", 303)
             self._keep(response, self._token_cookie, self._token)
             return response
-        if not _same(request.cookies.get(self._token_cookie, ""), self._token):
-            text = "Open the address with ?token= that the command has printed.\n"
-            return PlainTextResponse(text, 403)
-        return None
+        if _same(request.cookies.get(self._token_cookie, ""), self._token):
+            return None
+        text = "Open the address with ?token= that the command has printed.\n"
+        return PlainTextResponse(text, 403)
 
     async def home(self, request: Request) -> Response:
         """Show the rater's pair, the end, or the way in."""
@@ -132,11 +129,8 @@ class Page:
         if not rater:
             return self._render("start", problem="", name="")
         task, progress = self._store.next_task(rater), self._store.progress(rater)
-        values: dict[str, Any] = {
-            "rater": rater,
-            "progress": progress,
-            "note": NOTES.get(request.query_params.get("note", ""), ""),
-        }
+        note = BEFORE if "before" in request.query_params else ""
+        values: dict[str, Any] = {"rater": rater, "progress": progress, "note": note}
         if task is None:
             return self._render("done", agreement=describe_agreement(self._store), **values)
         return self._render("pair", **values, **task_values(task, self._thoughts))
@@ -163,12 +157,12 @@ class Page:
             answer = "first" if is_first else "second"
         reason = form.get("reason", "")[:LONGEST_REASON]
         is_new = self._store.label(rater, pair_id, answer, reason=reason)  # type: ignore[arg-type]
-        return RedirectResponse("/" if is_new else "/?note=before", 303)
+        return RedirectResponse("/" if is_new else "/?before", 303)
 
     async def undo(self, request: Request) -> Response:
         """Take the last label back."""
-        undone = self._store.undo(self._rater(request))
-        return RedirectResponse("/" if undone else "/?note=nothing", 303)
+        self._store.undo(self._rater(request))
+        return RedirectResponse("/", 303)
 
     async def leave(self, request: Request) -> Response:
         """Sign out."""

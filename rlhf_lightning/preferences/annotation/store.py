@@ -130,10 +130,6 @@ class LabelStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     @property
@@ -152,14 +148,9 @@ class LabelStore:
             StoreError: if a text cannot be stored.
         """
         insert = "INSERT OR IGNORE INTO pairs (pair_id, record, wanted) VALUES (?, ?, ?)"
+        texts = ((x.pair_id, json.dumps(to_row(x), ensure_ascii=False)) for x in pairs)
         with self._change() as db:
-            return sum(
-                db.execute(
-                    insert,
-                    (pair.pair_id, json.dumps(to_row(pair), ensure_ascii=False), labels_per_pair),
-                ).rowcount
-                for pair in pairs
-            )
+            return db.executemany(insert, ((*text, labels_per_pair) for text in texts)).rowcount
 
     def add_labels(self, labels: Iterable[Label]) -> int:
         """Add labels that were given elsewhere, and return how many were new.
