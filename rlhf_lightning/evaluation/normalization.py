@@ -115,6 +115,9 @@ def normalize_reward_model(
     if policy is None:
         with device:
             policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
+    generator = module.generator or CapturedGenerator(
+        stop_ids(tokenizer, start), tokenizer.pad_token_id
+    )
     with precision:
         found = fold_normalization(
             trained.to(device),
@@ -128,14 +131,7 @@ def normalize_reward_model(
                 seed=seed,
                 over_long=over_long,
             ),
-            Sampling(
-                module.generator
-                or CapturedGenerator(stop_ids(tokenizer, start), tokenizer.pad_token_id),
-                tokenizer,
-                temperature=temperature,
-                max_new_tokens=max_new_tokens,
-                micro_batch_size=micro_batch_size,
-            ),
+            Sampling(generator, tokenizer, temperature, max_new_tokens, micro_batch_size),
             seed=seed,
         )
     for callback in getattr(trainer, "callbacks", ()):
