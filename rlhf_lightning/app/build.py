@@ -36,7 +36,6 @@ from rlhf_lightning.callbacks.same_configuration import SameConfiguration
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
-from rlhf_lightning.data.summary import warn_of_cut_responses
 from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.distributed.strategy import make_strategy
@@ -165,9 +164,6 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     tokenizer, scorer = module.tokenizer, getattr(module, "scorer", None)
     data = settings.data.build(tokenizer=tokenizer)
     data.setup()
-    if not stage.rolls_out and stage.num_answered(settings):
-        longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
-        warn_of_cut_responses(data.source, "train", tokenizer, longest, key=key)
     sampling = Sampling(module.generator, tokenizer, **settings.evaluation.decoding)
     if stage.trains_policy and settings.safety is not None:
         encode_safety_prompts(  # of a file, asked at the end: fail before training

@@ -29,7 +29,7 @@ from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.records import PromptRecord, prompt_key
-from rlhf_lightning.data.summary import warn_of_cut_responses, warn_of_plain_prompts
+from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
@@ -199,9 +199,7 @@ def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
     first = next(filter(None, settings.candidates.policies.values()), None)
     if first is not None:
         tokenizer = load_tokenizer(first, **settings.model.template, **settings.model.origin)
-        longest, key = settings.candidates.max_new_tokens, "candidates.max_new_tokens"
         warn_of_plain_prompts(prompts, tokenizer)
-        warn_of_cut_responses(source, settings.candidates.split, tokenizer, longest, key=key)
     return prompts
 
 

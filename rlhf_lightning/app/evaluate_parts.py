@@ -22,7 +22,6 @@ from rlhf_lightning.data.sources.base import FileSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.data.summary import (
     UNLIMITED,
-    warn_of_cut_responses,
     warn_of_plain_prompts,
 )
 from rlhf_lightning.evaluation.generate import Sampling, gold_scores
@@ -158,7 +157,7 @@ def build_sides(settings: EvaluateSettings) -> Sides:
         )
     for model in scorer.build() if scorer is not None else []:
         model.to(policy.model.device)
-    longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
+    longest = settings.evaluation.max_new_tokens
     room = min(prompt_room(side.model, UNLIMITED, longest) for side in (policy, baseline))
     most = settings.prompts.max_length or room
     records = _drawn(settings, held_out, (policy, baseline), most, unused)
@@ -168,7 +167,6 @@ def build_sides(settings: EvaluateSettings) -> Sides:
             "it, or give shorter prompts"
         )
     warn_of_plain_prompts(records, policy.tokenizer)
-    warn_of_cut_responses(source, settings.prompts.part, policy.tokenizer, longest, key=key)
     mine, theirs = _questions(settings, records, (policy, baseline), judges, most)
     return Sides(
         policy,

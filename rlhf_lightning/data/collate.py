@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
 from rlhf_lightning.data.encode import EncodedPreference, EncodedPrompt, EncodedSequence
 
 
+@dataclass(frozen=True)
 class SFTCollator:
     """Makes an `SFTBatch` of encoded sequences.
 
@@ -26,9 +28,7 @@ class SFTCollator:
         pad_token_id: fills the padding; what it is does not matter, it may be EOS.
     """
 
-    def __init__(self, pad_token_id: int) -> None:
-        """Note the pad id."""
-        self.pad_token_id = pad_token_id
+    pad_token_id: int
 
     def __call__(self, rows: Sequence[EncodedSequence]) -> SFTBatch:
         """Return the batch, as wide as its longest row."""
@@ -41,6 +41,7 @@ class SFTCollator:
         )
 
 
+@dataclass(frozen=True)
 class PreferenceCollator:
     """Makes a `PreferenceBatch` of encoded pairs, both sides padded to one width.
 
@@ -48,9 +49,7 @@ class PreferenceCollator:
         pad_token_id: fills the padding; what it is does not matter, it may be EOS.
     """
 
-    def __init__(self, pad_token_id: int) -> None:
-        """Note the pad id."""
-        self.pad_token_id = pad_token_id
+    pad_token_id: int
 
     def __call__(self, rows: Sequence[EncodedPreference]) -> PreferenceBatch:
         """Return the batch, as wide as the longest side of its rows."""
@@ -81,6 +80,7 @@ def _number(ids: NDArray[np.int32]) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "big")
 
 
+@dataclass(frozen=True)
 class PromptCollator:
     """Makes a `PromptBatch` of (encoded prompt, number in the stream) pairs.
 
@@ -92,13 +92,9 @@ class PromptCollator:
         num_own: prompts of the iteration, behind which the others are spare; None for all.
     """
 
-    def __init__(
-        self, pad_token_id: int, num_generations: int = 1, num_own: int | None = None
-    ) -> None:
-        """Note the pad id, the size of a group and the number of prompts that are not spare."""
-        self.pad_token_id = pad_token_id
-        self.num_generations = num_generations
-        self.num_own = num_own
+    pad_token_id: int
+    num_generations: int = 1
+    num_own: int | None = None
 
     def __call__(self, rows: Sequence[tuple[EncodedPrompt, int]]) -> PromptBatch:
         """Return the batch, as wide as its longest prompt."""

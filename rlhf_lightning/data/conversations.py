@@ -28,7 +28,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe, wrong_value
+from rlhf_lightning.data.errors import BadRecordError, Location, describe, wrong_value
 from rlhf_lightning.data.records import ROLES, VARIABLES, Origin, Record, TextRecord
 from rlhf_lightning.text.forms import SYSTEM, THOUGHT, THOUGHTS, WEIGHT
 from rlhf_lightning.text.messages import Messages, Text
@@ -159,11 +159,8 @@ def _parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
         given[CALLS] = [said] if isinstance(said, Mapping) else said or "no call"
     role = role if role in ROLES else _OTHER_ROLES.get(role, role)
     if role not in ROLES:
-        hint = closest(role, ROLES)
-        fix = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(ROLES)}"
-        raise BadRecordError(
-            where, f"{name} has the unknown role {describe(given.get('role'))}", fix
-        )
+        found = f"{name} has the unknown role {describe(given.get('role'))}"
+        raise BadRecordError(where, found, f"use one of {', '.join(ROLES)}")
     if given.get("function_call"):
         fix = f"write it as {CALLS}, a list of functions"
         raise BadRecordError(where, f"{name} has the legacy key 'function_call'", fix)
@@ -241,17 +238,6 @@ def _is_learnt(given: Mapping[str, Any], name: str, where: Location) -> bool:
 # -- prompts and responses ---------------------------------------------------------------------
 
 
-def check_prompt(prompt: Text, where: Location) -> None:
-    """Check that a conversation asks for a response.
-
-    Raises:
-        BadRecordError: if its last message is the assistant's.
-    """
-    if not isinstance(prompt, str) and prompt and prompt[-1]["role"] == "assistant":
-        found = "the last message of 'prompt' is from 'assistant', which leaves nothing to answer"
-        raise BadRecordError(where, found, "end the prompt with a message from 'user'")
-
-
 def check_response(prompt: Text, answer: Text, key: str, where: Location) -> None:
     """Check that a response fits its prompt.
 
@@ -263,30 +249,27 @@ def check_response(prompt: Text, answer: Text, key: str, where: Location) -> Non
     columns = "prompt: null" if key in SIDES else f"messages: {key}, {key}: null, prompt: null"
     whole = f"where it is a whole conversation read it by columns={{{columns}}}"
     roles = [] if isinstance(answer, str) else [m["role"] for m in answer]
+    empty = f"the response of {key!r} is empty: it would teach to say nothing"
     found, fix = "", "fill it, or leave the record out"
     if isinstance(prompt, str) != isinstance(answer, str):
         found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
         fix = f"write both as text or both as lists of messages; {whole if roles else ''}"
-    elif not isinstance(answer, str) and not prompt:
+    elif isinstance(answer, str):
+        found = "" if answer.strip() else empty
+    elif not prompt:
         found = f"no message comes before {key!r}, so it answers nothing"
         fix = "give the question under the key 'prompt'"
-    elif not isinstance(answer, str) and roles != ["assistant"]:
+    elif roles != ["assistant"]:
         found = f"{key!r} is from {', '.join(roles) or 'nobody, after the shared messages'}"
         found += ", expected only the assistant's response, one message"
         fix = f"move the earlier messages to 'prompt'; {whole}"
-    elif not isinstance(answer, str) and answer[-1].get(WEIGHT) == 0:
+    elif answer[-1].get(WEIGHT) == 0:
         found = f"the response of {key!r} has weight 0 (or train or loss: false)"
         fix = "end with a response that is learnt, or leave it out"
-    elif not _says_something(answer):
-        found = f"the response of {key!r} is empty: it would teach to say nothing"
+    elif not answer[-1]["content"].strip() and CALLS not in answer[-1]:
+        found = empty
     if found:
         raise BadRecordError(where, found, fix)
-
-
-def _says_something(answer: Text) -> bool:
-    if isinstance(answer, str):
-        return bool(answer.strip())
-    return bool(answer[-1]["content"].strip()) or CALLS in answer[-1]
 
 
 def style(text: Text) -> str:
@@ -310,16 +293,13 @@ def implied_prompt(
     if isinstance(chosen, str) != isinstance(rejected, str):
         found = "'chosen' and 'rejected' are not both plain or both conversational"
         raise BadRecordError(where, found, "write both as text or both as lists of messages")
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        cut = 0 if prompt is not None else _shared_words(chosen, rejected)
-        return prompt if prompt is not None else chosen[:cut], chosen[cut:], rejected[cut:]
     shared = num_shared(chosen, rejected)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        shared = _shared_words(chosen, rejected)
     contents = [" ".join(m["content"].split()) for m in chosen[:shared] if not isinstance(m, str)]
-    if isinstance(prompt, str) and " ".join(prompt.split()) in contents:
-        prompt = None
-    if prompt is not None:
-        return prompt, chosen, rejected
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    if prompt is None or (isinstance(prompt, str) and " ".join(prompt.split()) in contents):
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, chosen, rejected
 
 
 def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -343,10 +323,8 @@ def _shared_words(first: str, second: str) -> int:
         # Never inside a response: two responses may begin alike.
         turn = first[:cut].rfind(ANSWER_MARK)
         return turn + len(ANSWER_MARK) if turn >= 0 else 0
-    ends = all(cut == len(text) or text[cut].isspace() for text in (first, second))
-    if not ends:
-        while cut > 0 and not first[cut - 1].isspace():
-            cut -= 1
+    if not all(cut == len(text) or text[cut].isspace() for text in (first, second)):
+        cut = max((space.end() for space in re.finditer(r"\s", first[:cut])), default=0)
     return len(first[:cut].rstrip())
 
 

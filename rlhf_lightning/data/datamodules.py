@@ -36,10 +36,7 @@ class DemonstrationDataModule(RecordDataModule):
     """
 
     kinds = ("demonstrations", "texts")
-
-    def _collator(self, pad_token_id: int, *, training: bool) -> SFTCollator:
-        del training
-        return SFTCollator(pad_token_id)
+    _batch = SFTCollator
 
 
 class PreferenceDataModule(RecordDataModule):
@@ -63,6 +60,7 @@ class PreferenceDataModule(RecordDataModule):
     """
 
     kinds = ("preferences", "unpaired")
+    _batch = PreferenceCollator
 
     @checked(but=("source",))
     def __init__(
@@ -123,10 +121,6 @@ class PreferenceDataModule(RecordDataModule):
         prompts = [row.chosen_input_ids[: row.prompt_length].tobytes() for row in rows]
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         return [number[prompt] for prompt in prompts]
-
-    def _collator(self, pad_token_id: int, *, training: bool) -> PreferenceCollator:
-        del training
-        return PreferenceCollator(pad_token_id)
 
 
 def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[EncodedPreference]:
@@ -245,11 +239,10 @@ class PromptDataModule(RecordDataModule):
     def _algorithm(self) -> Any:
         return getattr(getattr(self.trainer, "lightning_module", None), "algorithm", None)
 
-    def _collator(self, pad_token_id: int, *, training: bool) -> PromptCollator:
-        if not training:
-            return PromptCollator(pad_token_id)
-        num_own = self.batch_size // self._world_size
-        return PromptCollator(pad_token_id, self.num_generations, num_own)
+    def collator(self, *, training: bool) -> PromptCollator:
+        """Return the function that makes a batch of encoded prompts."""
+        shape = (self.num_generations, self.batch_size // self._world_size) if training else ()
+        return PromptCollator(self._pad_token_id, *shape)
 
     def _identity(self, num_rows: int) -> dict[str, Any]:
         return super()._identity(num_rows) | {"num_generations": self.num_generations}

@@ -270,10 +270,9 @@ def _encoder(encode: Callable[[Any, _Fit], RowT | None]) -> Callable[..., RowT |
     ) -> RowT | None:
         options = {"rendered": record.rendered, "variables": record.variables}
         report = report or EncodingReport()
+        fit = _Fit(text_encoder(tokenizer), max_length, over_long, report, options)
         try:
-            return encode(
-                record, _Fit(text_encoder(tokenizer), max_length, over_long, report, options)
-            )
+            return encode(record, fit)
         except ChatTemplateError as error:
             where = record.origin.where or Location("a record")
             bad = BadRecordError(where, error.found, error.fix)

@@ -43,9 +43,9 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
         raise BadRecordError(where, found, f"give a file that ends with one of {ENDINGS}")
     empty = True
     try:
-        for located in with_progress(_READERS[extension(path)](path), f"reading {path}"):
+        for where, row in with_progress(_READERS[extension(path)](path), f"reading {path}"):
             empty = False
-            yield located
+            yield where, as_row(row, where)
     except (UnicodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         found = f"it is not UTF-8, or not whole ({error})"
         raise BadRecordError(where, found, "save the file as UTF-8, or compress it anew") from error
@@ -99,8 +99,9 @@ def _decode(text: str, where: Location, fix: str) -> Any:
         raise BadRecordError(where, f"it cannot be read as JSON ({error})", fix) from error
 
 
-def _as_object(row: Any, where: Location) -> Row | BadRecordError:
-    if isinstance(row, Mapping):
+def as_row(row: Any, where: Location) -> Row | BadRecordError:
+    """Return a row, or the error of what is none."""
+    if isinstance(row, Mapping | BadRecordError):
         return row
     return BadRecordError(where, f"found {describe(row)}", 'write an object, {"prompt": ...}')
 
@@ -112,7 +113,7 @@ def _read_lines(path: Path) -> Iterator[LocatedRow]:
             if line.strip():
                 where = Location(str(path), number)
                 try:
-                    yield where, _as_object(_decode(line, where, fix), where)
+                    yield where, _decode(line, where, fix)
                 except BadRecordError as error:
                     yield where, error
 
@@ -125,8 +126,7 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
     if not isinstance(rows, list):
         raise BadRecordError(Location(str(path)), f"found {describe(rows)}", fix)
     for number, row in enumerate(rows, start=1):
-        where = Location(str(path), number, "record")
-        yield where, _as_object(row, where)
+        yield Location(str(path), number, "record"), row
 
 
 def _read_csv(path: Path) -> Iterator[LocatedRow]:

@@ -28,7 +28,6 @@ from rlhf_lightning.data.conversations import (
     ROW_KEYS,
     SIDES,
     check_characters,
-    check_prompt,
     check_response,
     implied_prompt,
     is_transcript,
@@ -73,13 +72,9 @@ from rlhf_lightning.data.records import (
 from rlhf_lightning.text.forms import WEIGHT
 
 FILL = "fill it, or leave the record out"
-FORMATS = {
-    name: tuple(name.split("+"))
-    for name in (
-        *("text", "prompt", "prompt+completion", "messages"),
-        *("prompt+chosen+rejected", "chosen+rejected"),
-    )
-}
+_PAIRS = ("prompt+chosen+rejected", "chosen+rejected")
+_NAMES = ("text", "prompt", "prompt+completion", "messages", *_PAIRS)
+FORMATS = {name: tuple(name.split("+")) for name in _NAMES}
 _QUIET = ("domain", "margin", "rendered")
 KNOWN_KEYS = (*TEXT_KEYS, *_QUIET, "label", *ROW_KEYS)
 _EMPTY = ("None", "", "[]", "{}", "nan")
@@ -109,7 +104,11 @@ def _record(name: str, row: Row, where: Location) -> Record:
             raise BadRecordError(where, found, "leave the pair out: it says nothing")
         parts = implied_prompt(given[0] if given else None, chosen, rejected, where)
         record = PreferenceRecord(*parts, margin=_margin(row.get("margin"), where))
-    check_prompt(record.prompt, where)
+    if not isinstance(record.prompt, str) and [m["role"] for m in record.prompt[-1:]] == [
+        "assistant"
+    ]:
+        found = "the last message of 'prompt' is from 'assistant', which leaves nothing to answer"
+        raise BadRecordError(where, found, "end the prompt with a message from 'user'")
     for key in ("completion", *SIDES):
         if key in FORMATS[name]:
             check_response(record.prompt, getattr(record, key), key, where)

@@ -131,6 +131,7 @@ class RecordDataModule(LightningDataModule):
     _usual_length: ClassVar[int] = 1024
     _leaves_room: ClassVar[bool] = False  # for a response behind a row
     _with_row_ids = False
+    _batch: ClassVar[Callable[[int], Callable[[Any], Any]]]
     _sampler: StreamBatchSampler | None = None
 
     @checked(but=("source",))
@@ -147,14 +148,11 @@ class RecordDataModule(LightningDataModule):
         super().__init__()
         self._num_iterations, self._num_epochs = options["num_iterations"], options["num_epochs"]
         if self._num_iterations is not None and self._num_epochs is not None:
-            raise ValueError(
-                f"num_iterations={self._num_iterations} and num_epochs={self._num_epochs}: give "
-                "exactly one; the other is None, null on a command line (data.num_epochs=null)"
-            )
+            both = f"num_iterations={self._num_iterations} and num_epochs={self._num_epochs}"
+            raise ValueError(f"{both}: give one, and data.num_epochs=null (None) for the other")
         self.kind = options["kind"] or self.kinds[0]
         if self.kind not in self.kinds:
-            names = " or ".join(map(repr, self.kinds))
-            raise ValueError(f"kind={self.kind!r} is unknown: use {names}")
+            raise ValueError(f"kind={self.kind!r}: use {' or '.join(map(repr, self.kinds))}")
         self.loss_on = loss_on
         if loss_on == "all" and self.kind != "demonstrations":
             raise ValueError(f"loss_on=all is of demonstrations alone: use last with {self.kind}")
@@ -188,10 +186,8 @@ class RecordDataModule(LightningDataModule):
             return math.ceil(self._num_epochs * len(self.rows("train")) / self.batch_size)
         limit = None if self.trainer is None else self.trainer.limit_train_batches
         if not isinstance(limit, int):
-            raise ValueError(
-                f"nothing says how long to train: give {type(self).__name__} num_iterations or "
-                "num_epochs, or trainer_arguments max_iterations"
-            )
+            fix = "give the data num_iterations or num_epochs, or trainer_arguments max_iterations"
+            raise ValueError(f"nothing says how long to train: {fix}")
         return limit
 
     @property
@@ -248,14 +244,9 @@ class RecordDataModule(LightningDataModule):
         if self._fits:
             self.max_length = _in_context(getattr(self.trainer, "lightning_module", None), self)
         records = {split: self._records(split) for split in get_args(Split)}
+        options: dict[str, Any] = {"over_long": self.over_long, "loss_on": self.loss_on}
         encoded = {
-            split: encode_all(
-                given,
-                self.tokenizer,
-                max_length=self.max_length,
-                over_long=self.over_long,
-                loss_on=self.loss_on,
-            )
+            split: encode_all(given, self.tokenizer, max_length=self.max_length, **options)
             for split, given in records.items()
         }
         rows: dict[Split, list[Any]] = {split: found for split, (found, _) in encoded.items()}
@@ -268,17 +259,12 @@ class RecordDataModule(LightningDataModule):
             self.summaries[split] = summarize(found, name=f"{split} {self.kind}", report=report)
         num_rows = len(rows["train"])
         if not num_rows:
-            raise ValueError(
-                f"no training row is left of the {self.kind}: "
-                f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}. "
-                "Raise max_length, or set over_long='truncate_left'"
-            )
-        if self.batch_size > num_rows:
-            raise ValueError(
-                f"batch_size={self.batch_size} is more than the {num_rows:,} training {self.kind}, "
-                "so a batch would hold some of them several times: use at most "
-                f"batch_size={num_rows}, or give more records"
-            )
+            found = f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}"
+            fix = "Raise max_length, or set over_long='truncate_left'"
+            raise ValueError(f"no training row is left of the {self.kind}: {found}. {fix}")
+        if self.batch_size > num_rows:  # a batch would hold some rows several times
+            found = f"batch_size={self.batch_size} is more than the {num_rows} training {self.kind}"
+            raise ValueError(f"{found}: use at most {num_rows}, or give more records")
         self._digests = {"validation_rows": rows_digest(rows["validation"])}
         part = validation_part(rows["validation"], self.max_validation_rows, self.seed)
         self._rows = rows | {"validation": part}
@@ -289,24 +275,22 @@ class RecordDataModule(LightningDataModule):
         records = self.source.records(self.kind, split)
         wrong = next((n for n, r in enumerate(records) if KINDS.get(type(r)) != self.kind), None)
         if wrong is not None:
-            raise TypeError(
-                f"record {wrong + 1} of {type(self.source).__name__}.records({self.kind!r}, "
-                f"{split!r}) is {type(records[wrong]).__name__}, expected a record of {self.kind} "
-                "(rlhf_lightning.data.records); rows, a list of dict, are given as they are: "
-                f"{type(self).__name__}(rows, tokenizer, ...)"
-            )
+            place = f"{type(self.source).__name__}.records({self.kind!r}, {split!r})[{wrong}]"
+            fix = "see rlhf_lightning.data.records, or give the DataModule the rows, a list of dict"
+            kind = type(records[wrong]).__name__
+            raise TypeError(f"{place} is {kind}, expected a record of {self.kind}: {fix}")
         return records
 
     def token_ids(self) -> frozenset[int]:
         """Return every id that a row of either split holds."""
         self.setup()
-        held = np.zeros(0, dtype=bool)
-        for row in (*self._rows["train"], *self._rows["validation"]):
-            for ids in vars(row).values():
-                if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.size:
-                    held = np.pad(held, (0, max(0, int(ids.max()) + 1 - len(held))))
-                    held[ids] = True
-        return frozenset(held.nonzero()[0].tolist())
+        rows = (*self._rows["train"], *self._rows["validation"])
+        values = (value for row in rows for value in vars(row).values())
+        held: set[int] = set()
+        for ids in values:
+            if isinstance(ids, np.ndarray) and ids.dtype == np.int32:
+                held.update(ids.tolist())
+        return frozenset(held)
 
     def render_summary(self) -> str:
         """Return the tables of both splits, and the first examples if they are asked for."""
@@ -343,28 +327,29 @@ class RecordDataModule(LightningDataModule):
     def rows_of_batches(self, num_batches: int) -> list[int]:
         """Return the training rows that the first `num_batches` global batches of the stage hold.
 
-        Raises:
-            ValueError: before there is a loader of the training rows.
+        There must be a loader of the training rows.
         """
-        if self._sampler is None:
-            raise ValueError("rows are dealt by the loader: call train_dataloader() before")
-        batches = (self._sampler.batch(number) for number in range(num_batches))
+        assert self._sampler is not None
+        batches = map(self._sampler.batch, range(num_batches))
         return sorted({row for batch in batches for row in batch})
 
     def collator(self, *, training: bool) -> Callable[[Any], Any]:
         """Return the function that makes a batch of encoded rows."""
+        del training
+        return self._batch(self._pad_token_id)
+
+    @property
+    def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
-        return self._collator(int(cast(int, pad)), training=training)
+        return cast(int, self.tokenizer.eos_token_id if pad is None else pad)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of the held-out rows, each once; an empty list if there are none."""
         rows = self.rows("validation")
         if not rows:
             return []
-        share = self.validation_batch_size
-        if share is None:
-            share = VALIDATION_BATCH_FACTOR * max(self.batch_size // self._world_size, 1)
+        usual = VALIDATION_BATCH_FACTOR * max(self.batch_size // self._world_size, 1)
+        share = self.validation_batch_size or usual
         sampler = SequentialBatchSampler(
             len(rows),
             batch_size=share,
@@ -392,9 +377,6 @@ class RecordDataModule(LightningDataModule):
         """Forget the resume after a fit, so that another fit starts at the first batch."""
         if stage == "fit":
             self._restored = {}
-
-    def _collator(self, pad_token_id: int, *, training: bool) -> Callable[[Any], Any]:
-        raise NotImplementedError
 
     def _groups(self, rows: Sequence[Any]) -> list[int] | None:
         """Return the group of each training row where rows of a group stay together."""
@@ -430,11 +412,9 @@ class RecordDataModule(LightningDataModule):
         for name, value in self._identity(num_rows).items():
             saved = self._restored.get(name, value)  # an older checkpoint may lack it
             if saved != value:
-                raise ValueError(
-                    f"the checkpoint was made with data {name}={saved}, this run has {value}: "
-                    "the remaining batches would differ. Resume with the same data, or start "
-                    "again with resume=never"
-                )
+                found = f"the checkpoint was made with data {name}={saved}, this run has {value}"
+                fix = "give the same data, or start again with resume=never"
+                raise ValueError(f"{found}: the remaining batches would differ, {fix}")
 
 
 def rows_digest(rows: Iterable[Encoded]) -> str:

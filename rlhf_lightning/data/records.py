@@ -158,16 +158,8 @@ def check_split(split: str) -> None:
 
 
 def kind_of(record: Record) -> RecordKind:
-    """Return the name of the record's kind.
-
-    Raises:
-        TypeError: if it is not a record.
-    """
-    kind = KINDS.get(type(record))
-    if kind is None:
-        names = [cls.__name__ for cls in KINDS]
-        raise TypeError(f"{type(record).__name__} is not a record, expected one of {names}")
-    return kind
+    """Return the name of the record's kind."""
+    return KINDS[type(record)]
 
 
 def asked_columns(reward: object, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -184,10 +176,8 @@ def asked_columns(reward: object, rows: Sequence[Mapping[str, Any]]) -> dict[str
     known = sorted({name for row in rows for name in row})
     for name in names:
         if name not in known:
-            raise ValueError(
-                f"the gold reward asks for the prompt column {name!r}, the prompts have {known}: "
-                "give the records that column, or another gold reward"
-            )
+            found = f"the gold reward asks for the prompt column {name!r}, prompts have {known}"
+            raise ValueError(f"{found}: give the records that column, or another gold reward")
     return {name: [as_text(row.get(name)) for row in rows] for name in names}
 
 

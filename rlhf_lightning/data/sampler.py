@@ -72,10 +72,9 @@ class StreamBatchSampler(Sampler[list[Any]]):
         """Check the numbers; nothing is drawn yet."""
         if batch_size % world_size:
             share = batch_size // world_size
-            raise ValueError(
-                f"batch_size={batch_size} is global and must be divisible by the {world_size} "
-                f"ranks: use {max(share, 1) * world_size} or {(share + 1) * world_size}"
-            )
+            fix = f"use {max(share, 1) * world_size} or {(share + 1) * world_size}"
+            found = f"batch_size={batch_size} must be divisible by the {world_size} ranks"
+            raise ValueError(f"{found}: {fix}")
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.num_iterations = num_iterations
@@ -195,18 +194,16 @@ class SequentialBatchSampler(Sampler[list[int]]):
     ) -> None:
         """Deal the rows."""
         if 0 < num_rows < world_size:
-            raise ValueError(
-                f"{num_rows} validation rows cannot be dealt to {world_size} ranks: hold out more"
-            )
+            found = f"{num_rows} validation rows cannot be dealt to {world_size} ranks"
+            raise ValueError(f"{found}: hold out more")
         order = list(range(num_rows))
         if lengths is not None:
             order.sort(key=lengths.__getitem__)
         rounds = min(-(-num_rows // (batch_size * world_size)), num_rows // world_size)
         parts = rounds * world_size
         edges = [num_rows * part // parts for part in range(parts + 1)] if parts else [0]
-        self.batches = [
-            order[edges[part] : edges[part + 1]] for part in range(rank, parts, world_size)
-        ]
+        own = range(rank, parts, world_size)
+        self.batches = [order[edges[part] : edges[part + 1]] for part in own]
 
     def __len__(self) -> int:
         """Return the number of this rank's batches."""

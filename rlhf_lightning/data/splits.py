@@ -16,12 +16,7 @@ def split_fraction(key: str, seed: int) -> float:
 
 
 def split_by_key(
-    rows: Sequence[T],
-    keys: Sequence[str],
-    *,
-    validation_fraction: float,
-    seed: int,
-    name: str,
+    rows: Sequence[T], keys: Sequence[str], *, validation_fraction: float, seed: int, name: str
 ) -> tuple[list[T], list[T]]:
     """Return (train, validation), each in the order of `rows`.
 
@@ -39,18 +34,14 @@ def split_by_key(
         name: name of the source, for messages.
 
     Raises:
-        ValueError: if `validation_fraction` is not in [0, 1), or there are fewer than two keys.
+        ValueError: if there are fewer than two keys.
     """
-    if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction} must be in [0, 1)")
     if validation_fraction == 0:
         return list(rows), []
     places = {k: split_fraction(k, seed) for k in keys}
     if len(places) < 2:
-        raise ValueError(
-            f"{name}: {len(rows)} records have {len(places)} prompt(s), a split by prompt needs "
-            "two: give more prompts, a validation set, or validation_fraction=0"
-        )
+        fix = "give more prompts, a validation set, or validation_fraction=0"
+        raise ValueError(f"{name}: a split by prompt needs two, and has {len(places)}: {fix}")
     held_out = {k for k, place in places.items() if place < validation_fraction}
     if not held_out:
         held_out = {min(places, key=lambda k: places[k])}
@@ -85,10 +76,8 @@ def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[
     seen: dict[str, str] = {}
     for key, own in zip(keys, texts, strict=True):
         for text in own:
-            first, later = sorted(
-                (root(key), root(seen.setdefault(text, key))), key=order.__getitem__
-            )
-            parents[later] = first
+            roots = root(key), root(seen.setdefault(text, key))
+            parents[max(roots, key=order.__getitem__)] = min(roots, key=order.__getitem__)
     return [root(key) for key in keys]
 
 

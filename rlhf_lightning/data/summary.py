@@ -1,7 +1,7 @@
 """What the data hold, and warnings before training.
 
 The summary has counts, lengths, duplicates, records left out and decoded examples. Warned of are
-prompts in the wrong form or read twice, and a length that cuts responses.
+prompts in the wrong form, or read twice.
 """
 
 from __future__ import annotations
@@ -11,66 +11,40 @@ import shutil
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION
-from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.encode import (
     Encoded,
     EncodedPreference,
     EncodedPrompt,
     EncodedSequence,
     EncodingReport,
-    encode_all,
 )
 from rlhf_lightning.data.records import (
-    DemonstrationRecord,
-    Origin,
-    PreferenceRecord,
     Record,
-    RecordKind,
-    Split,
     TextRecord,
 )
-from rlhf_lightning.data.sources.base import RecordSource, RowSource
 from rlhf_lightning.text.decoding import text_behind
 from rlhf_lightning.text.forms import SYSTEM
 from rlhf_lightning.text.messages import Text
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
-MOST_CUT = 0.1
-NUM_LOOKED_AT = 500
 UNLIMITED = 1 << 30
-_WITH_RESPONSES: tuple[RecordKind, ...] = ("demonstrations", "preferences")
 
 
-@dataclass(frozen=True)
-class LengthSummary:
-    """Lengths in tokens. `percentile_95` is the smallest that at least 95 % do not exceed."""
-
-    minimum: int
-    median: float
-    percentile_95: int
-    maximum: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> LengthSummary:
-        """Return the summary of these lengths, at least one."""
-        ordered = sorted(lengths)
-        rank = -(-95 * len(ordered) // 100)
-        return cls(ordered[0], statistics.median(ordered), ordered[rank - 1], ordered[-1])
-
-    def __str__(self) -> str:
-        """Return the four numbers in a line."""
-        return f"{self.minimum} / {self.median:g} / {self.percentile_95} / {self.maximum}"
+def length_summary(lengths: Sequence[int]) -> tuple[int, float, int, int]:
+    """Return minimum, median, the smallest that 95 % do not exceed, and maximum."""
+    ordered = sorted(lengths)
+    rank = -(-95 * len(ordered) // 100)
+    return ordered[0], statistics.median(ordered), ordered[rank - 1], ordered[-1]
 
 
 @dataclass(kw_only=True)
@@ -81,7 +55,8 @@ class DataSummary(EncodingReport):
         name: title, e.g. `train preferences`.
         num_rows: number of encoded rows.
         domains: rows a domain; "" where a row has none.
-        lengths: token lengths of `prompt`, `response`, or of `chosen` and `rejected`, EOS included.
+        lengths: `length_summary` of the tokens of `prompt`, `response`, or of `chosen` and
+            `rejected`, EOS included.
         labels: rows of each label, where rows have one.
         num_duplicates: rows whose tokens are those of an earlier row.
         num_contradictions: preferences that another row of the same prompt turns round, and
@@ -92,7 +67,7 @@ class DataSummary(EncodingReport):
     name: str
     num_rows: int
     domains: Mapping[str, int]
-    lengths: Mapping[str, LengthSummary]
+    lengths: Mapping[str, tuple[int, float, int, int]]
     labels: Mapping[bool, int]
     num_duplicates: int
     num_contradictions: int
@@ -105,7 +80,10 @@ class DataSummary(EncodingReport):
         rows: dict[str, Any] = {
             "domains": domains if set(self.domains) - {""} else {},
             "labels": {str(label).lower(): n for label, n in self.labels.items()},
-            **{f"{k} tokens, min / median / 95 % / max": str(v) for k, v in self.lengths.items()},
+            **{
+                f"{part} tokens, min / median / 95 % / max": " / ".join(f"{n:.10g}" for n in four)
+                for part, four in self.lengths.items()
+            },
             "duplicate rows": self.num_duplicates,
             "responses with both labels" if self.labels else contradictions: (
                 self.num_contradictions
@@ -158,7 +136,7 @@ def summarize(
         name=name,
         num_rows=len(encoded),
         domains=dict(Counter(row.domain for row in encoded).most_common()),
-        lengths={part: LengthSummary.of(values) for part, values in lengths.items()},
+        lengths={part: length_summary(values) for part, values in lengths.items()},
         labels=Counter(label for label in labels if label is not None),
         num_duplicates=len(encoded) - len(identities),
         num_contradictions=sum(_identity(row, contrary=True) in identities for row in encoded),
@@ -248,10 +226,8 @@ def warn_of_rows(
     warn_of_plain_prompts(records, tokenizer)
     warn_of_repeated_prompts(records)
     for name, count in summary.missing_columns.items():
-        rank_zero_warn(
-            f"{count} of {summary.num_rows} training prompts lack the column {name!r} (null or "
-            "missing), which is None to the reward function: fill it, or leave them out"
-        )
+        found = f"{count} of {summary.num_rows} training prompts lack the column {name!r}"
+        rank_zero_warn(f"{found}, which is None to the reward: fill it, or leave them out")
 
 
 def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -260,20 +236,16 @@ def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokeni
     has_template = bool(tokenizer.chat_template)
     plain = sum(isinstance(record.prompt, str) and not record.rendered for record in asked)
     if plain and has_template:
-        rank_zero_warn(
-            f"{plain} of {len(asked)} rows are plain text, written without the chat template that "
-            'the tokenizer has: give messages ([{"role": "user", "content": ...}]) where the model '
-            "is to chat"
-        )
+        found = f"{plain} of {len(asked)} rows are plain text, written without the chat template"
+        fix = 'give messages ([{"role": "user", "content": ...}]) where the model is to chat'
+        rank_zero_warn(f"{found} that the tokenizer has: {fix}")
 
 
 def warn_of_repeated_prompts(records: Sequence[Record]) -> None:
     """Warn where every response begins with its prompt, which the model then reads twice."""
     if len(records) > 1 and all(map(_repeats_prompt, records)):
-        rank_zero_warn(
-            f"all {len(records)} responses begin with their prompt, which the model then reads "
-            "twice: take it out of the responses"
-        )
+        found = f"all {len(records)} responses begin with their prompt, so the model reads it twice"
+        rank_zero_warn(f"{found}: take it out of the responses")
 
 
 def _repeats_prompt(record: Record) -> bool:
@@ -289,55 +261,3 @@ def _repeats_prompt(record: Record) -> bool:
 def _last_text(text: Text) -> str:
     text = text if isinstance(text, str) else text[-1]["content"]
     return " ".join(text.split()) if isinstance(text, str) else ""
-
-
-@rank_zero_only
-def warn_of_cut_responses(
-    source: RecordSource,
-    split: Split,
-    tokenizer: PreTrainedTokenizerBase,
-    max_new_tokens: int,
-    *,
-    key: str,
-) -> None:
-    """Warn if more than a tenth of the data's own responses are longer than sampled ones may be.
-
-    Looks at the first 500 demonstrations, or preferred responses; a set of prompts has none.
-
-    Args:
-        source: source of the prompts.
-        split: split of the records.
-        tokenizer: tokenizer of the policy.
-        max_new_tokens: most tokens of a sampled response.
-        key: configuration key that sets it.
-    """
-    lengths = sorted(_response_lengths(source, split, tokenizer))
-    cut = sum(length > max_new_tokens for length in lengths)
-    if cut > MOST_CUT * len(lengths):
-        enough = lengths[int(0.95 * len(lengths))]
-        rank_zero_warn(
-            f"{cut} of {len(lengths)} responses of the data have more tokens than "
-            f"{key}={max_new_tokens}, so a policy that writes like them is cut off: "
-            f"{key}={enough} holds 95 % of them"
-        )
-
-
-def _response_lengths(
-    source: RecordSource, split: Split, tokenizer: PreTrainedTokenizerBase
-) -> Sequence[int]:
-    if isinstance(source, RowSource):  # nothing is made of its rows, and none is a bad record
-        origin = Origin(skip=True)
-        found = [placed(r.record, origin, source.system_into_user) for r in source.parsed(split)]
-    else:
-        found = list(_asked(source, split))
-    records = [r for r in found if isinstance(r, DemonstrationRecord | PreferenceRecord)]
-    rows, _ = encode_all(records[:NUM_LOOKED_AT], tokenizer, max_length=UNLIMITED)
-    lengths = map(part_lengths, rows)
-    return [parts["chosen" if "chosen" in parts else "response"] for parts in lengths]
-
-
-def _asked(source: RecordSource, split: Split) -> Sequence[Record]:
-    for kind in _WITH_RESPONSES:
-        with suppress(ValueError, TypeError, LookupError, NotImplementedError):  # it has none
-            return source.records(kind, split)
-    return ()

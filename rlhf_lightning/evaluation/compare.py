@@ -26,7 +26,7 @@ from rlhf_lightning.arguments import (
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, WholeSource, as_source
-from rlhf_lightning.data.summary import warn_of_cut_responses, warn_of_plain_prompts
+from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.evaluation.gates import CheckedGate, check_gates
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling
 from rlhf_lightning.evaluation.held_out import (
@@ -155,12 +155,12 @@ def compare(
         over_long="drop" if data is None else data.over_long,
     )
     if comparison is None:
-        raise ValueError(
-            f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens: give a "
-            "source with a validation part (validation_fraction=, validation_path=)"
-        )
+        found = f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens"
+        fix = "give a source with a validation part (validation_fraction=, validation_path=)"
+        raise ValueError(f"{found}: {fix}")
     _warn_of_whole(source, comparison.questions, trained=trainer_of(policy) is not None)
-    _warn(source, sampling, known=data is not None, writes=hasattr(policy, "sampling"))
+    if data is None:  # else the DataModule has said it
+        warn_of_plain_prompts(source.records("prompts", "validation"), mine.tokenizer)
     judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
     return _compared(mine, theirs, comparison, judge, gates or {}, num_samples, policy)
 
@@ -237,16 +237,6 @@ def _warn_of_whole(source: RecordSource, questions: Questions, *, trained: bool)
         )
     if left:
         logger.warning("%d of all %d rows are asked%s", asked, rows, left)
-
-
-def _warn(source: RecordSource, sampling: Sampling, *, known: bool, writes: bool) -> None:
-    """Name odd prompts and cut responses, unless that was said of the data of the training."""
-    tokenizer: Any = sampling.tokenizer
-    if not known:
-        warn_of_plain_prompts(source.records("prompts", "validation"), tokenizer)
-    if not (known and writes):
-        longest = sampling.max_new_tokens
-        warn_of_cut_responses(source, "validation", tokenizer, longest, key="max_new_tokens")
 
 
 def _sampling(

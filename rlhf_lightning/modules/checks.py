@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.summary import warn_of_cut_responses
 from rlhf_lightning.distributed.collectives import whole
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.text.decoding import token_names
@@ -176,9 +175,6 @@ def check_data(
     samples = max_new_tokens if isinstance(data, PromptDataModule) else None
     models = list(_models(module))
     _check_context(models, data, samples)
-    if samples is not None:
-        key = "sampling.max_new_tokens"
-        warn_of_cut_responses(data.source, "train", theirs, samples, key=key)
     if models:  # policy, value and reward model read the same ids
         check_token_rows(models[0], theirs, data.token_ids())
 

@@ -124,7 +124,7 @@ def test_data_that_nobody_gave_a_length_say_so_when_they_are_asked(tokenizer):
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size=0 must be"),
-        ({"num_iterations": 3}, r"exactly one; .*data\.num_epochs=null"),
+        ({"num_iterations": 3}, r"give one, and data\.num_epochs=null"),
         ({"kind": "preferences"}, "use 'demonstrations' or 'texts'"),
     ],
 )

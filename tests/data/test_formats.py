@@ -208,7 +208,7 @@ def test_a_bad_record_is_skipped_counted_and_named_on_request(caplog):
 
 
 CONVERSATIONS = {
-    "unknown role": ([{"role": "asistant", "content": "x"}], "unknown role.*mean 'assistant'"),
+    "unknown role": ([{"role": "asistant", "content": "x"}], "unknown role.*assistant, tool"),
     "role of a wrong type": ([{"role": 3, "content": "x"}], "unknown role the number 3"),
     "no content": (
         [{"role": "user"}],

@@ -32,14 +32,8 @@ def test_neither_side_of_a_split_is_empty_with_two_prompts(fraction):
 
 
 def test_one_prompt_cannot_be_split():
-    with pytest.raises(ValueError, match=r"2 records have 1 prompt\(s\).*validation_fraction=0"):
+    with pytest.raises(ValueError, match=r"needs two, and has 1: .*validation_fraction=0"):
         split_by_prompt([PromptRecord("a")] * 2, validation_fraction=0.5, seed=0)
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_a_fraction_out_of_range_is_an_error(fraction):
-    with pytest.raises(ValueError, match="must be in"):
-        split_by_prompt([PromptRecord("a")], validation_fraction=fraction, seed=0)
 
 
 def test_pairs_that_are_added_behind_move_no_held_out_pair_into_training():

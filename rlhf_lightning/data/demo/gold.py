@@ -83,10 +83,8 @@ def gold_scores(
         ValueError: if the three differ in length.
     """
     if not len(prompts) == len(completions) == len(finished):
-        raise ValueError(
-            f"{len(prompts)} prompts, {len(completions)} completions and {len(finished)} finished: "
-            "give one of each a row"
-        )
+        found = f"{len(prompts)} prompts, {len(completions)} completions, {len(finished)} finished"
+        raise ValueError(f"{found}: give one of each a row")
     rows = zip(prompts, completions, finished, strict=True)
     return [gold_parts(prompt, completion, done).total for prompt, completion, done in rows]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,13 +182,8 @@ class DemoSource:
 
 def _at_most(count: int, questions: Sequence[Question]) -> list[Question]:
     """Return the first `count` questions of each domain."""
-    by_domain = Counter[str]()
-    kept = []
-    for question in questions:
-        by_domain[question.domain] += 1
-        if by_domain[question.domain] <= count:
-            kept.append(question)
-    return kept
+    numbers = {domain: itertools.count() for domain in DOMAINS}
+    return [question for question in questions if next(numbers[question.domain]) < count]
 
 
 def _demonstration(question: Question, rng: Random) -> DemonstrationRecord:

@@ -115,23 +115,21 @@ class RowSource:
         if kind == "prompts" and rows and kind_of(rows[0].record) != "prompts":
             first = {prompt_key(r.record) + repr(r.record.variables): r for r in reversed(rows)}
             rows = list(first.values())[::-1]
-        return list(self._converted(rows, kind))
-
-    def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
-        labels = self._labels
+        labels, records = self._labels, []
         if kind == "demonstrations" and "label" not in (self.columns or ()):
             labels.check_unread(rows)
         for row in rows:
             origin = Origin(row.where, self.on_bad_record == "skip", labels.unread(row))
             try:
                 found = labels.records(row, kind)
-                yield from (placed(one, origin, self.system_into_user) for one in found)
+                records += [placed(one, origin, self.system_into_user) for one in found]
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
                 learnt = kind in ("demonstrations", "unpaired") and labels.column is not None
                 if not (learnt or kind == "prompts") or kind_of(row.record) == "texts":
                     raise
                 self._skipped.add(error)
+        return records
 
     def parsed(self, split: Split) -> list[ParsedRow]:
         """Return the rows of a split with their records, of whatever kind these are."""
@@ -153,10 +151,9 @@ class RowSource:
             return splits
         train = splits["train"]
         keys = connected_keys([row.split_key for row in train], [row.texts for row in train])
-        share, seed = self.validation_fraction, self.seed
-        train, held_out = split_by_key(
-            train, keys, validation_fraction=share, seed=seed, name=self.label
-        )
+        options: dict[str, Any] = {"seed": self.seed, "name": self.label}
+        options["validation_fraction"] = self.validation_fraction
+        train, held_out = split_by_key(train, keys, **options)
         return {"train": train, "validation": held_out}
 
     def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
@@ -171,11 +168,8 @@ class RowSource:
         shared = held_out & {prompt_key(row.record) for row in train}
         shared |= {prompt_key(row.record) for row in validation if not texts.isdisjoint(row.texts)}
         if shared:
-            logger.warning(
-                f"{self.label}: {len(shared)} of {len(held_out)} validation prompts are trained on "
-                "too, so validation says nothing about new prompts there, e.g. "
-                f"{min(shared)[:60]!r}"
-            )
+            found = f"{len(shared)} of {len(held_out)} validation prompts are trained on too"
+            logger.warning(f"{self.label}: {found}, so they are not new, e.g. {min(shared)[:60]!r}")
 
     def _parser(self) -> Callable[[Row, Location], ParsedRow]:
         return RowParser(self.columns, rendered=self.rendered)
@@ -272,25 +266,21 @@ class HubSource(RowSource):
 
     def _load_split(self, part: str) -> Iterator[LocatedRow]:
         if Path(self.name).expanduser().is_file():
-            raise ValueError(
-                f"dataset {self.name!r} is a local file, not a name on the hub: read it with "
-                f"dataset=files dataset.path={self.name} dataset.name=NAME (in Python FileSource)"
-            )
+            fix = f"dataset=files dataset.path={self.name} dataset.name=NAME (in Python FileSource)"
+            raise ValueError(f"dataset {self.name!r} is a local file: read it with {fix}")
         away = None if Path(self.name).expanduser().is_dir() else unreachable_hub()
         from datasets import load_dataset  # seconds to import: only those who ask pay
 
         try:
             rows: Any = load_dataset(self.name, self.config, split=part, revision=self.revision)
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"dataset {self.name!r} (config={self.config}, split={part!r}, revision="
-                f"{self.revision}) could not be loaded: {away or error}. Check name, config and "
-                "split, the network, and the access to a gated set"
-            ) from error
+            asked = f"config={self.config}, split={part!r}, revision={self.revision}"
+            found = f"dataset {self.name!r} ({asked}) could not be loaded: {away or error}"
+            fix = "Check name, config and split, the network, and the access to a gated set"
+            raise ValueError(f"{found}. {fix}") from error
         self._features = rows.features
-        source = f"{self.name}[{part}]"
         for number, row in enumerate(rows, start=1):
-            yield Location(source, number, "row"), row
+            yield Location(f"{self.name}[{part}]", number, "row"), row
 
 
 def files_of(source: RecordSource) -> Iterator[Path]:

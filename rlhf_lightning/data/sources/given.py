@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.arguments import PathOrName, fitting
-from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError
-from rlhf_lightning.data.files import ENDINGS, LocatedRow
+from rlhf_lightning.data.errors import Location, MissingFileError
+from rlhf_lightning.data.files import ENDINGS, LocatedRow, as_row
 from rlhf_lightning.data.records import Record, RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
 
@@ -43,11 +43,7 @@ class GivenRows(RowSource):
         self._features = getattr(self.rows, "features", {})
         for number, row in enumerate(self.rows, start=1):
             where = Location(f"{self.name}, {self.label}", number, "row")
-            if isinstance(row, Mapping):
-                yield where, row
-            else:
-                fix = 'give mappings, {"prompt": ...}'
-                yield where, BadRecordError(where, f"found {type(row).__name__}", fix)
+            yield where, as_row(row, where)
 
 
 class WholeSource:
@@ -101,11 +97,9 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
     sized = hasattr(source, "__len__") and hasattr(source, "__getitem__") and not is_one
     if sized and isinstance(next(iter(source), None), Mapping):  # type: ignore[call-overload, arg-type]
         return GivenRows(source, name)  # type: ignore[arg-type]
-    raise TypeError(
-        f"{name} is {type(source).__name__}, expected a file, a folder, the hub name of a "
-        "dataset, a list of mappings, a datasets.Dataset, or an object with records(kind, "
-        "split): give one value of a dict of splits, and for a stream list(stream)"
-    )
+    wanted = "a file, a folder, a name on the hub, a list of dict, a datasets.Dataset, or a source"
+    fix = "give one value of a dict of splits, and list(stream) for a stream"
+    raise TypeError(f"{name} is {type(source).__name__}, expected {wanted}: {fix}")
 
 
 def _named(source: str | Path, name: str) -> RecordSource:
