@@ -8,12 +8,13 @@ turns, trim white space, and move a system message.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rlhf_lightning.text.forms import THOUGHT, Form
+from rlhf_lightning.text.messages import Turns
 
-Write = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
+Write = Callable[[Turns, Mapping[str, Any]], str]
 _THINK, _THOUGHT_END = "<think>", "</think>"
 # Rare letters: a text that is printed in quotes keeps them.
 _MARKS = range(0x20000, 0x2A6DF)
@@ -34,9 +35,7 @@ class _Piece(NamedTuple):
 class _Marks:
     """Puts marks around the texts of a conversation."""
 
-    def __init__(
-        self, messages: Sequence[Mapping[str, Any]], form: Form, learnt: Collection[int]
-    ) -> None:
+    def __init__(self, messages: Turns, form: Form, learnt: Collection[int]) -> None:
         said = json.dumps(messages, ensure_ascii=False, default=str)
         self._free = (mark for mark in map(chr, _MARKS) if mark not in said)
         self._form, self._learnt = form, learnt
@@ -89,7 +88,7 @@ class _Marks:
 
 
 def lost(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Turns,
     variables: Mapping[str, Any],
     text: str,
     form: Form,
@@ -107,7 +106,7 @@ def lost(
         learnt: indices of the messages that are learnt: their thoughts must be written.
     """
 
-    def written(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def written(messages: Turns, variables: Mapping[str, Any]) -> str:
         try:
             return write(messages, variables)
         except ValueError:  # the template refuses these words, or needs the variable

@@ -8,12 +8,14 @@ shape in which servers give them, `{"type": "function", "function": {...}}`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
+
+from rlhf_lightning.text.messages import Turns
 
 THOUGHT = "reasoning_content"
 THOUGHTS = (THOUGHT, "reasoning", "thinking")
@@ -61,12 +63,7 @@ def form_of(tokenizer: Any) -> Form:
     return known[1]
 
 
-def apply(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    **options: Any,
-) -> str:
+def apply(tokenizer: Any, messages: Turns, variables: Mapping[str, Any], **options: Any) -> str:
     """Return what the chat template makes of a record's messages, which get its form."""
     form, tools = form_of(tokenizer), variables.get("tools")
     if isinstance(tools, list | tuple):
@@ -74,7 +71,7 @@ def apply(
     return _written(tokenizer, [form.shaped(m) for m in messages], **variables, **options)
 
 
-def _written(tokenizer: Any, shaped: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def _written(tokenizer: Any, shaped: Turns, **options: Any) -> str:
     return str(tokenizer.apply_chat_template(shaped, tokenize=False, **options))
 
 

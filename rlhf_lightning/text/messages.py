@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any
 
 Messages = tuple[Mapping[str, Any], ...]
+Turns = Sequence[Mapping[str, Any]]
 Text = str | Messages
 
 

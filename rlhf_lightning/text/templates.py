@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.fidelity import lost
 from rlhf_lightning.text.forms import READ_BY_US, REFUSALS, SYSTEM, apply, form_of
-from rlhf_lightning.text.messages import Messages
+from rlhf_lightning.text.messages import Messages, Turns
 
 # The date that Llama's templates write where none is given.
 DATE = "26 Jul 2024"
@@ -46,7 +46,7 @@ class ChatTemplateError(ValueError):
 
 
 def write_chat(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Turns,
     tokenizer: PreTrainedTokenizerBase,
     *,
     add_generation_prompt: bool = True,
@@ -97,7 +97,7 @@ def render_chat(
         ChatTemplateError: if the template refuses the conversation, or does not write all of it.
     """
 
-    def write(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def write(messages: Turns, variables: Mapping[str, Any]) -> str:
         options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         return write_chat(messages, tokenizer, variables=variables, **options)
 
@@ -111,9 +111,7 @@ def render_chat(
 
 
 def unread_keys(
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    messages: Turns, variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     """Yield the keys of messages, and the variables, that the chat template does not name."""
     template = str(tokenizer.chat_template)
@@ -182,11 +180,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     It is found by rendering an exchange: the first special token behind the response, or else the
     first added one.
     """
-    if not tokenizer.chat_template:
-        return None
     try:
         text = write_chat(_EXCHANGE, tokenizer, add_generation_prompt=False)
-    except ValueError:  # made for other conversations
+    except ValueError:  # there is no template, or one for other conversations
         return None
     _, found, after = text.rpartition(_ANSWER)
     return first_stop(after, tokenizer) if found else None

@@ -66,15 +66,10 @@ class RewardEnsembleScorer:
         **hparams: Any,
     ) -> None:
         self.hparams = RewardEnsembleHparams(**hparams)
+        more: Any = {"policy": policy, "micro_batch_size": micro_batch_size}
         self.members = [
-            RewardModelScorer(
-                partial(load, source=source),
-                micro_batch_size=micro_batch_size,
-                name=f"reward_model_{number}",
-                policy=policy,
-                source=source,
-            )
-            for number, source in enumerate(map(str, sources), 1)
+            RewardModelScorer(partial(load, source=at), name=f"reward_model_{n}", source=at, **more)
+            for n, at in enumerate(map(str, sources), 1)
         ]
 
     @property

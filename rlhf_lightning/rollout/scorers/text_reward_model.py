@@ -159,14 +159,12 @@ class TextRewardModelScorer:
         over_long = torch.tensor([float(row.over_long) for row in rows], device=device)
         if self.tells_over_long and over_long.any():
             self.tells_over_long = False
+            told = int(over_long.sum()), self.encode.max_length, self.source, self.name
             logger.warning(
                 "%d responses are longer than the %s tokens that %s reads, by themselves, and are "
                 "scored by what fits (see %s_over_long): raise scorer.max_length or lower "
                 "module.sampling.max_new_tokens",
-                int(over_long.sum()),
-                self.encode.max_length,
-                self.source,
-                self.name,
+                *told,
             )
         total = (reward - self.hparams.mean) / self.hparams.std  # [B]
         return Scores(total, {self.name: total, f"{self.name}_over_long": over_long})
