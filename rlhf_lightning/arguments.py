@@ -354,11 +354,8 @@ def _named(hint: Any) -> str:
         return str((get_origin(hint) or hint).__name__)
     takes, gives = get_args(hint)
     takes = get_args(takes)[:-1] if get_origin(takes) is Concatenate else takes
-    named = "a function" if takes is Ellipsis else f"a function of {len(takes)} argument"
-    plural = "" if takes is Ellipsis or len(takes) == 1 else "s"
-    return f"{named}{plural}" + (
-        "" if gives is Any else f" that gives {getattr(gives, '__name__', gives)}"
-    )
+    named = "a function" if takes is Ellipsis else f"a function of {len(takes)} arguments"
+    return named + (f" that gives {getattr(gives, '__name__', gives)}" * (gives is not Any))
 
 
 def _collection(hint: Any, value: Any, validate: Callable[[Any], Any]) -> Any:

@@ -112,7 +112,7 @@ def test_a_loader_that_begins_again_at_a_resume_is_named(material, tmp_path, cap
 
 def test_no_average_is_put_over_the_best_weights(material, tmp_path):
     averaging = EMAWeightAveraging(decay=0.5)
-    with pytest.raises(ValueError, match="EMAWeightAveraging would put its average"):
+    with pytest.raises(ValueError, match="EMAWeightAveraging"):
         fit_sft(material, tmp_path / "run", early_stopping=1, callbacks=averaging)
 
 

@@ -82,10 +82,8 @@ class BestWeights(Callback):
         self.iteration = None
         for callback in cast(Any, trainer).callbacks:
             if isinstance(callback, WeightAveraging):
-                raise ValueError(
-                    f"early_stopping ends with the weights of the best checkpoint, and "
-                    f"{type(callback).__name__} would put its average over them: leave one out"
-                )
+                name = type(callback).__name__
+                raise ValueError(f"early_stopping ends with the best weights, not {name}'s average")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load them, on every rank, if the last weights are not the best."""
@@ -101,11 +99,5 @@ class BestWeights(Callback):
         strategy.barrier("BestWeights.on_train_end")
         self.iteration = keeper.best_iteration
         if trainer.is_global_zero:
-            logger.warning(
-                "early stopping: the run ends with the weights of iteration %s (%s %.4g, the "
-                "best), not with those of iteration %d",
-                keeper.best_iteration,
-                keeper.monitor,
-                keeper.best_model_score,
-                last,
-            )
+            best = f"{self.iteration} ({keeper.monitor} {keeper.best_model_score:.4g})"
+            logger.warning(f"early stopping: the weights are those of iteration {best}, not {last}")

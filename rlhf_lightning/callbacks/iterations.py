@@ -67,14 +67,10 @@ def is_last_iteration(trainer: Trainer) -> bool:
 def out_of_time(trainer: Trainer) -> bool:
     """Return whether `max_time` of the Trainer ends the run before its last iteration."""
     timer = next((c for c in trainer.callbacks if isinstance(c, Timer)), None)  # type: ignore[attr-defined]
-    if (
-        timer is None
-        or not trainer.should_stop
-        or current_iteration(trainer) >= last_iteration(trainer)
-    ):
+    if timer is None or not trainer.should_stop:
         return False
-    left = timer.time_remaining()
-    return left is not None and left <= 0
+    left, ends = timer.time_remaining(), current_iteration(trainer) >= last_iteration(trainer)
+    return left is not None and left <= 0 and not ends
 
 
 def reopen_epoch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

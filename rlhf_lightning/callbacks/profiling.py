@@ -15,6 +15,7 @@ from rlhf_lightning.arguments import Count, CountOrZero, checked
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.metric_catalog import counted
 
 NUM_OPERATORS = 25
 
@@ -50,10 +51,8 @@ class ProfileIterations(Callback):
         if not trainer.is_global_zero or self._seen:
             return
         if current_iteration(trainer) > self.skip:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=activities, acc_events=True)
+            gpu = [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
             self._profiler.start()
             self._started = time.perf_counter()
 
@@ -75,10 +74,7 @@ class ProfileIterations(Callback):
         if self._profiler is not None:
             self._stop(trainer)
         elif trainer.is_global_zero and not self._seen:
-            rank_zero_info(
-                f"nothing was profiled: the run ended within the first {self.skip} iterations, "
-                "which are skipped"
-            )
+            rank_zero_info(f"nothing was profiled: the run ended within {self.skip} iterations")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -103,11 +99,10 @@ class ProfileIterations(Callback):
 
     def _phase_table(self) -> str:
         """Return seconds and shares of the phases that the module times, and of the rest."""
-        iterations = f"{self._seen} iteration{'s' if self._seen > 1 else ''}"
-        lines = [f"{iterations} profiled, {self._seconds:.2f} s", ""]
-        phases = dict(sorted(self._phases.items(), key=lambda item: -item[1]))
-        rest = self._seconds - sum(phases.values())
-        for name, seconds in [*phases.items(), ("everything else", max(rest, 0.0))]:
+        lines = [f"{counted(self._seen, 'iteration')} profiled, {self._seconds:.2f} s", ""]
+        phases = sorted(self._phases.items(), key=lambda item: -item[1])
+        rest = self._seconds - sum(self._phases.values())
+        for name, seconds in [*phases, ("everything else", max(rest, 0.0))]:
             share = seconds / self._seconds if self._seconds else 0.0
             lines.append(f"{name:18} {seconds:8.2f} s  {share:6.1%}")
         return "\n".join(lines) + "\n"

@@ -50,10 +50,8 @@ class RandomState(Callback):
         ranks = next(iter(loaded.values())).shape[0]
         if ranks != trainer.world_size:
             logger.warning(
-                "the checkpoint was written by %d processes, this run has %d: it continues, but "
-                "not bit for bit",
-                ranks,
-                trainer.world_size,
+                f"the checkpoint was written by {ranks} processes, this run has "
+                f"{trainer.world_size}: it continues, but not bit for bit"
             )
         rank = trainer.global_rank % ranks
         # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside of a storage.

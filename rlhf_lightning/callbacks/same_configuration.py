@@ -86,7 +86,7 @@ class SameSources(Callback):
             saved = checkpoint.get(key)
             if saved is None or saved == sorted(found.values()):
                 continue
-            changed = [where for where, value in found.items() if value not in saved]
+            changed = [f"{where} ({v[:12]})" for where, v in found.items() if v not in saved]
             raise ValueError(
                 f"the checkpoint was trained with another {what} than {', '.join(changed)}: resume "
                 "with the one it started with, or start a new run with resume=never"

@@ -33,11 +33,7 @@ class SampleLog(Callback):
 
     @checked
     def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        every_n_iterations: Count = 10,
-        num_samples: Count = 8,
+        self, folder: RunFolder, *, every_n_iterations: Count = 10, num_samples: Count = 8
     ) -> None:
         self.folder = folder
         self.every_n_iterations = every_n_iterations
@@ -69,12 +65,8 @@ class SampleLog(Callback):
             self._cut_at = None
         if due:
             module = cast(OnPolicyModule, pl_module)
-            rows = describe_rollout(
-                rollout,
-                module.tokenizer,
-                self.num_samples,
-                skip_special_tokens=module.sampling.skip_special_tokens,
-            )
+            skip, count = module.sampling.skip_special_tokens, self.num_samples
+            rows = describe_rollout(rollout, module.tokenizer, count, skip_special_tokens=skip)
             self._appender.append(iteration, rows)
             values = {name: [x for own in ranks for x in own[name]] for name in ranks[0]}
             self._values.append(iteration, [values])
@@ -118,15 +110,12 @@ def describe_rollout(
         prompt = rows.query_tensors[i][prompt_mask[i]].tolist()
         response = rows.response_tensors[i][mask[i]].tolist()
         finished = rows.finish_reason[i].item() == FINISHED_BY_STOP
+        written, skip = response[:-1] if finished else response, skip_special_tokens
+        (text,) = response_texts([prompt], [written], tokenizer, skip_special_tokens=skip)
         samples.append(
             {
                 "prompt": decoded(prompt, tokenizer, skip_special_tokens=True),
-                "response": response_texts(
-                    [prompt],
-                    [response[:-1] if finished else response],
-                    tokenizer,
-                    skip_special_tokens=skip_special_tokens,
-                )[0],
+                "response": text,
                 "score": None if scores[i].isnan() else scores[i].item(),
                 "kl": kl[i].item(),
                 "length": int(length[i]),

@@ -58,7 +58,5 @@ def tensorboard_logger(folder: RunFolder) -> IterationTensorBoardLogger:
     try:
         return IterationTensorBoardLogger(str(folder.create().path / "tensorboard"), **settings)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "logger=tensorboard needs the package tensorboard: pip install -e '.[tensorboard]' in "
-            "the checkout, or use logger=csv"
-        ) from error
+        fix = "pip install -e '.[tensorboard]' in the checkout, or use logger=csv"
+        raise ModuleNotFoundError(f"logger=tensorboard needs tensorboard: {fix}") from error

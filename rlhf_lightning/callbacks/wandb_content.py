@@ -33,13 +33,8 @@ LONGEST_TEXT = 2000  # characters of a cell
 _ANSWER = {"prompt": "prompt", "response": "response"}
 _FIGURES = {"KL": "kl", "length": "length", "domain": "domain"}
 COLUMNS = {**_ANSWER, "score": "score", **_FIGURES}
-HELD_OUT_COLUMNS = {
-    **_ANSWER,
-    "SFT response": "baseline_response",
-    "score": "score",
-    "SFT score": "baseline_score",
-    **_FIGURES,
-}
+_BASELINE = {"SFT response": "baseline_response", "score": "score", "SFT score": "baseline_score"}
+HELD_OUT_COLUMNS = {**_ANSWER, **_BASELINE, **_FIGURES}
 
 
 class WandbContent(Callback):
@@ -54,12 +49,7 @@ class WandbContent(Callback):
         num_samples: rows of each table.
     """
 
-    def __init__(
-        self,
-        *,
-        every_n_iterations: int = 10,
-        num_samples: int = 8,
-    ) -> None:
+    def __init__(self, *, every_n_iterations: int = 10, num_samples: int = 8) -> None:
         self.every_n_iterations = every_n_iterations
         self.num_samples = num_samples
 
@@ -90,11 +80,8 @@ class WandbContent(Callback):
     ) -> list[dict[str, Any]]:
         scored = rollout[~rollout.known_scores.isnan()]
         order = scored.scores.float().cpu().argsort(descending=best, stable=True)
-        rows = order[: min(self.num_samples, len(scored))]
-        skip = module.sampling.skip_special_tokens
-        return describe_rollout(
-            scored[rows], module.tokenizer, self.num_samples, skip_special_tokens=skip
-        )
+        rows, skip = scored[order[: self.num_samples]], module.sampling.skip_special_tokens
+        return describe_rollout(rows, module.tokenizer, len(rows), skip_special_tokens=skip)
 
 
 def wandb_loggers(trainer: Trainer) -> Iterator[IterationWandbLogger]:
@@ -229,9 +216,7 @@ def log_lineage(
     the configuration alone says it.
     """
     used, made = list(used), list(made)
-    logger.add_config(
-        {"lineage": {"used": _by_role(used), "made": _by_role(made)}},
-    )
+    logger.add_config({"lineage": {"used": _by_role(used), "made": _by_role(made)}})
     run = logger.experiment
     if not hasattr(run, "log_artifact"):  # a run that records nothing
         return

@@ -69,10 +69,8 @@ def value_of_rank_0(what: str, make: Callable[[], str], patience: timedelta) -> 
     try:
         value: str = store.get(key).decode()
     except dist.DistError as error:
-        raise RuntimeError(
-            f"rank 0 ended, or took more than {patience}, before it told the other ranks the "
-            f"{what}: its own output says why"
-        ) from error
+        why = f"rank 0 ended, or took more than {patience}: its own output says why"
+        raise RuntimeError(f"no {what} from rank 0: {why}") from error
     return value
 
 
@@ -94,16 +92,10 @@ def check_same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         RuntimeError: on every rank, if not; it names what each rank has.
     """
-    if world_size() == 1:
-        return
-    values: list[str | None] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    if len(set(values)) > 1:
+    if len(set(values := gathered(value))) > 1:
         found = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(values))
-        raise RuntimeError(
-            f"the ranks do not have the same {what} ({found}): start all of them with the same "
-            "command line, from the same folder"
-        )
+        fix = "start all of them with the same command line, from the same folder"
+        raise RuntimeError(f"the ranks do not have the same {what} ({found}): {fix}")
 
 
 def gathered(value: Any) -> list[Any]:

@@ -39,18 +39,10 @@ from rlhf_lightning.modules.reference_logprobs import (
 )
 
 CONFIDENCE = 0.95
-MEASURES = (
-    "loss",
-    "accuracy",
-    "chosen_reward",
-    "rejected_reward",
-    "margin",
-    "chosen_logprob",
-    "rejected_logprob",
-)
-BY_LABEL = (
-    "dpo/by_label"  # [2, 3] sums over rows with label True, False: 1, reward, log-probability
-)
+MEASURES = ("loss", "accuracy", "chosen_reward", "rejected_reward", "margin")
+MEASURES += ("chosen_logprob", "rejected_logprob")
+# [2, 3] sums over rows with label True, False: 1, reward, log-probability
+BY_LABEL = "dpo/by_label"
 
 
 class DPOModule(RLHFModule):
@@ -283,16 +275,13 @@ def warn_of_weights(hparams: DPOHparams, labels: Sequence[bool]) -> None:
     good, bad = (count * weight for count, weight in zip(counts, weights, strict=True))
     said = f"{counts[0]:,} training rows are labelled true and {counts[1]:,} false"
     if not all(counts):
-        rank_zero_warn(
-            f"{said}, and KTO learns what sets the two apart: add rows of the other label"
-        )
+        rank_zero_warn(f"{said}: KTO learns what sets the two apart, add rows of the other label")
     elif all(weights) and not bad / 2 <= good <= bad * 8 / 3:
-        name, weight = (
-            ("desirable", bad / counts[0]) if good < bad else ("undesirable", good / counts[1])
-        )
+        fix = f"desirable_weight={bad / counts[0]:.3g}"
+        fix = fix if good < bad else f"undesirable_weight={good / counts[1]:.3g}"
         rank_zero_warn(
             f"{said}, which weigh {good:g} to {bad:g}, and KTO's paper advises 1 to 4/3 to 1: "
-            f"module.dpo.{name}_weight={weight:.3g} makes them weigh the same"
+            f"module.dpo.{fix} makes them weigh the same"
         )
 
 

@@ -298,14 +298,8 @@ def of_adapter(folder: Path) -> str:
         raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
     export = ("config.json", "training_config.yaml")  # of one of our runs: it is in adapter/
     ours = all((folder.parent / name).is_file() for name in export)
-    of_kind, one_score = (
-        ("SequenceClassification", ", num_labels=1")
-        if task == "SEQ_CLS"
-        else (
-            "CausalLM",
-            "",
-        )
-    )
+    of_kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
+    one_score = ", num_labels=1" * (task == "SEQ_CLS")
     load = f"AutoPeftModelFor{of_kind}.from_pretrained({str(folder)!r}{one_score})"
     fix = (
         f"merge it by `peft.{load}.merge_and_unload()`, save the result and the tokenizer by "

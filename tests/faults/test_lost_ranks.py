@@ -143,4 +143,4 @@ def test_a_first_rank_that_fails_before_they_met_is_named(tmp_path):
     with two_ranks(tmp_path, base=sft) as ranks:
         assert [process.wait(300) for process in ranks.processes] == [2, 1]
         assert "nothing" in ranks.error(0)
-        assert ranks.error(1).startswith("rank 0 ended")
+        assert "rank 0 ended" in ranks.error(1)

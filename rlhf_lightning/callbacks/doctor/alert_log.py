@@ -121,9 +121,7 @@ class AlertLog:
             told = f"{reason}; training goes back to the checkpoint of iteration {checkpoint}"
             event = DoctorEvent(iteration, "rollback", alarm, "alarm", told, value=checkpoint)
         else:
-            missing = ""
-            if kind == "rollback":
-                missing = ", as there is no checkpoint from before an alarm to go back to"
+            missing = ", as no checkpoint is from before an alarm" * (kind == "rollback")
             kind, checkpoint, told = "stop", None, f"{reason}; training stops{missing}"
             event = DoctorEvent(iteration, "stop", alarm, "alarm", told)
         self._add(event, f"iteration {iteration}: {told}", warns=True)
