@@ -39,8 +39,10 @@ from rlhf_lightning.modules.reference_logprobs import (
 )
 
 CONFIDENCE = 0.95
-MEASURES = ("loss", "accuracy", "chosen_reward", "rejected_reward", "margin")
-MEASURES += ("chosen_logprob", "rejected_logprob")
+MEASURES = (
+    *("loss", "accuracy", "chosen_reward", "rejected_reward", "margin"),
+    *("chosen_logprob", "rejected_logprob"),
+)
 # [2, 3] sums over rows with label True, False: 1, reward, log-probability
 BY_LABEL = "dpo/by_label"
 

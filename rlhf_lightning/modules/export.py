@@ -144,7 +144,7 @@ class Trained:
             if _loses_much(cost, insists=dtype != "auto"):
                 chosen, cost = torch.float32, None
         stops = stop_ids(self.tokenizer, self._start, revision=self.origin["revision"])
-        options = {"stop_ids": stops, "base_dtype": base}
+        options: dict[str, Any] = {"stop_ids": stops, "base_dtype": base}
         save_hf_model(model, self.tokenizer, folder, state, dtype=chosen, **options)
         if full is not None and chosen != torch.float32:
             save_hf_model(model, self.tokenizer, full, state, dtype=torch.float32, **options)

@@ -17,8 +17,10 @@ from rlhf_lightning.modules.metrics import read_numbers
 logger = logging.getLogger(__name__)
 
 # In the order in which they are computed, so that the first one named is the cause.
-_ROLLOUT_TOKENS = ("logprobs", "ref_logprobs", "teacher_logprobs", "values")
-_ROLLOUT_TOKENS += ("rewards", "advantages", "returns")
+_ROLLOUT_TOKENS = (
+    *("logprobs", "ref_logprobs", "teacher_logprobs", "values"),
+    *("rewards", "advantages", "returns"),
+)
 
 
 class NonFiniteError(RuntimeError):

@@ -217,10 +217,10 @@ def test_a_run_resumed_with_other_settings_gets_them_and_says_so(killed, caplog)
     assert (policy["weight_decay"], policy["betas"]) == (0.25, (0.8, 0.9))
     assert module.controls.temperature == 0.5
     assert module.controls.learning_rate_factor == saved["controls"]["learning_rate_factor"]
-    said = [record.getMessage() for record in caplog.records if "is asked for" in record.msg]
+    said = [record.getMessage() for record in caplog.records if "takes the place of" in record.msg]
     assert len(said) == 6  # temperature, one rate, decay and betas of two groups
     assert "module.sampling.temperature=0.5 takes the place of" in said[0]
-    assert any(text.startswith("learning_rate of group 1=0.003 is asked for") for text in said)
+    assert any(text.startswith("learning_rate of group 1=0.003 takes the place") for text in said)
 
 
 @pytest.mark.parametrize("kl_coef", [None, 0.7])
