@@ -48,7 +48,8 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
             yield where, as_row(row, where)
     except (UnicodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         found = f"it is not UTF-8, or not whole ({error})"
-        raise BadRecordError(where, found, "save the file as UTF-8, or compress it anew") from error
+        fix = "save the file as UTF-8; let the name of a compressed one end with .gz"
+        raise BadRecordError(where, found, fix) from error
     if empty:
         raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
 
@@ -143,7 +144,7 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             for row in reader:
                 where = Location(str(path), reader.line_num)
                 found = f"the line has another number of cells than the {len(names)} headers"
-                fix = 'quote cells that hold a comma, a tab or a line break as "..."'
+                fix = 'separate cells by commas (.tsv: tabs), and quote those with one as "..."'
                 ragged = None in row or None in row.values()
                 yield where, BadRecordError(where, found, fix) if ragged else row
         except csv.Error as error:

@@ -183,6 +183,8 @@ def _reply(answer: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool
     """Read a chat completion, which the client does not check."""
     choice = answer.choices[0]
     text = choice.message.content or ""
+    if isinstance(text, list):  # parts, as some services write them
+        text = "".join(part["text"] for part in text if part["type"] == "text")
     if not isinstance(text, str):
         raise TypeError("the content is no text")
     top: dict[str, float] = {}

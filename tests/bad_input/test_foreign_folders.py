@@ -128,6 +128,19 @@ def test_objects_of_yaml_are_refused(tmp_path: Path) -> None:
     assert saved_config(folder) == {}  # as a report reads it
 
 
+@pytest.mark.parametrize(
+    "text", ["${oc.env:ADDRESS}", "${oc.env:NOT_SET,x}", r"\${oc.env:ADDRESS}"]
+)
+def test_a_configuration_that_reads_the_environment_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("ADDRESS", "postgres://user:secret@host")
+    trained = settings_of("+experiment=ppo", "logger=none").written
+    gates = {"x": {"metric": f"val/{text}", "at_least": 0.1}}
+    folder = folder_of(tmp_path, yaml.safe_dump(trained | {"gates": gates}))
+    with pytest.raises(ConfigError, match="write its value") as caught:
+        settings_of(f"run={folder.path}", entry="evaluate")
+    assert "secret" not in str(caught.value)
+
+
 def test_what_a_run_read_from_the_environment_is_saved_as_its_value(working_folder, monkeypatch):
     from rlhf_lightning.app.config.saved import write_settings
 

@@ -134,10 +134,11 @@ def completion(body: dict[str, Any], reply: Any) -> dict[str, Any]:
             text = top[0]["token"]
             logprobs = {"content": [{**top[0], "top_logprobs": top}], "refusal": None}
     else:
-        text = str(reply)
+        text = reply if isinstance(reply, str) else reply[0]["text"]
     sent = sum(len(message["content"].split()) for message in body["messages"])
     written = len(text.split())
-    message = {"role": "assistant", "content": text, "refusal": None}
+    content = reply if isinstance(reply, list) else text  # parts, as some services write them
+    message = {"role": "assistant", "content": content, "refusal": None}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
     return {
         "id": "chatcmpl-1",

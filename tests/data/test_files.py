@@ -90,6 +90,8 @@ BAD_FILES = {
     "semicolons": ("a.csv", b"prompt;domain\na;b\n", "no known format.*prompt;domain"),
     "latin-1": ("a.jsonl", '{"prompt": "caf\u00e9"}'.encode("latin-1"), "not UTF-8"),
     "UTF-16": ("a.csv", "prompt\na\n".encode("utf-16"), "not UTF-8"),
+    "tabs in .csv": ("a.csv", b"prompt\tdomain\na, b\tc\n", "line 2: .*by commas.*tabs"),
+    "unnamed gzip": ("a.jsonl", gzip.compress(b'{"prompt": "a"}'), r"not UTF-8.*end with \.gz"),
     "cut": ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 99)[:-12], "not whole"),
     "a workbook": ("a.xlsx", b"PK\x03\x04", r"'\.xlsx' is unknown.*\.jsonl, \.json, \.csv"),
     "Feather": ("a.feather", b"ARROW1", r"\.parquet, \.arrow"),

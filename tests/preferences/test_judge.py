@@ -141,6 +141,14 @@ def test_what_will_not_pass_is_an_error_that_says_what_to_do(
         judge(server).label(PAIRS)
 
 
+def test_a_reply_in_parts_is_its_text() -> None:
+    def parts(*pair: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": prefers_longer(*pair)}]
+
+    with serving(parts) as server, serving(prefers_longer) as plain:
+        assert judge(server).label(PAIRS) == judge(plain).label(PAIRS)
+
+
 def test_a_refused_text_is_a_skip_and_only_refusals_are_an_error() -> None:
     def filtered(prompt: str, a: str, b: str):
         return Failure(400) if prompt == "request 3" else prefers_longer(prompt, a, b)

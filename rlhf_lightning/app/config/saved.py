@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
 
 from rlhf_lightning.app.config.compose import ConfigError, at
 from rlhf_lightning.app.config.settings import RunSettings, with_environment
@@ -27,9 +29,21 @@ def read_saved(settings: type[SettingsT], file: Path) -> SettingsT:
         file: `.hydra/config.yaml` of the run.
 
     Raises:
-        ConfigError: if there is none, or if it is not allowed.
+        ConfigError: if there is none, or if it is not allowed: its values are shown on pages, so
+            it reads nothing from the environment of whoever opens the folder.
     """
-    return read_settings(settings, saved_config(file), saved=True)
+    OmegaConf.register_new_resolver("oc.env", _refuse, replace=True)
+    try:
+        found = read_settings(settings, saved_config(file), saved=True)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    if "${" in str(found.resolved):  # escaped; a command that takes it over would resolve it
+        raise ConfigError(f"{file} has a value that becomes an interpolation: write its value")
+    return found
+
+
+def _refuse(name: str, *_: Any) -> Any:
+    raise ValueError(f"a run's configuration may not read ${name}: write its value")
 
 
 def saved_config(file: Path) -> dict[str, Any]:
