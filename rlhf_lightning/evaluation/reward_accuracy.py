@@ -5,7 +5,7 @@ Legend: B responses, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,22 +177,12 @@ def share_right(pairs: Sequence[ScoredPair]) -> float:
     return sum(pair.chosen > pair.rejected for pair in pairs) / len(pairs)
 
 
-LENGTH_CUTS: Mapping[str, Callable[[ScoredPair], bool]] = {
-    "length_matched": lambda pair: (
-        abs(pair.chosen_length - pair.rejected_length)
-        <= MATCHED * max(pair.chosen_length, pair.rejected_length)
-    ),
-    "chosen_shorter": lambda pair: pair.chosen_length < pair.rejected_length,
-    "chosen_longer": lambda pair: pair.chosen_length > pair.rejected_length,
-}
-
-
 def _by_length(pairs: Sequence[ScoredPair]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for cut, belongs in LENGTH_CUTS.items():
-        part = [pair for pair in pairs if belongs(pair)]
-        found |= _accuracy(part, f"_{cut}", interval=cut == "length_matched")
-    return found
+    lengths = [(pair, pair.chosen_length, pair.rejected_length) for pair in pairs]
+    matched = [pair for pair, a, b in lengths if abs(a - b) <= MATCHED * max(a, b)]
+    found = _accuracy(matched, "_length_matched", interval=True)
+    found |= _accuracy([p for p, a, b in lengths if a < b], "_chosen_shorter", interval=False)
+    return found | _accuracy([p for p, a, b in lengths if a > b], "_chosen_longer", interval=False)
 
 
 def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> dict[str, float]:

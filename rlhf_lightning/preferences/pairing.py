@@ -190,12 +190,12 @@ class WorstSamples(Checked):
         train = Journal(
             self.run / "data" / "train.jsonl", write=dict, read=lambda row, _: dict(row)
         )
-        labelled = []
+        labelled: list[tuple[Pair, str, str]] = []
         for row in train.read():
             pair, sides = asked[row["pair_id"]], (row["chosen"], row["rejected"])
             # In a conversation a response is its last message.
-            texts = [x if isinstance(x, str) else x[-1]["content"] for x in sides]
-            labelled.append((pair, *texts))
+            winner, loser = (x if isinstance(x, str) else x[-1]["content"] for x in sides)
+            labelled.append((pair, winner, loser))
         answers = {(p.prompt_id, t): answered(p, t) for p, *texts in labelled for t in texts}
         scores = dict(zip(answers, self.score(list(answers.values())), strict=True))
         defeats = []

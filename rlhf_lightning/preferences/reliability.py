@@ -386,6 +386,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     shape = people.ceiling.shape if people and people.ceiling else None
     others = [x for x in collection.labels if x.annotator not in collection.people]
     automatic = aggregate(routing.validation, others, people=())
+    agrees = verdicts_agree(automatic, people_majority(on_held_out))
     figures: dict[str, Any] = {
         "candidates": {
             "asked": collection.num_candidates,
@@ -403,17 +404,13 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
             for name, part in (("train", collection.train), ("validation", collection.validation))
         },
         "cost": {
-            "before": asdict(collection.before) | {"money": collection.before.money},
-            "after": asdict(collection.after) | {"money": collection.after.money},
+            name: asdict(cost) | {"money": cost.money}
+            for name, cost in (("before", collection.before), ("after", collection.after))
         },
         "people": None if people is None else asdict(people),
         # On held-out pairs alone: the others that people saw are those that annotators differ on.
-        "annotators": [
-            asdict(a) for a in all_annotators([*others, *on_held_out], collection.people)
-        ],
-        "automatic_agrees_with_people": asdict(
-            verdicts_agree(automatic, people_majority(on_held_out))
-        ),
+        "annotators": [*map(asdict, all_annotators([*others, *on_held_out], collection.people))],
+        "automatic_agrees_with_people": asdict(agrees),
         "judge": None if collection.judge is None else asdict(collection.judge),
         "label_ceiling": label_ceiling(collection.validation, on_held_out, shape),
     }

@@ -217,23 +217,19 @@ def _value_range(
 
 
 def _labelled(ticks: Sequence[float], unit: str) -> list[tuple[float, str]]:
-    return [(tick, _tick_label(tick, ticks, unit)) for tick in ticks]
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
+    size = max(map(abs, ticks))
+    if unit == "share":
+        return [(tick, f"{100 * tick:.{_digits(100 * step)}f} %") for tick in ticks]
+    if size and (size >= 1e5 or size < 1e-3):
+        return [(tick, number(tick, like=size)) for tick in ticks]
+    return [(tick, f"{tick:.{_digits(step)}f}") for tick in ticks]
 
 
 def _counted(frame: _Frame) -> list[tuple[float, str]]:
     """Return the whole numbers of the horizontal axis, with a thin space between thousands."""
     whole = [tick for tick in frame.columns if tick == int(tick)] or [frame.first]
     return [(tick, f"{int(tick):,}".replace(",", "\u202f")) for tick in whole]
-
-
-def _tick_label(tick: float, ticks: Sequence[float], unit: str) -> str:
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(tick) or 1.0
-    if unit == "share":
-        return f"{100 * tick:.{_digits(100 * step)}f} %"
-    size = max(abs(t) for t in ticks)
-    if size and (size >= 1e5 or size < 1e-3):
-        return number(tick, like=size)
-    return f"{tick:.{_digits(step)}f}"
 
 
 def _digits(step: float) -> int:

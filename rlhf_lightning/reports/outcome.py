@@ -52,7 +52,7 @@ def domains_section(metrics: Metrics) -> str:
     """Return a bar a domain, with its 95 % interval where one was measured; "" without domains."""
     for key, measure in _DOMAIN_JUDGES:
         start = part_key(key, "domain", "")
-        rates = {
+        rates: dict[str, tuple[Any, ...]] = {
             name.removeprefix(start): (value, *map(metrics.get, bound_keys(name)))
             for name, value in metrics.items()
             if name.startswith(start) and value is not None
@@ -80,12 +80,12 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     whose = (n for n in _ROUND_JUDGES if all(f"{n}_win_rate" in own for own in rounds.values()))
     name = next(whose, "score")
     keys = (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))
-    rates = {k: [own.get(key) for key in keys] for k, own in rounds.items()}
+    judged = {k: [own.get(key) for key in keys] for k, own in rounds.items()}
     columns = {
         n: quantity(f"val/{n}") for n in _ROUND_COLUMNS if any(n in own for own in rounds.values())
     }
     judge = _ROUND_JUDGES.get(name, "the score")
-    return render("rounds.html", judge=judge, rates=rates, columns=columns, rounds=rounds)
+    return render("rounds.html", judge=judge, rates=judged, columns=columns, rounds=rounds)
 
 
 def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, float | None]]:

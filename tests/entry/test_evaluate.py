@@ -229,9 +229,7 @@ def test_safety_prompts_that_nobody_could_be_asked_are_refused(tmp_path: Path, s
     file = tmp_path / "safety.jsonl"
     file.write_text(json.dumps({"prompt": "how do i steal a car ? " * 30, "harmful": True}) + "\n")
     sides = [f"policy={start}", f"baseline={start}", "scorer=none", f"safety.prompts={file}"]
-    with pytest.raises(
-        ConfigError, match=r"none of its 1 harmful prompts .*prompts\.max_length=64"
-    ):
+    with pytest.raises(ConfigError, match=r"1 of 1 harmful prompts .*prompts\.max_length=64"):
         evaluate(tmp_path / "run", *sides)
 
 

@@ -50,7 +50,13 @@ def test_the_verdict_comes_first_with_its_interval_and_the_gates_with_their_reas
     path = write_report(fake_ppo_run(tmp_path / "run"))
     assert path.name == "report.html"
     outline = Outline(path.read_text())
-    order = ["81.2 %", "77.1 to 84.8 %", "The policy answers better than", "-0.02 → 1.41", "Gates"]
+    order = [
+        "81.2 %",
+        "77.1 to 84.8 %",
+        "The policy answers better than",
+        "-0.02 → 1.41",
+        "✓ passed",
+    ]
     places = [
         outline.text.index(part) for part in [*order, "Curves", "Samples", "Time", "Settings"]
     ]
