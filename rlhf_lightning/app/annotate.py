@@ -29,23 +29,19 @@ def run(settings: AnnotateSettings) -> None:
         ConfigError: if the files do not allow it.
     """
     if not settings.store.exists() and (settings.file is None or settings.action == "export"):
-        raise ConfigError(
-            f"store={settings.store} does not exist: add file=PAIRS to take "
-            "pairs in, e.g. JSON lines with prompt, chosen and rejected"
-        )
+        raise ConfigError(f"store={settings.store} does not exist: add file=PAIRS to take pairs in")
     try:
         with LabelStore(settings.store) as store:
             if settings.action == "export":
                 _export(settings, store)
-            elif settings.action == "status":
+            if settings.action == "status":
                 say(describe_store(store))
-            else:
-                if settings.action == "serve":
-                    _keep_question(settings, store)
-                if settings.file is not None:
-                    _import(settings, store)
-                if settings.action == "serve":
-                    _serve(settings, store)
+            if settings.action == "serve":
+                _keep_question(settings, store)
+            if settings.action in ("serve", "import") and settings.file is not None:
+                _import(settings, store)
+            if settings.action == "serve":
+                _serve(settings, store)
     except (BadRecordError, StoreError) as error:
         raise ConfigError(str(error)) from error
 
@@ -82,16 +78,14 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     if found.pairs:
         store.note(f"import {settings.file.resolve()}", str(settings.file))
     labels = store.add_labels(found.labels)
-    again = len(found.labels) - labels
     say(
         f"{settings.file}: {pairs} new pairs of {len(found.pairs)}, {labels} new labels of "
         f"{len(found.labels)}"
-        + (f"; of {again} the annotator has one on that pair already, which stays" if again else "")
     )
     if found.dropped:
         say(
-            f"{found.dropped} preferences in {settings.file} are left out, and the pairs are "
-            "labelled again: known=labels keeps them as labels"
+            f"{found.dropped} preferences in {settings.file} are left out: known=labels keeps them "
+            "as labels"
         )
 
 
@@ -129,18 +123,10 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
     progress = store.progress()
     if not progress.wanted and next(store.pairs(), None) is None:
         raise ConfigError(f"store={store.path} holds no pairs: add file=PAIRS")
+    counts = f"{progress.done} of {progress.wanted} labels are there, in {store.path}. "
 
     def announce(address: str) -> None:
-        say(address)
-        say(
-            f"{progress.done} of {progress.wanted} labels are there, in {store.path}. "
-            "Control-C stops; nothing is lost."
-        )
-        if progress.wanted and progress.done >= progress.wanted:
-            say(
-                "Nothing is left to label: every pair has its labels. Another store with "
-                "file=PAIRS starts over; action=export writes the labels"
-            )
+        say(f"{address}\n{counts}Control-C stops; nothing is lost.")
 
     try:
         serve(store, announce=announce, **settings.page.model_dump())

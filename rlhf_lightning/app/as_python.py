@@ -18,10 +18,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 import rlhf_lightning
-from rlhf_lightning.app.build import (
-    checkpoint_arguments,
-    run_arguments,
-)
+from rlhf_lightning.app.build import checkpoint_arguments, run_arguments, without_defaults
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -130,18 +127,6 @@ class Calls:
         return "\n".join([*sorted(plain), *lines])
 
 
-def without_defaults(call: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are not the defaults of a class or function."""
-    usual = {p.name: p.default for p in inspect.signature(call).parameters.values()}
-    return {name: value for name, value in given.items() if not _equal(value, usual.get(name, ...))}
-
-
-def _equal(value: Any, usual: Any) -> bool:
-    if isinstance(value, list | tuple) and isinstance(usual, list | tuple):
-        return list(value) == list(usual)
-    return type(value) is type(usual) and bool(value == usual)
-
-
 def _bracketed(start: str, parts: Sequence[str], end: str) -> str:
     line = f"{start}{', '.join(parts)}{end}"
     if len(line) <= WIDTH - 12 and "\n" not in line:
@@ -183,16 +168,14 @@ def as_python(settings: TrainSettings, overrides: Sequence[str]) -> str:
 
 def _contexts(settings: TrainSettings, calls: Calls) -> list[Code]:
     """Return the kernels and micro-batches inside which all is computed, if not as by default."""
-    model, found = settings.model, list[Code]()
-    if not model.cpu_kernels:
-        found.append(calls.call(cpu_kernels, enabled=False))
-    if model.kernels != "auto":
-        found.append(calls.call(gpu_kernels, way=model.kernels))
-    if model.micro_batches != "auto":
-        found.append(calls.call(micro_batching, way=model.micro_batches))
-    if model.attention_backends != "auto":
-        found.append(calls.call(attention_backends, way=model.attention_backends))
-    return found
+    model = settings.model
+    ways = (
+        (gpu_kernels, model.kernels),
+        (micro_batching, model.micro_batches),
+        (attention_backends, model.attention_backends),
+    )
+    found = [] if model.cpu_kernels else [calls.call(cpu_kernels, enabled=False)]
+    return found + [calls.call(context, way=way) for context, way in ways if way != "auto"]
 
 
 def _refuse(settings: TrainSettings) -> None:
@@ -201,28 +184,25 @@ def _refuse(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the first key.
     """
-    same = SamplingHparams().skip_special_tokens
-    sampling = settings.all_hparams.get("sampling")
-    skips = same if sampling is None else sampling.skip_special_tokens
-    doctor = settings.doctor
-    actions = None if doctor is None or not settings.spec.rolls_out else doctor.actions
-    ends = "none" if actions is None or actions.on_alarm != "rollback" else "rollback"
+    evaluation, sampling = settings.evaluation, settings.all_hparams.get("sampling")
+    same = (sampling or SamplingHparams()).skip_special_tokens
     left: dict[str, tuple[Any, Any]] = {
         "ckpt_path": (settings.ckpt_path, None),
         "resume": (settings.resume, "never"),
-        "evaluation.larger_reward_model": (settings.evaluation.larger_reward_model, None),
-        "doctor.actions.on_alarm": (ends, "none"),
-        "evaluation.skip_special_tokens": (settings.evaluation.skip_special_tokens, skips),
+        "evaluation.larger_reward_model": (evaluation.larger_reward_model, None),
+        "evaluation.skip_special_tokens": (evaluation.skip_special_tokens, same),
     }
+    if (ends := settings.select("doctor.actions.on_alarm")) == "rollback":
+        left["doctor.actions.on_alarm"] = (ends, "none")
     if settings.logger.kind == "wandb":
         for name in ("project", "group", "tags", "mode"):
             usual = type(settings.logger).model_fields[name].default
             left[f"logger.{name}"] = (getattr(settings.logger, name), usual)
-    if settings.evaluation.every_n_iterations is not None:  # asked as training asks
+    if evaluation.every_n_iterations is not None:  # asked as training asks
         for name in ("max_new_tokens", "temperature"):
-            asked = getattr(settings.evaluation, name)
+            asked = getattr(evaluation, name)
             left[f"evaluation.{name}"] = (asked, getattr(sampling, name, asked))
-        left["evaluation.answers_per_prompt"] = (settings.evaluation.answers_per_prompt, 1)
+        left["evaluation.answers_per_prompt"] = (evaluation.answers_per_prompt, 1)
     for key, (value, usual) in left.items():
         if value != usual:
             raise ConfigError(f"{key}={value} has no argument in Python: run it by rlhf-train")
@@ -243,9 +223,8 @@ def _module(settings: TrainSettings, calls: Calls) -> Code:
     if optimizer.call is not torch.optim.AdamW or plain != _ADAMW:
         given["optimizer"] = optimizer
     generator = settings.rollout.read("rollout")
-    if generator.call is not CapturedGenerator or without_defaults(
-        CapturedGenerator, generator.arguments
-    ):
+    changed = without_defaults(CapturedGenerator, generator.arguments)
+    if generator.call is not CapturedGenerator or changed:
         given["generator"] = generator
     if settings.lora is not None:
         given["lora"] = settings.lora
@@ -302,27 +281,19 @@ def _trainer(settings: TrainSettings, folder: Path, calls: Calls) -> Code:
     callbacks: list[Any] = list(settings.callbacks.extra.values())
     evaluation = settings.evaluation
     if evaluation.every_n_iterations is not None:
-        judged = {"gold": evaluation.gold, "safety": settings.safety}
-        callbacks.append(
-            calls.call(
-                PeriodicEvaluation,
-                every_n_iterations=evaluation.every_n_iterations,
-                num_prompts=evaluation.during_training,
-                **judged,
-            )
-        )
+        periodic = {
+            "every_n_iterations": evaluation.every_n_iterations,
+            "num_prompts": evaluation.during_training,
+            "gold": evaluation.gold,
+            "safety": settings.safety,
+        }
+        callbacks.append(calls.call(PeriodicEvaluation, **periodic))
     given = without_defaults(trainer_arguments, given | {"callbacks": callbacks or None})
     given["devices"] = trainer.devices
-    others = {
-        "accelerator": (trainer.accelerator, "auto"),
-        "num_nodes": (trainer.num_nodes, 1),
-        "precision": (trainer.precision, "32-true"),
-        "limit_val_batches": (
-            trainer.limit_val_batches if not settings.spec.rolls_out else None,
-            None,
-        ),
-    }
-    given |= {name: value for name, (value, usual) in others.items() if value != usual}
+    limit = None if settings.spec.rolls_out else trainer.limit_val_batches
+    others = {"accelerator": "auto", "num_nodes": 1, "precision": "32-true"}
+    given |= {k: getattr(trainer, k) for k, v in others.items() if getattr(trainer, k) != v}
+    given |= {} if limit is None else {"limit_val_batches": limit}
     if (strategy := _strategy(settings, calls)) is not None:
         given["strategy"] = strategy
     arguments = calls.written(calls.name(trainer_arguments), str(folder), **given)
@@ -386,7 +357,5 @@ def _end(settings: TrainSettings, folder: Path, calls: Calls) -> list[str]:
             given = dict(reward=settings.scorer, **given)
         lines.append(f"print({calls.written(calls.name(compare), *own, **given)})")
     given = {"dtype": torch.bfloat16} if settings.export.dtype == "bf16" else {}
-    export = calls.written(
-        calls.name(export_model), Code("module"), str(folder / "export"), **given
-    )
-    return [*lines, str(export)]
+    name, module = calls.name(export_model), Code("module")
+    return [*lines, str(calls.written(name, module, str(folder / "export"), **given))]

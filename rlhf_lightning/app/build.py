@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError, texts
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import LOOKUPS
@@ -92,30 +92,19 @@ def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
         "preflight": doctor.preflight,
         "watches": not settings.only_runs,
     }
-    return without_defaults(arguments, Doctor) or True
+    return without_defaults(Doctor, arguments) or True
 
 
 def _refuse_gold(gold: Target | None, second_scorer: Target | None) -> None:
     """Gold chooses no setting and no checkpoint, and the doctor does both."""
-    known = set(_texts(gold.node())) - set(LOOKUPS) if gold is not None else set()
-    for text in _texts(second_scorer.node() if second_scorer is not None else None):
+    known = {text for _, text in texts(gold and gold.node())} - set(LOOKUPS)
+    for _, text in texts(second_scorer and second_scorer.node()):
         ours = text == "rlhf_lightning.gold_scores" or text.startswith(DEMO_GOLD)
         if text in known or ours:
             raise ConfigError(
                 f"doctor.second_scorer reads {text}, the gold reward, which only evaluation may "
                 "see: use a judge or another reward model"
             )
-
-
-def _texts(node: Any) -> Iterator[str]:
-    if isinstance(node, Mapping):
-        for value in node.values():
-            yield from _texts(value)
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from _texts(value)
-    elif isinstance(node, str):
-        yield node
 
 
 def make_logger(settings: TrainSettings, folder: RunFolder) -> Any:
@@ -278,15 +267,12 @@ def function_digests(scorer: Mapping[str, Any]) -> dict[str, str]:
     Functions of this package are left out: a run continues with a later version of it.
     """
     found: dict[str, str] = {}
-    for key, value in scorer.items():
-        if isinstance(value, Mapping):
-            found |= function_digests(value)
-        elif key == "function" and isinstance(value, str):
-            place, colon, _ = value.rpartition(":")
-            module = sys.modules.get(value.rpartition(".")[0])
-            file = place if colon else getattr(module, "__file__", None)
-            if file is not None and not value.startswith("rlhf_lightning."):
-                found[value] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    for value in (text for key, text in texts(scorer) if key.rpartition(".")[2] == "function"):
+        place, colon, _ = value.rpartition(":")
+        module = sys.modules.get(value.rpartition(".")[0])
+        file = place if colon else getattr(module, "__file__", None)
+        if file is not None and not value.startswith("rlhf_lightning."):
+            found[value] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return found
 
 
@@ -341,15 +327,21 @@ def checkpoint_arguments(settings: TrainSettings) -> dict[str, Any]:
     kept = settings.callbacks.checkpoint.model_dump(exclude={"every_n_iterations"})
     if settings.only_runs and str(kept["monitor"]).startswith("doctor/"):
         kept["monitor"] = None  # nothing is watched
-    return without_defaults(kept, IterationCheckpoint)
+    return without_defaults(IterationCheckpoint, kept)
 
 
-def without_defaults(arguments: Mapping[str, Any], call: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments that are not the defaults of what they are given to."""
+def without_defaults(call: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are not the defaults of a class or function."""
     usual = {p.name: p.default for p in inspect.signature(call).parameters.values()}
     if call is Doctor:
         usual |= {"thresholds": DoctorThresholds(), "refusals": Refusals()}
-    return {name: value for name, value in arguments.items() if value != usual.get(name, ...)}
+    return {name: value for name, value in given.items() if not _equal(value, usual.get(name, ...))}
+
+
+def _equal(value: Any, usual: Any) -> bool:
+    if isinstance(value, list | tuple) and isinstance(usual, list | tuple):
+        return list(value) == list(usual)
+    return type(value) is type(usual) and bool(value == usual)
 
 
 @contextmanager

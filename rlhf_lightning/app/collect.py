@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.build import computing
-from rlhf_lightning.app.command_line import (
-    check_command_line,
-    run_in_folder,
-    run_job,
-    say,
-    started,
-)
+from rlhf_lightning.app.command_line import check_command_line, run_in_folder, run_job, say, started
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.groups import Target
@@ -248,9 +242,8 @@ def _preferences(
     prompts = [] if lab.worst else read_prompts(settings)
     summary = started(folder, summary, _start_lines(settings, lab, len(prompts)))
     collection = lab.run(prompts)
-    gold = settings.dataset.gold
-    truth = None if gold is None else gold.build()
-    figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=truth)
+    gold = None if settings.dataset.gold is None else settings.dataset.gold.build()
+    figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=gold)
     told = [f"before: {collection.before}", f"after:  {collection.after}"]
     return summary, flat_metrics(figures), told
 
@@ -286,17 +279,16 @@ def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
 
 
 def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[str, object]:
-    sampled: dict[str, object] = {
+    lines: dict[str, object] = {
         "policies": _policies(settings),
         "prompts": f"{num_prompts} of {settings.dataset.name}",
         "candidates": f"{lab.sampling.per_prompt} for each prompt",
         "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
     }
-    again: dict[str, object] = {
-        "worst responses": f"of {settings.adversarial.run}, by {settings.adversarial.source}",
-        "pairs": f"at most {settings.adversarial.num_pairs}",
-    }
-    return (again if lab.worst else sampled) | {
+    if lab.worst:
+        given = settings.adversarial
+        lines = {"worst responses": f"at most {given.num_pairs} of {given.run}, by {given.source}"}
+    return lines | {
         "annotators": ", ".join(annotator.name for annotator in lab.annotators) or "people alone",
         "seed": settings.seed,
     }

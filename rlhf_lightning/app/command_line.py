@@ -20,13 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import (
-    CONFIG_DIR,
-    ConfigError,
-    conf_dir,
-    primary,
-    register,
-)
+from rlhf_lightning.app.config.compose import CONFIG_DIR, ConfigError, conf_dir, primary, register
 from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings

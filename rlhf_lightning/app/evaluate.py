@@ -68,12 +68,7 @@ from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.model_card import add_figures
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
-from rlhf_lightning.runs.summary import (
-    Summary,
-    new_summary,
-    read_summary,
-    write_summary,
-)
+from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
 register()

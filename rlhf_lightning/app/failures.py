@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "rlhf_lightning"
 STOPPED = 75  # exit status (EX_TEMPFAIL): not done, and resume=auto continues
-INTERRUPTED = "interrupted from the keyboard or by a signal"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MEMORY = re.compile(r"out of memory|allocate memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
 
@@ -43,9 +42,8 @@ def explain_failure(
     """
     for one in _chain(error):
         text = _one_line(one)[:200]
-        if isinstance(one, MemoryError) or (
-            isinstance(one, RuntimeError | OSError) and _MEMORY.search(text)
-        ):
+        of_memory = isinstance(one, RuntimeError | OSError) and _MEMORY.search(text)
+        if isinstance(one, MemoryError) or of_memory:
             evaluates = f"{PACKAGE}.app.finalize" in _modules_passed(error)
             return RunFailedError(f"out of memory ({text}). {save_memory(evaluates)}")
         full = any(f"os error {number}" in text for number in _FULL)  # as safetensors says it
@@ -61,7 +59,7 @@ def cause_of(error: BaseException) -> str:
     """Return one line: the message of an error that explains itself, else its type as well."""
     error = stop_behind(error) or error  # torch makes another error of a Control-C
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
+        return "interrupted from the keyboard or by a signal"
     text = _one_line(error)
     return text if text and _is_expected(error) else f"{type(error).__name__}: {text}".rstrip(": ")
 
@@ -97,13 +95,11 @@ def exit_with(error: BaseException) -> NoReturn:
     the first one, which is still writing, if another one fails. An unexpected error is shown with
     its traceback. torchrun gets the error as well, and names the rank that failed first.
     """
-    stop = stop_behind(error)
+    stop, word, code = stop_behind(error), "error", 1
     if stop is not None:
         word, code = "stopped", STOPPED if global_rank() == 0 else 0
-        if isinstance(stop, KeyboardInterrupt):
-            code = 130
+        code = 130 if isinstance(stop, KeyboardInterrupt) else code
     else:
-        word, code = "error", 1
         if not _is_expected(error):
             sys.stderr.write("".join(traceback.format_exception(error)))
         tell_torchrun(error)
@@ -114,12 +110,11 @@ def exit_with(error: BaseException) -> NoReturn:
 
 def _is_expected(error: BaseException) -> bool:
     """Return whether our own code, or Lightning's checks, raised it for the user to read."""
-    kind = type(error)
+    kind, modules = type(error), ["", *_modules_passed(error)]
     if kind.__module__.startswith(PACKAGE) or kind.__name__ == "MisconfigurationException":
         return True
-    last = [*_modules_passed(error)][-1:]
-    ours = bool(last) and last[0].startswith(PACKAGE)
-    return ours and isinstance(error, ValueError | RuntimeError | OSError)
+    checks = isinstance(error, ValueError | RuntimeError | OSError)
+    return checks and modules[-1].startswith(PACKAGE)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -20,12 +20,7 @@ from rlhf_lightning.runs.folder import RunFolder, from_here
 from rlhf_lightning.runs.reading import read_yaml
 
 _PLAIN = re.compile(r"[\w./:@+-]*/[\w./:@+-]*")  # a path that Hydra reads as it is
-_ELSEWHERE = "The next stage starts from it with {}."
-_COMPARE = (
-    "Read the samples. This compares it again on the prompts that training held out; "
-    "++dataset.path= asks those of another file, judge= a language model too, and human=export "
-    "people:"
-)
+_COMPARE = "Read the samples. This compares it again on the prompts that training held out:"
 
 
 def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> str:
@@ -36,14 +31,14 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     """
     stage = settings.spec
     if stage.trains_policy and stage.starts_from != "base":
-        again = [
-            given(f"++{key}", value) for key, value in named_again("evaluate", settings).items()
-        ]
+        named = named_again("evaluate", settings)
+        again = [given(f"++{key}", value) for key, value in named.items()]
         return _told(_COMPARE, "evaluate", [_word("run", folder.path), *again])
     made = "sft" if stage.trains_policy else "reward"
     made = "base" if settings.start is None else made
     key = f"artifacts.{made}"
     start = _word(key, folder.export)
+    elsewhere = f"The next stage starts from it with {start}."
     kind, told = {
         "base": ("sft", "Fine-tune this model on demonstrations:"),
         "sft": ("reward", "Train a reward model from this policy:"),
@@ -52,12 +47,12 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     another_file = settings.dataset.source.path.endswith(".FileSource")
     if not (has_records(settings, kind) or another_file):
         if f"ppo_{settings.name.partition('_')[2]}" not in choices("experiment"):
-            return _ELSEWHERE.format(start)
+            return elsewhere
         kind, told = "ppo", "Train this policy:"
     words = [w for w in _words(settings, kind, folder, overrides) if not w.startswith(f"{key}=")]
     if any(word.endswith("=PREFERENCES") for word in words):
         told = f"{told[:-1]}; PREFERENCES is your file of pairs:"
-    return _checked(told, [*words, start]) or _ELSEWHERE.format(start)
+    return _checked(told, [*words, start]) or elsewhere
 
 
 def after_collecting(settings: Any, folder: RunFolder, overrides: Sequence[str], data: Path) -> str:
@@ -72,11 +67,8 @@ def after_collecting(settings: Any, folder: RunFolder, overrides: Sequence[str],
         return _checked("Train a reward model on the pairs:", [*words, _word("data.path", data)])
     source = {"_target_": "rlhf_lightning.FileSource", "path": str(from_here(data))}
     sampled = settings.candidates.policies.get("sft") or settings.artifacts.sft
-    words = [
-        w
-        for w in _words(settings, "sft", folder, overrides, records=True)
-        if "artifacts.base=" not in w
-    ]
+    words = _words(settings, "sft", folder, overrides, records=True)
+    words = [word for word in words if "artifacts.base=" not in word]
     words += [_word("artifacts.base", Path(sampled)), given("data.source", source)]
     return _checked("Fine-tune on them:", words)
 
@@ -95,13 +87,10 @@ def _words(
     chosen = at(saved_config(file), "hydra.runtime.choices") if file.is_file() else None
     for group in ("dataset", "model"):
         named = (chosen or {}).get(group)
-        if words[0] == kind and named not in (None, "demo") and not _has(words, group):
+        has = any(word.lstrip("+").startswith(f"{group}=") for word in words)
+        if words[0] == kind and named not in (None, "demo") and not has:
             words.insert(1, f"{group}={named}")
     return [f"+experiment={words[0]}", *words[1:]]
-
-
-def _has(words: Sequence[str], key: str) -> bool:
-    return any(word.lstrip("+").startswith(f"{key}=") for word in words)
 
 
 def _checked(told: str, words: list[str]) -> str:
@@ -115,14 +104,9 @@ def _checked(told: str, words: list[str]) -> str:
 
 
 def _told(told: str, command: str, words: list[str]) -> str:
-    return f"{told}\n{shlex.join([*_program(command), *words])}"
-
-
-def _program(command: str) -> list[str]:
-    """Return the words that start a command of ours from this shell."""
-    if shutil.which(f"rlhf-{command}"):
-        return [f"rlhf-{command}"]
-    return [from_here(Path(sys.executable)), "-m", f"rlhf_lightning.{command}"]
+    program = [from_here(Path(sys.executable)), "-m", f"rlhf_lightning.{command}"]
+    program = [f"rlhf-{command}"] if shutil.which(f"rlhf-{command}") else program
+    return f"{told}\n{shlex.join([*program, *words])}"
 
 
 def _word(key: str, path: Path) -> str:

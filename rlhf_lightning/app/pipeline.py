@@ -39,7 +39,7 @@ from rlhf_lightning.runs.lock import FolderTakenError, claim_run, drop_unused, i
 from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.stopping import RunStoppedError, stop_behind, stopping_on_signals
 from rlhf_lightning.runs.summary import (
-    GateResult,
+    Status,
     Summary,
     new_summary,
     read_summary,
@@ -55,9 +55,7 @@ GATE_FAILED, STOPPED = 4, (3, 75, 130)  # exit statuses; 3: people have to label
 class FailedRunError(RuntimeError):
     """A stage did not end as it should; `code` is the exit status of the command."""
 
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
+    code = 1
 
 
 def advance(step: Step, folder: RunFolder) -> bool:
@@ -65,10 +63,6 @@ def advance(step: Step, folder: RunFolder) -> bool:
 
     It is done if it has completed with these settings, and what it read and made is unchanged. A
     run that cannot be continued gets another name: `reward` becomes `reward_before_1`.
-
-    Raises:
-        FailedRunError: if it does not end as it should, or what it made was changed since.
-        FolderTakenError: if a living process writes there.
     """
     known, summary, read = read_record(folder).get(step.name), step.summary(), step.read()
     same = known is not None and known["read"].items() <= read.items()
@@ -76,9 +70,8 @@ def advance(step: Step, folder: RunFolder) -> bool:
     if known and same and completed:
         made = step.made()
         if known["made"] not in (None, made):
-            lost = ", ".join(k for k, digest in known["made"].items() if made.get(k) != digest)
             raise FailedRunError(
-                f"{step.name}: what it made ({lost or 'nothing then'}) was changed since it "
+                f"{step.name}: what it made ({', '.join(known['made'])}) was changed since it "
                 f"completed: restore it, or remove {step.place} to run the stage again"
             )
         note(folder, step, {**read, **known["read"]}, made)
@@ -93,10 +86,11 @@ def advance(step: Step, folder: RunFolder) -> bool:
     code, summary = _wait_for(step.command_line()), step.summary()
     if code or summary is None or summary.status != "completed":
         what = "waits for people" if code == STOPPED[0] else f"ended with status {code}"
-        raise FailedRunError(
-            f"{step.name} {what}, see {step.place}: calling the pipeline again goes on from there",
-            code if code in STOPPED else 1,
+        error = FailedRunError(
+            f"{step.name} {what}, see {step.place}: calling the pipeline again goes on from there"
         )
+        error.code = code if code in STOPPED else 1
+        raise error
     # Models of the built-in world may have been made by the run itself.
     note(folder, step, {**step.read(), **read}, step.made())
     return False
@@ -154,9 +148,9 @@ def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
         except BaseException as error:
             asked = stop_behind(error) is not None
             stopped = asked or getattr(error, "code", None) in STOPPED
-            ended = replace(read_summary(folder), status="stopped" if stopped else "failed")
+            status: Status = "stopped" if stopped else "failed"
             cause = "it was interrupted" if asked else str(error)
-            write_summary(folder, replace(ended, cause=cause))
+            write_summary(folder, replace(read_summary(folder), status=status, cause=cause))
             raise
         finally:
             write_report(folder)
@@ -212,11 +206,12 @@ def where_to_run(settings: PipelineSettings, folder: RunFolder) -> RunFolder:
 
 def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
     """Return the pipeline's summary: every stage's figures, and plainly those of the last one."""
-    metrics: dict[str, float | None] = {}
-    gates: list[GateResult] = []
-    for name, one in judged.items():
-        metrics |= {f"{name}/{key.removeprefix('val/')}": v for key, v in one.metrics.items()}
-        gates += [replace(gate, name=f"{name} {gate.name}") for gate in one.gates]
+    metrics = {
+        f"{name}/{key.removeprefix('val/')}": value
+        for name, one in judged.items()
+        for key, value in one.metrics.items()
+    }
+    named = [replace(g, name=f"{name} {g.name}") for name, one in judged.items() for g in one.gates]
     seconds = {name: float(one.seconds.get("total", 0.0)) for name, one in judged.items()}
     last = list(judged.values())[-1]
     return replace(
@@ -224,7 +219,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
         about={"stages": summary.about["stages"], **last.about},
         judged=all(one.judged for one in judged.values()),
         metrics=dict(last.metrics) | dict(sorted(metrics.items())),
-        gates=tuple(gates),
+        gates=tuple(named),
         seconds=seconds | {"total": sum(seconds.values())},
     )
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.config.commands import PipelineSettings
-from rlhf_lightning.app.config.compose import ConfigError, config_dirs, given, primary, quoted
+from rlhf_lightning.app.config.compose import (
+    ConfigError,
+    config_dirs,
+    given,
+    primary,
+    quoted,
+    texts,
+)
 from rlhf_lightning.app.config.errors import OF_TRAINING, composition
 from rlhf_lightning.app.config.inherit import command_settings, named_again
 from rlhf_lightning.app.config.saved import write_settings
@@ -41,41 +48,40 @@ _BESIDE = ("*config.json", "special_tokens_map.json", "chat_template.*", "vocab.
 
 @dataclass(frozen=True)
 class Step:
-    """One stage of one round.
+    """One stage of one round."""
 
-    Args:
-        round: number of the round, from 1.
-        stage: name of the stage, one of `STAGES`.
-        place: its folder.
-        command: `train`, `collect` or `evaluate`.
-        words: its command line, without its folder.
-        lead: the training step whose settings it takes over; None for a training step.
-    """
-
-    round: int
-    stage: str
+    round: int  # from 1
+    stage: str  # one of STAGES
     place: Path
-    command: str
-    words: tuple[str, ...]
-    lead: Step | None = None
+    command: str  # train, collect or evaluate
+    words: tuple[str, ...]  # its command line, without its folder
+    lead: Step | None = None  # the training whose settings it takes over; None for a training
 
     @property
     def name(self) -> str:
         """Such as `round_1/reward`: also its folder below that of the pipeline."""
         return f"round_{self.round}/{self.stage}"
 
-    @cached_property
+    @property
     def placed(self) -> list[str]:
         """Its words, and those that say where it writes."""
         where = [given("paths.outputs", self.place.parent), given("hydra.run.dir", self.place)]
         return [*self.words, *where]
 
     @cached_property
+    def training(self) -> TrainSettings:
+        """The settings of a training step, wherever it writes."""
+        try:
+            return load_settings(TrainSettings, "train", list(self.words))
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+
+    @cached_property
     def settings(self) -> Any:
         """The settings, as the command reads them: they may be those of the step that leads."""
         if self.lead is not None:  # whose run may be later, or not begun
             self.place.parent.mkdir(parents=True, exist_ok=True)
-            write_settings(self.lead.place.with_suffix(".yaml"), trained_by(self.lead))
+            write_settings(self.lead.place.with_suffix(".yaml"), self.lead.training)
         cfg = composition(self.command, self.placed)
         return command_settings(self.command, cfg, self.placed, trains_first=True)
 
@@ -94,7 +100,7 @@ class Step:
         """Return the digests of the files and models that its settings name, by their keys."""
         named, resolved = _keys(self.words), self.settings.resolved
         found = {"export": json.dumps(resolved.get("export"))}  # no part of the hash
-        for key, text in _texts(resolved):
+        for key, text in texts(resolved):
             group = key.partition(".")[0]
             is_read = key in named if group == "artifacts" else not {group, key} & _NOT_READ
             if is_read and key != "artifacts.publish":
@@ -115,27 +121,6 @@ class Step:
 
 def _keys(words: Sequence[str]) -> set[str]:
     return {word.lstrip("+~").partition("=")[0] for word in words}
-
-
-def trained_by(step: Step) -> TrainSettings:
-    """Return the settings of a training step.
-
-    Raises:
-        ConfigError: with the name of the step.
-    """
-    try:
-        return load_settings(TrainSettings, "train", list(step.words))
-    except ConfigError as error:
-        raise ConfigError(f"{step.name}: {error}") from error
-
-
-def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts in a configuration with their dotted keys."""
-    if isinstance(node, Mapping | list):
-        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _texts(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, str):
-        yield key, node
 
 
 def _digests(key: str, text: str) -> dict[str, str]:
@@ -162,8 +147,7 @@ def as_overrides(words: Sequence[str]) -> list[str]:
     """Return the command line with its words for one stage as Hydra reads them.
 
     `ppo:module.ppo.kl_coef=0.1` becomes `overrides.ppo=['module.ppo.kl_coef=0.1']`; `train:` is for
-    every training stage, `round_2/ppo:` for one round alone. `logger=` and `debug=` are
-    for training. Other words stay as they are.
+    every training stage, `round_2/ppo:` for one round alone.
     """
     own: dict[str, list[str]] = {}
     others = []
@@ -196,14 +180,14 @@ def plan(settings: PipelineSettings, folder: Path) -> list[Step]:
 
 def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> Step:
     """Return a step whose command line has our words, then those of the user, which win."""
-    everywhere: Mapping[str, Any] = settings.overrides
-    here: Mapping[str, Sequence[str]] = everywhere.get(f"round_{number}", {})
+    given_words: Mapping[str, Any] = settings.overrides
+    levels = (given_words, given_words.get(f"round_{number}", {}))
     own = _own_words(settings, folder, number).get(stage, [])
     place = folder / f"round_{number}" / stage
     ours = [f"seed={settings.seed}", given("paths.artifacts", folder / "round_1" / "artifacts")]
 
     def theirs(*names: str) -> list[str]:
-        return [word for at in (everywhere, here) for name in names for word in at.get(name, ())]
+        return [word for level in levels for name in names for word in level.get(name, ())]
 
     if stage in settings.experiments:
         # The next round loads export/, and may be asked for when this one has ended.
@@ -212,12 +196,12 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
         words = without_unread([*line, *theirs("train", stage)], theirs("train"))
         return Step(number, stage, place, "train", words)
     command = "collect" if stage == "adversarial" else stage  # by the same people and judges
-    leads = [one for one in (LEADS[:1] if command == "evaluate" else LEADS)
-             if settings.experiments.get(one)]  # type: ignore[call-overload]  # fmt: skip
-    if not leads:
+    known: Mapping[str, Any] = settings.experiments  # type: ignore[assignment]
+    lead_name = next(filter(known.get, LEADS[:1] if command == "evaluate" else LEADS), None)
+    if lead_name is None:
         raise ConfigError(f"experiments.ppo=null leaves none to {command}: use {command}=false")
-    lead = _step(settings, folder, number, leads[0])
-    trained = trained_by(lead)
+    lead = _step(settings, folder, number, lead_name)
+    trained = lead.training
     carried = [given(f"++{key}", value) for key, value in named_again(command, trained).items()]
     if command == "evaluate":
         gates = settings.evaluation_gates or (None if trained.spec.starts_from == "sft" else "ppo")
@@ -225,7 +209,7 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
     else:
         carried.append(given("run", lead.place.with_suffix(".yaml")))
         if number == 1 and settings.experiments.get("sft"):
-            base = trained_by(_step(settings, folder, 1, "sft")).artifacts.base
+            base = _step(settings, folder, 1, "sft").training.artifacts.base
             carried += [given("artifacts.base", Path(base))] if base else []
     line = [*config_dirs(), *ours, *carried, *own, *theirs(*dict.fromkeys((command, stage)))]
     return Step(number, stage, place, command, tuple(line), lead)
@@ -276,11 +260,11 @@ def check_pipeline(settings: PipelineSettings) -> None:
     for stage in ("reward", "ppo"):
         if settings.rounds > 1 and settings.experiments[stage] is None:
             raise ConfigError(
-                f"rounds={settings.rounds} trains reward model and policy again in every round, "
-                f"and experiments.{stage}=null leaves one out: name an experiment, or use rounds=1"
+                f"rounds={settings.rounds}: experiments.{stage}=null leaves one out that every "
+                "round trains: name an experiment, or use rounds=1"
             )
-    rounds = [f"round_{number}" for number in range(1, settings.rounds + 1)]
-    names = [*ADDRESSED, *(f"{name}/{stage}" for name in rounds for stage in ADDRESSED)]
+    rounds = range(1, settings.rounds + 1)
+    names = [*ADDRESSED, *(f"round_{k}/{stage}" for k in rounds for stage in ADDRESSED)]
     for stage in settings.accept:
         if stage not in names:
             raise ConfigError(f"accept names {stage!r}{did_you_mean(stage, names)}")
@@ -300,9 +284,9 @@ def check_pipeline(settings: PipelineSettings) -> None:
 
 def _check_composes(step: Step) -> None:
     if step.lead is None:
-        trained_by(step)
+        _ = step.training
         return
-    trained, words = trained_by(step.lead), [w for w in step.words if not w.startswith("run=")]
+    trained, words = step.lead.training, [w for w in step.words if not w.startswith("run=")]
     is_demo = trained.dataset.source.read().call is DemoSource
     if step.command == "collect" and not (is_demo or {"dataset", "annotator"} & _keys(words)):
         raise ConfigError(

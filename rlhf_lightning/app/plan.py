@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,12 @@ from rlhf_lightning.rollout.generators.captured import (
 )
 
 GIB = 2**30
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": GIB}
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
-# Rows of the table, in its order.
-PARTS = {
-    "weights": "weights",
-    "optimizer": "optimizer state (Adam)",
-    "gradients": "gradients",
-    "gathered": "weights gathered from the shards",
-    "copies": "copies of weights to compute with",
-    "captured": "kept by captured decoding",
-    "activations": "activations",
-    "logits": "logits, in chunks",
-    "cache": "KV cache",
-    "runtime": "runtime (CUDA context)",
-}
+# Rows of the table, in its order; docs/scaling.md says what each is.
+PARTS = ("weights", "optimizer", "gradients", "gathered", "copies", "captured", "activations")
+PARTS += ("logits", "cache", "runtime")
 Parts = dict[str, int]
 
 
@@ -153,7 +143,10 @@ class Plan:
                 largest = max(largest, compared, key=lambda parts: sum(parts.values()))
             found["evaluate"] = held | largest
         runtime = {"runtime": CUDA_RUNTIME if self.device == "cuda" else 0}
-        return {phase: _in_order(parts | runtime) for phase, parts in found.items()}
+        return {
+            phase: {part: size for part in PARTS if (size := (parts | runtime).get(part))}
+            for phase, parts in found.items()
+        }
 
     @property
     def peak(self) -> str:
@@ -321,9 +314,8 @@ def _config_at(source: Any, policy: PretrainedConfig) -> PretrainedConfig:
 
 
 def _read_config(folder: str | Path) -> PretrainedConfig:
-    config: PretrainedConfig = AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, **offline)
     return config
 
 
@@ -336,39 +328,32 @@ def _device(settings: TrainSettings, group: PlanGroup) -> str:
 
 
 def _parse_bytes(given: str | float) -> int:
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(given))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    size = 0 if found is None or unit is None else round(float(found[1]) * unit)
+    found = re.fullmatch(r"(\d*\.?\d+) *([A-Za-z]*)", str(given))
+    size = round(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
     if size <= 0:
         wanted = "write 80GiB, 24GB or a number of bytes"
         raise ConfigError(f"plan.device_memory={given!r} is no size: {wanted}")
     return size
 
 
-def _in_order(parts: Parts) -> Parts:
-    return {part: parts[part] for part in PARTS if parts.get(part)}
-
-
 def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Yield settings that need less memory, the least intrusive first, and the plan with them."""
     rows = plan._together(plan.step_rows) // plan.paired
     key = f"module.{plan.spec.settings}.micro_batch_size"
-    changes: list[dict[str, Any]] = [{key: max(rows // 2, 1)}]
-    changes += [{"model.activation_checkpointing": True}]
+    changes: dict[str, dict[str, Any]] = {
+        f"{key}={max(rows // 2, 1)}": {key: max(rows // 2, 1)},
+        "model.activation_checkpointing=true": {"model.activation_checkpointing": True},
+    }
     if plan.lora is None:
-        changes += [{"lora": {"_target_": "rlhf_lightning.LoraHparams"}}]
+        changes["lora=lora"] = {"lora": {"_target_": "rlhf_lightning.LoraHparams"}}
     if plan.device == "cuda":
         sharded = {"strategy.name": "fsdp", "trainer.devices": 8, "trainer.precision": "32-true"}
-        changes += [sharded]
-    for change in changes:
-        try:
+        changes["strategy=fsdp trainer.devices=8 trainer.precision=32-true"] = sharded
+    for words, change in changes.items():
+        with suppress(ConfigError):  # such as a batch that so many devices cannot share
             other = Plan(plan.settings.updated(change), plan.group)
-        except ConfigError:
-            continue  # such as a batch that so many devices cannot share
-        words = {"lora": "lora=lora", "strategy.name": "strategy=fsdp"}
-        text = (words.get(k, f"{k}={str(v).lower()}") for k, v in change.items())
-        if other.total < 0.99 * plan.total:
-            yield " ".join(text), other
+            if other.total < 0.99 * plan.total:
+                yield words, other
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -387,9 +372,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def print_plan(plan: Plan, *, title: str, console: Console | None = None) -> None:
+def print_plan(plan: Plan, *, title: str) -> None:
     """Print what takes how much when, whether it fits, and what would need less."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     lengths = f"{plan.prompt} + {plan.response}" if plan.response else plan.prompt
     console.print(
         f"{title}: {plan.spec.title}, {plan.policy.model_type} of {plan.counts.total / 1e6:,.0f} M "
@@ -400,22 +385,20 @@ def print_plan(plan: Plan, *, title: str, console: Console | None = None) -> Non
     table.add_column("GiB on each device, at the peak of a phase", no_wrap=True)
     for name in plan.phases:
         table.add_column(name + (" *" if name == plan.peak else ""), justify="right")
-    for part, words in PARTS.items():
+    for part in PARTS:
         sizes = [parts.get(part, 0) for parts in plan.phases.values()]
         if any(sizes):
-            table.add_row(words, *(f"{size / GIB:,.2f}" if size else "" for size in sizes))
+            table.add_row(part, *(f"{size / GIB:,.2f}" if size else "" for size in sizes))
         for model, size in plan.models.items() if part == "weights" else ():
             table.add_row(f"  {model}", f"{size / GIB:,.2f}", style="dim")
     totals = (sum(parts.values()) for parts in plan.phases.values())
     table.add_row("total (* the peak)", *(f"{t / GIB:,.2f}" for t in totals), style="bold")
     console.print(table)
-    has = "" if plan.memory is None else f" of {readable(plan.memory)}"
-    fits = (
-        "" if not has else "It fits: " if plan.total <= (plan.memory or 0) else "It does not fit: "
-    )
-    console.print(
-        f"\n{fits}{plan.peak} takes {readable(plan.total)}{has} on each device. Less with"
-    )
+    total = readable(plan.total)
+    if plan.memory is not None:
+        fits = "fits" if plan.total <= plan.memory else "does not fit"
+        total += f" of {readable(plan.memory)} (it {fits})"
+    console.print(f"\n{plan.peak} takes {total} on each device. Less with")
     for settings, other in _smaller(plan):
         console.print(f"  {settings}: {readable(other.total)} ({other.peak})")
 
@@ -425,18 +408,9 @@ def readable(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB" if abs(size) < GIB else f"{size / GIB:,.2f} GiB"
 
 
-def run(settings: PlanSettings) -> Plan:
-    """Return what a run takes.
-
-    Raises:
-        ConfigError: if the configuration gives the model no shape.
-    """
-    return Plan(settings, settings.plan)
-
-
 def _show(settings: PlanSettings) -> None:
     quieten_transformers()
-    plan = run(settings)
+    plan = Plan(settings, settings.plan)
     if settings.plan.format == "json":
         say(json.dumps(as_dict(plan), indent=2))
     else:

@@ -51,17 +51,10 @@ from rlhf_lightning.runs.manifest import (
     write_manifest,
 )
 from rlhf_lightning.runs.publish import replacing_folder
-from rlhf_lightning.text.tokenizers import (
-    load_tokenizer,
-    stop_ids,
-    vocabulary_of,
-    with_template,
-)
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, vocabulary_of, with_template
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Words that go to no process of one device.
-_OF_DEVICES = ("strategy", "trainer.")
 
 
 def prepare_inputs(
@@ -106,14 +99,14 @@ def prepare_inputs(
             settings = settings.updated(changed) if changed else settings
             continue
         if not is_built_in(settings, kind):
-            made = ""
+            told = f"artifacts.{kind}={source} does not exist: give a folder or hub name"
+            starts_value = settings.select("module.value") == source  # perhaps nothing else
+            if starts_value and not is_loaded(settings.updated({"module.value": None}), source):
+                told += " (module.value=null module.value_head=zero does without)"
             if has_recipe:
                 command = f"+experiment={shlex.join(words_for(settings, kind, overrides))}"
-                made = f", or make it with  python -m rlhf_lightning.train {command}"
-            raise ConfigError(
-                f"artifacts.{kind}={source} does not exist: give a folder or hub name"
-                f"{_way_without(settings, source)}{made}"
-            )
+                told += f", or make it with  python -m rlhf_lightning.train {command}"
+            raise ConfigError(told)
         with artifact_lock(folder, report=say):
             if not is_available(source):
                 say(
@@ -145,19 +138,16 @@ def check_world(settings: Any, policies: Iterable[str | None]) -> None:
     if settings.only_runs or settings.dataset.source.read().call is not DemoSource:
         return
     words = demo_tokenizer().get_vocab().keys()
-    for policy in filter(None, policies):
-        if is_available(policy) and not (Path(policy).is_dir() and words <= _words_of(policy)):
+    for policy in filter(is_available, filter(None, policies)):
+        known: Set[str] = words  # of what cannot be read: loading it names what it lacks
+        with suppress(OSError, ValueError):
+            known = load_tokenizer(policy).get_vocab().keys() if Path(policy).is_dir() else set()
+        if not words <= known:
             raise ConfigError(
                 f"dataset=demo is the built-in world, and {policy} is no model of it: give your "
                 "own records, with dataset=files dataset.name=NAME dataset.path=FILE and "
                 "model=pretrained, or another dataset="
             )
-
-
-def _words_of(policy: str) -> Set[str]:
-    with suppress(OSError, ValueError):
-        return load_tokenizer(policy).get_vocab().keys()
-    return demo_tokenizer().get_vocab().keys()  # loading it names what it lacks
 
 
 def is_available(source: str) -> bool:
@@ -196,15 +186,6 @@ def _is_made_with(source: str, key: str, value: Any) -> bool:
     return False
 
 
-def _way_without(settings: RunSettings, source: str) -> str:
-    """Return how PPO does without a reward model that starts its value model alone."""
-    if settings.select("module.value") != source:
-        return ""
-    if is_loaded(settings.updated({"module.value": None}), source):
-        return ""
-    return " (module.value=null module.value_head=zero does without)"
-
-
 def words_for(
     settings: RunSettings, kind: str, overrides: Sequence[str], *, other_file: bool = True
 ) -> list[str]:
@@ -220,7 +201,7 @@ def words_for(
     experiment = sibling if sibling in choices("experiment") else kind
     recipe = _recipe(kind)
     starts = (f"artifacts.{start}=" for start in recipe.spec.uses if start != kind)
-    kept = (*SHARED, *_OF_DEVICES, "seed=", "debug=fast", "paths.apart=", *starts)
+    kept = (*SHARED, "strategy", "trainer.", "seed=", "debug=fast", "paths.apart=", *starts)
     words = _read_by(experiment, [w for w in overrides if w.lstrip("+").startswith(kept)])
     start = f"artifacts.{recipe.spec.starts_from}"
     has_start = any(map(settings.select, (start, "model.base")))
@@ -238,11 +219,8 @@ def words_for(
 
 def has_records(settings: Any, kind: str) -> bool:
     """Return whether the dataset's files have the records that a `kind` model learns from."""
-    path = settings.select("dataset.path")
-    if path is None or not Path(path).exists():
-        return True
-    records = _recipe(kind).data.get("kind")
-    if records is None:
+    path, records = settings.select("dataset.path"), _recipe(kind).data.get("kind")
+    if path is None or records is None or not Path(path).exists():
         return True
     try:
         return bool(settings.dataset.source.build().records(records, "train"))
@@ -282,21 +260,13 @@ def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
     command += [f"+experiment={kind}", *training_words(kind, settings, overrides)]
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code or not is_available(str(settings.select(f"artifacts.{kind}"))):
-        made = "" if code else " and made no model"
-        raise RuntimeError(
-            f"training the {kind} model failed with exit status {code}{made}: "
-            + " ".join(command[1:])
-        )
+        told = f"training the {kind} model failed with exit status {code}: "
+        raise RuntimeError(told + " ".join(command[1:]))
 
 
-_TINY = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1 << 17,  # more than any policy reads
-}
+_TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+_TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+_TINY |= {"max_position_embeddings": 1 << 17}  # more than any policy reads
 
 
 def write_untrained(stage: Stage, folder: Path, settings: Any) -> None:

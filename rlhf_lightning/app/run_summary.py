@@ -49,10 +49,7 @@ def start_settings(
         "memory": _planned(settings) or "rlhf-plan with the same arguments gives the peak",
         "seed": settings.seed,
         "warning": _few_steps(settings, rows["train"], iterations),
-        "note": "\n".join(stage.start_notes(settings, rows["train"], rows["validation"])),
-        "publishes": None
-        if settings.paths.publish
-        else "nothing: the model stays in the run folder",
+        "publishes": None if settings.paths.publish else "nothing: it stays in the run folder",
         "continues": checkpoint,
     }
     return {topic: line for topic, line in lines.items() if line not in (None, "")}
@@ -118,10 +115,9 @@ def _compute(settings: TrainSettings, parts: TrainingComponents) -> str:
 
 def _decoding(settings: TrainSettings, parts: TrainingComponents) -> str | None:
     """Return how a GPU decodes the responses of rollouts; None where the engine has no choice."""
-    engine, on_cuda = settings.rollout.read("rollout").call, parts.trainer.accelerator
-    if not settings.spec.rolls_out or engine is not CapturedGenerator:
-        return None
-    if not isinstance(on_cuda, CUDAAccelerator):
+    engine = settings.rollout.read("rollout").call
+    on_cuda = isinstance(parts.trainer.accelerator, CUDAAccelerator)
+    if not (settings.spec.rolls_out and engine is CapturedGenerator and on_cuda):
         return None
     prompt = settings.data.get("max_prompt_length")
     columns = None if prompt is None else prompt + settings.all_hparams["sampling"].max_new_tokens

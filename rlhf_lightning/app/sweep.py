@@ -100,13 +100,8 @@ def finish_sweep(sweep: Path) -> None:
     failed = [(run, why) for run in runs if (why := _failure(run)) is not None]
     if not failed:
         return
-    words = {run.name: _words(run) for run in runs}
-    shared = set.intersection(*map(set, words.values())) if len(runs) > 1 else set()
-    lines = [f"{len(failed)} of {len(runs)} jobs failed:"]
-    for run, why in failed:
-        own = [word for word in words[run.name] if word not in shared]
-        lines.append(f"  {run.name}  {' '.join(own)}: {why}")
-    sys.stderr.write("\n".join(lines) + "\n")
+    lines = [f"  {run.name}  {' '.join(_words(run))}: {why}\n" for run, why in failed]
+    sys.stderr.write(f"{len(failed)} of {len(runs)} jobs failed:\n{''.join(lines)}")
     raise SystemExit(1)
 
 

@@ -19,7 +19,14 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.build import assemble, computing
-from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
+from rlhf_lightning.app.command_line import (
+    check_command_line,
+    ended_in_one_line,
+    fail,
+    run_job,
+    say,
+    this_job,
+)
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
@@ -308,21 +315,13 @@ def main() -> None:
     broadcast_from_rank0("launch time", launch_time)
     if AS_PYTHON in sys.argv:
         sys.argv.remove(AS_PYTHON)
-        _print_program()
+        if (settings := check_command_line("train")) is None:
+            fail(f"{AS_PYTHON} prints one run: leave -m and other flags out")
+        with ended_in_one_line():
+            say(as_python(settings, sys.argv[1:]))
         return
     check_command_line("train")
     run_job("train", _job)
-
-
-def _print_program() -> None:
-    settings = check_command_line("train")
-    overrides = sys.argv[1:]
-    if settings is None:
-        fail(f"{AS_PYTHON} prints one run: leave -m and other flags out")
-    try:
-        say(as_python(settings, overrides))
-    except ConfigError as error:
-        fail(str(error))
 
 
 if __name__ == "__main__":

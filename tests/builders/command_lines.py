@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.config.compose import composed, register
+from omegaconf import OmegaConf
+
+from rlhf_lightning.app.config.compose import composed, conf_dir, register
 from rlhf_lightning.app.config.inherit import command_settings
 from tests.builders.processes import run_python
 
@@ -95,3 +97,13 @@ def settings_of(*overrides: str, entry: str = "train") -> Any:
     register()
     cfg = composed(entry, list(overrides))
     return command_settings(entry, cfg, overrides)
+
+
+def named_model(name: str) -> dict[str, Any]:
+    """Return one of `conf/model` with interpolations resolved; empty if there is none."""
+    file = conf_dir() / "model" / f"{name}.yaml"
+    if not file.is_file():
+        return {}
+    content = OmegaConf.create({"model": OmegaConf.load(file)})
+    found: Any = OmegaConf.to_container(content.model, resolve=True)
+    return dict(found)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.build import choose_rates, with_vocabulary
-from rlhf_lightning.app.config.compose import ConfigError, named_model
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import find_stage
-from tests.builders.command_lines import settings_of
+from tests.builders.command_lines import named_model, settings_of
 
 # Of all weights of 135 million; adapters have ten times the rate.
 IN_USE = {

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, named_model
+from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.hparams import UnusualHparamWarning
 from rlhf_lightning.reports.page import render_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary, write_summary
-from tests.builders.command_lines import settings_of
+from tests.builders.command_lines import named_model, settings_of
 
 SIZES = ("smollm2_135m", "smollm2_360m", "qwen2_5_0_5b", "qwen3_0_6b", "llama3_2_1b")
 SIZES += ("qwen2_5_7b", "llama3_1_8b")

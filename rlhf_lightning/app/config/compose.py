@@ -140,13 +140,14 @@ def written_keys(group: str) -> frozenset[str]:
     """Return the keys of all files of a config group, and of the group in `train.yaml`, dotted."""
     files = map(OmegaConf.load, (conf_dir() / group).rglob("*.yaml"))
     nodes = [OmegaConf.create({group: node}) for node in (primary().get(group) or {}, *files)]
-    return frozenset(chain.from_iterable(_dotted(node) for node in nodes))
+    return frozenset(chain.from_iterable(map(dotted_keys, nodes)))
 
 
-def _dotted(node: Any, where: str = "") -> Iterator[str]:
+def dotted_keys(node: Any, where: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a configuration; nothing is resolved."""
     for key in node if isinstance(node, DictConfig) else ():
         yield f"{where}{key!s}"
-        yield from _dotted(node._get_node(key), f"{where}{key!s}.")
+        yield from dotted_keys(node._get_node(key), f"{where}{key!s}.")
 
 
 def describe_interpolation(error: OmegaConfBaseException) -> str:
@@ -170,13 +171,13 @@ def at(node: Any, key: str) -> Any:
     return node
 
 
-def named_model(name: str) -> dict[str, Any]:
-    """Return one of `conf/model` with interpolations resolved; empty if there is none."""
-    file = conf_dir() / "model" / f"{name}.yaml"
-    if not file.is_file():
-        return {}
-    content = OmegaConf.create({"model": OmegaConf.load(file)})
-    return cast(Any, OmegaConf.to_container(content.model, resolve=True))
+def texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts in nested mappings and lists with their dotted keys."""
+    if isinstance(node, Mapping | list):
+        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from texts(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, str):
+        yield key, node
 
 
 def quoted(text: str) -> str:

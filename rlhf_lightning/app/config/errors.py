@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.compose import (
@@ -15,6 +15,7 @@ from rlhf_lightning.app.config.compose import (
     choices,
     composed,
     describe_interpolation,
+    dotted_keys,
 )
 from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
@@ -168,7 +169,7 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
         return f"{given} is for training, and rlhf-{config_name} does not train: leave it out"
     kept = [o for o in overrides if o != given]
     try:
-        keys = list(_paths(composed(config_name, kept)))
+        keys = list(dotted_keys(composed(config_name, kept)))
     except COMPOSE_ERRORS:  # it is not the only mistake
         keys = []
     if ours := _ours(path, keys):
@@ -188,12 +189,3 @@ def _ours(path: str, keys: Sequence[str]) -> list[str]:
         if name in theirs.split()
     ]
     return [key for key in keys if any(re.fullmatch(one, key) for one in wanted)]
-
-
-def _paths(node: object, where: str = "") -> Iterator[str]:
-    if isinstance(node, DictConfig):
-        for key in map(str, node):
-            path = f"{where}.{key}" if where else str(key)
-            yield path
-            if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
-                yield from _paths(node[key], path)

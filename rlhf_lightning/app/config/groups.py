@@ -209,14 +209,19 @@ class ArtifactsSettings(Settings):
 MODELS = tuple(key for key in ArtifactsSettings.model_fields if key != "publish")
 
 
-class TrainerSettings(Settings):
+class PrecisionSettings(Settings):
+    """The precision of models that answer and score, and are not trained."""
+
+    precision: Precision = "32-true"
+    matmul_precision: MatmulPrecision = "high"
+
+
+class TrainerSettings(PrecisionSettings):
     """Arguments of `lightning.Trainer`."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     devices: Count
     num_nodes: Count = 1
-    precision: Precision = "32-true"
-    matmul_precision: MatmulPrecision = "high"
     validations: CountOrZero = 4
     limit_train_batches: Count | None = None
     limit_val_batches: Count | None = None
@@ -225,13 +230,6 @@ class TrainerSettings(Settings):
     def world_size(self) -> int:
         """Processes of the run."""
         return self.devices * self.num_nodes
-
-
-class PrecisionSettings(Settings):
-    """The precision of models that answer and score, and are not trained."""
-
-    precision: Precision = "32-true"
-    matmul_precision: MatmulPrecision = "high"
 
 
 class StrategySettings(Settings):

@@ -32,8 +32,11 @@ _ANSWERS = (
     *("max_new_tokens", "skip_special_tokens", "gold"),
 )
 _GROUPS: dict[str, dict[str, Collection[str] | None]] = {
-    "evaluate": {"dataset": None, "model": _MODEL, "rollout": None, "scorer": None, "safety": None}
-    | {"gates": None, "evaluation": _ANSWERS},
+    "evaluate": {
+        **dict.fromkeys(("dataset", "rollout", "scorer", "safety", "gates")),
+        "model": _MODEL,
+        "evaluation": _ANSWERS,
+    },
     "collect": {"dataset": None, "model": _MODEL},
 }
 _SAME = {key: key for key in ("trainer.precision", "trainer.matmul_precision", "seed")}

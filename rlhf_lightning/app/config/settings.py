@@ -232,11 +232,6 @@ class RunSettings(CommandSettings):
         return self.stage
 
     @property
-    def title(self) -> str:
-        """The kind of the run in words."""
-        return self.kind
-
-    @property
     def only_runs(self) -> bool:
         """True if it shows that it runs and nothing is judged, as with `debug=fast`."""
         return self.paths.apart is not None

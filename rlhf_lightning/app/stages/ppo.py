@@ -13,12 +13,7 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.config.validate import built
 from rlhf_lightning.app.evaluation import compare, comparison_arguments
-from rlhf_lightning.app.stages.spec import (
-    POLICY,
-    SCALAR,
-    Stage,
-    TrainingComponents,
-)
+from rlhf_lightning.app.stages.spec import POLICY, SCALAR, Stage, TrainingComponents
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.same_configuration import SameSources
 from rlhf_lightning.evaluation.final_metrics import Findings
@@ -149,19 +144,6 @@ class PPOStage(Stage):
             "rollouts": f"up to {sampling.max_new_tokens} tokens at temperature "
             f"{sampling.temperature:g}; kl_coef {hparams.kl_coef:g}{where}{target}",
         }
-
-    def start_notes(self, settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
-        """Return what asks for more prompts than there are."""
-        asked = self.num_answered(settings)
-        if held_out >= asked:
-            return []
-        more = ""
-        if settings.data.source.get("validation_fraction") is not None:
-            more = "; a larger dataset.source.validation_fraction holds out more"
-        return [
-            f"evaluation.num_prompts={asked} is more than the {held_out:,} held-out prompts, which "
-            f"are asked once each{more}"
-        ]
 
 
 def _scorer(settings: TrainSettings) -> Target:

@@ -61,16 +61,6 @@ class RewardStage(Stage):
         """Return how many training prompts are answered to normalize the scores."""
         return int(settings.hparams.normalization_samples)
 
-    def start_notes(self, settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
-        """Return what asks for more prompts than there are."""
-        samples = self.num_answered(settings)
-        if samples <= num_rows:
-            return []
-        return [
-            f"module.reward.normalization_samples={samples} is more than the {num_rows:,} training "
-            "records: prompts are answered several times, each time anew"
-        ]
-
 
 def _larger_model(settings: TrainSettings, parts: TrainingComponents) -> dict[str, float]:
     """Return the accuracy of a larger model, which tells noise and too small a model apart."""

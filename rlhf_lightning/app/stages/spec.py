@@ -158,10 +158,6 @@ class Stage:
         """Return what the first screen says of it, by topic."""
         return {}
 
-    def start_notes(self, settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
-        """Return what the first screen says of settings that ask for more rows than there are."""
-        return []
-
 
 def find_stage(name: object, module: str | None = None) -> Stage:
     """Return the stage of a name, or of the dotted path at which another package holds one.
