@@ -279,7 +279,7 @@ def test_an_export_takes_no_model_of_somebody_else_and_is_made_again(material, t
 
 def test_a_folder_of_somebody_else_is_refused_as_it_is(material, tmp_path):
     (tmp_path / "report.html").write_text("my thesis")
-    with pytest.raises(FileExistsError, match=r"report\.html.*in Python that of trainer_arguments"):
+    with pytest.raises(FileExistsError, match=r"report\.html.*choose another folder"):
         train(material, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "my thesis"

@@ -69,7 +69,7 @@ def verdict(summary: Summary) -> Verdict:
         facts = (*facts, Fact("time", duration(summary.seconds["total"])))
     tone, sentence = result.tone, result.sentence
     if failed := [gate.name for gate in summary.gates if not gate.passed]:
-        tone, sentence = "bad", f"{sentence} Gates not passed: {', '.join(failed)}."
+        tone, sentence = "bad", f"{sentence} Failed gates: {', '.join(failed)}."
     if summary.status != "completed":
         tone = "bad" if summary.status == "failed" else "neutral"
         ended = f"The run {summary.status}"

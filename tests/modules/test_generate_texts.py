@@ -104,7 +104,7 @@ def test_a_prediction_samples_each_prompt_anew_in_whatever_batches_it_comes(trai
     )
     for loader in loaders:
         assert [one for batch in trainer.predict(trained, loader) for one in batch] == texts
-    with pytest.raises(TypeError, match="predict was given a list of rows"):
+    with pytest.raises(TypeError, match="predict was given rows"):
         trainer.predict(trained, rows)
     parts = trainer.predict(trained, [DataLoader(asked[:2]), DataLoader(asked[2:])])
     assert [one for part in parts for batch in part for one in batch] == texts

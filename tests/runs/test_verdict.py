@@ -91,7 +91,7 @@ def test_a_failed_gate_and_a_failed_run_are_said():
     result = verdict(summary)
     assert result.tone == "bad"
     assert result.number_tone == "good"
-    assert "Gates not passed: diversity." in result.sentence
+    assert "Failed gates: diversity." in result.sentence
     assert "failed" in verdict(Summary("ppo", "failed", 1)).sentence
     assert "resume=auto" in verdict(Summary("ppo", "running", 1)).sentence
 
