@@ -10,7 +10,6 @@ batch beyond rounding, but they are not the tokens of the other engines.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from rlhf_lightning.rollout.generators.vllm_engine import Completion
 from rlhf_lightning.rollout.generators.vllm_server import ServerPool
 from rlhf_lightning.rollout.generators.vllm_weights import weight_files
 from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.scorers.base import in_background
 
 CHECKED_ROWS, CHECKED_TOKENS = 4, 64  # whose log-probabilities are compared after each transfer
 PROBE_TOKENS = 16  # a response, for the check before the others are written in the background
@@ -160,18 +160,8 @@ class VllmGenerator:
             stack.enter_context(self._sent(model))
             self.check_logprobs(model, probe, self._written(gathered(probe), stay_awake=True))
             asked = gathered(request)
-            under_way: Future[list[Completion]] = Future()
-            self.under_way = under_way
-            first = rank() == 0
-
-            def write() -> None:
-                try:
-                    under_way.set_result(self._all_written(asked) if first else [])
-                except BaseException as error:
-                    under_way.set_exception(error)
-
-            # A daemon: it holds up neither Ctrl-C nor the end of this process.
-            threading.Thread(target=write, daemon=True).start()
+            write = self._all_written if rank() == 0 else lambda _: []
+            self.under_way = under_way = in_background(write, asked)
             sent = stack.pop_all()  # the files have to be there until all is written
 
         def generation() -> Generation:

@@ -14,7 +14,7 @@ import reprlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,6 +253,20 @@ class RewardModelScorer:
         return Scores(total, {self.name: total})
 
 
+def in_background(function: Callable[..., Any], *given: Any) -> Future[Any]:
+    """Call a function in a thread that holds up neither Ctrl-C nor the end of this process."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def _watch(what: str, done: threading.Event) -> None:
     """Name a call that takes `SLOW_SECONDS`, and again each time that this doubles.
 
@@ -348,11 +362,11 @@ class FunctionScorer(ModelFree):
         given = {k: v for k, v in values.items() if self._names is None or k in self._names}
         done = threading.Event()
         threading.Thread(target=_watch, args=(self._what, done), daemon=True).start()
-        faulthandler.dump_traceback_later(1.2 * SLOW_SECONDS, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(1.2 * SLOW_SECONDS, file=sys.__stderr__)  # type: ignore[arg-type]
         try:
             returned = self.function(**given)
             if inspect.iscoroutine(returned):  # the loop of a notebook is in this thread
-                returned = ThreadPoolExecutor(1).submit(asyncio.run, returned).result()
+                returned = in_background(asyncio.run, returned).result()
         except (Exception, SystemExit) as error:
             shown = ", ".join(f"{name}[0]={values[name][0]!r:.200}" for name in OURS)
             raise RuntimeError(
