@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE, paired_differences
-from rlhf_lightning.reports.charts import Figure, Series, line_chart
-from rlhf_lightning.reports.html import render
+from rlhf_lightning.reports.charts import Figure, Series, line_chart, render
 from rlhf_lightning.reports.page import saved_config
 from rlhf_lightning.runs.folder import RunFolder, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, ends, quantity, show

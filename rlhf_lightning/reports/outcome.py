@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line_chart
-from rlhf_lightning.reports.html import render
+from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line_chart, render
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,

@@ -14,9 +14,8 @@ import yaml
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.reports.charts import Figure
+from rlhf_lightning.reports.charts import Figure, render
 from rlhf_lightning.reports.curves import Rows, curves
-from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.outcome import (
     Lines,
     Metrics,

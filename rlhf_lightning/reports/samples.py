@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlhf_lightning.reports.html import render, text
+from rlhf_lightning.reports.charts import render, text
 from rlhf_lightning.runs.metric_catalog import number
 
 # A word or a sign, with the space behind it: spaces alone are nothing in common.
