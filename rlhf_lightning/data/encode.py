@@ -346,9 +346,8 @@ def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
             continue
         said = messages[at]["content"].strip() or "tool_calls" in messages[at]
         if not at or not said:
-            why = "is empty: it would teach to say nothing" if at else "answers no message"
-            fix = "fill it, or give it weight: 0" if at else "give it weight: 0"
-            raise ChatTemplateError(f"message {at + 1} (assistant) {why}", fix)
+            found = f"message {at + 1} (assistant) is empty, or answers no message"
+            raise ChatTemplateError(found, "fill it, or give it weight: 0")
         yield replace(record, prompt=messages[:at], completion=messages[at : at + 1])
 
 

@@ -218,16 +218,15 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
     def of(name: str) -> list[Path]:
         found = [path for path, stem in stems.items() if re.fullmatch(name + _SHARD, stem)]
-        one_set = len({extension(p) for p in found}) < 2 and all("-of-" in p.name for p in found)
-        if len(found) > 1 and not one_set:
+        shards = {extension(path) if "-of-" in path.name else path.name for path in found}
+        if len(shards) > 1:
             text = f"these are no shards of one set: {', '.join(path.name for path in found)}"
             raise BadRecordError(where, text, "give the file that is meant")
         return found
 
     train, validation = of("train"), next(filter(None, map(of, VALIDATION_NAMES)), [])
     if not train:
-        listed = ", ".join(path.name for path in [*stems][:8]) or "none"
-        text = f"the folder has no train file (data files found: {listed})"
+        listed = ", ".join(path.name for path in [*stems][:8]) or "no data files"
         fix = f"name one train.<ext> with <ext> of {ENDINGS}, or join them into one"
-        raise BadRecordError(where, text, fix)
+        raise BadRecordError(where, f"the folder has no train file, but {listed}", fix)
     return train, validation

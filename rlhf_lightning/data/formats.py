@@ -67,7 +67,6 @@ from rlhf_lightning.data.records import (
     UnpairedRecord,
     both_responses,
     kind_of,
-    prompt_key,
 )
 from rlhf_lightning.text.forms import WEIGHT
 
@@ -166,11 +165,6 @@ class ParsedRow:
     group: str = ""
     texts: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-
-    @property
-    def split_key(self) -> str:
-        """The text by which the row is split."""
-        return self.group or prompt_key(self.record)
 
 
 def detect_format(keys: Iterable[str]) -> str | None:

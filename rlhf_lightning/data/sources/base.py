@@ -150,7 +150,8 @@ class RowSource:
             self._warn_of_shared_prompts(**splits)
             return splits
         train = splits["train"]
-        keys = connected_keys([row.split_key for row in train], [row.texts for row in train])
+        keys = [row.group or prompt_key(row.record) for row in train]
+        keys = connected_keys(keys, [row.texts for row in train])
         options: dict[str, Any] = {"seed": self.seed, "name": self.label}
         options["validation_fraction"] = self.validation_fraction
         train, held_out = split_by_key(train, keys, **options)

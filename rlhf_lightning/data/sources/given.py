@@ -37,13 +37,11 @@ class GivenRows(RowSource):
         return f"the {type(self.rows).__name__} that was given"
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
-        return self._located() if split == "train" else None
-
-    def _located(self) -> Iterable[LocatedRow]:
         self._features = getattr(self.rows, "features", {})
-        for number, row in enumerate(self.rows, start=1):
-            where = Location(f"{self.name}, {self.label}", number, "row")
-            yield where, as_row(row, where)
+        source = f"{self.name}, {self.label}"
+        numbered = ((Location(source, n, "row"), row) for n, row in enumerate(self.rows, start=1))
+        located = ((where, as_row(row, where)) for where, row in numbered)
+        return located if split == "train" else None
 
 
 class WholeSource:
