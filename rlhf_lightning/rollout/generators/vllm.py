@@ -160,8 +160,8 @@ class VllmGenerator:
             stack.enter_context(self._sent(model))
             self.check_logprobs(model, probe, self._written(gathered(probe), stay_awake=True))
             asked = gathered(request)
-            write = self._all_written if rank() == 0 else lambda _: []
-            self.under_way = under_way = in_background(write, asked)
+            here = asked if rank() == 0 else []
+            self.under_way = under_way = in_background(self._all_written, here)
             sent = stack.pop_all()  # the files have to be there until all is written
 
         def generation() -> Generation:
@@ -257,11 +257,11 @@ class VllmGenerator:
         """Return the responses to the rows of all ranks, one rank after the other."""
         rows = [row for request in asked for row in request.rows]
         seeds = [seed for request in asked for seed in request.seeds]
-        return self.pool.generate(rows, seeds, **asked[0].settings, **how)
+        return self.pool.generate(rows, seeds, **asked[0].settings, **how) if asked else []
 
     def _written(self, asked: Sequence[Request], **how: Any) -> list[Completion]:
         """Return the responses to this rank's rows."""
-        made = self._all_written(asked, **how) if rank() == 0 else []
+        made = self._all_written(asked if rank() == 0 else [], **how)
         return _own(asked, gathered(made)[0])
 
 
