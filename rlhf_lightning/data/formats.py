@@ -95,7 +95,7 @@ def _record(name: str, row: Row, where: Location) -> Record:
             raise BadRecordError(where, "the key 'prompt' is empty", FILL)
         record = PromptRecord(texts[0])
     elif name == "prompt+completion":
-        record = DemonstrationRecord(*texts)
+        record = DemonstrationRecord(texts[0], texts[1])
     else:
         *given, chosen, rejected = texts
         if chosen == rejected:

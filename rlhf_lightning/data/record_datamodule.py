@@ -131,7 +131,7 @@ class RecordDataModule(LightningDataModule):
     _usual_length: ClassVar[int] = 1024
     _leaves_room: ClassVar[bool] = False  # for a response behind a row
     _with_row_ids = False
-    _batch: ClassVar[Callable[[int], Callable[[Any], Any]]]
+    _batch: ClassVar[Any]  # pad id -> collator
     _sampler: StreamBatchSampler | None = None
 
     @checked(but=("source",))
@@ -259,12 +259,12 @@ class RecordDataModule(LightningDataModule):
             self.summaries[split] = summarize(found, name=f"{split} {self.kind}", report=report)
         num_rows = len(rows["train"])
         if not num_rows:
-            found = f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}"
+            dropped = f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}"
             fix = "Raise max_length, or set over_long='truncate_left'"
-            raise ValueError(f"no training row is left of the {self.kind}: {found}. {fix}")
+            raise ValueError(f"no training row is left of the {self.kind}: {dropped}. {fix}")
         if self.batch_size > num_rows:  # a batch would hold some rows several times
-            found = f"batch_size={self.batch_size} is more than the {num_rows} training {self.kind}"
-            raise ValueError(f"{found}: use at most {num_rows}, or give more records")
+            size = f"batch_size={self.batch_size} is more than the {num_rows} training {self.kind}"
+            raise ValueError(f"{size}: use at most {num_rows}, or give more records")
         self._digests = {"validation_rows": rows_digest(rows["validation"])}
         part = validation_part(rows["validation"], self.max_validation_rows, self.seed)
         self._rows = rows | {"validation": part}
@@ -336,7 +336,7 @@ class RecordDataModule(LightningDataModule):
     def collator(self, *, training: bool) -> Callable[[Any], Any]:
         """Return the function that makes a batch of encoded rows."""
         del training
-        return self._batch(self._pad_token_id)
+        return cast(Callable[[Any], Any], self._batch(self._pad_token_id))
 
     @property
     def _pad_token_id(self) -> int:
