@@ -85,7 +85,10 @@ def render_report(folder: RunFolder) -> str:
     if summary is None and shown.headline:  # which has no number to stand beside
         shown.curves.insert(0, shown.headline)
     chain = chain_section(folder, summary)
-    sections = [_verdict(summary, folder, shown, stages=bool(chain)), _trained(summary, rows)]
+    sections: list[str] = [
+        _verdict(summary, folder, shown, stages=bool(chain)),
+        _trained(summary, rows),
+    ]
     if chain:  # the page of its last stage has the figures that the pipeline takes from it
         sections += [chain, rounds_section(metrics, stages_of(summary))]
     else:
@@ -154,7 +157,12 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
         title = name.partition("/")[2]
         if several:
             title = f"{name.partition('/')[0].replace('_', ' ')}, {title}"
-        card = {"name": name, "waits": begun, "picture": None, "linked": own.report.is_file()}
+        card: dict[str, Any] = {
+            "name": name,
+            "waits": begun,
+            "picture": None,
+            "linked": own.report.is_file(),
+        }
         if own.summary.is_file():
             found = read_summary(own)
             begun = "" if found.status == "completed" and found.passed else name
