@@ -44,8 +44,10 @@ _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": GIB}
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
 # Rows of the table, in its order; docs/scaling.md says what each is.
-PARTS = ("weights", "optimizer", "gradients", "gathered", "copies", "captured", "activations")
-PARTS += ("logits", "cache", "runtime")
+PARTS = (
+    *("weights", "optimizer", "gradients", "gathered", "copies", "captured", "activations"),
+    *("logits", "cache", "runtime"),
+)
 Parts = dict[str, int]
 
 

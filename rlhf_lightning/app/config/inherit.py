@@ -140,7 +140,7 @@ def take_over(
     for group, kept in _GROUPS[entry].items():
         if group in keys or _stays(group, trained):
             continue
-        node = trained.resolved.get(group)
+        node: Any = trained.resolved.get(group)
         if kept is None:
             changed[group] = node
         for key in (key for key in kept or () if key in (node or {})):
