@@ -102,7 +102,8 @@ class PairsBenchmark:
         for one, scores, lengths in scored:
             subsets = (one.subset,) if one.subset else ()
             domain = "" if one.record is None else one.record.domain
-            pairs.append(ScoredPair(*scores, *lengths, subsets, domain, repr(one.prompt)))
+            (good, bad), (long, other) = scores, lengths
+            pairs.append(ScoredPair(good, bad, long, other, subsets, domain, repr(one.prompt)))
         measures = whole_metrics(pairs) | pair_metrics(pairs)
         return {f"benchmark/{name.removeprefix('val/')}": v for name, v in measures.items()}
 
@@ -355,10 +356,9 @@ def _by_metric(
     other = set()
     for (metric, rule), by_question in values.items():
         told, parts = reported.get(f"{metric},{rule}"), list(by_question.values())
-        is_number = isinstance(told, int | float) and all(
-            x.size and x.ndim == 1 and x.dtype.kind in "bif" for x in parts
-        )
-        if is_number and math.isclose(np.concatenate(parts).mean(), told, abs_tol=1e-9):
+        plain = all(x.size and x.ndim == 1 and x.dtype.kind in "bif" for x in parts)
+        mean = np.concatenate(parts).mean() if plain else math.nan
+        if isinstance(told, int | float) and math.isclose(mean, told, abs_tol=1e-9):
             behind = "" if rule == "none" else "_" + rule.replace("-", "_")
             found[metric + behind] = by_question
         else:

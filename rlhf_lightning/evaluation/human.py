@@ -86,9 +86,9 @@ def blind_pairs(
         if own != its:
             pairs.append(Pair.make(prompt, *answers, domain=mine.domains[row]))
         name = pairs[-1].pair_id if own != its else None
-        scores = (mine.scores[row], theirs.scores[other]) if scored else (None, None)
+        ours, others = (mine.scores[row], theirs.scores[other]) if scored else (None, None)
         lengths = (mine.lengths[row], theirs.lengths[other])
-        key.append(KeyRow(name, side, mine.domains[row], *scores, *lengths))
+        key.append(KeyRow(name, side, mine.domains[row], ours, others, *lengths))
     return pairs, key
 
 
@@ -285,7 +285,7 @@ def judge_measures(
     ).named("val/judge_win_rate_length_controlled")
     for domain in sorted({row.domain for row in key} - {""}):
         inside = [number for number, row in enumerate(key) if row.domain == domain]
-        rows, of_domain = ([part[number] for number in inside] for part in (key, shares))
+        rows, of_domain = [key[number] for number in inside], [shares[number] for number in inside]
         if {*of_domain} != {None} or not any(row.pair_id for row in rows):
             rates = _rates("val/judge", rows, of_domain)
             names = [name for name in rates if name.startswith("val/judge_win_rate")]

@@ -214,7 +214,8 @@ def _result(choice: Choice, reason: str | None) -> list[dict[str, Any]]:
 
 
 def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, list[Label]]:
-    data, known = row.get("data"), (row.get("meta") or {}).get(PAIR)
+    data: Any = row.get("data")
+    known = (row.get("meta") or {}).get(PAIR)
     texts = [data.get(key) for key in DATA_KEYS] if isinstance(data, Mapping) else [None]
     if not all(isinstance(text, str) for text in texts):
         fix = "export as JSON, with texts named prompt, answer1 and answer2"
@@ -230,7 +231,7 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
 def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> Label | None:
     """Return the label of an annotation; None for one that was opened and left."""
     parts = {part.get("type"): part.get("value") or {} for part in given.get("result") or ()}
-    words = {selected: choice for choice, selected in _SELECTED.items()}
+    words: dict[Any, Any] = {selected: choice for choice, selected in _SELECTED.items()}
     said = [words.get(parts.get("pairwise", {}).get("selected")), None]
     said += parts.get("choices", {}).get("choices") or []
     choice: Any = "skip" if given.get("was_cancelled") else next(filter(None, said), None)

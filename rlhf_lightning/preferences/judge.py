@@ -22,7 +22,15 @@ from rlhf_lightning.arguments import AtLeast0, JsonObject, PathStr, Seed, Size, 
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
-from rlhf_lightning.preferences.records import SIDES, Journal, Label, Pair, Side, turns_of
+from rlhf_lightning.preferences.records import (
+    SIDES,
+    AnnotatorKind,
+    Journal,
+    Label,
+    Pair,
+    Side,
+    turns_of,
+)
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
@@ -289,7 +297,7 @@ class JudgeAnnotator:
         ValueError: for a template without one of its places, or values that cannot be.
     """
 
-    kind = "judge"
+    kind: AnnotatorKind = "judge"
     Hparams = JudgeHparams
 
     @checked
