@@ -131,6 +131,7 @@ class RecordDataModule(LightningDataModule):
     _usual_length: ClassVar[int] = 1024
     _leaves_room: ClassVar[bool] = False  # for a response behind a row
     _with_row_ids = False
+    _may_repeat = False  # rows that are asked, not trained on, whose prompts were warned of
     _batch: ClassVar[Any]  # pad id -> collator
     _sampler: StreamBatchSampler | None = None
 
@@ -262,14 +263,16 @@ class RecordDataModule(LightningDataModule):
             dropped = f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}"
             fix = "Raise max_length, or set over_long='truncate_left'"
             raise ValueError(f"no training row is left of the {self.kind}: {dropped}. {fix}")
-        if self.batch_size > num_rows:  # a batch would hold some rows several times
+        # Else a batch would hold some rows several times.
+        if self.batch_size > num_rows and not self._may_repeat:
             size = f"batch_size={self.batch_size} is more than the {num_rows} training {self.kind}"
             raise ValueError(f"{size}: use at most {num_rows}, or give more records")
         self._digests = {"validation_rows": rows_digest(rows["validation"])}
         part = validation_part(rows["validation"], self.max_validation_rows, self.seed)
         self._rows = rows | {"validation": part}
         rank_zero_info(self.render_summary())
-        warn_of_rows(records["train"], self.tokenizer, self.summaries["train"])
+        if not self._may_repeat:
+            warn_of_rows(records["train"], self.tokenizer, self.summaries["train"])
 
     def _records(self, split: Split) -> list[Record]:
         records = self.source.records(self.kind, split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,6 @@ from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.encode import OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.records import Record
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches, shared_among_ranks
@@ -39,9 +38,6 @@ class _Prompts(PromptDataModule):
     """Prompts that are answered and not trained on: of few, each is asked several times."""
 
     _may_repeat = True
-
-    def _warn(self, records: Sequence[Record]) -> None:
-        """Leave it to the data that is trained on, whose prompts these are."""
 
 
 def normalization_prompts(

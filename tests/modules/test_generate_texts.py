@@ -192,3 +192,5 @@ def test_a_reward_model_is_normalized_after_another_trainer_and_from_a_checkpoin
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["metrics"]["reward/sample_mean"] == found["reward/sample_mean"]
     assert normalize_reward_model(loaded, data, num_samples=16) == found
+    assert len(data.rows("train")) < 100  # each is asked several times
+    assert normalize_reward_model(loaded, data, num_samples=100).keys() == found.keys()
