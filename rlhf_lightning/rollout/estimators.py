@@ -6,7 +6,7 @@ Legend: B rows of a rank, R response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -80,8 +80,14 @@ class GAE:
         if self.length_alpha is not None:
             gae_lambda = length_adaptive_lambda(mask.sum(-1), alpha=self.length_alpha)  # [B]
             gae_lambda_value = self.gae_lambda if gae_lambda_value is None else gae_lambda_value
-        lambdas: Any = {"gae_lambda": gae_lambda, "gae_lambda_value": gae_lambda_value}
-        found = compute_gae(rewards, values, mask, gamma=self.gamma, **lambdas)
+        found = compute_gae(
+            rewards,
+            values,
+            mask,
+            gamma=self.gamma,
+            gae_lambda=gae_lambda,
+            gae_lambda_value=gae_lambda_value,
+        )
         return whitened(found.advantages, mask), found.returns
 
 

@@ -292,7 +292,13 @@ class ServerTeacher(Teacher):
 
     @torch.no_grad()
     def __call__(
-        self, responses: Responses, *, temperature: float, with_states: bool = False, **_: Any
+        self,
+        responses: Responses,
+        *,
+        temperature: float,
+        micro_batch_size: int | None,
+        with_states: bool = False,
+        unsharded: Unsharded = nullcontext,
     ) -> Taught:
         """Return its reply about the responses; see `Teacher`.
 

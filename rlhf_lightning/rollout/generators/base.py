@@ -5,8 +5,8 @@ Legend: B rows, P padded prompt, R response, A rows still being written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,12 +49,24 @@ def gathers_layers(generator: Generator) -> bool:
     return not getattr(generator, "sends_weights", False)
 
 
-# Hides nothing: no top-k, no top-p, no repetition penalty. A field left unset would be filled from
-# the checkpoint's own generation config, where `top_k=50` hides even when it is not written there.
-NEUTRAL: dict[str, Any] = {
-    **{"do_sample": False, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0},
-    **{"temperature": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-}
+def neutral_generation_config(stop_ids: Sequence[int], pad_token_id: int) -> GenerationConfig:
+    """Return a config that hides nothing: no top-k, no top-p, no repetition penalty.
+
+    A field left unset would be filled from the checkpoint's own generation config, where
+    `top_k=50` hides even when it is not written there.
+    """
+    return GenerationConfig(
+        do_sample=False,
+        top_k=0,
+        top_p=1.0,
+        min_p=None,
+        typical_p=1.0,
+        temperature=1.0,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        eos_token_id=list(stop_ids),
+        pad_token_id=pad_token_id,
+    )
 
 
 class CachedGenerator:
@@ -91,12 +103,21 @@ class CachedGenerator:
         """Return one response a prompt; see `Generator`."""
         steps = torch.arange(max_new_tokens, device=prompts.row_ids.device)
         uniform = noise.uniform(prompts.row_ids.unsqueeze(-1), steps)  # [B, R]
-        limits: Any = {"max_new_tokens": max_new_tokens, "prefill_tokens": self.prefill_tokens}
-        with linear_weights_prepared(model, rows=len(prompts)), one_token_attention(model) as wide:
-            running = RunningRows(model, prompts, widened=wide, **limits)
+        with (
+            linear_weights_prepared(model, rows=len(prompts)),
+            one_token_attention(model) as widened,
+        ):
+            running = RunningRows(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                prefill_tokens=self.prefill_tokens,
+                widened=widened,
+            )
             responses, logprobs = self._write(running, uniform, temperature)
-        made = responses, self.stop_ids, self.pad_token_id, logprobs
-        return as_generation(prompts.input_ids, *made)
+        return as_generation(
+            prompts.input_ids, responses, self.stop_ids, self.pad_token_id, logprobs
+        )
 
     def _write(
         self, running: RunningRows, uniform: Tensor, temperature: float
@@ -108,8 +129,10 @@ class CachedGenerator:
         stops = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         logits = running.read_prompts()  # [A, V]
         for t in range(max_new_tokens):
-            logits, noise = self._truncated(logits, temperature), uniform[running.rows, t]
-            sampled = sample_unchecked(logits, noise, temperature=temperature)  # [A] each
+            logits = self._truncated(logits, temperature)
+            sampled = sample_unchecked(
+                logits, uniform[running.rows, t], temperature=temperature
+            )  # [A] each
             tokens = sampled.tokens
             responses[running.rows, t] = tokens
             logprobs[running.rows, t] = sampled.logprobs
@@ -153,18 +176,27 @@ class TransformersGenerator:
     ) -> Generation:
         """Return one response a prompt; see `Generator`."""
         sampler = _RowSampler(prompts, noise, temperature)
-        ends = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_token_id}
-        config = GenerationConfig(max_new_tokens=max_new_tokens, **ends, **NEUTRAL)
+        config = neutral_generation_config(self.stop_ids, self.pad_token_id)
+        config.max_new_tokens = max_new_tokens
         own_config, model.generation_config = model.generation_config, config
-        generate: Any = model.generate
-        given = {"input_ids": prompts.input_ids, "attention_mask": prompts.attention_mask.long()}
-        options = {"logits_processor": LogitsProcessorList([sampler]), "synced_gpus": False}
         try:
-            sequences = generate(generation_config=config, **given, **options)
+            sequences = cast("Callable[..., Tensor]", model.generate)(
+                input_ids=prompts.input_ids,
+                attention_mask=prompts.attention_mask.long(),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
+                synced_gpus=False,
+            )
         finally:
             model.generation_config = own_config
-        made = sequences[:, sampler.prompt_length :], self.stop_ids, self.pad_token_id
-        return as_generation(prompts.input_ids, *made, torch.stack(sampler.logprobs, 1))
+        responses = sequences[:, prompts.input_ids.shape[1] :]
+        return as_generation(
+            prompts.input_ids,
+            responses,
+            self.stop_ids,
+            self.pad_token_id,
+            torch.stack(sampler.logprobs, 1),
+        )
 
 
 class _RowSampler(LogitsProcessor):

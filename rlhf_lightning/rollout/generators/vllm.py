@@ -126,14 +126,22 @@ class VllmGenerator:
         weakref.finalize(self, self.pool.end)  # at the end of this process too
 
     @torch.no_grad()
-    def __call__(self, model: PreTrainedModel, prompts: PromptBatch, **how: Any) -> Generation:
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        prompts: PromptBatch,
+        *,
+        noise: RowNoise,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> Generation:
         """Return one response a prompt; see `Generator`.
 
         Raises:
             RuntimeError: if a server is lost or refuses a request, if vLLM's log-probabilities are
                 not the policy's, or a response cannot be vLLM's; see `check_responses`.
         """
-        request = self.request(prompts, **how)
+        request = self.request(prompts, noise, temperature, max_new_tokens)
         responses = self.responses(model, request)
         generation = self.generation(prompts, request, responses)
         self.check_logprobs(model, request, responses)
@@ -141,7 +149,13 @@ class VllmGenerator:
 
     @torch.no_grad()
     def begin(
-        self, model: PreTrainedModel, prompts: PromptBatch, **how: Any
+        self,
+        model: PreTrainedModel,
+        prompts: PromptBatch,
+        *,
+        noise: RowNoise,
+        temperature: float,
+        max_new_tokens: int,
     ) -> Callable[[], Generation]:
         """Send the weights, and return a function that waits for the responses.
 
@@ -152,7 +166,7 @@ class VllmGenerator:
             RuntimeError: see `__call__`. What becomes of the servers later is raised by the
                 function that waits.
         """
-        request = self.request(prompts, **how)
+        request = self.request(prompts, noise, temperature, max_new_tokens)
         rows, seeds, settings = request
         settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], PROBE_TOKENS)}
         probe = Request(rows[: self.checked_rows], seeds[: self.checked_rows], settings)
@@ -172,7 +186,7 @@ class VllmGenerator:
         return generation
 
     def request(
-        self, prompts: PromptBatch, *, noise: RowNoise, temperature: float, max_new_tokens: int
+        self, prompts: PromptBatch, noise: RowNoise, temperature: float, max_new_tokens: int
     ) -> Request:
         """Return what vLLM is asked for `prompts`."""
         pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)

@@ -100,10 +100,15 @@ class Engine:
             RuntimeError: if vLLM responds to other prompts than it was sent.
         """
         shared = {
-            **{"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
-            **{"max_tokens": max_new_tokens, "stop_token_ids": list(stop_ids)},
+            "temperature": temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "max_tokens": max_new_tokens,
+            "stop_token_ids": list(stop_ids),
             "ignore_eos": True,  # only our own stop ids end a response
-            **{"detokenize": False, "logprobs": 0},  # of the chosen token alone
+            "detokenize": False,
+            "logprobs": 0,  # of the chosen token alone
         }
         settings = [self.vllm.SamplingParams(seed=seed, **shared) for seed in seeds]
         prompts = [self.vllm.TokensPrompt(prompt_token_ids=list(row)) for row in rows]
