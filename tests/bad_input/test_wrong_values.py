@@ -304,7 +304,7 @@ VALUES = [
     # contradiction
     ("+experiment=ppo trainer.devices=3 data.batch_size=128", "data.batch_size=128", "126 or 132"),
     ("+experiment=ppo module.ppo.num_minibatches=256", "num_minibatches=256", "batch_size"),
-    ("+experiment=sft data.num_iterations=3", "data.num_iterations=3", "exactly one"),
+    ("+experiment=sft data.num_iterations=3", "data.num_iterations=3", "give one"),
     ("+experiment=ppo module=sft", "stage=ppo", "module=ppo"),
     ("+experiment=grpo data.num_generations=1", "num_generations=1", "2 or more"),
     ("+experiment=grpo module.grpo.overlong_buffer=999", "overlong_buffer=999", "max_new_tokens"),
@@ -321,7 +321,7 @@ VALUES = [
     ("+experiment=reward data.path=nosuch.jsonl", "data.path=nosuch.jsonl", "file"),
     ("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=nosuch", "experiment=sft"),
     ("+experiment=ppo scorer=http", "scorer.url", "scorer.url=..."),
-    ("+experiment=ppo scorer=function scorer.function=nosuch.py:f", "nosuch.py:f", "no file"),
+    ("+experiment=ppo scorer=function scorer.function=nosuch.py:f", "nosuch.py:f", "no Python"),
     # wrong place
     ("+experiment=ppo name=../x", "name='../x'", "letters"),
     ("+experiment=ppo artifacts.publish=/", "artifacts.publish='/'", "folder"),

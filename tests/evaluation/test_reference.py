@@ -84,7 +84,7 @@ def test_references_come_from_the_columns_of_the_prompts_row_by_row(sampling):
 
 
 def test_a_column_that_no_prompt_has_is_an_error_and_not_a_score_of_0(sampling):
-    with pytest.raises(ValueError, match=r"column 'completion', the prompts have \['prompt'\]"):
+    with pytest.raises(ValueError, match=r"column 'completion', prompts have \['prompt'\]"):
         compare(tiny_policy(seed=1), tiny_policy(seed=2), sampling, ExactMatchGold())
 
 

@@ -34,7 +34,7 @@ def away(tmp_path, monkeypatch):
 
 def test_a_hub_that_cannot_be_reached_is_known_at_once(away):
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=r"me/m is no folder here, the hub .* cannot be reached"):
+    with pytest.raises(ValueError, match=r"me/m is no folder here.* the hub .* cannot be reached"):
         SFTModule.from_pretrained("me/m")
     assert time.monotonic() - begun < 5  # its client would try for 45 s
     with pytest.raises(ValueError, match=r"'me/d' .*could not be loaded: the hub .* be reached"):
