@@ -72,8 +72,12 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     keep_configuration(settings, folder)
     prepare_inputs(settings, overrides)
     folder = _start(settings, folder)
-    given: dict[str, Any] = {"seed": settings.seed, "config_hash": settings.config_hash}
-    summary = new_summary("collect", **given, title="preference collection")
+    summary = new_summary(
+        "collect",
+        seed=settings.seed,
+        config_hash=settings.config_hash,
+        title="preference collection",
+    )
     claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
     with claimed, computing(**settings.model.computing):
         try:

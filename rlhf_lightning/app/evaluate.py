@@ -25,6 +25,7 @@ from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
+    UNLIMITED,
     Sides,
     build_sides,
     choose_prompts,
@@ -38,7 +39,6 @@ from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.data.summary import UNLIMITED
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.benchmarks import (
@@ -338,7 +338,8 @@ def _start_lines(settings: EvaluateSettings, sides: Sides) -> dict[str, object]:
         "seed": settings.seed,
     }
     if settings.best_of.n:
-        lines["best of"] = f"{settings.best_of.n} of {settings.best_of.pool} to each prompt"
+        numbers = ", ".join(map(str, settings.best_of.n))
+        lines["best of"] = f"{numbers} of {settings.best_of.pool} to each prompt"
     scorer = settings.scorer
     if scorer is not None:
         lines["score"] = scorer.get("source") or scorer.get("function") or scorer.path

@@ -21,7 +21,6 @@ from rlhf_lightning.data.sampler import validation_part
 from rlhf_lightning.data.sources.base import FileSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.data.summary import (
-    UNLIMITED,
     warn_of_plain_prompts,
 )
 from rlhf_lightning.evaluation.generate import Sampling, gold_scores
@@ -39,6 +38,7 @@ from rlhf_lightning.rollout.scorers.base import reward_of
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, content_digest, read_manifest
 
+UNLIMITED = 1 << 30
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
 
 
@@ -94,7 +94,8 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
         with suppress(ConfigError):
             trained = read_training(folder).dataset
             path = working_folder(folder) / str(trained.source.get("path"))
-            is_same = trained.hub_name == settings.dataset.hub_name is not None
+            name = settings.dataset.hub_name
+            is_same = name is not None and trained.hub_name == name
             is_same |= any(file.is_relative_to(path.resolve()) for file in files)
             if is_same or (path.is_file() and content_digest(path) in digests):
                 return True

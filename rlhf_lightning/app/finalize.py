@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from rlhf_lightning.modules.export import Trained
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
+    ManifestError,
     fingerprint,
     publish_artifact,
     read_manifest,
@@ -159,9 +161,11 @@ def made_by(settings: TrainSettings, folder: RunFolder, summary: Summary) -> Ite
     }
     name = f"{settings.dataset.name}-{settings.name}" if target is None else artifact_name(target)
     # Of what later stages load: an export may be rounded.
-    loaded = read_manifest(str(target), verify=False) if settings.publishes else None
-    ours = loaded is not None and loaded.run == str(folder.path)
-    print_ = loaded.fingerprint if loaded and ours else fingerprint(folder.export)
+    print_ = fingerprint(folder.export)
+    with suppress(ManifestError):  # another run may have published over it
+        loaded = read_manifest(str(target), verify=False) if settings.publishes else None
+        if loaded is not None and loaded.run == str(folder.path):
+            print_ = loaded.fingerprint
     yield Origin(settings.name, name, "model", print_, metadata)
 
 

@@ -152,8 +152,10 @@ def _against(scorer: Target | None) -> str:
     """Return what scored the responses."""
     if scorer is None:
         return "scores of no scorer"
-    words = getattr(scorer.read().call, "words", f"scores of {scorer.class_name}")
-    words = str(words).replace("{number}", str(len(scorer.get("sources") or ())))
+    words = getattr(scorer.read().call, "words", None)
+    if not isinstance(words, str):  # a user's class may have any
+        words = f"scores of {scorer.class_name}"
+    words = words.replace("{number}", str(len(scorer.get("sources") or ())))
     return words.replace("{function}", without_folders(str(scorer.get("function"))))
 
 

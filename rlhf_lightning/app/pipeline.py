@@ -70,8 +70,9 @@ def advance(step: Step, folder: RunFolder) -> bool:
     if known and same and completed:
         made = step.made()
         if known["made"] not in (None, made):
+            lost = ", ".join(k for k, digest in known["made"].items() if made.get(k) != digest)
             raise FailedRunError(
-                f"{step.name}: what it made ({', '.join(known['made'])}) was changed since it "
+                f"{step.name}: what it made ({lost or 'nothing then'}) was changed since it "
                 f"completed: restore it, or remove {step.place} to run the stage again"
             )
         note(folder, step, {**read, **known["read"]}, made)

@@ -40,7 +40,7 @@ from rlhf_lightning.rollout.generators.captured import (
 )
 
 GIB = 2**30
-_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": GIB}
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
 # Rows of the table, in its order; docs/scaling.md says what each is.

@@ -260,8 +260,8 @@ def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
     command += [f"+experiment={kind}", *training_words(kind, settings, overrides)]
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code or not is_available(str(settings.select(f"artifacts.{kind}"))):
-        told = f"training the {kind} model failed with exit status {code}: "
-        raise RuntimeError(told + " ".join(command[1:]))
+        how = f"failed with exit status {code}" if code else "made no model"
+        raise RuntimeError(f"training the {kind} model {how}: {' '.join(command[1:])}")
 
 
 _TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}

@@ -326,7 +326,7 @@ class IterationCheckpoint(Checkpoint):
         if due or unknown:
             self._save(trainer, iteration)
         if unknown:
-            known = ", ".join(sorted(self._logged))
+            known = ", ".join(sorted(self._logged)) or "no metric"
             raise ValueError(
                 f"IterationCheckpoint.monitor={self.monitor!r} was not logged; iteration "
                 f"{iteration} is saved: continue with one of {known}, or null"

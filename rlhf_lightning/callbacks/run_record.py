@@ -284,7 +284,8 @@ def _data(data: Any, name: str | None) -> str:
 def _reward(scorer: Any) -> str:
     if isinstance(scorer, str):
         return scorer
-    if (weights := getattr(scorer, "weights", None)) and (parts := getattr(scorer, "scorers", ())):
+    weights, parts = getattr(scorer, "weights", None), getattr(scorer, "scorers", None)
+    if weights is not None and parts:
         return " + ".join(f"{weights.get(name, 1.0):g} {name}" for name in parts)
     if members := getattr(scorer, "members", None):
         return ", ".join(_reward(member) for member in members)

@@ -87,7 +87,8 @@ class SameSources(Callback):
             if saved is None or saved == sorted(found.values()):
                 continue
             changed = [f"{where} ({v[:12]})" for where, v in found.items() if v not in saved]
+            now = ", ".join(changed) or "those that are left"
             raise ValueError(
-                f"the checkpoint was trained with another {what} than {', '.join(changed)}: resume "
+                f"the checkpoint was trained with another {what} than {now}: resume "
                 "with the one it started with, or start a new run with resume=never"
             )

@@ -253,7 +253,7 @@ def check_response(prompt: Text, answer: Text, key: str, where: Location) -> Non
     found, fix = "", "fill it, or leave the record out"
     if isinstance(prompt, str) != isinstance(answer, str):
         found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
-        fix = f"write both as text or both as lists of messages; {whole if roles else ''}"
+        fix = "write both as text or both as lists of messages" + (f"; {whole}" if roles else "")
     elif isinstance(answer, str):
         found = "" if answer.strip() else empty
     elif not prompt:

@@ -43,9 +43,9 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
         raise BadRecordError(where, found, f"give a file that ends with one of {ENDINGS}")
     empty = True
     try:
-        for where, row in with_progress(_READERS[extension(path)](path), f"reading {path}"):
+        for place, row in with_progress(_READERS[extension(path)](path), f"reading {path}"):
             empty = False
-            yield where, as_row(row, where)
+            yield place, as_row(row, place)
     except (UnicodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         found = f"it is not UTF-8, or not whole ({error})"
         fix = "save the file as UTF-8; let the name of a compressed one end with .gz"

@@ -428,7 +428,7 @@ class Labels:
         Raises:
             BadRecordError: if the label says neither.
         """
-        value = row.columns.get(self.column or "")
+        value = None if self.column is None else row.columns.get(self.column)
         if value is None or value == "":
             return None
         if self.good is not None:

@@ -266,7 +266,8 @@ class RecordDataModule(LightningDataModule):
         # Else a batch would hold some rows several times.
         if self.batch_size > num_rows and not self._may_repeat:
             size = f"batch_size={self.batch_size} is more than the {num_rows} training {self.kind}"
-            raise ValueError(f"{size}: use at most {num_rows}, or give more records")
+            fix = f"use at most {num_rows}, a multiple of ranks times minibatches, or give more"
+            raise ValueError(f"{size}: {fix} records")
         self._digests = {"validation_rows": rows_digest(rows["validation"])}
         part = validation_part(rows["validation"], self.max_validation_rows, self.seed)
         self._rows = rows | {"validation": part}
@@ -289,11 +290,11 @@ class RecordDataModule(LightningDataModule):
         self.setup()
         rows = (*self._rows["train"], *self._rows["validation"])
         values = (value for row in rows for value in vars(row).values())
-        held: set[int] = set()
-        for ids in values:
-            if isinstance(ids, np.ndarray) and ids.dtype == np.int32:
-                held.update(ids.tolist())
-        return frozenset(held)
+        ids = [v for v in values if isinstance(v, np.ndarray) and v.dtype == np.int32 and v.size]
+        held = np.zeros(max((int(v.max()) for v in ids), default=-1) + 1, dtype=bool)
+        for each in ids:
+            held[each] = True
+        return frozenset(held.nonzero()[0].tolist())
 
     def render_summary(self) -> str:
         """Return the tables of both splits, and the first examples if they are asked for."""

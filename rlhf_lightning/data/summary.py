@@ -1,4 +1,4 @@
-"""What the data hold, and warnings before training.
+"""Summary of the data, and warnings before training.
 
 The summary has counts, lengths, duplicates, records left out and decoded examples. Warned of are
 prompts in the wrong form, or read twice.
@@ -37,7 +37,6 @@ from rlhf_lightning.text.forms import SYSTEM
 from rlhf_lightning.text.messages import Text
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
-UNLIMITED = 1 << 30
 
 
 def length_summary(lengths: Sequence[int]) -> tuple[int, float, int, int]:
@@ -242,9 +241,9 @@ def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokeni
 
 
 def warn_of_repeated_prompts(records: Sequence[Record]) -> None:
-    """Warn where every response begins with its prompt, which the model then reads twice."""
+    """Warn where a response of every row begins with its prompt, which is then read twice."""
     if len(records) > 1 and all(map(_repeats_prompt, records)):
-        found = f"all {len(records)} responses begin with their prompt, so the model reads it twice"
+        found = f"in all {len(records)} rows a response begins with its prompt, which is read twice"
         rank_zero_warn(f"{found}: take it out of the responses")
 
 

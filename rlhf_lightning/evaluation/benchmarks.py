@@ -278,7 +278,7 @@ class LmEvalBenchmark:
         mine, theirs = (self._samples(side, limit=self.limit) for side in (policy, baseline))
         found: dict[str, float] = {}
         for task, metrics in mine.items():
-            for metric in metrics.keys() & theirs[task].keys():
+            for metric in (name for name in metrics if name in theirs[task]):
                 now, before = metrics[metric], theirs[task][metric]
                 if now.keys() != before.keys():
                     raise ValueError(f"task {task}: both sides were not asked the same questions")
@@ -358,7 +358,9 @@ def _by_metric(
         told, parts = reported.get(f"{metric},{rule}"), list(by_question.values())
         plain = all(x.size and x.ndim == 1 and x.dtype.kind in "bif" for x in parts)
         mean = np.concatenate(parts).mean() if plain else math.nan
-        if isinstance(told, int | float) and math.isclose(mean, told, abs_tol=1e-9):
+        if not isinstance(told, int | float) or math.isinf(told):
+            told = math.nan
+        if math.isclose(mean, told, abs_tol=1e-9):
             behind = "" if rule == "none" else "_" + rule.replace("-", "_")
             found[metric + behind] = by_question
         else:

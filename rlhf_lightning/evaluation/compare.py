@@ -141,21 +141,20 @@ def compare(
     judges: dict[str, Any] = {"scorer": scorer, "gold": gold, "safety": safety, "seed": seed}
     source, data = _held_out(policy, prompts)
     sampling = _sampling(policy, mine, max_new_tokens, temperature, micro_batch_size)
-    if max_prompt_length is None:
-        wanted = 512 if data is None else data.max_length
-        max_prompt_length = prompt_room(mine.model, wanted, sampling.max_new_tokens)
+    wanted = 512 if data is None else data.max_length
+    longest = max_prompt_length or prompt_room(mine.model, wanted, sampling.max_new_tokens)
     comparison = held_out_comparison(
         source,
         sampling,
         **judges,
         num_prompts=num_prompts,
         answers_per_prompt=answers_per_prompt,
-        max_prompt_length=max_prompt_length,
+        max_prompt_length=longest,
         batch_size=batch_size,
         over_long="drop" if data is None else data.over_long,
     )
     if comparison is None:
-        found = f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens"
+        found = f"no prompt of {prompts} is held out with at most {longest} tokens"
         fix = "give a source with a validation part (validation_fraction=, validation_path=)"
         raise ValueError(f"{found}: {fix}")
     _warn_of_whole(source, comparison.questions, trained=trainer_of(policy) is not None)

@@ -163,9 +163,7 @@ def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
     return (difference > 0).double() + 0.5 * (difference == 0).double()
 
 
-def share_over_prompts(
-    by_prompt: np.ndarray, *, confidence: float, seed: int | None = None
-) -> Interval:
+def share_over_prompts(by_prompt: np.ndarray, *, confidence: float) -> Interval:
     """Return the mean of shares, one a prompt, and its interval over prompts.
 
     Wilson's interval at the number of yes-or-no prompts that would vary as much, see
@@ -174,7 +172,6 @@ def share_over_prompts(
     Args:
         by_prompt: `[N]`, each between 0 and 1.
         confidence: coverage of the two-sided interval.
-        seed: not read; the bootstrap that this interval replaced had one.
 
     Source: Wilson 1927; Dean and Pagano 2015 (Wilson's interval at an effective sample size).
     """

@@ -132,5 +132,8 @@ def _adapters(model: nn.Module | None) -> dict[str, dict[str, Any]]:
 
 
 def _words(adapters: Mapping[str, Mapping[str, Any]]) -> str:
-    each = [f"lora.{key}={value}" for lora in adapters.values() for key, value in lora.items()]
-    return " ".join(["lora=lora", *dict.fromkeys(each)]) if each else "lora=none"
+    each = [
+        " ".join([f"({name})", *(f"lora.{key}={value}" for key, value in lora.items())])
+        for name, lora in adapters.items()
+    ]
+    return f"lora=lora {' '.join(each)}" if each else "lora=none"

@@ -37,36 +37,53 @@ def check_trainer(trainer: L.Trainer, *, num_steps: int) -> None:
     Raises:
         ValueError: with the flag, its value, why that is wrong and the fix.
     """
+    for is_wrong, problem in _trainer_problems(trainer, num_steps):
+        if is_wrong:
+            raise ValueError(
+                f"Trainer({problem}. trainer_arguments(folder, ...) sets what a stage needs"
+            )
+
+
+def _trainer_problems(trainer: Any, num_steps: int) -> Iterator[tuple[bool, str]]:
+    """Yield whether each flag is wrong, and the flag with the reason and the fix."""
     name, module = type(trainer.strategy).__name__, trainer.lightning_module
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    stops = any(isinstance(c, EarlyStopping) for c in callbacks)
-    connector: Any = trainer._accelerator_connector
     epochs = "its default" if trainer.max_epochs in (None, 1000) else "given"
-    problems: dict[str, Any] = {
+    yield (
+        trainer.max_epochs != 1,
         f"max_epochs={trainer.max_epochs}), {epochs}: a stage is one epoch, a second one would "
-        "repeat the sampling noise of the first: use max_epochs=1": trainer.max_epochs != 1,
+        "repeat the sampling noise of the first: use max_epochs=1",
+    )
+    yield (
+        trainer.max_steps != -1 and num_steps > 1 and not trainer.fast_dev_run,
         f"max_steps={trainer.max_steps}) counts optimizer steps, up to {num_steps} an iteration "
-        "here: use trainer_arguments(max_iterations=...), that is limit_train_batches": (
-            trainer.max_steps != -1 and num_steps > 1 and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        ),
+        "here: use max_steps=-1 and trainer_arguments(max_iterations=...), that is "
+        "limit_train_batches",
+    )
+    yield (
+        trainer.precision not in TRAINED_IN,
         f"precision={trainer.precision!r}): weights in 16 bits lose the small updates of RLHF: "
-        f"use one of {', '.join(TRAINED_IN)}": trainer.precision not in TRAINED_IN,
-        f"strategy={name}) does not work under manual optimization: use strategy=FSDP2Strategy()": (
-            name in ("FSDPStrategy", "DeepSpeedStrategy")
-        ),
+        f"use one of {', '.join(TRAINED_IN)}",
+    )
+    yield (
+        name in ("FSDPStrategy", "DeepSpeedStrategy"),
+        f"strategy={name}) does not work under manual optimization: use strategy=FSDP2Strategy()",
+    )
+    yield (
+        trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler,
         "use_distributed_sampler=True), its default, shards rows that our DataModules shard: use "
-        "False": trainer.world_size > 1 and connector.use_distributed_sampler,
+        "False",
+    )
+    yield (
+        any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks),
         "callbacks=StochasticWeightAveraging): it averages epochs, and a stage is one epoch: use "
-        "EMAWeightAveraging(decay=...)": any(
-            isinstance(c, StochasticWeightAveraging) for c in callbacks
-        ),
+        "EMAWeightAveraging(decay=...)",
+    )
+    stops = any(isinstance(c, EarlyStopping) for c in trainer.callbacks)
+    yield (
+        stops and not is_overridden("validation_step", module, L.LightningModule),
         f"callbacks=EarlyStopping): {type(module).__name__} has no validation that could stop it: "
-        "leave it out": stops and not is_overridden("validation_step", module, L.LightningModule),
-    }
-    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
-        raise ValueError(
-            f"Trainer({problem}. trainer_arguments(folder, ...) sets what a stage needs"
-        )
+        "leave it out",
+    )
 
 
 def check_module(module: L.LightningModule) -> None:

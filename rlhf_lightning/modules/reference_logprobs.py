@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -105,7 +106,10 @@ class ReferenceLogprobs:
         path = Path(trainer.default_root_dir) / FOLDER / f"reference_logprobs_{key}.safetensors"
         tables = {split: torch.full((len(rows[split]), 2), torch.nan) for split in SPLITS}
         if rank() == 0 and path.is_file():  # others may have no such disk
-            tables = load_file(path)
+            try:
+                tables = load_file(path)
+            except (SafetensorError, OSError) as error:
+                rank_zero_warn(f"{path} is damaged ({error}): it is computed again")
         tables = trainer.strategy.broadcast(tables)
         missing: dict[str, list[int]] = {}
         for split in splits:

@@ -182,7 +182,6 @@ class RaterModel:
 
     Args:
         annotators: names of the annotators.
-
         posterior: `[I, K]` probability of each category being true of an item.
         confusion: `[A, K, K]` probability that an annotator says the last where the middle is true.
         prior: `[K]` share of items of which each category is true.

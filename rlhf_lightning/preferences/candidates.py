@@ -53,8 +53,8 @@ METRICS = {
     OVER_LONG: "collect/dropped_prompt_over_long",
 }
 ADVICE = (
-    "more pairs need more candidates.num_samples or prompts, a larger candidates.max_new_tokens "
-    "(or lab.keep_unfinished=true), candidates.decoding.temperature or max_prompt_length"
+    "try more candidates.num_samples or prompts, a larger candidates.max_new_tokens (or "
+    "lab.keep_unfinished=true), candidates.decoding.temperature or candidates.max_prompt_length"
 )
 
 
@@ -402,5 +402,7 @@ def _candidates(
 
 def describe_dropped(num_asked: int, dropped: Mapping[str, int]) -> str:
     """Return how many candidates can be compared, and how many cannot for which reason."""
-    why = "".join(f", {number} {reason}" for reason, number in dropped.items())
-    return f"{num_asked - sum(dropped.values())} of {num_asked} candidates can be compared{why}"
+    why = ", ".join(f"{number} {reason}" for reason, number in dropped.items())
+    kept = num_asked - sum(dropped.values())
+    told = f"{kept} of {num_asked} candidates can be compared"
+    return f"{told} (dropped: {why})" if why else told

@@ -1,4 +1,4 @@
-"""From prompts to preference records, or to demonstrations by rejection sampling.
+"""Preference records of prompts, or demonstrations by rejection sampling.
 
 Every phase reads the files of the one before, and slow work is journaled, so that a killed run
 continues where it was:

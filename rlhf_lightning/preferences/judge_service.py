@@ -161,15 +161,15 @@ class JudgeService:
             reply = _reply(answer.parse(), messages, logprobs=logprobs)
         except (api.BadRequestError, api.UnprocessableEntityError) as error:
             return Reply(self._shown(error), refused=True)
-        except (api.APIError, AttributeError, IndexError, TypeError, ValueError) as error:
+        except (api.APIError, AttributeError, LookupError, TypeError, ValueError) as error:
             shown = self._shown(error)
             if not isinstance(error, api.APIError):
                 shown = f"no chat completion: {answer.text[:NUM_SHOWN]!r}"
             raise AnnotationError(
                 f"the judge {self.hparams.model} at {self._client.base_url} failed ({shown}): "
-                "check judge.base_url (it ends with /v1), the key (judge.api_key_env="
-                f"{self.hparams.api_key_env}), judge.timeout and judge.max_retries. Replies are "
-                f"kept: {GO_ON}"
+                "check judge.base_url (it ends with /v1), judge.model, the key (judge.api_key_env="
+                f"{self.hparams.api_key_env}), judge.timeout, judge.max_retries and "
+                f"judge.concurrency. Replies are kept: {GO_ON}"
             ) from error
         return reply._replace(retries=answer.retries_taken)
 

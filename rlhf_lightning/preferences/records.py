@@ -25,10 +25,8 @@ from rlhf_lightning.data.records import ROLES, VARIABLES, Text, text_key
 from rlhf_lightning.runs.atomic import sync_folder, write_text
 
 Choice = Literal["first", "second", "tie", "both_bad", "skip"]
-
 Side = Literal["first", "second"]
 AnnotatorKind = Literal["person", "rule", "judge", "simulated", "reward_model"]
-
 SIDES: tuple[Side, Side] = get_args(Side)  # type: ignore[assignment]
 Filled = Annotated[str, Field(min_length=1)]
 
@@ -127,7 +125,6 @@ class Pair(_Record):
         second: the other response as text.
         first_source: author of the first, such as `Candidate.source`; "" where not known.
         second_source: the same of the other one.
-
         columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
 
@@ -139,7 +136,6 @@ class Pair(_Record):
     second: str
     first_source: str = ""
     second_source: str = ""
-
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -56,7 +56,8 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     for folder, config in zip(folders, shown, strict=True):
         settings = {key: config[key] for key in different}
         short = " ".join(f"{k.rpartition('.')[2]}={value}" for k, value in settings.items())
-        name = "/".join(folder.path.resolve().parts[-2:])
+        parts = folder.path.resolve().parts
+        name = "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
         label = short if 0 < len(settings) <= 3 and len(short) <= 80 else name
         runs.append(Run(folder, label, read_summary(folder), settings))
     return runs

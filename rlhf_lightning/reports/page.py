@@ -244,8 +244,9 @@ def doctor_section(events: Sequence[DoctorEvent]) -> str:
     if coverage is not None:
         found = sorted({alert["detector"] for alert in alerts})
         known = [DETECTORS[name].title.lower() if name in DETECTORS else name for name in found]
-        told = f"alerts of {', '.join(known)}" if known else "none found anything"
-        lead = f"{coverage.describe()}, {told}."
+        watched = coverage.describe()
+        told = f", alerts of {', '.join(known)}" if known else ", none found anything"
+        lead = f"{watched}." if watched.startswith("None") and not known else f"{watched}{told}."
     checks = [event for event in events if event.kind == "check"]
     actions = actions_of(events)
     context = {"checks": checks, "alerts": alerts, "actions": actions, "coverage": coverage}
@@ -266,7 +267,8 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
         return ""
     # A run that was resumed has the iterations of every process, and the clock of the last one.
     whole = max(known, seconds.get("total", 0.0))
-    shown = sorted(times.items(), key=lambda part: -part[1])[:_MAX_PARTS]
+    longest = sorted(times.items(), key=lambda part: -part[1])[:_MAX_PARTS]
+    shown = [(label, value) for label, value in longest if value > _LEAST_SHARE * whole]
     parts = [(f"t{index}", *part) for index, part in enumerate(shown)]
     label = "reading data, checkpoints, logs" if "fit" in seconds else "everything else"
     parts.append(("rest", label, whole - sum(value for _, value in shown)))

@@ -137,10 +137,14 @@ class ModelTeacher(Teacher):
                     f"{longest}: shorten the template, or leave long rows out of the data"
                 )
 
-        how: Any = {"temperature": temperature, "with_entropy": False, "with_states": with_states}
-
         def of_rows(rows: Tensor) -> tuple[Tensor, ...]:
-            found = response_statistics(self.model, read.rows(rows), **how)
+            found = response_statistics(
+                self.model,
+                read.rows(rows),
+                temperature=temperature,
+                with_entropy=False,
+                with_states=with_states,
+            )
             return (found.logprobs,) if found.states is None else (found.logprobs, found.states)
 
         with unsharded(self.model.root):

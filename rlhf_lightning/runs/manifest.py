@@ -217,7 +217,10 @@ def publish_artifact(
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    (link_or_copy if source.endswith(".safetensors") else shutil.copy2)(source, target)
+    if source.endswith(".safetensors"):
+        link_or_copy(source, target)
+    else:
+        shutil.copy2(source, target)
 
 
 def source_fingerprint(source: str, revision: str | None = None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from rlhf_lightning.runs.reading import read_yaml
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Quantity:
 
 
 def _catalog() -> dict[str, Quantity]:
-    text = Path(__file__).with_name("metrics.yaml").read_text("utf-8")
-    rows = yaml.CSafeLoader(text).get_data()
+    rows = read_yaml(Path(__file__).with_name("metrics.yaml"))
     for row in rows.values():
         row["healthy"] = tuple(row["healthy"]) if "healthy" in row else None
     return {name: Quantity(**row) for name, row in rows.items()}

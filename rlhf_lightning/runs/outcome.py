@@ -113,8 +113,6 @@ def unless_few(found: Verdict, metrics: Metrics, name: str) -> Verdict:
         return found
     caption, _, known = found.caption.partition(" (")
     fact = Fact(caption.removeprefix("of "), found.number, known.rstrip(")"))
-    sentence = (
-        f"No headline: {counted(count, noun)} are too few to say more than the figures below; "
-        f"{FEW} are needed."
-    )
+    few = f"{counted(count, noun)} {'is' if count == 1 else 'are'} too few"
+    sentence = f"No headline: {few} to say more than the figures below; {FEW} are needed."
     return Verdict(sentence=sentence, facts=(fact, *found.facts))

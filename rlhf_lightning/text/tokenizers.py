@@ -222,8 +222,13 @@ def check_same_tokenizer(
         ValueError: if they differ, `source` is an adapter, or nothing can be compared.
     """
     options = loading_options(source)  # which names an adapter
-    with naming_source(f"the tokenizer of {source}, to compare it with the policy's"):
+    try:
         other = as_saved(str(source), options)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{source} has no tokenizer to be compared with the policy's, whose ids it would read: "
+            "save its tokenizer there"
+        ) from error
     theirs = other.get_vocab()
     differ = [(t, i) for t, i in tokenizer.get_vocab().items() if theirs.get(t) != i]
     if differ:

@@ -151,3 +151,6 @@ def test_what_a_run_read_from_the_environment_is_saved_as_its_value(working_fold
     write_settings(folder.config, trained)
     monkeypatch.delenv("MODELS")
     assert settings_of(f"run={folder.path}", entry="evaluate").baseline == "my_models/sft"
+    monkeypatch.setenv("SLURM_TMPDIR", "/fast")  # differs between jobs, so it is saved as written
+    write_settings(folder.config, settings_of(*words[:1], "artifacts.sft=${oc.env:SLURM_TMPDIR}/s"))
+    assert settings_of(f"run={folder.path}", entry="evaluate").baseline == "/fast/s"

@@ -305,6 +305,7 @@ VALUES = [
     ("+experiment=ppo trainer.devices=3 data.batch_size=128", "data.batch_size=128", "126 or 132"),
     ("+experiment=ppo module.ppo.num_minibatches=256", "num_minibatches=256", "batch_size"),
     ("+experiment=sft data.num_iterations=3", "data.num_iterations=3", "give one"),
+    ("+experiment=sft data.num_epochs=null", "data.num_epochs", "give one"),
     ("+experiment=ppo module=sft", "stage=ppo", "module=ppo"),
     ("+experiment=grpo data.num_generations=1", "num_generations=1", "2 or more"),
     ("+experiment=grpo module.grpo.overlong_buffer=999", "overlong_buffer=999", "max_new_tokens"),

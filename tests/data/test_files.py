@@ -110,6 +110,19 @@ def test_a_bad_file_names_itself_and_how_to_mend_it(tmp_path, name, content, mes
     assert "Fix: " in str(error.value)
 
 
+def test_an_index_that_pandas_wrote_is_no_label(tmp_path):
+    (tmp_path / "a.csv").write_text(",prompt,completion\n0,a,b\n1,c,d\n2,e,f\n")
+    source = FileSource(tmp_path / "a.csv", validation_fraction=0.0)
+    assert len(source.records("demonstrations", "train")) == 3
+
+
+def test_a_file_that_breaks_off_names_itself_and_no_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' * 5000 + b"\xff\n")
+    with pytest.raises(BadRecordError, match=r"a\.jsonl: it is not UTF-8"):
+        FileSource(path).records("prompts", "train")
+
+
 def test_a_missing_file_is_named_with_the_nearest_one(tmp_path):
     write(tmp_path / "pairs.jsonl", PAIRS)
     with pytest.raises(BadRecordError, match=r"no such file.*did you mean .*pairs\.jsonl"):

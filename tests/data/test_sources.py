@@ -174,7 +174,7 @@ def test_a_mix_with_an_empty_source_is_an_error():
     [
         lambda path: as_source(path, "data"),
         lambda path: as_source(str(path), "data"),
-        lambda path: PreferenceFolder(path).records("preferences", "train"),
+        lambda path: PreferenceFolder(path),
         lambda path: FileSource(path).records("prompts", "train"),
     ],
 )

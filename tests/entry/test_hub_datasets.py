@@ -160,6 +160,6 @@ def test_hh_rlhf_transcripts_become_conversations(source_of, tmp_path):
             wait, not_wait = (assistant("I would wait."),), (assistant("I would not."),)
             assert first == PreferenceRecord(prompt, wait, not_wait)
         (message,) = source.skipped_records
-        assert "[train], row 2: " in message
+        assert "[train], row 2: mixed formats" in message
         assert len(source.records(kind, "validation")) == 2
         assert encoded([first]) == 1

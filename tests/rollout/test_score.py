@@ -115,5 +115,5 @@ def test_a_reward_model_reads_the_last_token_of_each_answer_padding_or_not():
 
 def test_a_reward_model_that_was_not_built_is_an_error():
     scorer, _ = reward_model_scorer()
-    with pytest.raises(AssertionError, match=r"build\(\)"):
+    with pytest.raises(RuntimeError, match=r"build\(\)"):
         scorer(answers())

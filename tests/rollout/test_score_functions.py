@@ -81,6 +81,7 @@ def test_prompts_and_completions_arrive_under_their_names_in_any_order(function)
         lambda data_source=None, solution_str=None, **k: [],
         lambda p, c: [],
         lambda prompts, completions, /: [],
+        lambda prompts, completions, /, **columns: [],
         lambda prompts: [],
         lambda *both: [],
         Checker,

@@ -339,7 +339,7 @@ class EvaluationSettings(Settings):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How responses are sampled, as `Sampling` takes it."""
+        """Arguments of `Sampling` for the responses."""
         names = ("temperature", "max_new_tokens", "micro_batch_size", "skip_special_tokens")
         return {name: getattr(self, name) for name in names}
 
@@ -370,7 +370,7 @@ class ModelSettings(Settings):
 
     @property
     def computing(self) -> dict[str, Any]:
-        """Kernels, micro-batches and threads, as `app.computing` takes them."""
+        """Kernels, micro-batches and threads, as `app.build.computing` takes them."""
         names = ("cpu_kernels", "kernels", "micro_batches", "cpu_threads", "attention_backends")
         return {name: getattr(self, name) for name in names}
 

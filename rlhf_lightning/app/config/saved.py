@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from rlhf_lightning.app.config.compose import ConfigError, at
-from rlhf_lightning.app.config.settings import RunSettings, with_environment
+from rlhf_lightning.app.config.settings import OF_A_JOB, RunSettings, with_environment
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RESOLVED, RunFolder
@@ -32,7 +32,7 @@ def read_saved(settings: type[SettingsT], file: Path) -> SettingsT:
         ConfigError: if there is none, or if it is not allowed: its values are shown on pages, so
             it reads nothing from the environment of whoever opens the folder.
     """
-    OmegaConf.register_new_resolver("oc.env", _refuse, replace=True)
+    OmegaConf.register_new_resolver("oc.env", _from_environment, replace=True)
     try:
         found = read_settings(settings, saved_config(file), saved=True)
     finally:
@@ -42,7 +42,9 @@ def read_saved(settings: type[SettingsT], file: Path) -> SettingsT:
     return found
 
 
-def _refuse(name: str, *_: Any) -> Any:
+def _from_environment(name: str, *default: Any) -> Any:
+    if OF_A_JOB.fullmatch(name):  # which `with_environment` leaves as it is written
+        return oc.env(name, *default)
     raise ValueError(f"a run's configuration may not read ${name}: write its value")
 
 

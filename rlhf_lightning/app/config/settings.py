@@ -55,7 +55,7 @@ GIVEN = {"optimizer": "optimizer", "schedule": "scheduler", "generator": "rollou
 GIVEN |= {"reward": "scorer", "scorer": "scorer"}
 
 # Variables that differ between jobs, nodes or ranks of one run: their values are not its settings.
-_OF_A_JOB = re.compile(
+OF_A_JOB = re.compile(
     r"(SLURM|SUBMITIT|PBS|LSB|OMPI|PMI)_\w+|TMPDIR|TMP|TEMP|HOSTNAME|(LOCAL_|NODE_|GROUP_)?RANK"
 )
 
@@ -74,7 +74,7 @@ def with_environment(node: Any, key: str = "") -> Any:
 
     def value_of(found: re.Match[str]) -> str:
         name, default = found.groups()
-        if _OF_A_JOB.fullmatch(name):
+        if OF_A_JOB.fullmatch(name):
             return found[0]
         value = os.environ.get(name)
         if value is None:

@@ -239,6 +239,8 @@ def _check_training(settings: TrainSettings) -> None:
             f"callbacks.early_stopping={early.model_dump()} stops SFT and reward training by "
             f"val/loss, which {settings.spec.title} does not have: leave it null"
         )
+    if settings.data.get("num_iterations") is None and settings.data.get("num_epochs") is None:
+        raise ConfigError("data.num_iterations and data.num_epochs are both null: give one")
     _check_batch_divides(settings)
     settings.spec.check(settings)
 

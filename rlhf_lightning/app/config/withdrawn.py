@@ -15,6 +15,8 @@ _EXAMPLE = (
 )
 WITHDRAWN: dict[str, str] = {
     # a key, or a choice: what is written instead
+    "preferences.formats": "write preferences.exchange",
+    "rollout=cuda_graphs": "write rollout=auto, which captures by default",
     "rollout=vllm_server": "write rollout=vllm, which generates in server processes",
     "scorer.backoff": "waits double from 0.5 s; scorer.max_retries=N ends them",
     "scorer.chat_template": "save the template with a tokenizer; write scorer.tokenizer=FOLDER",

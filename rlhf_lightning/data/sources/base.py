@@ -24,8 +24,21 @@ from rlhf_lightning.arguments import (
     checked,
 )
 from rlhf_lightning.data.conversations import placed
-from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
-from rlhf_lightning.data.files import LocatedRow, Row, class_names, read_rows, split_files
+from rlhf_lightning.data.errors import (
+    BadRecordError,
+    Location,
+    MissingFileError,
+    OnBadRecord,
+    SkippedRecords,
+)
+from rlhf_lightning.data.files import (
+    LocatedRow,
+    Row,
+    class_names,
+    is_data_file,
+    read_rows,
+    split_files,
+)
 from rlhf_lightning.data.formats import Labels, ParsedRow, RowParser, Value, parse_rows
 from rlhf_lightning.data.records import (
     Origin,
@@ -152,9 +165,13 @@ class RowSource:
         train = splits["train"]
         keys = [row.group or prompt_key(row.record) for row in train]
         keys = connected_keys(keys, [row.texts for row in train])
-        options: dict[str, Any] = {"seed": self.seed, "name": self.label}
-        options["validation_fraction"] = self.validation_fraction
-        train, held_out = split_by_key(train, keys, **options)
+        train, held_out = split_by_key(
+            train,
+            keys,
+            validation_fraction=self.validation_fraction,
+            seed=self.seed,
+            name=self.label,
+        )
         return {"train": train, "validation": held_out}
 
     def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
@@ -295,10 +312,14 @@ def files_of(source: RecordSource) -> Iterator[Path]:
     if isinstance(source, FileSource):
         yield from (file for split in get_args(Split) for file in source.files(split))
         return
-    keys = ("name",) if isinstance(source, HubSource) else ("path", "positive", "negative")
+    if isinstance(source, HubSource):
+        yield from filter(Path.is_file, Path(source.name).expanduser().rglob("*"))
+        return
+    keys = ("path", "positive", "negative")
     for place in filter(None, (getattr(source, key, None) for key in keys)):
         path = Path(place).expanduser()
-        yield from filter(Path.is_file, (path, *path.rglob("*")))
+        inside = sorted(filter(is_data_file, path.glob("*")))
+        yield from filter(Path.is_file, (path, *inside))
 
 
 class _SeveralSources:
@@ -356,8 +377,9 @@ class MixedSource(_SeveralSources):
         pools = [source.records(kind, split) for source in self.sources]
         if split == "validation":
             return [record for pool in pools for record in pool]
-        if [] in pools:
-            raise ValueError(f"source {pools.index([])} of the mix has no {kind}: leave it out")
+        for index, pool in enumerate(pools):
+            if not pool:
+                raise ValueError(f"source {index} of the mix has no {kind}: leave it out")
         counts = shares(sum(map(len, pools)), self.weights)
         mixed: list[Record] = []
         for index, (pool, count) in enumerate(zip(pools, counts, strict=True)):
@@ -381,6 +403,10 @@ class PreferenceFolder(FileSource):
     def __post_init__(self) -> None:
         """Read what is known of the noise; records are read at the first call of `records`."""
         super().__post_init__()
+        if not self.folder_or_file.exists():
+            fix = "give preference records, or make them with python -m rlhf_lightning.collect"
+            place = Location(f"data.path={self.path}")
+            raise MissingFileError(place, "there is no such file or folder", fix)
         file = self.folder_or_file / RELIABILITY
         ceiling = read_json(file).get("label_ceiling") if file.is_file() else None
         if ceiling is not None:
@@ -440,15 +466,17 @@ class JoinedSource(_SeveralSources):
         seen: set[str] = set()
         self._left_out = Counter()
         for pool in pools:
-            earlier = frozenset(seen)
+            own: set[str] = set()
             for record in pool:
+                said = repr(record)
                 if prompt_key(record) in held_out:
                     self._left_out["its prompt is held out by another source"] += 1
-                elif repr(record) in earlier:
+                elif said in seen:
                     self._left_out["said in an earlier source"] += 1
                 else:
                     kept.append(record)
-                    seen.add(repr(record))
+                    own.add(said)
+            seen |= own
         return kept
 
     def left_out(self, kind: RecordKind, split: Split) -> dict[str, int]:

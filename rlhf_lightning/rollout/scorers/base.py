@@ -240,7 +240,8 @@ class RewardModelScorer:
     def __call__(self, responses: Responses) -> Scores:
         """Return the reward model's scores."""
         model = self.model
-        assert model is not None, "call build() first"
+        if model is None:
+            raise RuntimeError(f"{type(self).__name__}.build() was not called")
         ids, mask = responses.sequences, responses.attention_mask
         beside = side_by_side(model) if world_size() == 1 else None
         (total,) = by_micro_batch(
@@ -342,7 +343,8 @@ class FunctionScorer(ModelFree):
         keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         names = {p.name for p in parameters if p.kind in keywords}
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if "completions" not in names and (names or not takes_any):
+        any_only = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+        if "completions" not in names and not (takes_any and any_only):
             raise ValueError(
                 f"{self._what} takes ({', '.join(map(str, parameters))}), and arguments are passed "
                 "by keyword: write def NAME(prompts, completions, **columns)"
@@ -362,7 +364,7 @@ class FunctionScorer(ModelFree):
         given = {k: v for k, v in values.items() if self._names is None or k in self._names}
         done = threading.Event()
         threading.Thread(target=_watch, args=(self._what, done), daemon=True).start()
-        faulthandler.dump_traceback_later(1.2 * SLOW_SECONDS, file=sys.__stderr__)  # type: ignore[arg-type]
+        faulthandler.dump_traceback_later(1.2 * SLOW_SECONDS, file=2)
         try:
             returned = self.function(**given)
             if inspect.iscoroutine(returned):  # the loop of a notebook is in this thread

@@ -16,7 +16,13 @@ from pydantic import Field
 from rlhf_lightning.arguments import JsonObject, Name, checked
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
-from rlhf_lightning.rollout.scorers.base import ModelFree, Responses, Scores, response_texts_of
+from rlhf_lightning.rollout.scorers.base import (
+    LARGEST,
+    ModelFree,
+    Responses,
+    Scores,
+    response_texts_of,
+)
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, key_in
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import ResponseText
@@ -48,13 +54,15 @@ def ask_service(
         ServiceError: in one line, if a request gets no reply, or none that is JSON.
     """
     headers = {"Content-Type": "application/json"}
-    headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
-    options: dict[str, Any] = {"timeout": hparams.timeout, "trust_env": False}
-    options["verify"] = hparams.url.startswith("https:") and ssl.create_default_context()
-    # The client is closed first: after Ctrl-C nothing is tried again.
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    verify = ssl.create_default_context() if hparams.url.startswith("https:") else False
     with (
         ThreadPoolExecutor(hparams.concurrency) as pool,
-        httpx.Client(headers=headers, **options) as client,
+        # Closed first: after Ctrl-C nothing is tried again.
+        httpx.Client(
+            headers=headers, timeout=hparams.timeout, trust_env=False, verify=verify
+        ) as client,
     ):
         return list(pool.map(lambda body: _reply(client, hparams, body, fix), bodies))
 
@@ -195,8 +203,7 @@ class HttpScorer(ModelFree):
         except (KeyError, TypeError, IndexError):
             found = None
         found = found if isinstance(found, list) and len(found) == count else [None]
-        largest = torch.finfo(torch.float32).max
-        if not all(type(x) in (int, float) and abs(x) <= largest for x in found):
+        if not all(type(x) in (int, float) and abs(x) <= LARGEST for x in found):
             raise ServiceError(
                 f"{self.hparams.url} returned {reply!r:.200} for {count} responses: it must return "
                 "a list of finite numbers, one a response, at the place "

@@ -132,7 +132,8 @@ class TextRewardModelScorer:
     def __call__(self, responses: Responses) -> Scores:
         """Return the reward model's scores and which responses were over-long."""
         model = self.model
-        assert model is not None, "call build() first"
+        if model is None:
+            raise RuntimeError("TextRewardModelScorer.build() was not called")
         texts = response_texts_of(responses, thoughts=self.hparams.thoughts)
         rows = [self.encode(row) for row in texts]
         device = responses.sequences.device
