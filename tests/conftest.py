@@ -31,6 +31,8 @@ import numpy as np
 import omegaconf
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, grammar_parser
 
 if TYPE_CHECKING:
@@ -111,6 +113,14 @@ def fixed_seeds() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(autouse=True)
+def no_command() -> Iterator[None]:
+    """Forget the command that a test has called in this process: Hydra keeps its configuration."""
+    yield
+    HydraConfig.instance().cfg = None
+    GlobalHydra.instance().clear()
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 
 from rlhf_lightning.app.config.compose import composed
 from rlhf_lightning.app.config.inherit import command_settings as command_settings_of
@@ -134,12 +132,8 @@ def test_a_command_line_that_leads_into_a_folder_of_somebody_else_is_one_line(
     flags = [word for word in words if word == "-m"]
     words = [*flags, *overrides_of("sft", start), *words[len(flags) :]]
     monkeypatch.setattr(sys, "argv", ["train", *words])
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        HydraConfig.instance().cfg = None
-        GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as ended:
+        main()
     assert ended.value.code == 2
     line = capsys.readouterr().err
     assert "hydra." in line or "artifacts.publish=" in line

@@ -132,8 +132,6 @@ def test_the_jobs_of_a_sweep_share_a_group_and_a_single_run_has_none():
                 "train", overrides=[*overrides, f"hydra.mode={mode}"], return_hydra_config=True
             )
         HydraConfig.instance().set_config(cfg)
-        try:
-            assert sweep_group("ppo") == group
-        finally:
-            HydraConfig.instance().cfg = None
+        assert sweep_group("ppo") == group
+    HydraConfig.instance().cfg = None
     assert sweep_group("ppo") is None
