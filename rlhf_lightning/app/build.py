@@ -32,7 +32,7 @@ from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
-from rlhf_lightning.callbacks.same_configuration import SameConfiguration
+from rlhf_lightning.callbacks.exact_resume import SameConfiguration
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger

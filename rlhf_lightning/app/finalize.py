@@ -14,7 +14,7 @@ from rlhf_lightning.app.evaluation import gates_of, placed, validate
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.iterations import current_iteration
-from rlhf_lightning.callbacks.wandb_content import (
+from rlhf_lightning.callbacks.wandb_logger import (
     Origin,
     log_lineage,
     log_samples,

@@ -44,7 +44,7 @@ from rlhf_lightning.app.sweep import in_sweep, should_continue
 from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.callbacks.run_record import about_run
-from rlhf_lightning.callbacks.wandb_content import early_end_alerted, wandb_loggers
+from rlhf_lightning.callbacks.wandb_logger import early_end_alerted, wandb_loggers
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     as_single_run,

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.iterations import current_iteration
-from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
+from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.compare import comparison_in_training
 from rlhf_lightning.evaluation.generate import GoldReward, side_by_side

@@ -21,7 +21,7 @@ from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.best_weights import BestWeights
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
-from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
+from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule

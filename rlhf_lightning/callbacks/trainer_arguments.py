@@ -16,16 +16,14 @@ from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.callbacks.iterations import Validations
-from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
-from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.run_record import LastCheckpoint, RunRecord
-from rlhf_lightning.callbacks.samples import SampleLog
+from rlhf_lightning.callbacks.run_tables import MetricsLog, SampleLog
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
-from rlhf_lightning.callbacks.wandb_content import WandbContent
-from rlhf_lightning.callbacks.wandb_logger import wandb_logger
+from rlhf_lightning.callbacks.wandb_logger import WandbContent, wandb_logger
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.runs.folder import RunFolder
 

@@ -14,8 +14,8 @@ from rlhf_lightning.reports.charts import Figure, Series, line_chart, render
 from rlhf_lightning.reports.page import saved_config
 from rlhf_lightning.runs.folder import RunFolder, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, ends, quantity, show
-from rlhf_lightning.runs.outcome import FEW
 from rlhf_lightning.runs.summary import Summary, read_summary
+from rlhf_lightning.runs.verdict import FEW
 
 COLUMNS = (
     *("val/gold_win_rate", "val/score_win_rate", "val/accuracy", "val/loss", "val/score"),

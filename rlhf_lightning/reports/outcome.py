@@ -15,12 +15,12 @@ from rlhf_lightning.runs.metric_catalog import (
     bound_keys,
     capitalized,
     counted,
+    ends,
     number,
     part_key,
     percent,
     quantity,
 )
-from rlhf_lightning.runs.outcome import interval
 from rlhf_lightning.runs.verdict import JUDGES
 
 Metrics = Mapping[str, float | None]
@@ -178,8 +178,8 @@ def wins_figures(metrics: Mapping[str, float | None]) -> list[Figure]:
         won = rate - ties / 2
         shares = {"won": won, "tied": ties, "lost": max(1 - won - ties, 0.0)}
         parts = [(word, word, share, percent(share)) for word, share in shares.items()]
-        note = f"A tie counts one half; {interval(metrics, name).strip(' ()')}"
-        note = note.removesuffix("; ") + "."
+        known = ends(metrics, name)
+        note = f"A tie counts one half{f'; 95 % interval {known}' * bool(known)}."
         chart = render("wins.html", parts=parts, note=note)
         figures.append(Figure(f"Comparisons, by {label}", chart, now=percent(rate)))
     return figures

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,
@@ -15,17 +18,12 @@ from rlhf_lightning.runs.metric_catalog import (
     show,
     whole_key,
 )
-from rlhf_lightning.runs.outcome import (
-    Fact,
-    Metrics,
-    Tone,
-    Verdict,
-    by_interval,
-    figure,
-    unless_few,
-)
 from rlhf_lightning.runs.summary import Summary
 
+Metrics = Mapping[str, float | None]
+# `undecided`: the threshold lies inside the confidence interval.
+Tone = Literal["good", "bad", "neutral", "undecided"]
+FEW = 30  # prompts or pairs, below which a figure is no headline
 # Whose win rate is the headline, the one that counts most first.
 JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "the score"}
 SPREAD = "rollout/score_std_max"
@@ -52,22 +50,58 @@ _ASKED = {"val/refusal_rate": "val/num_harmful", "val/over_refusal_rate": "val/n
 _BEST_OF = ("gold_win_rate", "pass_at_k", "maj_at_k", "score")
 
 
+@dataclass(frozen=True)
+class Fact:
+    """One figure beside the verdict.
+
+    Args:
+        label: name of the figure.
+        value: the figure as text.
+        note: what to compare it with, or "".
+    """
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a run.
+
+    Args:
+        tone: good or bad, gates and ending included.
+        number: the headline figure as text; "" if nothing was measured.
+        caption: the name of that figure.
+        sentence: what the figure means, in one sentence.
+        facts: the other figures, in order.
+        number_tone: the tone of the headline figure alone.
+    """
+
+    tone: Tone = "neutral"
+    number: str = ""
+    caption: str = ""
+    sentence: str = ""
+    facts: tuple[Fact, ...] = ()
+    number_tone: Tone = "neutral"
+
+
 def verdict(summary: Summary) -> Verdict:
     """Return the verdict on a run from what its summary says.
 
     What was measured decides what is the headline: a win rate by the judge that counts most, else
     the pairs that are ranked as labelled, else the held-out loss, else the score.
     """
-    result = Verdict(sentence="It runs, and nothing was judged.")
+    found = Verdict(sentence="It runs, and nothing was judged.")
     if summary.judged:
         by = TRAINED_ON if SPREAD in summary.metrics else ""
         if (given := summary.about.get("compared by")) is not None:  # from Python, by any reward
             by = TRAINED_ON if given == summary.about.get("reward") else f"the reward “{given}”"
-        result = _headline(summary.metrics, by)
-    facts = result.facts
+        found = _measured(summary.metrics, by)
+    facts = found.facts
     if "total" in summary.seconds:
         facts = (*facts, Fact("time", duration(summary.seconds["total"])))
-    tone, sentence = result.tone, result.sentence
+    tone, sentence = found.tone, found.sentence
     if failed := [gate.name for gate in summary.gates if not gate.passed]:
         tone, sentence = "bad", f"{sentence} Failed gates: {', '.join(failed)}."
     if summary.status != "completed":
@@ -78,70 +112,80 @@ def verdict(summary: Summary) -> Verdict:
         elif summary.cause:
             ended += f": {summary.cause.rstrip('.')}"
         sentence = f"{ended}. {sentence}"
-    return Verdict(tone, result.number, result.caption, sentence.strip(), facts, result.tone)
+    return Verdict(tone, found.number, found.caption, sentence.strip(), facts, found.tone)
 
 
-def _headline(metrics: Metrics, by: str) -> Verdict:
-    """Return the verdict by the strongest evidence there is; `by` names the score, if need be."""
-    facts = _facts(metrics)
+def _measured(metrics: Metrics, by: str) -> Verdict:
+    """Return the headline with the other figures; `by` names the score, if need be.
+
+    A figure of fewer than 30 prompts or pairs is no headline, but the first of the others.
+    """
+    name, found = _headline(metrics, by)
+    facts = tuple(fact for key, fact in _facts(metrics).items() if key != name)
+    known = f"95 % interval {ends(metrics, name)}" if name and ends(metrics, name) else ""
+    count, noun = _trials(metrics, name)
+    if count is None or count >= FEW:
+        caption = f"{found.caption} ({known})" if known else found.caption
+        return replace(found, caption=caption, facts=facts)
+    few = f"{counted(count, noun)} {'is' if count == 1 else 'are'} too few"
+    return Verdict(
+        sentence=f"No headline: {few} to say more than the figures below; {FEW} are needed.",
+        facts=(Fact(found.caption.removeprefix("of "), found.number, known), *facts),
+    )
+
+
+def _headline(metrics: Metrics, by: str) -> tuple[str, Verdict]:
+    """Return the verdict by the strongest evidence there is, and the metric that it is; or ""."""
     if figure(metrics, SPREAD) == 0:
         sentence = "The score did not vary in any rollout, so there was nothing to learn."
-        return Verdict("bad", sentence=sentence, facts=_but(facts))
-    counts = [n for n in best_of_counts(metrics) if f"best_of/{n}/gold_win_rate" in facts]
-    judge = next((judge for judge in JUDGES if f"val/{judge}_win_rate" in facts), None)
-    phase = "val" if "val/accuracy" in facts else "benchmark"
-    if counts:
-        name, who = f"best_of/{counts[-1]}/gold_win_rate", f"The best of {counts[-1]} responses"
-        result = _compared(metrics, name, f"{who} of the policy is", JUDGES["gold"], facts)
-        return replace(result, caption=f"{result.caption}, by the best of {counts[-1]}")
+        return "", Verdict("bad", sentence=sentence)
+    best_of = {n: f"best_of/{n}/gold_win_rate" for n in best_of_counts(metrics)}
+    if counts := [n for n, name in best_of.items() if figure(metrics, name) is not None]:
+        who = f"The best of {counts[-1]} responses is"
+        note = f", by the best of {counts[-1]}"
+        return _compared(metrics, best_of[counts[-1]], who, JUDGES["gold"], note)
     if figure(metrics, TEACHER) is not None and SPREAD not in metrics:  # no reward
-        return _against_before(metrics, TEACHER, "nats a token, KL to the teacher", facts)
-    if judge == "score" and figure(metrics, "val/score_tie_rate") == 1:
-        sentence = "No win rate: on every held-out prompt both responses have the same score."
-        return Verdict("bad", sentence=sentence, facts=_but(facts))
-    if judge is not None:
-        verb = "The policy scores" if judge == "score" else "The policy answers"
-        told = by if judge == "score" else JUDGES[judge]
-        result = _compared(metrics, f"val/{judge}_win_rate", verb, told, facts)
-        return replace(result, caption=result.caption + _skipped(metrics, judge))
-    if f"{phase}/accuracy" in facts:
-        return _ranked(metrics, phase, facts)
-    if "val/loss" in facts:
-        return _against_before(metrics, "val/loss", "nats a token, loss on held-out rows", facts)
-    if "val/score" in facts:
-        return _against_before(metrics, "val/score", "mean score on held-out prompts", facts)
+        return _against_before(metrics, TEACHER, "nats a token, KL to the teacher")
+    for judge, who in JUDGES.items():
+        if figure(metrics, name := f"val/{judge}_win_rate") is not None:
+            told = by if judge == "score" else who
+            return _compared(metrics, name, "The policy answers", told, _skipped(metrics, judge))
+    for phase in ("val", "benchmark"):
+        if figure(metrics, f"{phase}/accuracy") is not None:
+            return _ranked(metrics, phase)
+    if figure(metrics, "val/loss") is not None:
+        return _against_before(metrics, "val/loss", "nats a token, loss on held-out rows")
+    if figure(metrics, "val/score") is not None:
+        return _against_before(metrics, "val/score", "mean score on held-out prompts")
     if (score := figure(metrics, "benchmark/score")) is not None:
         caption = f"mean of {metrics['benchmark/num_subsets'] or 0:.0f} subsets of RewardBench 2"
-        return Verdict("neutral", percent(score), caption, "", _but(facts))
+        return "", Verdict("neutral", percent(score), caption)
     if records := figure(metrics, "collect/train_records"):
-        sentence = "Read some of the records." if "collect/gold_train" not in facts else ""
-        return Verdict("neutral", f"{records:,.0f}", "records to train on", sentence, _but(facts))
-    return _without_a_headline(metrics, facts)
+        sentence = "" if "collect/gold_train" in metrics else "Read some of the records."
+        return "", Verdict("neutral", f"{records:,.0f}", "records to train on", sentence)
+    if broken := [name for name in ("val/accuracy", "val/loss", "val/score") if name in metrics]:
+        return "", Verdict("bad", sentence=f"{broken[0]} is not a finite number.")
+    if skipped := figure(metrics, "val/judge_skipped"):
+        told = f"The judge gave no verdict: it skipped all {counted(skipped, 'pair')}."
+        return "", Verdict(sentence=told)
+    return "", Verdict(sentence="Nothing scored or judged the responses.")
 
 
-def _but(facts: dict[str, Fact], name: str = "") -> tuple[Fact, ...]:
-    return tuple(fact for key, fact in facts.items() if key != name)
-
-
-def _compared(metrics: Metrics, name: str, who: str, by: str, facts: dict[str, Fact]) -> Verdict:
+def _compared(metrics: Metrics, name: str, who: str, by: str, note: str) -> tuple[str, Verdict]:
     """Return the verdict by a win rate over the baseline."""
-    of_score = name == "val/score_win_rate"
-    above, below = ("higher", "lower") if of_score else ("better", "worse")
+    caption = f"of comparisons with the baseline won{note}"
     than = f"than the baseline{f', by {by}' * bool(by)}"
     # The score is never "good": that it rises is what over-optimisation looks like, too.
-    rightly = "; read the samples to see if rightly" * of_score
-    sentences = (
-        f"{who} {above} {than}{rightly}.",
-        f"{who} {below} {than}.",
-        f"Undecided: no difference is shown. {who} neither {above} nor {below} {than}.",
+    of_score = name == "val/score_win_rate"
+    better = f"{who} better {than}{'; read the samples to see if rightly' * of_score}."
+    undecided = f"Undecided: no difference is shown. {who} neither better nor worse {than}."
+    sentences = (better, f"{who} worse {than}.", undecided)
+    return name, _by_interval(
+        metrics, name, 0.5, caption, sentences, "neutral" if of_score else "good"
     )
-    if figure(metrics, name.replace("win_rate", "tie_rate")) == 1:
-        sentences = (*sentences[:2], "Every comparison is a tie: no difference is shown.")
-    caption, best = "of comparisons with the baseline won", "neutral" if of_score else "good"
-    return by_interval(metrics, name, 0.5, caption, sentences, list(_but(facts, name)), best)  # type: ignore[arg-type]
 
 
-def _ranked(metrics: Metrics, phase: str, facts: dict[str, Fact]) -> Verdict:
+def _ranked(metrics: Metrics, phase: str) -> tuple[str, Verdict]:
     """Return the verdict by the pairs that are ranked as labelled, which a policy need not be."""
     rivals = {
         "the more frequent label": figure(metrics, f"{phase}/majority_accuracy") or 0.0,
@@ -157,13 +201,35 @@ def _ranked(metrics: Metrics, phase: str, facts: dict[str, Fact]) -> Verdict:
     own, name = _OWN in metrics, f"{phase}/accuracy"
     what = "rows on their label's side" if _UNPAIRED in metrics else "pairs ranked as labelled"
     caption = f"of {'held-out ' * (phase == 'val')}{what}"
-    others, best = list(_but(facts, name)), "neutral" if own else "good"
-    result = by_interval(metrics, name, rivals[known], caption, sentences, others, best)  # type: ignore[arg-type]
+    best: Tone = "neutral" if own else "good"
+    found = _by_interval(metrics, name, rivals[known], caption, sentences, best)
     warning = "No judge compares its responses." if own else prefers_longer(metrics, phase)
-    return replace(result, sentence=f"{result.sentence} {warning}".strip())
+    return name, replace(found, sentence=f"{found.sentence} {warning}".strip())
 
 
-def _against_before(metrics: Metrics, name: str, caption: str, facts: dict[str, Fact]) -> Verdict:
+def _by_interval(
+    metrics: Metrics,
+    name: str,
+    rival: float,
+    caption: str,
+    sentences: tuple[str, str, str],
+    best: Tone,
+) -> Verdict:
+    """Return the verdict by a share whose interval lies above, below or around that of a rival.
+
+    `sentences` are for these three, `best` is the tone of the first. Without an interval the share
+    itself decides.
+    """
+    rate = figure(metrics, name) or 0.0
+    low, high = figure(metrics, f"{name}_low"), figure(metrics, f"{name}_high")
+    above = (rate if low is None else low) > rival
+    below = (rate if high is None else high) < rival
+    tones: tuple[Tone, Tone, Tone] = (best, "bad", "undecided")
+    place = 0 if above else 1 if below else 2
+    return Verdict(tones[place], percent(rate), caption, sentences[place])
+
+
+def _against_before(metrics: Metrics, name: str, caption: str) -> tuple[str, Verdict]:
     """Return the verdict by a figure beside that of the baseline; only the score should rise."""
     value, before = figure(metrics, name) or 0.0, figure(metrics, name.replace("/", "/baseline_"))
     tone: Tone = "neutral"
@@ -173,18 +239,21 @@ def _against_before(metrics: Metrics, name: str, caption: str, facts: dict[str, 
         better = better and number(value) != number(before)
         tone = ("good" if name == TEACHER else "neutral") if better else "bad"
         sentence = f"{'Better' if better else 'No better'} than before: it was {number(before)}."
-    found = Verdict(tone, number(value), caption, sentence, _but(facts))
-    return unless_few(found, metrics, name)
+    return name, Verdict(tone, number(value), caption, sentence)
 
 
-def _without_a_headline(metrics: Metrics, facts: dict[str, Fact]) -> Verdict:
-    for name in ("val/accuracy", "val/loss", "val/score"):
-        if name in metrics:
-            return Verdict("bad", sentence=f"{name} is not a finite number.", facts=_but(facts))
-    sentence = "Nothing scored or judged the responses." if facts else "No figure was recorded."
-    if skipped := figure(metrics, "val/judge_skipped"):
-        sentence = f"The judge gave no verdict: it skipped all {counted(skipped, 'pair')}."
-    return Verdict(sentence=sentence, facts=_but(facts))
+def figure(metrics: Metrics, name: str) -> float | None:
+    """Return a figure, None where it was not measured or is not finite."""
+    value = metrics.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _trials(metrics: Metrics, name: str) -> tuple[float | None, str]:
+    """Return of how many pairs or prompts the headline is, None where that is not known."""
+    of = name.replace("win_rate" if "win_rate" in name else "accuracy", "num_pairs")
+    if of != name and of in metrics:
+        return figure(metrics, of), "pair"
+    return figure(metrics, "val/num_prompts") if name else None, "prompt"
 
 
 def _facts(metrics: Metrics) -> dict[str, Fact]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
-from rlhf_lightning.callbacks.metrics_log import MetricsLog
-from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.callbacks.exact_resume import RandomState
+from rlhf_lightning.callbacks.run_tables import MetricsLog
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.doctor.thresholds import DoctorThresholds

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import Logger
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.callbacks import samples
-from rlhf_lightning.callbacks.samples import SampleLog, describe_rollout, rollout_values
+from rlhf_lightning.callbacks import run_tables
+from rlhf_lightning.callbacks.run_tables import SampleLog, describe_rollout, rollout_values
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics, read_samples
 from tests.builders.models import tiny_tokenizer
@@ -109,7 +109,7 @@ def test_all_rows_of_a_rollout_have_score_and_length_and_those_of_a_prompt_are_c
 
 def test_the_values_of_all_ranks_are_written(tmp_path, monkeypatch):
     other = {"score": [7.0], "length": [9]}
-    monkeypatch.setattr(samples, "gathered", lambda own: [own, other])
+    monkeypatch.setattr(run_tables, "gathered", lambda own: [own, other])
     run(tmp_path, num_iterations=2, callbacks=[Rollouts(), SampleLog(RunFolder(tmp_path))])
     row, _ = read_samples(tmp_path / "distributions.jsonl")
     assert row["score"] == [*make_rollout().scores.tolist(), 7.0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.callbacks.exact_resume import RandomState
 
 
 def draws() -> list[float]:

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_lightning.app.build import function_digests
 from rlhf_lightning.app.train import run
-from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
+from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameSources
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.data.record_datamodule import RecordDataModule

@@ -16,8 +16,7 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
-from rlhf_lightning.callbacks.wandb_content import WandbContent
-from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger, wandb_logger
+from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger, WandbContent, wandb_logger
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests import offline_wandb
 from tests.callbacks.tiny_run import KilledError, run

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
-from rlhf_lightning.callbacks.metrics_log import MetricsLog
-from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.callbacks.exact_resume import RandomState
+from rlhf_lightning.callbacks.run_tables import MetricsLog
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.resume import newest_complete_checkpoint
 

@@ -22,7 +22,7 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
-from rlhf_lightning.callbacks.samples import describe_rollout, rollout_values
+from rlhf_lightning.callbacks.run_tables import describe_rollout, rollout_values
 from rlhf_lightning.functional.distillation import DIVERGENCES, vocabulary_divergence
 from rlhf_lightning.models import heads
 from rlhf_lightning.models.forward import pack

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
-from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams

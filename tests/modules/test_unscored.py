@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_lightning.callbacks.samples import describe_rollout
-from rlhf_lightning.callbacks.wandb_content import rollout_histograms
+from rlhf_lightning.callbacks.run_tables import describe_rollout
+from rlhf_lightning.callbacks.wandb_logger import rollout_histograms
 from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.metrics import rollout_metrics

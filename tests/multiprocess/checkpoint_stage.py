@@ -19,7 +19,7 @@ import lightning as L
 import torch
 
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
-from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.distributed.strategy import FSDP2Strategy

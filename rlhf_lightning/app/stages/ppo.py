@@ -14,8 +14,8 @@ from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.config.validate import built
 from rlhf_lightning.app.evaluation import compare, comparison_arguments
 from rlhf_lightning.app.stages.spec import POLICY, SCALAR, Stage, TrainingComponents
+from rlhf_lightning.callbacks.exact_resume import SameSources
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
-from rlhf_lightning.callbacks.same_configuration import SameSources
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import held_out_comparison

@@ -1,4 +1,4 @@
-"""`samples.jsonl` and `distributions.jsonl`: what the policy says, every few iterations."""
+"""What a run writes as it goes: `metrics.csv`, `samples.jsonl` and `distributions.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,65 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.callbacks.iterations import current_iteration, is_last_iteration, writes
+from rlhf_lightning.callbacks.iterations import (
+    current_iteration,
+    fresh_metrics,
+    is_last_iteration,
+    validation_follows,
+    writes,
+)
 from rlhf_lightning.distributed.collectives import gathered
 from rlhf_lightning.modules.on_policy import OnPolicyModule
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
 from rlhf_lightning.text.decoding import decoded, response_texts
+
+
+class MetricsLog(Callback):
+    """Write the metrics of every iteration, and of its validation, as one row.
+
+    A run that resumes cuts the file back to the iteration of its checkpoint; one that starts
+    from nothing empties it.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._appender: MetricsAppender | None = None
+        self._row: dict[str, float] = {}
+        self._written = 0
+        self._start = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember where the run starts; nothing is cut before there is something to write."""
+        self._start = current_iteration(trainer)
+        self._appender = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the row, unless a validation is about to add to it."""
+        self._row = fresh_metrics(trainer)
+        if not validation_follows(trainer):
+            self._write(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the row together with what the validation logged."""
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._row |= fresh_metrics(trainer)
+            self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        if not writes(trainer):
+            return
+        iteration = current_iteration(trainer)
+        if self._appender is None:
+            self._appender = MetricsAppender(self.folder.metrics)
+            self._appender.truncate(self._start)
+        elif self._written == iteration:  # a validation was run after the row was written
+            self._appender.truncate(iteration - 1)
+        # NaN says that something was not measured, as an empty cell does.
+        measured = {name: value for name, value in self._row.items() if value == value}
+        self._appender.append(iteration, measured)
+        self._written = iteration
 
 
 class SampleLog(Callback):
