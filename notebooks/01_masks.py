@@ -19,7 +19,7 @@ import torch
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-from rlhf_lightning.data.encode import encode_demonstration, encode_preference, encode_prompt
+from rlhf_lightning.data.encode import RecordEncoder, encode_prompt
 from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.functional.losses import causal_lm_loss, ppo_policy_loss
 from rlhf_lightning.functional.sequences import (
@@ -73,7 +73,8 @@ def draw(tokens, colours, title, notes=None):
 records = [r for r in world.records("demonstrations", "train") if len(r.completion.split()) < 12][
     :4
 ]
-rows = [encode_demonstration(record, tokenizer, max_length=64) for record in records]
+encode = RecordEncoder(tokenizer, max_length=64)
+rows = [row for record in records for row in encode(record)]
 batch = SFTCollator(pad)(rows)
 colours = [
     [
@@ -112,10 +113,8 @@ draw(words(torch.where(labels == -100, pad, labels)), colours,
 # %%
 pair = next(
     p
-    for p in (
-        encode_preference(r, tokenizer, max_length=64)
-        for r in world.records("preferences", "train")
-    )
+    for record in world.records("preferences", "train")
+    for p in encode(record)
     if len(p.chosen_input_ids) < 17 and len(p.chosen_input_ids) != len(p.rejected_input_ids)
     and len(p.rejected_input_ids) < 17
 )  # fmt: skip

@@ -16,7 +16,7 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
-from rlhf_lightning.text.decoding import decoded, text_behind
+from rlhf_lightning.text.decode import decoded, text_behind
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from rlhf_lightning.callbacks.iterations import (
 from rlhf_lightning.distributed.collectives import gathered
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
-from rlhf_lightning.text.decoding import decoded, response_texts
+from rlhf_lightning.text.decode import decoded, response_texts
 
 
 class MetricsLog(Callback):

@@ -29,9 +29,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.errors import BadRecordError, Location, describe, wrong_value
-from rlhf_lightning.data.records import ROLES, VARIABLES, Origin, Record, TextRecord
-from rlhf_lightning.text.forms import SYSTEM, THOUGHT, THOUGHTS, WEIGHT
-from rlhf_lightning.text.messages import Messages, Text
+from rlhf_lightning.data.records import ROLES, VARIABLES, Record, TextRecord
+from rlhf_lightning.text.messages import SYSTEM, THOUGHT, THOUGHTS, WEIGHT, Messages, Text
 
 CALLS = "tool_calls"
 SIDES = ("chosen", "rejected")
@@ -407,13 +406,6 @@ def as_columns(variables: Mapping[str, Any]) -> dict[str, Any]:
     named = {key: variables[key] for key in _LISTS if key in variables}
     others = {key: each for key, each in variables.items() if key not in named}
     return named | ({_KWARGS: others} if others else {})
-
-
-def placed(record: Record, origin: Origin, system_into_user: bool) -> Record:
-    """Return a record with its origin, and its system messages in the user's turns on request."""
-    if system_into_user and not isinstance(record, TextRecord):
-        return replace(record, origin=origin, prompt=with_system_in_user(record.prompt))
-    return replace(record, origin=origin)
 
 
 def with_system_in_user(prompt: Text) -> Text:

@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION, RENDERED
 from rlhf_lightning.data.conversations import ROW_KEYS
-from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -45,10 +44,10 @@ from rlhf_lightning.data.records import (
     TextRecord,
     UnpairedRecord,
 )
-from rlhf_lightning.text.forms import WEIGHT
-from rlhf_lightning.text.messages import Text
-from rlhf_lightning.text.templates import ChatTemplateError, unread_keys, write_chat
+from rlhf_lightning.text.messages import WEIGHT, Text
+from rlhf_lightning.text.render import ChatTemplateError, unread_keys, write_chat
 from rlhf_lightning.text.tokens import (
+    Rendered,
     TextEncoder,
     end_with_eos,
     prompt_and_responses,
@@ -58,12 +57,10 @@ from rlhf_lightning.text.tokens import (
 
 OverLong = Literal["drop", "truncate_left"]
 LossOn = Literal["last", "all"]
-RowT = TypeVar("RowT")
 OVER_LONG = "over-long"
 RESPONSE_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
 NO_TOKENS = "prompt without a token"
-NUM_REMEMBERED = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,28 +158,17 @@ def encode_all(
     Raises:
         ValueError: if a record cannot be encoded, naming its number.
     """
-    report = EncodingReport()
-    encoders: dict[type, Any] = {
-        TextRecord: encode_text,
-        PromptRecord: encode_prompt,
-        DemonstrationRecord: encode_turns if loss_on == "all" else encode_demonstration,
-        UnpairedRecord: encode_demonstration,
-        PreferenceRecord: encode_preference,
-    }
-    encoded: list[Any] = []
+    encode = RecordEncoder(tokenizer, max_length=max_length, over_long=over_long, loss_on=loss_on)
+    encoder, report = encode.encoder, encode.report
     everything = list(records)
-    encoder = TextEncoder(tokenizer)
+    encoded: list[Any] = []
     for at, record in enumerate(with_progress(everything, "encoding", len(everything))):
-        if at % NUM_REMEMBERED == 0:
-            encoder.remember(_plain_texts(everything[at : at + NUM_REMEMBERED]))
-        encode = encoders[type(record)]
         try:
-            row = encode(record, encoder, max_length=max_length, over_long=over_long, report=report)
+            rows = encode(record)
         except ValueError as error:
             if isinstance(error, BadRecordError) and record.origin.where is not None:
                 raise
             raise ValueError(f"record {at + 1}: {error}") from error
-        rows = row if isinstance(row, list) else [row] if row else []
         encoded += rows
         if not rows:
             continue
@@ -195,6 +181,172 @@ def encode_all(
         unknown = any(_holds(row, encoder.unknown) for row in rows) or encoder.drops(*texts)
         report.num_unknown += not record.rendered and unknown
     return encoded, report
+
+
+class RecordEncoder:
+    """Makes rows of records, and counts what becomes of them in its `report`.
+
+    Args:
+        tokenizer: makes ids of them; its `TextEncoder` saves the time to make one.
+        max_length: most tokens of a row.
+        over_long: what to do with longer ones.
+        loss_on: `"last"` response of a demonstration, or `"all"` turns of the assistant.
+        report: counts; None starts at 0.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | TextEncoder,
+        *,
+        max_length: int,
+        over_long: OverLong = "drop",
+        loss_on: LossOn = "last",
+        report: EncodingReport | None = None,
+    ) -> None:
+        self.encoder = text_encoder(tokenizer)
+        self.max_length = max_length
+        self.over_long = over_long
+        self.loss_on = loss_on
+        self.report = report or EncodingReport()
+
+    def __call__(self, record: Record) -> list[Encoded]:
+        """Return the rows of a record: one, or several turns of it, or none where it is left out.
+
+        Raises:
+            ValueError: if the tokenizer has no chat template, or no EOS token.
+            BadRecordError: if the chat template refuses the record, does not write all of it, or
+                does not keep the prompt as a prefix, unless such records are skipped.
+        """
+        try:
+            rows = self._rows(record)
+        except ChatTemplateError as error:
+            bad = BadRecordError(record.place, error.found, error.fix)
+            if not record.origin.skip:
+                raise bad from error
+            self.report.skipped.append(str(bad))
+            return []
+        return [row for row in rows if row is not None]
+
+    def _rows(self, record: Record) -> Sequence[Encoded | None]:
+        if isinstance(record, TextRecord):
+            return [self._text(record)]
+        if isinstance(record, PromptRecord):
+            return [self._prompt(record)]
+        if isinstance(record, PreferenceRecord):
+            return [self._preference(record)]
+        if self.loss_on == "all" and not isinstance(record, UnpairedRecord):
+            return self._all_turns(record)
+        return [self._demonstration(record)]
+
+    def _text(self, record: TextRecord) -> EncodedSequence | None:
+        """Return BOS (where the tokenizer has one at the front), the text and EOS."""
+        ids = prompt_ids(record.text, self.encoder, rendered=record.rendered)
+        kept = self._cut(end_with_eos(ids, self.encoder.eos))
+        return None if kept is None else _sequence(kept, num_given=1, domain=record.domain)
+
+    def _prompt(self, record: PromptRecord) -> EncodedPrompt | None:
+        """Return the prompt alone, with the columns of `prompt_columns`."""
+        ids = prompt_ids(
+            record.prompt, self.encoder, rendered=record.rendered, variables=record.variables
+        )
+        if not ids:
+            self.report.dropped[NO_TOKENS] += 1
+            return None
+        kept = self._cut(ids)
+        if kept is None:
+            return None
+        columns = prompt_columns(record, self.encoder.tokenizer)
+        return EncodedPrompt(_ids(kept), columns, record.domain)
+
+    def _demonstration(self, record: DemonstrationRecord) -> EncodedSequence | None:
+        """Return prompt, completion and EOS, the last two trained.
+
+        An empty prompt of a tokenizer without BOS leaves the completion's first token untrained.
+        """
+        (rendered,) = self._rendered(record, [record.completion])
+        prompt = self._cut(rendered.prompt, len(rendered.response))
+        if prompt is None:
+            return None
+        self.report.num_merged += rendered.is_merged
+        ids = [*prompt, *rendered.response]
+        row = _sequence(ids, num_given=max(len(prompt), 1), domain=record.domain)
+        return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
+
+    def _all_turns(self, record: DemonstrationRecord) -> list[EncodedSequence]:
+        """Return rows in which every turn of the assistant is trained once, but those of weight 0.
+
+        Most templates need one row; see the top of this module.
+        """
+        rows: list[EncodedSequence] = []
+        for turn in _turns(record):
+            row = self._demonstration(turn)
+            if row is None:
+                continue
+            size = len(row)
+            same = (r for r in rows if np.array_equal(r.input_ids[:size], row.input_ids))
+            if (later := next(same, None)) is None:
+                rows.append(row)
+            else:
+                later.loss_mask[:size] |= row.loss_mask
+        return rows[::-1]
+
+    def _preference(self, record: PreferenceRecord) -> EncodedPreference | None:
+        """Return both responses behind the same (perhaps cut) prompt, EOS included."""
+        first, second = self._rendered(record, [record.chosen, record.rejected])
+        chosen, rejected = first.response, second.response
+        if chosen == rejected:
+            self.report.dropped[IDENTICAL] += 1
+            return None
+        prompt = self._cut(first.prompt, max(len(chosen), len(rejected)))
+        if prompt is None:
+            return None
+        self.report.num_merged += first.is_merged
+        return EncodedPreference(
+            _ids([*prompt, *chosen]),
+            _ids([*prompt, *rejected]),
+            prompt_length=len(prompt),
+            margin=record.margin or 0.0,
+            domain=record.domain,
+            subsets=record.subsets,
+        )
+
+    def _rendered(
+        self, record: DemonstrationRecord | PreferenceRecord, responses: Sequence[Text]
+    ) -> list[Rendered]:
+        return prompt_and_responses(
+            record.prompt,
+            responses,
+            self.encoder,
+            rendered=record.rendered,
+            variables=record.variables,
+        )
+
+    def _cut(self, prompt: list[int], num_response: int = 0) -> list[int] | None:
+        """Return a prompt, cut from the left if it must and may be; None drops the record."""
+        room, bos = self.max_length - num_response, self.encoder.bos
+        if len(prompt) <= room:
+            return prompt
+        if self.over_long == "drop" or room < 1:
+            self.report.dropped[OVER_LONG if self.over_long == "drop" else RESPONSE_TOO_LONG] += 1
+            return None
+        self.report.num_truncated += 1
+        # behind BOS where BOS marks the start, and not every turn
+        if prompt[0] == bos and prompt.count(bos) == 1 and room > 1:
+            return [prompt[0], *prompt[len(prompt) - room + 1 :]]
+        return prompt[len(prompt) - room :]
+
+
+def encode_prompt(
+    record: PromptRecord,
+    tokenizer: PreTrainedTokenizerBase | TextEncoder,
+    *,
+    max_length: int,
+    over_long: OverLong = "drop",
+    report: EncodingReport | None = None,
+) -> EncodedPrompt | None:
+    """Return the row of a prompt, None if it is dropped; see `RecordEncoder`."""
+    encode = RecordEncoder(tokenizer, max_length=max_length, over_long=over_long, report=report)
+    return cast(EncodedPrompt | None, next(iter(encode(record)), None))
 
 
 def _holds(row: Encoded, token: int | None) -> bool:
@@ -223,118 +375,6 @@ def _texts(record: Record) -> tuple[Text, ...]:
     return (record.text if isinstance(record, TextRecord) else record.prompt,)
 
 
-def _plain_texts(records: Iterable[Record]) -> Iterator[tuple[str, str | None]]:
-    for prompt, *answers in map(_texts, records):
-        asked: list[Text | None] = [*answers] or [None]
-        for answer in asked:
-            if isinstance(prompt, str) and not isinstance(answer, tuple):
-                yield prompt, answer
-
-
-@dataclass
-class _Fit:
-    """A tokenizer, the limits of its rows, and the options of a record's texts."""
-
-    encoder: TextEncoder
-    max_length: int
-    over_long: OverLong
-    report: EncodingReport
-    options: dict[str, Any]
-
-    def cut(self, prompt: list[int], num_response: int = 0) -> list[int] | None:
-        """Return a prompt, cut from the left if it must and may be; None drops the record."""
-        room, bos = self.max_length - num_response, self.encoder.bos
-        if len(prompt) <= room:
-            return prompt
-        if self.over_long == "drop" or room < 1:
-            self.report.dropped[OVER_LONG if self.over_long == "drop" else RESPONSE_TOO_LONG] += 1
-            return None
-        self.report.num_truncated += 1
-        # behind BOS where BOS marks the start, and not every turn
-        if prompt[0] == bos and prompt.count(bos) == 1 and room > 1:
-            return [prompt[0], *prompt[len(prompt) - room + 1 :]]
-        return prompt[len(prompt) - room :]
-
-
-def _encoder(encode: Callable[[Any, _Fit], RowT | None]) -> Callable[..., RowT | None]:
-    """Return the encoder of a record: its faults get the record's place, or leave it out."""
-
-    @wraps(encode)
-    def encode_record(
-        record: Record,
-        tokenizer: PreTrainedTokenizerBase | TextEncoder,
-        *,
-        max_length: int,
-        over_long: OverLong = "drop",
-        report: EncodingReport | None = None,
-    ) -> RowT | None:
-        options = {"rendered": record.rendered, "variables": record.variables}
-        report = report or EncodingReport()
-        fit = _Fit(text_encoder(tokenizer), max_length, over_long, report, options)
-        try:
-            return encode(record, fit)
-        except ChatTemplateError as error:
-            where = record.origin.where or Location("a record")
-            bad = BadRecordError(where, error.found, error.fix)
-            if not record.origin.skip:
-                raise bad from error
-            report.skipped.append(str(bad))
-            return None
-
-    return encode_record
-
-
-@_encoder
-def encode_text(record: TextRecord, fit: _Fit) -> EncodedSequence | None:
-    """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
-    ids = end_with_eos(prompt_ids(record.text, fit.encoder, **fit.options), fit.encoder.eos)
-    kept = fit.cut(ids)
-    return None if kept is None else _sequence(kept, num_given=1, domain=record.domain)
-
-
-@_encoder
-def encode_demonstration(record: DemonstrationRecord, fit: _Fit) -> EncodedSequence | None:
-    """Return prompt, completion and EOS, the last two learnt; None if dropped.
-
-    An empty prompt of a tokenizer without BOS leaves the completion's first token unlearnt.
-
-    Raises:
-        ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
-        BadRecordError: if it refuses the record, or does not write all of it.
-    """
-    found = prompt_and_responses(record.prompt, [record.completion], fit.encoder, **fit.options)
-    answer = found.responses[0]
-    prompt = fit.cut(found.prompt, len(answer))
-    if prompt is None:
-        return None
-    fit.report.num_merged += found.is_merged
-    row = _sequence([*prompt, *answer], num_given=max(len(prompt), 1), domain=record.domain)
-    return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
-
-
-@_encoder
-def encode_turns(record: DemonstrationRecord, fit: _Fit) -> list[EncodedSequence]:
-    """Return rows in which every turn of the assistant is learnt once, but those of weight 0.
-
-    Most templates need one row; see the top of this module.
-
-    Raises:
-        ValueError: as `encode_demonstration`, and if the record is plain or a turn is empty.
-    """
-    rows: list[EncodedSequence] = []
-    for turn in _turns(record):
-        row = encode_demonstration.__wrapped__(turn, fit)  # type: ignore[attr-defined]
-        if row is None:
-            continue
-        size = len(row)
-        same = (r for r in rows if np.array_equal(r.input_ids[:size], row.input_ids))
-        if (later := next(same, None)) is None:
-            rows.append(row)
-        else:
-            later.loss_mask[:size] |= row.loss_mask
-    return rows[::-1]
-
-
 def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
     """Yield each learnt turn of the assistant with the messages before it, the last one first."""
     if isinstance(record.prompt, str):
@@ -349,51 +389,6 @@ def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
             found = f"message {at + 1} (assistant) is empty, or answers no message"
             raise ChatTemplateError(found, "fill it, or give it weight: 0")
         yield replace(record, prompt=messages[:at], completion=messages[at : at + 1])
-
-
-@_encoder
-def encode_preference(record: PreferenceRecord, fit: _Fit) -> EncodedPreference | None:
-    """Return both responses behind the same (perhaps cut) prompt, EOS included; None if dropped.
-
-    Raises:
-        ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
-        BadRecordError: if it refuses the record, or does not write all of it.
-    """
-    sides = (record.chosen, record.rejected)
-    found = prompt_and_responses(record.prompt, sides, fit.encoder, **fit.options)
-    chosen, rejected = found.responses
-    if chosen == rejected:
-        fit.report.dropped[IDENTICAL] += 1
-        return None
-    prompt = fit.cut(found.prompt, max(len(chosen), len(rejected)))
-    if prompt is None:
-        return None
-    fit.report.num_merged += found.is_merged
-    return EncodedPreference(
-        _ids([*prompt, *chosen]),
-        _ids([*prompt, *rejected]),
-        prompt_length=len(prompt),
-        margin=record.margin or 0.0,
-        domain=record.domain,
-        subsets=record.subsets,
-    )
-
-
-@_encoder
-def encode_prompt(record: PromptRecord, fit: _Fit) -> EncodedPrompt | None:
-    """Return the prompt alone, with the columns of `prompt_columns`; None if dropped.
-
-    Raises:
-        BadRecordError: if the chat template refuses the record, or does not write all of it.
-    """
-    ids = prompt_ids(record.prompt, fit.encoder, **fit.options)
-    if not ids:
-        fit.report.dropped[NO_TOKENS] += 1
-    kept = fit.cut(ids) if ids else None
-    if kept is None:
-        return None
-    columns = prompt_columns(record, fit.encoder.tokenizer)
-    return EncodedPrompt(_ids(kept), columns, record.domain)
 
 
 def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

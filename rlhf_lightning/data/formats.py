@@ -59,6 +59,7 @@ from rlhf_lightning.data.public_formats import (
 )
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
+    Origin,
     PreferenceRecord,
     PromptRecord,
     Record,
@@ -68,7 +69,7 @@ from rlhf_lightning.data.records import (
     both_responses,
     kind_of,
 )
-from rlhf_lightning.text.forms import WEIGHT
+from rlhf_lightning.text.messages import WEIGHT
 
 FILL = "fill it, or leave the record out"
 _PAIRS = ("prompt+chosen+rejected", "chosen+rejected")
@@ -150,23 +151,6 @@ def _margin(value: Any, where: Location) -> float | None:
     return margin
 
 
-@dataclass(frozen=True)
-class ParsedRow:
-    """A record, where it was read, and the row's other columns in their own types.
-
-    Rows of one `group` are on one side of a split; "" stands for the prompt. `texts` are both sides
-    of a plain pair as given, where the prompt is what they share; `unread` names the
-    columns that no record has, the label of a response among them.
-    """
-
-    record: Record
-    where: Location
-    columns: Mapping[str, Any]
-    group: str = ""
-    texts: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-
-
 def detect_format(keys: Iterable[str]) -> str | None:
     """Return the name of the format (of `FORMATS`) that these keys speak of, or None.
 
@@ -182,8 +166,8 @@ def detect_format(keys: Iterable[str]) -> str | None:
 
 
 def parse_rows(
-    rows: Iterable[LocatedRow], parse: Callable[[Row, Location], ParsedRow], skipped: SkippedRecords
-) -> list[ParsedRow]:
+    rows: Iterable[LocatedRow], parse: Callable[[Row, Location], Record], skipped: SkippedRecords
+) -> list[Record]:
     """Return the records of one set.
 
     Args:
@@ -194,47 +178,47 @@ def parse_rows(
     Raises:
         BadRecordError: for a bad record (unless skipped), and if no record is left.
     """
-    parsed: list[ParsedRow] = []
+    records: list[Record] = []
     where = Location("the source")
     num_before = len(skipped.messages)  # of the other split of the source
     for where, row in rows:
         try:
             if isinstance(row, BadRecordError):
                 raise row
-            parsed.append(parse(row, where))
+            records.append(parse(row, where))
         except BadRecordError as error:
             skipped.add(error)
-    skipped.log(where.source, len(parsed))
-    if not parsed:
+    skipped.log(where.source, len(records))
+    if not records:
         bad = skipped.messages[num_before:] or ["the source is empty"]
         found = f"no record is left: all {len(skipped.messages) - num_before} were bad"
         raise BadRecordError(Location(where.source), found, f"mend them; the first: {bad[0]}")
-    return parsed
+    return records
 
 
-def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
-    """Return the row as a record of the wanted kind.
+def to_kind(record: Record, kind: RecordKind) -> Record:
+    """Return a record as one of the wanted kind.
 
-    A prompt may be taken from any record that has one (the row's other columns go with it), a
+    A prompt may be taken from any record that has one (its row's other columns go with it), a
     demonstration from a preference (its chosen response).
 
     Raises:
         BadRecordError: if the record cannot be turned into that kind, naming both.
     """
-    record = parsed.record
+    columns = record.origin.columns
     more: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
     if kind == "prompts" and not isinstance(record, TextRecord):
         if not record.prompt:
-            raise BadRecordError(parsed.where, "the key 'prompt' is empty", FILL)
-        return PromptRecord(record.prompt, record.domain, parsed.columns, record.rendered, **more)
+            raise BadRecordError(record.place, "the key 'prompt' is empty", FILL)
+        return PromptRecord(record.prompt, record.domain, columns, record.rendered, **more)
     if kind == "demonstrations" and isinstance(record, PreferenceRecord):
         given = (record.prompt, record.chosen, record.domain, record.rendered)
         return DemonstrationRecord(*given, **more)
     if kind != kind_of(record):
         found = f"{kind} were asked for, but the records are {kind_of(record)}"
-        fix = f"map columns with {mapping_of(parsed.columns)} to one of {_formats()}"
-        found += f" (other columns: {', '.join(parsed.columns) or 'none'})"
-        raise BadRecordError(parsed.where, found, f"{fix}, or {pair_of(parsed.columns)}")
+        found += f" (other columns: {', '.join(columns) or 'none'})"
+        fix = f"map columns with {mapping_of(columns)} to one of {_formats()}"
+        raise BadRecordError(record.place, found, f"{fix}, or {pair_of(columns)}")
     return record
 
 
@@ -264,7 +248,7 @@ class RowParser:
             meant = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(KNOWN_KEYS)}"
             raise ValueError(f"columns (ours: theirs) maps {ours!r}, which is no key: {meant}")
 
-    def __call__(self, row: Row, where: Location) -> ParsedRow:
+    def __call__(self, row: Row, where: Location) -> Record:
         """Return the record of a row.
 
         Raises:
@@ -290,13 +274,13 @@ class RowParser:
         quiet = {self._columns.get(key, key) for key in ("prompt", "domain", "rendered")}
         read = {self._columns.get(key, key) for key in (*FORMATS[name], *_QUIET, *used)}
         sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
-        return ParsedRow(
-            record,
+        origin = Origin(
             where,
-            {str(k): v for k, v in row.items() if k not in quiet and v is not None},
-            texts=sides if all(isinstance(side, str) for side in sides) else (),
+            columns={str(k): v for k, v in row.items() if k not in quiet and v is not None},
             unread=tuple(str(k) for k in row if k not in read and str(row[k]) not in _EMPTY),
+            sides=sides if all(isinstance(side, str) for side in sides) else (),
         )
+        return replace(record, origin=origin)
 
     def _rename(self, row: Row, where: Location) -> dict[str, Any]:
         """Return the row's values under our names, without the nulls that fill columnar files."""
@@ -393,9 +377,9 @@ class Labels:
     good: Value | None = None
 
     @classmethod
-    def of_rows(
+    def of_records(
         cls,
-        rows: Sequence[ParsedRow],
+        records: Sequence[Record],
         columns: Mapping[str, str | None],
         good: Value | None,
         names_of: Callable[[str], Sequence[str]],
@@ -406,29 +390,31 @@ class Labels:
             BadRecordError: if no label is `good`, or the labels are the numbers of a `ClassLabel`,
                 whose names say which are good.
         """
-        column = columns.get("label", "label")
-        shown = (row for row in rows if isinstance(row.record, DemonstrationRecord))
-        labelled = [row for row in shown if row.columns.get(column or "") is not None]
-        if column is None or not labelled:
+        labels = cls(columns.get("label", "label"), good)
+        shown = (record for record in records if isinstance(record, DemonstrationRecord))
+        first = next((record for record in shown if labels._value(record) is not None), None)
+        if labels.column is None or first is None:
             return cls(None)
-        labels = cls(column, good)
-        if good is None and (names := names_of(column)):
+        if good is None and (names := names_of(labels.column)):
             listed = ", ".join(f"{number} {name!r}" for number, name in enumerate(names[:4]))
-            found = f"the label {column!r} holds the names {listed} (ClassLabel)"
-            raise BadRecordError(labelled[0].where, found, GOOD)
-        if good is not None and not any(map(labels.is_good, labelled)):
-            fix = f"give a value that it has, such as {labelled[0].columns[column]!r}"
-            found = f"no label {column!r} is label_good={good!r}"
-            raise BadRecordError(labelled[0].where, found, fix)
+            found = f"the label {labels.column!r} holds the names {listed} (ClassLabel)"
+            raise BadRecordError(first.place, found, GOOD)
+        if good is not None and not any(map(labels._is_good, records)):
+            fix = f"give a value that it has, such as {labels._value(first)!r}"
+            found = f"no label {labels.column!r} is label_good={good!r}"
+            raise BadRecordError(first.place, found, fix)
         return labels
 
-    def is_good(self, row: ParsedRow) -> bool | None:
-        """Return whether the response of a row is good; None without a label.
+    def _value(self, record: Record) -> Any:
+        return None if self.column is None else record.origin.columns.get(self.column)
+
+    def _is_good(self, record: Record) -> bool | None:
+        """Return whether the response of a demonstration is good; None without a label.
 
         Raises:
             BadRecordError: if the label says neither.
         """
-        value = None if self.column is None else row.columns.get(self.column)
+        value = self._value(record)
         if value is None or value == "":
             return None
         if self.good is not None:
@@ -436,47 +422,48 @@ class Labels:
         if (known := _TRUTH.get(str(value).lower())) is not None:
             return known
         found = f"the label {self.column!r} holds {describe(value)}, expected true or false"
-        raise BadRecordError(row.where, found, GOOD)
+        raise BadRecordError(record.place, found, GOOD)
 
-    def unread(self, row: ParsedRow) -> tuple[str, ...]:
-        """Return the columns of a row that neither its record nor its label has."""
-        return tuple(key for key in row.unread if key != self.column)
+    def unread(self, record: Record) -> tuple[str, ...]:
+        """Return the columns that neither a record nor its label has."""
+        return tuple(key for key in record.origin.unread if key != self.column)
 
-    def records(self, row: ParsedRow, kind: RecordKind) -> Sequence[Record]:
-        """Return a row as records of a kind: a pair is two unpaired ones.
+    def records(self, record: Record, kind: RecordKind) -> Sequence[Record]:
+        """Return a record as records of a kind: a pair is two unpaired ones.
 
         Raises:
             BadRecordError: if its response is to be imitated and labelled bad, or not at all in a
                 labelled set; if an unpaired row has no label; or as `to_kind`.
         """
-        record = row.record
         if kind == "unpaired" and isinstance(record, PreferenceRecord):
             return both_responses(record)
-        learnt = kind in ("demonstrations", "unpaired") and isinstance(record, DemonstrationRecord)
-        good = self.is_good(row) if learnt else None
         if kind == "unpaired":
+            good = self._is_good(record)
             if good is None or not isinstance(record, DemonstrationRecord):
-                found = f"the row has no label (other columns: {', '.join(row.columns)})"
+                found = f"the row has no label (other columns: {', '.join(record.origin.columns)})"
                 fix = "give prompt, completion and label, or map one with columns={label: theirs}"
-                raise BadRecordError(row.where, found, fix)
-            parts = (record.prompt, record.completion, record.domain, record.rendered)
-            return [UnpairedRecord(*parts, good, variables=record.variables)]
-        if learnt and self.column is not None and not good:
-            found = f"the label {self.column!r} holds {describe(row.columns.get(self.column))}"
+                raise BadRecordError(record.place, found, fix)
+            parts = (record.prompt, record.completion, record.domain, record.rendered, good)
+            return [UnpairedRecord(*parts, variables=record.variables, origin=record.origin)]
+        is_shown = kind == "demonstrations" and isinstance(record, DemonstrationRecord)
+        if is_shown and self.column is not None and not self._is_good(record):
+            found = f"the label {self.column!r} holds {describe(self._value(record))}"
             fix = "leave such rows out with dataset.source.on_bad_record=skip, learn from both "
-            raise BadRecordError(row.where, found, f"{fix} labels with +experiment=kto, or {EVERY}")
-        return [to_kind(row, kind)]
+            raise BadRecordError(
+                record.place, found, f"{fix} labels with +experiment=kto, or {EVERY}"
+            )
+        return [to_kind(record, kind)]
 
-    def check_unread(self, rows: Sequence[ParsedRow]) -> None:
+    def check_unread(self, records: Sequence[Record]) -> None:
         """Check that no unread column of demonstrations may be a label.
 
         Raises:
             BadRecordError: for a column of true and false.
         """
-        rows = [row for row in rows if isinstance(row.record, DemonstrationRecord)]
-        for key in dict.fromkeys(key for row in rows for key in self.unread(row)):
-            values = {str(row.columns.get(key)).lower() for row in rows if key in row.unread}
-            if values == set(_TRUTH):
+        shown = [record for record in records if isinstance(record, DemonstrationRecord)]
+        for key in dict.fromkeys(key for record in shown for key in self.unread(record)):
+            having = [record.origin for record in shown if key in record.origin.unread]
+            if {str(origin.columns.get(key)).lower() for origin in having} == set(_TRUTH):
                 text = f"the column {key!r} holds true and false, and is not read"
                 fix = f"if true says that a response is good set columns={{label: {key}}}, else "
-                raise BadRecordError(rows[0].where, text, fix + EVERY)
+                raise BadRecordError(shown[0].place, text, fix + EVERY)

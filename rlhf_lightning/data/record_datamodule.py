@@ -34,7 +34,14 @@ from rlhf_lightning.arguments import (
     Workers,
     checked,
 )
-from rlhf_lightning.data.encode import Encoded, LossOn, OverLong, encode_all, give_same_columns
+from rlhf_lightning.data.encode import (
+    Encoded,
+    EncodingReport,
+    LossOn,
+    OverLong,
+    encode_all,
+    give_same_columns,
+)
 from rlhf_lightning.data.records import KINDS, Record, RecordKind, Split
 from rlhf_lightning.data.sampler import (
     SequentialBatchSampler,
@@ -243,21 +250,25 @@ class RecordDataModule(LightningDataModule):
             kind = type(self.tokenizer).__name__
             raise TypeError(f"tokenizer={self.tokenizer!r} is {kind}, {fix}")
         if self._fits:
-            self.max_length = _in_context(getattr(self.trainer, "lightning_module", None), self)
+            self.max_length = self._length_in_context()
         records = {split: self._records(split) for split in get_args(Split)}
-        options: dict[str, Any] = {"over_long": self.over_long, "loss_on": self.loss_on}
-        encoded = {
-            split: encode_all(given, self.tokenizer, max_length=self.max_length, **options)
-            for split, given in records.items()
-        }
-        rows: dict[Split, list[Any]] = {split: found for split, (found, _) in encoded.items()}
+        rows: dict[Split, list[Any]] = {}
+        reports: dict[Split, EncodingReport] = {}
+        for split in records:
+            rows[split], reports[split] = encode_all(
+                records[split],
+                self.tokenizer,
+                max_length=self.max_length,
+                over_long=self.over_long,
+                loss_on=self.loss_on,
+            )
         give_same_columns(*rows.values())
-        for split, (found, report) in encoded.items():
+        reports["train"].skipped += getattr(self.source, "skipped_records", ())
+        for split, report in reports.items():
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))
-            if split == "train":
-                report.skipped += getattr(self.source, "skipped_records", ())
-            self.summaries[split] = summarize(found, name=f"{split} {self.kind}", report=report)
+            name = f"{split} {self.kind}"
+            self.summaries[split] = summarize(rows[split], name=name, report=report)
         num_rows = len(rows["train"])
         if not num_rows:
             dropped = f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}"
@@ -397,6 +408,19 @@ class RecordDataModule(LightningDataModule):
             pin_memory=torch.cuda.is_available(),
         )
 
+    def _length_in_context(self) -> int:
+        """Return the usual length of a row, or what the context of the model has room for."""
+        module: Any = getattr(self.trainer, "lightning_module", None)
+        source: Source | None = getattr(module, "source", None)
+        if source is None:
+            return self.max_length
+        trusts = bool(module.hparams.get("trust_remote_code"))
+        options = loading_options(source.name, revision=source.revision, trust_remote_code=trusts)
+        config = load_config(source.name, options).get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or self.max_length
+        room = limit - (module.sampling.max_new_tokens if self._leaves_room else 0)
+        return min(self.max_length, room) if room > 0 else self.max_length
+
     @property
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer is not None else 0
@@ -409,8 +433,13 @@ class RecordDataModule(LightningDataModule):
         """Return what a resumed run must agree in with its checkpoint."""
         if "training_rows" not in self._digests:
             self._digests["training_rows"] = rows_digest(self.rows("train"))
-        numbers = {"num_rows": num_rows, "batch_size": self.batch_size, "seed": self.seed}
-        return {**numbers, "group_by_length": self.group_by_length, **self._digests}
+        return {
+            "num_rows": num_rows,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "group_by_length": self.group_by_length,
+            **self._digests,
+        }
 
     def _check_restored(self, num_rows: int) -> None:
         for name, value in self._identity(num_rows).items():
@@ -438,16 +467,3 @@ def rows_digest(rows: Iterable[Encoded]) -> str:
         columns = repr(sorted(getattr(row, "columns", {}).items()))
         digest.update(re.sub(r" at 0x[0-9a-fA-F]+>", ">", columns).encode())  # places in memory
     return digest.hexdigest()
-
-
-def _in_context(module: Any, data: RecordDataModule) -> int:
-    """Return the usual length of a row, or what the context of a module's model has room for."""
-    source: Source | None = getattr(module, "source", None)
-    if source is None:
-        return data.max_length
-    trusts = bool(module.hparams.get("trust_remote_code"))
-    options = loading_options(source.name, revision=source.revision, trust_remote_code=trusts)
-    config = load_config(source.name, options).get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or data.max_length
-    room = limit - (module.sampling.max_new_tokens if data._leaves_room else 0)
-    return min(data.max_length, room) if room > 0 else data.max_length

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhf_lightning.data.errors import Location
-from rlhf_lightning.text.forms import SYSTEM, THOUGHT
-from rlhf_lightning.text.messages import Text, as_text
+from rlhf_lightning.text.messages import SYSTEM, THOUGHT, Text, as_text
 
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
@@ -26,17 +25,24 @@ ROLES = (*SYSTEM, "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Origin:
-    """The place of a record, and what to do where a chat template does not write it in full.
+    """The row of a source that a record was read from.
 
     Args:
         where: file and line; None where it was read from neither.
-        skip: leave it out, counted and named; else it is an error.
-        unread: columns of its row that nothing reads.
+        columns: all columns but the prompt, the domain and `rendered`, in their own types.
+        unread: names of the columns that nothing reads.
+        group: rows of one group are on one side of a split; "" for those of one prompt.
+        sides: both sides of a plain pair as given, where the prompt is what they share.
+        skip: leave the record out, counted and named, where a chat template does not write it in
+            full; else it is an error.
     """
 
     where: Location | None = None
-    skip: bool = False
+    columns: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    group: str = ""
+    sides: tuple[str, ...] = ()
+    skip: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,11 @@ class _Row:
 
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
+
+    @property
+    def place(self) -> Location:
+        """The place of the record, for errors."""
+        return self.origin.where or Location("a record")
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,10 @@ Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord
 
 def both_responses(pair: PreferenceRecord) -> list[UnpairedRecord]:
     """Return a pair as two unpaired rows: the chosen response is desirable, the other is not."""
+    more: dict[str, Any] = {"variables": pair.variables, "origin": pair.origin}
     return [
-        UnpairedRecord(
-            pair.prompt, answer, pair.domain, pair.rendered, label, variables=pair.variables
-        )
-        for answer, label in ((pair.chosen, True), (pair.rejected, False))
+        UnpairedRecord(pair.prompt, response, pair.domain, pair.rendered, label, **more)
+        for response, label in ((pair.chosen, True), (pair.rejected, False))
     ]
 
 

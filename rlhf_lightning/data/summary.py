@@ -32,9 +32,8 @@ from rlhf_lightning.data.records import (
     Record,
     TextRecord,
 )
-from rlhf_lightning.text.decoding import text_behind
-from rlhf_lightning.text.forms import SYSTEM
-from rlhf_lightning.text.messages import Text
+from rlhf_lightning.text.decode import text_behind
+from rlhf_lightning.text.messages import SYSTEM, Text
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
 

@@ -381,9 +381,9 @@ def written_responses(
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is not None:
             asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
-            found = prompt_and_responses(record.prompt, [said], encoder, **asked)
+            (found,) = prompt_and_responses(record.prompt, [said], encoder, **asked)
             given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
-            rows.append((replace(row, input_ids=given), found.responses[0]))
+            rows.append((replace(row, input_ids=given), found.response))
             texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     result = PolicyAnswers([], [], [], [], [], [], [])
     for start in range(0, len(rows), batch_size):

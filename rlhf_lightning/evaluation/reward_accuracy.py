@@ -17,7 +17,7 @@ from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.preferences.reward_annotator import score_rows
 from rlhf_lightning.runs.metric_catalog import part_key
-from rlhf_lightning.text.decoding import decoded, response_texts
+from rlhf_lightning.text.decode import decoded, response_texts
 
 MATCHED = 0.1
 MOST_WRONG = 6  # pairs whose texts a page shows

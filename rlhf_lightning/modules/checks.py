@@ -18,7 +18,7 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import whole
 from rlhf_lightning.models.classifiers import max_positions
-from rlhf_lightning.text.decoding import token_names
+from rlhf_lightning.text.decode import token_names
 
 logger = logging.getLogger(__name__)
 TRAINED_IN = ("32-true", "bf16-mixed")

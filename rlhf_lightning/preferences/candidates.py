@@ -36,10 +36,9 @@ from rlhf_lightning.preferences.records import Candidate, Journal, write_records
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_responses
-from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
-from rlhf_lightning.text.tokens import TextEncoder
+from rlhf_lightning.text.tokens import ControlTokens, TextEncoder
 
 # Why a candidate was dropped: its metric, and what to change.
 EMPTY = "empty"

@@ -150,8 +150,8 @@ def _read_trl(
     rows: Iterable[tuple[Location, Row]], source: str, now: str
 ) -> tuple[list[Pair], list[Label]]:
     pairs, labels = [], []
-    for parsed in parse_rows(rows, RowParser(), SkippedRecords("raise")):
-        record, where = parsed.record, parsed.where
+    for record in parse_rows(rows, RowParser(), SkippedRecords("raise")):
+        where = record.place
         if not isinstance(record, PreferenceRecord):
             found = "the row has no 'chosen' and 'rejected'"
             raise BadRecordError(where, found, "give pairs, or another format")

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rlhf_lightning.arguments import AtLeast0, Count, PathOrName, Size, checked
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.conversations import with_row_keys
-from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
+from rlhf_lightning.data.encode import EncodedSequence, RecordEncoder
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.data.records import DemonstrationRecord, Text
 from rlhf_lightning.hparams import Checked
@@ -32,8 +32,8 @@ from rlhf_lightning.preferences.records import (
     answered,
     completion_of,
 )
-from rlhf_lightning.text.control_tokens import ControlTokens
 from rlhf_lightning.text.tokenizers import load_tokenizer
+from rlhf_lightning.text.tokens import ControlTokens
 
 
 @torch.no_grad()
@@ -128,4 +128,5 @@ class RewardModelAnnotator(Checked):
         if variables:
             asked, _ = with_row_keys(record, variables, Location("a response"))
             record = replace(record, variables=disarmed(asked.variables))
-        return encode_demonstration(record, self._loaded[0], max_length=self.max_length)
+        rows = RecordEncoder(self._loaded[0], max_length=self.max_length)(record)
+        return cast(EncodedSequence, rows[0]) if rows else None

@@ -24,7 +24,7 @@ from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.scorers.base import Responses, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, check_url
 from rlhf_lightning.rollout.scorers.http import ServiceError, ask_service, on_every_rank
-from rlhf_lightning.text.decoding import decoded
+from rlhf_lightning.text.decode import decoded
 from rlhf_lightning.text.messages import as_text, fields_of
 from rlhf_lightning.text.tokens import TextEncoder, prompt_ids
 

@@ -1,4 +1,4 @@
-"""A text of a record: plain, or a conversation; the text of any other value; templates."""
+"""A text of a record: plain, or a conversation; any other value as text; texts with fields."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 Messages = tuple[Mapping[str, Any], ...]
 Turns = Sequence[Mapping[str, Any]]
 Text = str | Messages
+
+THOUGHT = "reasoning_content"
+THOUGHTS = (THOUGHT, "reasoning", "thinking")
+WEIGHT = "weight"  # 0 for a response that is not trained on
+SYSTEM = ("system", "developer")
+READ_BY_US = frozenset(("role", "content", "tool_calls", THOUGHT, WEIGHT))
 
 
 def as_text(value: Any) -> str:
@@ -44,7 +50,7 @@ def read_by_people(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     Of several messages each begins with its role; what is no text is JSON.
     """
     first = messages[0] if messages else {}
-    is_system = first.get("role") in ("system", "developer")
+    is_system = first.get("role") in SYSTEM
     rest = [
         (str(m.get("role")), told)
         for m in messages[is_system:]

@@ -26,7 +26,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.models.loading import load_config, loading_options, naming_source
-from rlhf_lightning.text.templates import DATE, leading_settings, turn_end, with_fixed_date
+from rlhf_lightning.text.render import DATE, leading_settings, turn_end, with_fixed_date
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -4,7 +4,7 @@ Prompt and response are one text. It is tokenized once, and cut where the prompt
 
 * A token that holds both the end of the prompt and the start of the response belongs to the
   response. Both sides of a pair share the tokens that belong to the prompt on both.
-* `Continued.is_merged` reports this, because a policy that is given the prompt alone sees other
+* `Rendered.is_merged` reports this, because a policy that is given the prompt alone sees other
   tokens there. It also reports white space whose tokens change before a response: GPT-2 has one
   token for an empty line at the end of a text, and two in front of a word.
 * A control token that takes white space behind it, as `<|assistant|>` of Phi 3 does, belongs to
@@ -12,52 +12,94 @@ Prompt and response are one text. It is tokenized once, and cut where the prompt
 * A word-level tokenizer has no token for a part of a word: there a response starts a new word.
 * A slow tokenizer gives no character offsets: the prompt ends where the tokens of the prompt alone
   and of the whole text diverge.
+
+A tokenizer finds its special tokens by their spelling, wherever it is: `<|im_end|>` in a user's
+message would end the turn. Texts that spell one are refused, and disarmed for reward models.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unicodedata import combining
 
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.control_tokens import ControlTokens
-from rlhf_lightning.text.messages import Text
-from rlhf_lightning.text.templates import ChatTemplateError, render_chat, turn_end, write_chat
+from rlhf_lightning.text.messages import Messages, Text
+from rlhf_lightning.text.render import (
+    ChatTemplateError,
+    any_of,
+    render_chat,
+    turn_end,
+    write_chat,
+)
 
-NUM_TOKENIZED_TOGETHER = 256
 
+class Rendered(NamedTuple):
+    """Token ids of a prompt and a response to it.
 
-class Continued(NamedTuple):
-    """A prompt with responses to it.
+    All are attended: padding is added where rows become a batch. Those of the response are trained,
+    for they are what a policy would write behind the prompt.
 
     Args:
-        prompt: ids of the prompt, the same in front of every response.
-        responses: ids of each response, with the one that ends it.
+        ids: token ids of both.
+        num_prompt: number of tokens of the prompt.
         is_merged: whether the end of the prompt has other tokens where it is alone.
     """
 
-    prompt: list[int]
-    responses: list[list[int]]
-    is_merged: bool
-
-
-class _Cut(NamedTuple):
-    """Ids of a whole text, how many are the prompt's, and whether it has others alone."""
-
     ids: list[int]
-    num_prompt: int
-    is_merged: bool
+    num_prompt: int = 0
+    is_merged: bool = False
+
+    @property
+    def prompt(self) -> list[int]:
+        """Ids of the prompt."""
+        return self.ids[: self.num_prompt]
+
+    @property
+    def response(self) -> list[int]:
+        """Ids of the response, with the one that ends it."""
+        return self.ids[self.num_prompt :]
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, and the one with which its template ends a response."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Note their spellings."""
+        end = turn_end(tokenizer)
+        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        special += tokenizer.all_special_tokens
+        self.contents = tuple(dict.fromkeys([*special, *([] if end is None else [end.token])]))
+        self._pattern = any_of(self.contents)
+
+    def spelled_in(self, *values: Any) -> str | None:
+        """Return the first control token that a text, message or nested value spells, or None."""
+        found = (self._pattern.search(text) for value in values for text in _texts(value))
+        return next((one.group() for one in found if one is not None), None)
+
+    def disarmed(self, value: Any) -> Any:
+        """Return a nested value in which a space breaks each control token that a text spells."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {key: self.disarmed(each) for key, each in value.items()}
+        is_list = isinstance(value, list | tuple)
+        return type(value)(self.disarmed(each) for each in value) if is_list else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
 
 
 class TextEncoder:
-    """A tokenizer that tokenizes many texts in one go, twice as fast as one by one, and remembers.
-
-    It may take the place of `tokenizer` in the functions below.
-    """
+    """A tokenizer with what is known of it; it may take its place in the functions below."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Ask the tokenizer once for what it would look up each time."""
@@ -77,21 +119,10 @@ class TextEncoder:
         self.ends_text = {i for i, t in added if t.special and not t.lstrip}
         core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None  # type: ignore[attr-defined]
         self._words_only = isinstance(core, WordLevel)
-        self._known: dict[tuple[str, int], _Cut] = {}
         self._last: tuple[str, Any, list[int]] = ("", None, [])
         private = tokenizer("\U0010fffd", add_special_tokens=False, verbose=False)["input_ids"]
         self._drops_unknown = not private
         self._has_token: dict[str, bool] = {}
-
-    def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Tokenize plain prompts, each with a response to it or alone, and forget others."""
-        self._known = {}
-        keys = sorted({(p, 0) if a is None else self.joined(p, a) for p, a in texts})
-        for start in range(0, len(keys), NUM_TOKENIZED_TOGETHER):
-            some = keys[start : start + NUM_TOKENIZED_TOGETHER]
-            found = self._tokenized([text for text, _ in some])
-            for key, (encoding, ids) in zip(some, found, strict=True):
-                self._known[key] = self._cut(encoding, ids, key[1], key[0])
 
     def joined(self, prompt: str, response: str) -> tuple[str, int]:
         """Return prompt and response as one text, and where the response starts in it."""
@@ -99,14 +130,12 @@ class TextEncoder:
         apart = words and not (prompt[-1].isspace() or response[0].isspace())
         return f"{prompt} {response}" if apart else prompt + response, len(prompt)
 
-    def cut(self, text: str, at: int) -> _Cut:
-        """Return the ids of a text, none of them added, cut at a character.
+    def cut(self, text: str, at: int) -> Rendered:
+        """Return the ids of a text, none of them added, with the prompt up to a character.
 
         The start of the last text, up to a special token, is not tokenized a second time: such are
         the earlier turns of a conversation.
         """
-        if (text, at) in self._known:
-            return self._known[text, at]
         last, encoding, ids = self._last
         end = len(text)
         behind = encoding.char_to_token(end) if last.startswith(text) and encoding else None
@@ -153,24 +182,24 @@ class TextEncoder:
         (_, alone), (_, whole) = self._tokenized([end, end + response])
         return alone != whole[: len(alone)]
 
-    def _cut(self, encoding: Any, ids: list[int], at: int, text: str) -> _Cut:
+    def _cut(self, encoding: Any, ids: list[int], at: int, text: str) -> Rendered:
         if not at:
-            return _Cut(ids, 0, is_merged=False)
+            return Rendered(ids)
         if encoding is None:
             alone = self.tokenizer(text[:at], add_special_tokens=False, verbose=False)["input_ids"]
             count = _num_same(list(alone), ids)
-            return _Cut(ids, count, is_merged=count < len(alone))
+            return Rendered(ids, count, is_merged=count < len(alone))
         ends = range(len(ids))
         count = bisect_right(ends, at, key=lambda i: int(encoding.token_to_chars(i)[1]))
         start = len(text) if count == len(ids) else int(encoding.token_to_chars(count)[0])
         if start > at and combining(text[at : at + 1] or " "):
             # A normalizer has put the accent on the prompt's last character.
-            return _Cut(ids, count - 1, is_merged=True)
+            return Rendered(ids, count - 1, is_merged=True)
         if start >= at:
             changes = self._changes_before(text[max(at - 8, 0) : at], text[at : at + 2])
-            return _Cut(ids, count, changes)
+            return Rendered(ids, count, changes)
         takes_space = ids[count] in self._takes_space
-        return _Cut(ids, count + takes_space, not takes_space)
+        return Rendered(ids, count + takes_space, not takes_space)
 
 
 def prompt_ids(
@@ -204,12 +233,13 @@ def prompt_and_responses(
     *,
     rendered: bool = False,
     variables: Mapping[str, Any] | None = None,
-) -> Continued:
-    """Return a prompt and responses to it, each up to and including the id that ends it.
+) -> list[Rendered]:
+    """Return a prompt with each response to it, up to and including the id that ends it.
 
-    For a conversation: what the template adds to the rendered prompt, up to the first stop token
-    behind the content, where a rollout stops: `<end_of_turn>` and not EOS for Gemma. Where neither
-    the template nor the text has one, EOS is added.
+    The tokens of the prompt are the same in front of every response. Of a conversation the response
+    is what the template adds to the rendered prompt, up to the first stop token behind the content,
+    where a rollout stops: `<end_of_turn>` and not EOS for Gemma. Where neither the template nor the
+    text has one, EOS is added.
 
     Args:
         prompt: a text, or a list of messages.
@@ -239,16 +269,17 @@ def prompt_and_responses(
         wholes = [encoder.cut(*each) for each in joined]
     first = wholes[0].ids[: min(whole.num_prompt for whole in wholes)]
     num_prompt = min(_num_same(first, whole.ids) for whole in wholes)
-    ids, tails = first[:num_prompt], [whole.ids[num_prompt:] for whole in wholes]
+    given = first[:num_prompt]
+    if isinstance(prompt, str):
+        given = _with_front(given, encoder)
+    is_merged = any(whole.is_merged for whole in wholes)
+    tails = [whole.ids[num_prompt:] for whole in wholes]
     ends = [None if isinstance(prompt, str) else _end(tail, encoder) for tail in tails]
-    return Continued(
-        _with_front(ids, encoder) if isinstance(prompt, str) else ids,
-        [
-            end_with_eos(tail, encoder.eos) if end is None else tail[:end]
-            for tail, end in zip(tails, ends, strict=True)
-        ],
-        any(whole.is_merged for whole in wholes),
-    )
+    ended = [
+        end_with_eos(tail, encoder.eos) if end is None else tail[:end]
+        for tail, end in zip(tails, ends, strict=True)
+    ]
+    return [Rendered([*given, *tail], len(given), is_merged) for tail in ended]
 
 
 def end_with_eos(ids: Sequence[int], eos: int | None) -> list[int]:
@@ -263,27 +294,34 @@ def end_with_eos(ids: Sequence[int], eos: int | None) -> list[int]:
 
 
 def _conversations(
-    prompt: Any, responses: Sequence[Any], encoder: TextEncoder, variables: Mapping[str, Any] | None
-) -> list[_Cut]:
+    prompt: Messages,
+    responses: Sequence[Any],
+    encoder: TextEncoder,
+    variables: Mapping[str, Any] | None,
+) -> list[Rendered]:
     """Return each rendered conversation, cut behind the rendered prompt."""
-    tokenizer = encoder.tokenizer
-    options: dict[str, Any] = {"variables": variables, "add_generation_prompt": False}
-    start = write_chat(prompt, tokenizer, variables=variables)
+    start = write_chat(prompt, encoder.tokenizer, variables=variables)
     cuts = []
     for response in responses:
         whole = (*prompt, *response)
-        full = render_chat(whole, tokenizer, learnt=range(len(prompt), len(whole)), **options)
-        if not full.startswith(start):
-            same = _num_same(start, full)
+        text = render_chat(
+            whole,
+            encoder.tokenizer,
+            variables=variables,
+            add_generation_prompt=False,
+            trained=range(len(prompt), len(whole)),
+        )
+        if not text.startswith(start):
+            same = _num_same(start, text)
             at = max(same - 40, 0)
             raise ChatTemplateError(
                 "the chat template does not keep the prompt as the start of the whole "
                 "conversation, so it is not known which tokens are the response. They part after "
                 f"{same} characters: the prompt has ...{start[at : same + 60]!r}, the conversation "
-                f"...{full[at : same + 60]!r}",
+                f"...{text[at : same + 60]!r}",
                 "take a template whose generation prompt is what it writes before every response",
             )
-        cuts.append(encoder.cut(full, len(start)))
+        cuts.append(encoder.cut(text, len(start)))
     return cuts
 
 

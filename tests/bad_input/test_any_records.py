@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
 from rlhf_lightning.data.files import read_rows
-from rlhf_lightning.data.formats import KNOWN_KEYS, ParsedRow, RowParser, parse_rows, to_kind
-from rlhf_lightning.data.records import ROLES, kind_of, text_key
+from rlhf_lightning.data.formats import KNOWN_KEYS, RowParser, parse_rows, to_kind
+from rlhf_lightning.data.records import ROLES, Record, kind_of, text_key
 from tests.bad_input.examples import examples
 
 # JSON may spell half of a surrogate pair, which no file can hold as UTF-8.
@@ -35,7 +35,7 @@ ROW = st.dictionaries(KEY, CELL, max_size=5)
 TEXTUAL = ("texts", "prompts", "demonstrations", "preferences")
 
 
-def parse(rows: list[Any], on_bad_record: Any = "raise") -> list[ParsedRow]:
+def parse(rows: list[Any], on_bad_record: Any = "raise") -> list[Record]:
     located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
     return parse_rows(located, RowParser(), SkippedRecords(on_bad_record))
 
@@ -49,9 +49,8 @@ def must_tell(error: BadRecordError, place: str) -> None:
     assert len(text) < 3000
 
 
-def is_whole(parsed: ParsedRow) -> bool:
+def is_whole(record: Record) -> bool:
     """Whether the record holds texts that can be written, and nothing else."""
-    record: Any = parsed.record
     texts = [getattr(record, key, "") for key in ("text", "prompt", "completion", "chosen")]
     for text in texts:
         text_key(text).encode()
@@ -74,14 +73,14 @@ def check_rows(rows: list[Any]) -> None:
         must_tell(error, "set.jsonl: no record is left")
     else:
         assert len(kept) + len(skipped.messages) == len(rows), "a record is gone without a word"
-        for parsed_row in kept:
+        for record in kept:
             for kind in TEXTUAL:
-                convert(parsed_row, kind)
+                convert(record, kind)
 
 
-def convert(parsed: ParsedRow, kind: Any) -> None:
+def convert(record: Record, kind: Any) -> None:
     try:
-        assert kind_of(to_kind(parsed, kind)) == kind
+        assert kind_of(to_kind(record, kind)) == kind
     except BadRecordError as error:
         must_tell(error, "set.jsonl")
 

@@ -3,18 +3,16 @@ from __future__ import annotations
 import torch
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import encode_demonstration, encode_preference, encode_prompt
+from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from tests.builders.encoding import encode_one
 
 WIDE = {"max_length": 1000}
 
 
 def test_sequences_are_padded_on_the_right_and_eos_stays_learnt_where_pad_is_eos(tokenizer):
     answers = ["xyz", "x"]
-    rows = [
-        encode_demonstration(DemonstrationRecord("ab", a, domain=a), tokenizer, **WIDE)
-        for a in answers
-    ]
+    rows = [encode_one(DemonstrationRecord("ab", a, domain=a), tokenizer, **WIDE) for a in answers]
     batch = SFTCollator(tokenizer.pad_token_id)(rows)
     eos = tokenizer.eos_token_id
     assert tokenizer.pad_token_id == eos
@@ -35,7 +33,7 @@ def test_both_sides_of_pairs_share_one_width_and_know_their_lengths(tokenizer):
         PreferenceRecord("ab", "x", "wxyz", domain="d", margin=0.5),
         PreferenceRecord("a", "xy", "y"),
     ]
-    rows = [encode_preference(record, tokenizer, **WIDE) for record in records]
+    rows = [encode_one(record, tokenizer, **WIDE) for record in records]
     batch = PreferenceCollator(tokenizer.pad_token_id)(rows)
     assert batch.chosen_input_ids.shape == batch.rejected_input_ids.shape == (2, 7)
     assert batch.chosen_attention_mask.sum(1).tolist() == [4, 4]

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import ByT5Tokenizer
 
-from rlhf_lightning.data.encode import (
-    encode_all,
-    encode_demonstration,
-    encode_preference,
-    encode_text,
-)
+from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -19,9 +14,9 @@ from rlhf_lightning.data.records import (
     TextRecord,
 )
 from rlhf_lightning.data.sources.base import FileSource
-from rlhf_lightning.text.control_tokens import ControlTokens
-from rlhf_lightning.text.templates import turn_end
-from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids, render_chat
+from rlhf_lightning.text.render import render_chat, turn_end
+from rlhf_lightning.text.tokens import ControlTokens, prompt_and_responses, prompt_ids
+from tests.builders.encoding import encode_one
 from tests.builders.tokenizers import family_tokenizer
 
 WIDE = {"max_length": 2000}
@@ -43,7 +38,7 @@ every_tokenizer = pytest.mark.parametrize(
 
 
 def answer_of(prompt, answer, tokenizer, **options):
-    return prompt_and_responses(prompt, [answer], tokenizer, **options).responses[0]
+    return prompt_and_responses(prompt, [answer], tokenizer, **options)[0].response
 
 
 def user(content):
@@ -73,10 +68,11 @@ def assert_plain_text_is_the_tokenizers(text, tokenizer):
     assert tokenizer(text)["input_ids"] == plain, "a premise of this test"
     assert prompt_ids(text, tokenizer) == plain
     record = DemonstrationRecord(text, text)
-    shown = encode_demonstration(record, tokenizer, **WIDE).input_ids.tolist()
+    shown = encode_one(record, tokenizer, **WIDE).input_ids.tolist()
     assert shown == [*front, *whole(text + text, tokenizer), eos]
-    assert encode_text(TextRecord(text), tokenizer, **WIDE).input_ids.tolist() == [*plain, eos]
-    pair = encode_preference(PreferenceRecord(text, text, "no"), tokenizer, **WIDE)
+    ((text_row,), _) = encode_all([TextRecord(text)], tokenizer, **WIDE)
+    assert text_row.input_ids.tolist() == [*plain, eos]
+    pair = encode_one(PreferenceRecord(text, text, "no"), tokenizer, **WIDE)
     assert pair.chosen_input_ids.tolist() == shown
     (together,), _ = encode_all([record], tokenizer, **WIDE)
     assert together.input_ids.tolist() == shown
@@ -87,7 +83,7 @@ def assert_a_conversation_is_the_rendered_text(text, tokenizer):
     start = render_chat(prompt, tokenizer)
     full = render_chat((*prompt, assistant(text)), tokenizer, add_generation_prompt=False)
     assert prompt_ids(prompt, tokenizer) == whole(start, tokenizer)
-    shown = encode_demonstration(
+    shown = encode_one(
         DemonstrationRecord(prompt, (assistant(text),)), tokenizer, **WIDE
     ).input_ids.tolist()
     given, ids = whole(start, tokenizer), whole(full, tokenizer)

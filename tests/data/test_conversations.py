@@ -13,7 +13,7 @@ from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
-from rlhf_lightning.text.templates import unread_keys
+from rlhf_lightning.text.render import unread_keys
 from tests.builders.tokenizers import build_tokenizer
 
 
@@ -66,15 +66,15 @@ def test_thoughts_that_differ_are_refused():
     ],
 )
 def test_calls_have_one_form(calls):
-    record = parse({"messages": [ASK, {"role": "assistant", "tool_calls": calls}]}).record
+    record = parse({"messages": [ASK, {"role": "assistant", "tool_calls": calls}]})
     assert record.completion == ({"role": "assistant", "content": "", "tool_calls": [CALL]},)
 
 
 def test_results_of_tools_keep_whose_they_are():
     result = {"role": "tool", "name": "f", "tool_call_id": "c1", "content": "12"}
-    assert parse(conversation({**assistant(""), "tool_calls": [CALL]}, result)).record.prompt[
-        2
-    ] == (result)
+    assert parse(conversation({**assistant(""), "tool_calls": [CALL]}, result)).prompt[2] == (
+        result
+    )
 
 
 @pytest.mark.parametrize("spell", [lambda x: x, json.dumps])
@@ -85,7 +85,7 @@ def test_nulls_that_are_written_are_kept_and_those_that_fill_a_table_are_not(uni
     tool = {"name": "f", "parameters": {"properties": {"unit": {"default": None}}}}
     messages = [ASK, {"role": "assistant", "content": None, "tool_calls": spell([call])}]
     row = {"messages": messages, "tools": spell([tool])}
-    record = RowParser()(row, Location("f", 1, unit)).record
+    record = RowParser()(row, Location("f", 1, unit))
     kept = kept or spell is json.dumps
     said = record.completion[0]["tool_calls"][0]["function"]["arguments"]
     assert said == (arguments if kept else {"town": "Ulm", "parts": [{}]})
@@ -96,12 +96,12 @@ def test_nulls_that_are_written_are_kept_and_those_that_fill_a_table_are_not(uni
 
 def test_nulls_of_messages_are_none():
     nulls = dict.fromkeys(["name", "tool_calls", "reasoning_content", "weight", "function_call"])
-    assert parse(conversation(**nulls)).record == parse(conversation()).record
+    assert parse(conversation(**nulls)) == parse(conversation())
 
 
 def test_parts_of_text_are_one_text():
     parts = [{"type": "text", "text": "sun", "image": None}, "ny"]
-    assert parse(conversation(content=parts)).record == parse(conversation()).record
+    assert parse(conversation(content=parts)) == parse(conversation())
     with pytest.raises(BadRecordError, match=r"messages\[1\] has the part"):
         parse(conversation(content=[{"type": "image_url", "image_url": {"url": "x"}}]))
 
@@ -121,9 +121,9 @@ def test_an_answer_that_is_not_to_be_learnt_is_no_demonstration(said):
     row = {"prompt": [ASK], "chosen": [{**assistant("a"), **said}], "rejected": [assistant("b")]}
     with pytest.raises(BadRecordError, match="'chosen' has weight 0"):
         parse(row)
-    earlier = parse(conversation({**assistant("?"), **said}, user("and?"))).record.prompt
+    earlier = parse(conversation({**assistant("?"), **said}, user("and?"))).prompt
     assert earlier[1]["weight"] == 0
-    record = parse(conversation(assistant("?"), user("and?"), **said)).record
+    record = parse(conversation(assistant("?"), user("and?"), **said))
     assert (record.prompt, record.completion) == ((ASK,), (assistant("?"),))
 
 
@@ -143,9 +143,9 @@ def test_arguments_of_the_renderer_are_no_variables(name):
 
 def test_a_system_column_is_the_system_message():
     system = {"role": "system", "content": "rhyme"}
-    assert parse(conversation() | {"system": "rhyme"}).record.prompt == (system, ASK)
+    assert parse(conversation() | {"system": "rhyme"}).prompt == (system, ASK)
     row = {"messages": [system, ASK, assistant("sunny")], "system": "rhyme"}
-    assert parse(row).record.prompt == (system, ASK)
+    assert parse(row).prompt == (system, ASK)
     with pytest.raises(BadRecordError, match="'system'"):
         parse(row | {"system": "do not rhyme"})
 
@@ -216,7 +216,7 @@ def test_unpaired_rows_keep_the_variables_of_the_template(labelled):
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_a_thought_is_kept_under_one_key(key):
-    completion = parse(conversation(**{key: "look up"})).record.completion
+    completion = parse(conversation(**{key: "look up"})).completion
     assert completion == ({**assistant("sunny"), "reasoning_content": "look up"},)
     with pytest.raises(BadRecordError, match=r"messages\[1\] .*reasoning_content.*<think>"):
         parse(conversation(content="<think>hot</think>sunny", **{key: "look up"}))
@@ -254,15 +254,15 @@ def test_a_role_of_another_tool_is_the_role_that_it_means(who, keys):
     turns = [dict(zip(keys, turn, strict=True)) for turn in zip(who, ("a?", "b"), strict=True)]
     nulls = [turn | {"role": None} if "from" in turn else turn for turn in turns]
     for given in (turns, nulls):
-        record = parse({"messages": given}).record
+        record = parse({"messages": given})
         assert (record.prompt, record.completion) == ((user("a?"),), (assistant("b"),))
     both = user("a?") | {"from": "human", "value": "c?"}
-    assert parse({"messages": [both, assistant("b")]}).record.prompt == (both,)
+    assert parse({"messages": [both, assistant("b")]}).prompt == (both,)
 
 
 def test_the_developers_message_is_given_to_the_template_or_to_the_user():
     row = {"messages": [{"role": "developer", "content": "Be brief."}, ASK, assistant("sunny")]}
-    assert [m["role"] for m in parse(row).record.prompt] == ["developer", "user"]
+    assert [m["role"] for m in parse(row).prompt] == ["developer", "user"]
     source = GivenRows([row], validation_fraction=0, system_into_user=True)
     (record,) = source.records("demonstrations", "train")
     assert record.prompt == (user("Be brief.\n\nweather?"),)
@@ -273,16 +273,16 @@ def test_variables_of_the_template_come_from_columns(spell):
     tools, documents = [{"name": "f", "default": None}], [{"title": "T", "text": "x"}]
     row = conversation() | {"tools": spell(tools), "documents": spell(documents)}
     row["chat_template_kwargs"] = spell({"thinking": False, "other": None})
-    record = parse(row).record
+    record = parse(row)
     assert record.variables == {"tools": tools, "documents": documents, "thinking": False}
-    assert parse(row, tools=None, documents=None).record.variables == {"thinking": False}
+    assert parse(row, tools=None, documents=None).variables == {"thinking": False}
 
 
 def test_history_is_refused_beside_a_conversation_until_it_is_hidden():
     row = conversation() | {"history": [["hi", "hello"]]}
     with pytest.raises(BadRecordError, match=r"'history'.*columns={history: null}"):
         parse(row)
-    assert parse(row, history=None).record == parse(conversation()).record
+    assert parse(row, history=None) == parse(conversation())
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_history_is_refused_beside_a_conversation_until_it_is_hidden():
     ],
 )
 def test_columns_that_no_record_has_are_unread(row, columns, unread):
-    assert parse(row, **columns).unread == unread
+    assert parse(row, **columns).origin.unread == unread
 
 
 @pytest.mark.parametrize(
@@ -357,15 +357,15 @@ def test_messages_that_are_not_json_are_refused_with_json_named(cell):
      "null", "The role: user", "array of roles", '"role": "x"'],
 )  # fmt: skip
 def test_any_other_text_stays_as_it_is(text):
-    assert parse({"prompt": "p", "completion": text}).record.completion == text
+    assert parse({"prompt": "p", "completion": text}).completion == text
 
 
 def test_json_that_a_prompt_asked_for_stays_text_and_a_cell_beside_a_plain_prompt_is_named():
     dialogue, one = json.dumps(WHOLE), json.dumps(WHOLE[1:])
-    assert parse({"prompt": "As JSON.", "completion": dialogue}).record.completion == dialogue
+    assert parse({"prompt": "As JSON.", "completion": dialogue}).completion == dialogue
     with pytest.raises(BadRecordError, match="'prompt' is plain but 'completion'"):
         parse({"prompt": "Hi.", "completion": one})
-    assert parse({"prompt": "Hi.", "completion": one, "rendered": True}).record.completion == one
+    assert parse({"prompt": "Hi.", "completion": one, "rendered": True}).completion == one
 
 
 @pytest.mark.parametrize(

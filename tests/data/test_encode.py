@@ -8,10 +8,7 @@ from rlhf_lightning.data.encode import (
     RESPONSE_TOO_LONG,
     EncodingReport,
     encode_all,
-    encode_demonstration,
-    encode_preference,
     encode_prompt,
-    encode_text,
 )
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -20,6 +17,7 @@ from rlhf_lightning.data.records import (
     TextRecord,
 )
 from rlhf_lightning.text.tokens import prompt_ids
+from tests.builders.encoding import encode_one
 from tests.builders.tokenizers import CHATML
 
 WIDE = {"max_length": 1000}
@@ -44,7 +42,7 @@ def chat(prompt="why?", answer="so"):
 @pytest.mark.parametrize("pad_is_eos", [True, False])
 def test_the_answer_and_its_eos_are_learnt_also_where_pad_is_eos(make_tokenizer, pad_is_eos):
     tokenizer = make_tokenizer(pad_is_eos=pad_is_eos)
-    encoded = encode_demonstration(DemonstrationRecord("why?", " so"), tokenizer, **WIDE)
+    encoded = encode_one(DemonstrationRecord("why?", " so"), tokenizer, **WIDE)
     assert tokenizer.decode(encoded.input_ids.tolist()) == "why? so<|im_end|>"
     assert learnt(encoded, tokenizer) == " so<|im_end|>"
     assert encoded.input_ids[-1] == tokenizer.eos_token_id
@@ -58,7 +56,7 @@ def test_a_plain_prompt_has_bos_once_and_never_an_eos(make_tokenizer, adds_eos):
         ids = prompt_ids(prompt, tokenizer, rendered=True)
         assert tokenizer.decode(ids) == "<s>why?"
         record = DemonstrationRecord(prompt, " so", rendered=True)
-        encoded = encode_demonstration(record, tokenizer, **WIDE)
+        encoded = encode_one(record, tokenizer, **WIDE)
         assert tokenizer.decode(encoded.input_ids.tolist()) == "<s>why? so<|im_end|>"
 
 
@@ -69,13 +67,13 @@ def test_a_template_that_writes_bos_gets_no_second_one_from_the_tokenizer(make_t
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = make_tokenizer(adds_bos=True, adds_eos=True, template=template)
-    encoded = encode_demonstration(chat(), tokenizer, **WIDE)
+    encoded = encode_one(chat(), tokenizer, **WIDE)
     assert tokenizer.decode(encoded.input_ids.tolist()) == "<s>[user]why?[assistant]so<|im_end|>"
     assert encoded.input_ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_a_conversation_is_learnt_up_to_the_end_of_the_turn_and_not_behind_it(tokenizer):
-    encoded = encode_demonstration(chat(), tokenizer, **WIDE)
+    encoded = encode_one(chat(), tokenizer, **WIDE)
     assert tokenizer.decode(encoded.input_ids.tolist()) == (
         "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>"
     )
@@ -88,7 +86,7 @@ def test_a_template_without_eos_gets_one(make_tokenizer):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     tokenizer = make_tokenizer(template=template)
-    encoded = encode_demonstration(chat(), tokenizer, **WIDE)
+    encoded = encode_one(chat(), tokenizer, **WIDE)
     assert learnt(encoded, tokenizer) == "so\n<|im_end|>"
 
 
@@ -99,7 +97,7 @@ def test_a_template_that_does_not_keep_the_prompt_is_an_error_that_shows_both(ma
     )
     tokenizer = make_tokenizer(template=template)
     with pytest.raises(ValueError, match="does not keep the prompt") as error:
-        encode_demonstration(chat(), tokenizer, **WIDE)
+        encode_one(chat(), tokenizer, **WIDE)
     assert "assistant: <think>" in str(error.value)
     assert "assistant: so" in str(error.value)
 
@@ -127,7 +125,7 @@ def test_a_token_that_ends_the_prompt_and_starts_the_answer_belongs_to_the_answe
 
 def test_both_sides_of_a_pair_end_with_eos_and_carry_margin_and_domain(tokenizer):
     record = PreferenceRecord("why?", " so", " never", domain="d", margin=1.5)
-    pair = encode_preference(record, tokenizer, **WIDE)
+    pair = encode_one(record, tokenizer, **WIDE)
     assert tokenizer.decode(pair.chosen_input_ids.tolist()) == "why? so<|im_end|>"
     assert tokenizer.decode(pair.rejected_input_ids.tolist()) == "why? never<|im_end|>"
     assert (pair.prompt_length, pair.margin, pair.domain) == (4, 1.5, "d")
@@ -137,7 +135,7 @@ def test_both_sides_of_a_pair_end_with_eos_and_carry_margin_and_domain(tokenizer
 def test_a_text_is_learnt_whole_but_for_the_token_that_has_nothing_before_it(make_tokenizer):
     for adds_bos, expected in ((True, "once<|im_end|>"), (False, "nce<|im_end|>")):
         tokenizer = make_tokenizer(adds_bos=adds_bos)
-        encoded = encode_text(TextRecord("once", "d"), tokenizer, **WIDE)
+        ((encoded,), _) = encode_all([TextRecord("once", "d")], tokenizer, **WIDE)
         assert learnt(encoded, tokenizer) == expected
         assert encoded.domain == "d"
 
@@ -145,11 +143,11 @@ def test_a_text_is_learnt_whole_but_for_the_token_that_has_nothing_before_it(mak
 def test_an_empty_prompt_becomes_bos_so_that_the_first_token_can_be_learnt(make_tokenizer):
     record = DemonstrationRecord("", "so")
     tokenizer = make_tokenizer()
-    encoded = encode_demonstration(record, tokenizer, **WIDE)
+    encoded = encode_one(record, tokenizer, **WIDE)
     assert encoded.input_ids[0] == tokenizer.bos_token_id
     assert learnt(encoded, tokenizer) == "so<|im_end|>"
     tokenizer.bos_token = None
-    encoded = encode_demonstration(record, tokenizer, **WIDE)
+    encoded = encode_one(record, tokenizer, **WIDE)
     assert learnt(encoded, tokenizer) == "o<|im_end|>"
 
 
@@ -158,15 +156,15 @@ def test_truncation_cuts_the_prompt_from_the_left_and_never_the_answer(make_toke
     options = {"max_length": 7, "over_long": "truncate_left"}
     report = EncodingReport()
     record = DemonstrationRecord("abcdef", "xyz")
-    encoded = encode_demonstration(record, tokenizer, **options, report=report)
+    encoded = encode_one(record, tokenizer, **options, report=report)
     assert tokenizer.decode(encoded.input_ids.tolist()) == "defxyz<|im_end|>"
     assert learnt(encoded, tokenizer) == "xyz<|im_end|>"
-    pair = encode_preference(PreferenceRecord("abcdef", "x", "xyz"), tokenizer, **options)
+    pair = encode_one(PreferenceRecord("abcdef", "x", "xyz"), tokenizer, **options)
     assert tokenizer.decode(pair.chosen_input_ids.tolist()) == "defx<|im_end|>"
     assert tokenizer.decode(pair.rejected_input_ids.tolist()) == "defxyz<|im_end|>"
     prompt = encode_prompt(PromptRecord("abcdefghi"), tokenizer, **options)
     assert tokenizer.decode(prompt.input_ids.tolist()) == "cdefghi"
-    text = encode_text(TextRecord("abcdefghi"), tokenizer, **options)
+    ((text,), _) = encode_all([TextRecord("abcdefghi")], tokenizer, **options)
     assert tokenizer.decode(text.input_ids.tolist()) == "defghi<|im_end|>"
     assert report.num_truncated == 1
 
@@ -183,9 +181,7 @@ def test_truncation_keeps_the_bos_that_marks_the_start(make_tokenizer):
 def test_an_answer_that_fills_max_length_alone_is_dropped_even_when_cutting(tokenizer, completion):
     report = EncodingReport()
     record = DemonstrationRecord("why?", completion)
-    encoded = encode_demonstration(
-        record, tokenizer, max_length=5, over_long="truncate_left", report=report
-    )
+    encoded = encode_one(record, tokenizer, max_length=5, over_long="truncate_left", report=report)
     assert encoded is None
     assert report.dropped == {RESPONSE_TOO_LONG: 1}
 
@@ -193,7 +189,7 @@ def test_an_answer_that_fills_max_length_alone_is_dropped_even_when_cutting(toke
 def test_sides_that_differ_in_nothing_the_model_sees_are_dropped(tokenizer):
     report = EncodingReport()
     record = PreferenceRecord("why?", " so", " so<|im_end|>", rendered=True)
-    assert encode_preference(record, tokenizer, **WIDE, report=report) is None
+    assert encode_one(record, tokenizer, **WIDE, report=report) is None
     assert report.dropped == {IDENTICAL: 1}
 
 
@@ -234,6 +230,6 @@ def test_many_records_are_encoded_as_each_alone(make_tokenizer):
     ]
     rows, _ = encode_all(records, tokenizer, **WIDE)
     for record, row in zip(records, rows, strict=True):
-        alone = encode_preference(record, tokenizer, **WIDE)
+        alone = encode_one(record, tokenizer, **WIDE)
         assert row.chosen_input_ids.tolist() == alone.chosen_input_ids.tolist()
         assert row.rejected_input_ids.tolist() == alone.rejected_input_ids.tolist()

@@ -28,7 +28,7 @@ def parse(*rows, columns=None, on_bad_record="raise"):
 
 def parse_one(row, **options):
     (parsed,) = parse(row, **options)
-    return parsed.record
+    return parsed
 
 
 ASK = [user("why?")]
@@ -153,7 +153,7 @@ def test_demonstrations_are_taken_from_the_chosen_side_of_preferences():
 )
 def test_a_kind_that_the_records_are_not_is_an_error_naming_both(row, have, kind):
     (parsed,) = parse(row)
-    assert kind_of(parsed.record) == have
+    assert kind_of(parsed) == have
     with pytest.raises(BadRecordError, match=f"{kind} were asked for, but the records are {have}"):
         to_kind(parsed, kind)
 
@@ -201,7 +201,7 @@ def test_a_bad_record_is_skipped_counted_and_named_on_request(caplog):
     skipped = SkippedRecords("skip")
     located = [(Location("set.jsonl", i + 1), r) for i, r in enumerate([PAIR, row, PAIR])]
     parsed = parse_rows(located, RowParser(), skipped)
-    assert [p.record for p in parsed] == [PreferenceRecord("p", "a", "b")] * 2
+    assert parsed == [PreferenceRecord("p", "a", "b")] * 2
     assert len(skipped.messages) == 1
     assert skipped.messages[0].startswith("set.jsonl, line 2: ")
     assert "skipped 1 bad records, kept 2" in caplog.text

@@ -6,11 +6,12 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from rlhf_lightning.data.encode import encode_all, encode_demonstration, encode_preference
+from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.evaluation.held_out import written_responses
-from rlhf_lightning.text.reward_texts import LastTokenInputs, Renderer, ResponseText
+from rlhf_lightning.text.reward_text import Completion, LastTokenInputs, Renderer
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, classifier_tokenizer, stop_ids
+from tests.builders.encoding import encode_one
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
 
 ASKED = ({"role": "user", "content": "why the end?"},)
@@ -29,10 +30,8 @@ def end_of(family):
 def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
     tokenizer, end = end_of(family)
     stops = stop_ids(tokenizer, None)
-    shown = encode_demonstration(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
-    pair = encode_preference(
-        PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500
-    )
+    shown = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
+    pair = encode_one(PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500)
     written = written_responses(
         [PromptRecord(ASKED)],
         [said("so")],
@@ -63,21 +62,17 @@ def test_an_exported_reward_model_is_read_where_it_was_trained(family):
     exported = classifier_tokenizer(tokenizer)
     messages = [*ASKED, *said("so")]
     ids = exported.apply_chat_template(messages, return_dict=True)["input_ids"]
-    pair = encode_preference(
-        PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500
-    )
+    pair = encode_one(PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500)
     assert ids == pair.chosen_input_ids.tolist()
     assert exported.pad_token_id not in (end, exported.eos_token_id)
-    row = ResponseText("", [dict(m) for m in ASKED], "so", True)
+    row = Completion("", [dict(m) for m in ASKED], "so", True)
     for each in (tokenizer, exported):
         assert LastTokenInputs(Renderer(each), "eos", None)(row).ids == ids
 
 
 def test_a_template_without_a_token_at_the_end_gets_eos(make_tokenizer):
     tokenizer = make_tokenizer(template="{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
-    encoded = encode_demonstration(
-        DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500
-    )
+    encoded = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
     assert encoded.input_ids[-1] == tokenizer.eos_token_id
     assert stop_ids(tokenizer, None) == (tokenizer.eos_token_id,)
 
@@ -101,7 +96,7 @@ def test_a_call_that_ends_with_another_token_is_learnt_up_to_it(make_tokenizer):
     tokenizer.add_tokens([AddedToken("<|call|>", special=True, normalized=False)], True)
     call = {"type": "function", "function": {"name": "f", "arguments": {"town": "Ulm"}}}
     answer = ({"role": "assistant", "content": "", "tool_calls": [call]},)
-    row = encode_demonstration(DemonstrationRecord(ASKED, answer), tokenizer, max_length=500)
+    row = encode_one(DemonstrationRecord(ASKED, answer), tokenizer, max_length=500)
     assert row.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|call|>")
-    plain = encode_demonstration(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
+    plain = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
     assert plain.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.data.collate import SFTCollator
-from rlhf_lightning.data.encode import encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.evaluation.final_metrics import held_out_loss
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import base
+from tests.builders.encoding import encode_one
 from tests.builders.models import (
     EOS,
     MODEL_TYPES,
@@ -58,7 +58,7 @@ def test_labels_are_the_completion_and_its_eos_also_where_pad_is_eos(pad_is_eos)
     tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos)
     completions = ["w5 w6 w7", "w8", "w9 w10"]
     records = [DemonstrationRecord("w20 w21", text) for text in completions]
-    rows = [encode_demonstration(record, tokenizer, max_length=32) for record in records]
+    rows = [encode_one(record, tokenizer, max_length=32) for record in records]
     batch = SFTCollator(tokenizer.pad_token_id)(rows)
     labels = next_token_labels(batch.input_ids, batch.loss_mask)
     assert (labels >= 0).sum(-1).tolist() == [4, 2, 3]

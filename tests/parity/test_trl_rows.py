@@ -9,9 +9,9 @@ pytest.importorskip("trl", reason="TRL is in the extra `dev`", exc_type=ImportEr
 
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from rlhf_lightning.data.encode import encode_demonstration, encode_preference
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from rlhf_lightning.text.tokenizers import classifier_tokenizer
+from tests.builders.encoding import encode_one
 from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.parity.both import COMMON, export_policy_folder, export_reward_folder
 
@@ -33,7 +33,7 @@ def trl_demonstration(tmp_path, tokenizer, row):
 
 
 def our_demonstration(tokenizer, prompt, completion):
-    row = encode_demonstration(DemonstrationRecord(prompt, completion), tokenizer, max_length=999)
+    row = encode_one(DemonstrationRecord(prompt, completion), tokenizer, max_length=999)
     return row.input_ids.tolist(), row.input_ids[row.loss_mask].tolist()
 
 
@@ -76,7 +76,7 @@ def test_pairs_end_at_eos_in_both_with_the_tokenizer_of_an_exported_reward_model
     config = RewardConfig(str(tmp_path), **COMMON)
     run = RewardTrainer(str(folder), config, train_dataset=rows, processing_class=exported)
     (theirs,) = run.train_dataset
-    ours = encode_preference(PreferenceRecord(PROMPT, GOOD, BAD), tokenizer, max_length=999)
+    ours = encode_one(PreferenceRecord(PROMPT, GOOD, BAD), tokenizer, max_length=999)
     assert ours.chosen_input_ids.tolist() == theirs["chosen_ids"]
     assert ours.rejected_input_ids.tolist() == theirs["rejected_ids"]
     assert theirs["chosen_ids"][-1] == tokenizer.eos_token_id != exported.pad_token_id

@@ -73,7 +73,7 @@ def test_a_row_is_a_record_that_the_reward_stage_reads(prompt) -> None:
     assert (row["chosen_source"], row["rejected_source"]) == ("base", "sft")
     assert row["votes"] == {"second": 2, "first": 1}
     parsed = parse_rows([(Location("x", 1), row)], RowParser(), SkippedRecords("raise"))
-    record = parsed[0].record
+    record = parsed[0]
     assert isinstance(record, PreferenceRecord)
     assert (record.margin, record.domain) == (1.0, "sums")
     text = record.chosen if isinstance(record.chosen, str) else record.chosen[0]["content"]
@@ -89,4 +89,4 @@ def test_a_row_keeps_the_variables_of_its_prompts_template(prompt) -> None:
         [(Location("x", 1), preference_row(verdict))], RowParser(), SkippedRecords("raise")
     )
     own = {} if isinstance(prompt, str) else {"tools": [{"name": "f"}], "thinking": False}
-    assert parsed[0].record.variables == own
+    assert parsed[0].variables == own

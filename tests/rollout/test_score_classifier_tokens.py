@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.text.reward_texts import ClassifierInputs, Renderer, ResponseText
+from rlhf_lightning.text.reward_text import ClassifierInputs, Completion, Renderer
 from tests.builders.tokenizers import word_tokenizer
 
 TURNS = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 def plain(prompt, completion):
-    return ResponseText(prompt, None, completion, True)
+    return Completion(prompt, None, completion, True)
 
 
 def classify(row, *, max_length=None, input_format="text", chat_template=None):
@@ -54,7 +54,7 @@ def test_of_a_pair_the_question_is_cut_from_the_left(max_length, text, second, o
 
 def test_a_pair_of_a_conversation_has_its_turns_as_the_question():
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-    row = ResponseText("", [*messages, {"role": "user", "content": "w3"}], "w4", True)
+    row = Completion("", [*messages, {"role": "user", "content": "w3"}], "w4", True)
     got, types, _ = classify(row, input_format="pair", chat_template=TURNS)
     assert got == "[CLS] w1 w2 w3 [SEP] w4 [SEP]"
     assert sum(types) == 2

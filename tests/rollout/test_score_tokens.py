@@ -13,13 +13,13 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, response_texts_of
-from rlhf_lightning.text.control_tokens import ControlTokens
-from rlhf_lightning.text.reward_texts import (
+from rlhf_lightning.text.reward_text import (
     ClassifierInputs,
+    Completion,
     LastTokenInputs,
     Renderer,
-    ResponseText,
 )
+from rlhf_lightning.text.tokens import ControlTokens
 from tests.builders.tokenizers import CHATML
 from tests.rollout.reward_models import (
     EOS,
@@ -42,15 +42,15 @@ TURNS = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% end
 
 
 def conversation(completion="so", *, finished=True):
-    return ResponseText("as the policy's template writes it", CHAT, completion, finished)
+    return Completion("as the policy's template writes it", CHAT, completion, finished)
 
 
 def plain(prompt, completion, *, finished=True):
-    return ResponseText(prompt, None, completion, finished)
+    return Completion(prompt, None, completion, finished)
 
 
 def read(
-    row: ResponseText,
+    row: Completion,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     ending: str = "eos",
@@ -172,7 +172,7 @@ def test_a_template_that_does_not_write_the_response_is_refused():
 )
 def test_what_a_template_does_not_write_is_named_once(roles, messages, lost, caplog):
     variables = {"tools": [CALL]} if lost == "tools" else {}
-    row = ResponseText("", messages, "so", True, variables=variables)
+    row = Completion("", messages, "so", True, variables=variables)
     encode = LastTokenInputs(Renderer(writing(roles=roles)), "eos", None)
     for _ in range(3):
         encode(row)
@@ -194,9 +194,9 @@ def test_an_answer_or_a_prompt_that_spells_the_reward_models_special_tokens_is_d
         (plain("why?", trick), f"<s>why?{said}{EOS}", plain("why?", "so")),
         (plain(trick, "so"), f"<s>{said}so{EOS}", plain("why?", "so")),
         (
-            ResponseText("", asked, "so", True),
+            Completion("", asked, "so", True),
             f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\nso{EOS}",
-            ResponseText("", [{"role": "user", "content": "why?"}], "so", True),
+            Completion("", [{"role": "user", "content": "why?"}], "so", True),
         ),
     ):
         assert read(row, tokenizer) == (text, False)
@@ -270,8 +270,8 @@ def test_the_conversation_travels_with_the_prompt_as_json():
     columns = {CONVERSATION: [json.dumps(CHAT), ""]}
     answers = text_answers(["rendered", "plain"], ["a", "b"], finished=[True, False], **columns)
     assert response_texts_of(answers) == [
-        ResponseText("rendered", CHAT, "a", True),
-        ResponseText("plain", None, "b", False),
+        Completion("rendered", CHAT, "a", True),
+        Completion("plain", None, "b", False),
     ]
     assert [row.messages for row in response_texts_of(text_answers(["p"], ["a"]))] == [None]
 

@@ -149,7 +149,7 @@ def test_the_prompt_is_the_policys_where_no_token_is_of_both(tokenizers, kind):
     tokenizer = tokenizers[kind]
     merged = set()
     for prompt, answer in itertools.product(PROMPTS, ANSWERS):
-        found = prompt_and_responses(prompt, [answer], tokenizer)
+        (found,) = prompt_and_responses(prompt, [answer], tokenizer)
         alone = prompt_ids(prompt, tokenizer)
         if found.is_merged:
             merged.add((prompt, answer))
@@ -169,24 +169,24 @@ def test_both_sides_of_a_pair_share_the_tokens_of_the_prompt(tokenizers, kind):
         PROMPTS, itertools.permutations(ANSWERS, 2)
     ):
         found = prompt_and_responses(prompt, [chosen, rejected], tokenizer)
-        for answer, ids in zip((chosen, rejected), found.responses, strict=True):
+        assert found[0].prompt == found[1].prompt
+        for answer, row in zip((chosen, rejected), found, strict=True):
             whole = tokenizer(prompt + answer, add_special_tokens=False).input_ids
-            front = [tokenizer.bos_token_id] * (found.prompt[:1] == [tokenizer.bos_token_id])
-            assert [*found.prompt, *ids] == [*front, *whole, tokenizer.eos_token_id]
+            front = [tokenizer.bos_token_id] * (row.prompt[:1] == [tokenizer.bos_token_id])
+            assert row.ids == [*front, *whole, tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize("kind", ["prepend", "byte level"])
 def test_special_tokens_around_a_text_stay_at_its_front_alone(kind):
     tokenizer = made(kind, bos=True, eos=True)
     found = prompt_and_responses("2+2=", ["4", " 4"], tokenizer)
-    assert found.prompt[0] == tokenizer.bos_token_id
-    assert [ids.count(tokenizer.eos_token_id) for ids in (found.prompt, *found.responses)] == [
-        0,
-        1,
-        1,
-    ]
-    assert prompt_and_responses("", ["4"], tokenizer).prompt == [tokenizer.bos_token_id]
-    spelled = prompt_and_responses("<s>2+2=", ["4"], tokenizer, rendered=True)
+    eos = tokenizer.eos_token_id
+    for row in found:
+        assert row.prompt[0] == tokenizer.bos_token_id
+        assert (row.prompt.count(eos), row.response.count(eos)) == (0, 1)
+    (empty,) = prompt_and_responses("", ["4"], tokenizer)
+    assert empty.prompt == [tokenizer.bos_token_id]
+    (spelled,) = prompt_and_responses("<s>2+2=", ["4"], tokenizer, rendered=True)
     assert spelled.prompt.count(tokenizer.bos_token_id) == 1
 
 
@@ -203,11 +203,11 @@ def test_a_control_token_that_takes_white_space_behind_it_is_the_prompts():
     tokenizer = made("prepend", template=template, rstrip=True)
     prompt = ({"role": "user", "content": "2+2="},)
     for content in ("4", "\n4"):
-        found = prompt_and_responses(
+        (found,) = prompt_and_responses(
             prompt, [({"role": "assistant", "content": content},)], tokenizer
         )
         assert found.prompt == prompt_ids(prompt, tokenizer)
-        assert tokenizer.convert_ids_to_tokens(found.responses[0]) == ["▁4", "</s>"]
+        assert tokenizer.convert_ids_to_tokens(found.response) == ["▁4", "</s>"]
         assert not found.is_merged
 
 
@@ -223,7 +223,7 @@ def test_a_tokenizer_without_offsets_is_cut_where_the_tokens_part(monkeypatch):
     )
     got = [prompt_and_responses(p, ["4"], tokenizer) for p in ("2+2=", "1", "Say ", "")]
     assert got == wanted
-    assert [found.is_merged for found in got] == [False, False, True, False]
+    assert [found.is_merged for (found,) in got] == [False, False, True, False]
 
 
 def _without_encodings(encoded):
@@ -234,8 +234,8 @@ def _without_encodings(encoded):
 def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
     tokenizer = tiny_tokenizer()
     for answer in ("w5 w6", " w5 w6"):
-        found = prompt_and_responses("w3 w4", [answer], tokenizer)
-        assert (found.prompt, found.responses, found.is_merged) == ([3, 4], [[5, 6, 1]], False)
+        (found,) = prompt_and_responses("w3 w4", [answer], tokenizer)
+        assert found == ([3, 4, 5, 6, 1], 2, False)
 
 
 def test_white_space_that_has_other_tokens_in_front_of_an_answer_is_counted():

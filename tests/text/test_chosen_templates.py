@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf_lightning.data.sources.given import GivenRows
-from rlhf_lightning.text.templates import render_chat
+from rlhf_lightning.text.render import render_chat
 from rlhf_lightning.text.tokenizers import load_tokenizer, read_template
 from tests.builders.tokenizers import build_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf_lightning.callbacks.faults import describe_rows
-from rlhf_lightning.text.decoding import response_texts
+from rlhf_lightning.text.decode import response_texts
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 from tests.builders.models import prompt_batch, tiny_tokenizer
 from tests.builders.stages import tiny_module
@@ -24,13 +24,13 @@ from tests.text.test_boundaries import ANSWERS, KINDS, PROMPTS, made
 def test_what_was_encoded_behind_a_prompt_is_decoded_as_it_was(kind, bos):
     tokenizer = made(kind, bos=bos)
     for prompt, answer in itertools.product(PROMPTS, ANSWERS):
-        found = prompt_and_responses(prompt, [answer], tokenizer)
-        unknown = tokenizer.unk_token_id in found.prompt + found.responses[0]
+        (found,) = prompt_and_responses(prompt, [answer], tokenizer)
+        unknown = tokenizer.unk_token_id in found.prompt + found.response
         # Neither tells a text that starts with a space, nor RoBERTa a token that does.
         silent = (not prompt and answer[:1] == " ") or ("RoBERTa" in kind and prompt[-1:] == " ")
         if found.is_merged or unknown or silent or kind == "word pieces":
             continue
-        got = response_texts([found.prompt], [found.responses[0][:-1]], tokenizer)
+        got = response_texts([found.prompt], [found.response[:-1]], tokenizer)
         assert got == [answer] or kind == "unigram", (prompt, answer)
         assert got[0].split() == answer.split()
 

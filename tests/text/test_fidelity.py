@@ -11,7 +11,7 @@ import pytest
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.given import GivenRows
-from rlhf_lightning.text.templates import ChatTemplateError, render_chat
+from rlhf_lightning.text.render import ChatTemplateError, render_chat
 from rlhf_lightning.text.tokenizers import read_template
 from tests.builders.tokenizers import build_tokenizer
 from tests.text.conversations import CONVERSATIONS, TOOLS, said
@@ -122,7 +122,7 @@ def row(tokenizer):
                 tokenizer,
                 add_generation_prompt=False,
                 variables={"tools": TOOLS} if name == "tools" else {},
-                learnt=(len(messages) - 1,),
+                trained=(len(messages) - 1,),
             )
         except ChatTemplateError as error:
             letters += "R" if "refuses" in error.found else "L"
@@ -284,7 +284,7 @@ def test_only_an_answer_may_lose_what_comes_before_the_end_of_a_thought(role):
         render_chat(tuple(messages), build_tokenizer(template=template))
     thought = said("assistant", "<think>Hm.</think>4")
     messages = (QUESTION[0], thought, *QUESTION)
-    render_chat(messages, build_tokenizer(template=template), learnt=(3,))
+    render_chat(messages, build_tokenizer(template=template), trained=(3,))
 
 
 def test_a_system_text_may_be_put_into_the_users_turn():

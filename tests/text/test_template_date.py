@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 
 from rlhf_lightning.models.loading import loading_options
-from rlhf_lightning.text.templates import DATE, write_chat
+from rlhf_lightning.text.render import DATE, write_chat
 from rlhf_lightning.text.tokenizers import as_saved, load_tokenizer
 from tests.builders.tokenizers import CHATML, build_tokenizer
 

@@ -7,7 +7,7 @@ from huggingface_hub import constants
 from transformers import GenerationConfig
 
 from rlhf_lightning.models.loading import loading_options
-from rlhf_lightning.text.templates import write_chat
+from rlhf_lightning.text.render import write_chat
 from rlhf_lightning.text.tokenizers import (
     as_saved,
     check_same_tokenizer,
@@ -124,13 +124,11 @@ def test_template_arguments_reach_the_prompt_and_the_answer_and_are_saved(tmp_pa
     build_tokenizer(template=THINKING).save_pretrained(tmp_path / "hub")
     thinking = load_tokenizer(tmp_path / "hub")
     assert write_chat(TURNS, thinking).endswith("assistant\n")
-    assert "<think>" in thinking.decode(
-        prompt_and_responses(TURNS, [ANSWER], thinking).responses[0]
-    )
+    assert "<think>" in thinking.decode(prompt_and_responses(TURNS, [ANSWER], thinking)[0].response)
     quiet = load_tokenizer(tmp_path / "hub", chat_template_arguments={"enable_thinking": False})
     assert write_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
     assert (
-        quiet.decode(prompt_and_responses(TURNS, [ANSWER], quiet).responses[0]) == "four<|im_end|>"
+        quiet.decode(prompt_and_responses(TURNS, [ANSWER], quiet)[0].response) == "four<|im_end|>"
     )
     quiet.save_pretrained(tmp_path / "sft")
     later = load_tokenizer(tmp_path / "sft")

@@ -23,7 +23,7 @@ from rlhf_lightning.arguments import (
     Seed,
     checked,
 )
-from rlhf_lightning.data.conversations import placed
+from rlhf_lightning.data.conversations import with_system_in_user
 from rlhf_lightning.data.errors import (
     BadRecordError,
     Location,
@@ -39,13 +39,13 @@ from rlhf_lightning.data.files import (
     read_rows,
     split_files,
 )
-from rlhf_lightning.data.formats import Labels, ParsedRow, RowParser, Value, parse_rows
+from rlhf_lightning.data.formats import Labels, RowParser, Value, parse_rows
 from rlhf_lightning.data.records import (
-    Origin,
     PreferenceRecord,
     Record,
     RecordKind,
     Split,
+    TextRecord,
     check_split,
     kind_of,
     prompt_key,
@@ -99,7 +99,7 @@ class RowSource:
         """Check the arguments; rows are read at the first call of `records`."""
         self._parser()  # checks the columns
         self._skipped = SkippedRecords(self.on_bad_record)
-        self._splits: dict[Split, list[ParsedRow]] | None = None
+        self._splits: dict[Split, list[Record]] | None = None
         self._labels = Labels(None)
         self._features: Mapping[str, Any] = {}  # of `datasets`, known once the rows are read
 
@@ -124,47 +124,53 @@ class RowSource:
                 turned into `kind`.
             ValueError: if `split` is unknown.
         """
-        rows = self.parsed(split)
-        if kind == "prompts" and rows and kind_of(rows[0].record) != "prompts":
-            first = {prompt_key(r.record) + repr(r.record.variables): r for r in reversed(rows)}
-            rows = list(first.values())[::-1]
+        given = self.parsed(split)
+        if kind == "prompts" and given and kind_of(given[0]) != "prompts":
+            first = {prompt_key(one) + repr(one.variables): one for one in reversed(given)}
+            given = list(first.values())[::-1]
         labels, records = self._labels, []
         if kind == "demonstrations" and "label" not in (self.columns or ()):
-            labels.check_unread(rows)
-        for row in rows:
-            origin = Origin(row.where, self.on_bad_record == "skip", labels.unread(row))
+            labels.check_unread(given)
+        for record in given:
             try:
-                found = labels.records(row, kind)
-                records += [placed(one, origin, self.system_into_user) for one in found]
+                records += [self._placed(one) for one in labels.records(record, kind)]
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
-                learnt = kind in ("demonstrations", "unpaired") and labels.column is not None
-                if not (learnt or kind == "prompts") or kind_of(row.record) == "texts":
+                by_label = kind in ("demonstrations", "unpaired") and labels.column is not None
+                if not (by_label or kind == "prompts") or kind_of(record) == "texts":
                     raise
                 self._skipped.add(error)
         return records
 
-    def parsed(self, split: Split) -> list[ParsedRow]:
-        """Return the rows of a split with their records, of whatever kind these are."""
+    def _placed(self, record: Record) -> Record:
+        """Return a record with what becomes of it where its chat template does not write it."""
+        skip, unread = self.on_bad_record == "skip", self._labels.unread(record)
+        record = replace(record, origin=replace(record.origin, skip=skip, unread=unread))
+        if self.system_into_user and not isinstance(record, TextRecord):
+            return replace(record, prompt=with_system_in_user(record.prompt))
+        return record
+
+    def parsed(self, split: Split) -> list[Record]:
+        """Return a record for each row of a split, of whatever kind these are."""
         check_split(split)
         if self._splits is None:
             self._splits = self._load()
         return self._splits[split]
 
-    def _load(self) -> dict[Split, list[ParsedRow]]:
+    def _load(self) -> dict[Split, list[Record]]:
         given = {split: self._rows(split) for split in get_args(Split)}
-        splits: dict[Split, list[ParsedRow]] = {
+        splits: dict[Split, list[Record]] = {
             split: parse_rows(rows, self._parser(), self._skipped)
             for split, rows in given.items()
             if rows is not None
         }
-        self._labels = self._find_labels([row for rows in splits.values() for row in rows])
+        self._labels = self._find_labels([one for records in splits.values() for one in records])
         if "validation" in splits:
             self._warn_of_shared_prompts(**splits)
             return splits
         train = splits["train"]
-        keys = [row.group or prompt_key(row.record) for row in train]
-        keys = connected_keys(keys, [row.texts for row in train])
+        keys = [record.origin.group or prompt_key(record) for record in train]
+        keys = connected_keys(keys, [record.origin.sides for record in train])
         train, held_out = split_by_key(
             train,
             keys,
@@ -174,22 +180,23 @@ class RowSource:
         )
         return {"train": train, "validation": held_out}
 
-    def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
-        return Labels.of_rows(rows, self.columns or {}, self.label_good, self._class_names)
+    def _find_labels(self, records: Sequence[Record]) -> Labels:
+        columns = self.columns or {}
+        return Labels.of_records(records, columns, self.label_good, self._class_names)
 
     def _class_names(self, column: str) -> Sequence[str]:
         return getattr(self._features.get(column), "names", ())
 
-    def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
-        held_out = {prompt_key(row.record) for row in validation}
-        texts = {text for row in train for text in row.texts}
-        shared = held_out & {prompt_key(row.record) for row in train}
-        shared |= {prompt_key(row.record) for row in validation if not texts.isdisjoint(row.texts)}
+    def _warn_of_shared_prompts(self, train: list[Record], validation: list[Record]) -> None:
+        held_out = {prompt_key(record) for record in validation}
+        sides = {side for record in train for side in record.origin.sides}
+        shared = held_out & {prompt_key(record) for record in train}
+        shared |= {prompt_key(r) for r in validation if not sides.isdisjoint(r.origin.sides)}
         if shared:
             found = f"{len(shared)} of {len(held_out)} validation prompts are trained on too"
             logger.warning(f"{self.label}: {found}, so they are not new, e.g. {min(shared)[:60]!r}")
 
-    def _parser(self) -> Callable[[Row, Location], ParsedRow]:
+    def _parser(self) -> Callable[[Row, Location], Record]:
         return RowParser(self.columns, rendered=self.rendered)
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:

@@ -11,8 +11,8 @@ from typing import Any
 from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
 from rlhf_lightning.data.files import Row
-from rlhf_lightning.data.formats import Labels, ParsedRow
-from rlhf_lightning.data.records import DemonstrationRecord, RecordKind, Split, Text
+from rlhf_lightning.data.formats import Labels
+from rlhf_lightning.data.records import DemonstrationRecord, Origin, Record, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.messages import as_text, fields_of
 
@@ -100,31 +100,31 @@ class TemplateSource(FileSource):
         self.parsed(split)
         return dict(+self._left_out[split])
 
-    def _load(self) -> dict[Split, list[ParsedRow]]:
+    def _load(self) -> dict[Split, list[Record]]:
         splits = super()._load()
 
         def keep(split: Split, reason: str, wanted: Callable[[str], bool]) -> None:
             rows = splits[split]
-            splits[split] = [row for row in rows if wanted(row.columns[REFERENCE])]
+            splits[split] = [row for row in rows if wanted(row.origin.columns[REFERENCE])]
             self._left_out[split][reason] = len(rows) - len(splits[split])
 
         longest = self.max_completion_chars or sys.maxsize
         for split in splits:
             keep(split, TOO_LONG, lambda text: len(text) <= longest)
         if self.unseen_completions:
-            shown = {normalized(row.columns[REFERENCE]) for row in splits["train"]}
+            shown = {normalized(row.origin.columns[REFERENCE]) for row in splits["train"]}
             keep("validation", SEEN, lambda text: normalized(text) not in shown)
         return splits
 
-    def _find_labels(self, rows: Sequence[ParsedRow]) -> Labels:
+    def _find_labels(self, records: Sequence[Record]) -> Labels:
         # A field of this name is often a class, which a template writes.
-        said = {str(row.columns.get("label")).lower() for row in rows}
-        return super()._find_labels(rows) if said <= {"true", "false"} else Labels(None)
+        values = {str(record.origin.columns.get("label")).lower() for record in records}
+        return super()._find_labels(records) if values <= {"true", "false"} else Labels(None)
 
-    def _parser(self) -> Callable[[Row, Location], ParsedRow]:
+    def _parser(self) -> Callable[[Row, Location], Record]:
         return self._parse_row
 
-    def _parse_row(self, row: Row, where: Location) -> ParsedRow:
+    def _parse_row(self, row: Row, where: Location) -> Record:
         columns = {str(k): v for k, v in row.items() if v is not None}
         texts = {
             name: self.templates[name].format_map({k: _field(columns, k, where) for k in fields})
@@ -144,8 +144,8 @@ class TemplateSource(FileSource):
         domain = "" if self.domain is None else _field(columns, self.domain, where)
         group = "" if self.split_by is None else _field(columns, self.split_by, where)
         columns.pop("prompt", None)
-        record = DemonstrationRecord(prompt, answer, domain)
-        return ParsedRow(record, where, {**columns, REFERENCE: reference}, group)
+        origin = Origin(where, {**columns, REFERENCE: reference}, group=group)
+        return DemonstrationRecord(prompt, answer, domain, origin=origin)
 
 
 def normalized(text: str) -> str:

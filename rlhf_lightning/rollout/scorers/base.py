@@ -32,8 +32,8 @@ from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.text.decoding import response_texts
-from rlhf_lightning.text.reward_texts import ResponseText
+from rlhf_lightning.text.decode import response_texts
+from rlhf_lightning.text.reward_text import Completion
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
 
@@ -118,7 +118,7 @@ def make_responses(
     return Responses(prompts, generation, attention_mask, tuple(texts))
 
 
-def response_texts_of(responses: Responses, *, thoughts: Thoughts = "keep") -> list[ResponseText]:
+def response_texts_of(responses: Responses, *, thoughts: Thoughts = "keep") -> list[Completion]:
     """Return the responses as texts, row by row, with their thoughts or without."""
     columns = responses.prompts.columns
     conversations = columns.get(CONVERSATION, ("",) * len(responses.prompts))
@@ -132,7 +132,7 @@ def response_texts_of(responses: Responses, *, thoughts: Thoughts = "keep") -> l
         if turns and isinstance(turns[-1], list):
             variables, turns = turns
         text = shown(prompt, completion, thoughts, "scorer.thoughts")
-        found.append(ResponseText(text.prompt, turns, text.response, finished, rendered, variables))
+        found.append(Completion(text.prompt, turns, text.response, finished, rendered, variables))
     return found
 
 

@@ -25,7 +25,7 @@ from rlhf_lightning.rollout.scorers.base import (
 )
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, key_in
 from rlhf_lightning.text.messages import as_text
-from rlhf_lightning.text.reward_texts import ResponseText
+from rlhf_lightning.text.reward_text import Completion
 
 Result = TypeVar("Result")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a retry; they double
@@ -184,8 +184,8 @@ class HttpScorer(ModelFree):
         known: dict[str, Sequence[Any]] = {
             **{k: v for k, v in responses.prompts.columns.items() if k != CONVERSATION},
             "prompts": [row.prompt for row in texts],
-            "completions": [row.completion for row in texts],
-            "texts": [row.prompt + row.completion for row in texts],
+            "completions": [row.text for row in texts],
+            "texts": [row.prompt + row.text for row in texts],
             "messages": [_messages(row) for row in texts],
             "finished": [row.finished for row in texts],
         }
@@ -212,6 +212,6 @@ class HttpScorer(ModelFree):
         return [float(score) for score in found]
 
 
-def _messages(row: ResponseText) -> list[dict[str, str]]:
+def _messages(row: Completion) -> list[dict[str, str]]:
     given = [{"role": "user", "content": row.prompt}] if row.messages is None else row.messages
-    return [*given, {"role": "assistant", "content": row.completion}]
+    return [*given, {"role": "assistant", "content": row.text}]

@@ -27,7 +27,7 @@ from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.models.loading import loading_options, reward_normalization
 from rlhf_lightning.rollout.scorers.base import Responses, Scores, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
-from rlhf_lightning.text.reward_texts import ClassifierInputs, LastTokenInputs, Renderer
+from rlhf_lightning.text.reward_text import ClassifierInputs, LastTokenInputs, Renderer
 from rlhf_lightning.text.tokenizers import as_saved
 
 logger = logging.getLogger(__name__)

@@ -9,41 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.control_tokens import ControlTokens
-from rlhf_lightning.text.fidelity import lost
-from rlhf_lightning.text.forms import REFUSALS, THOUGHT, apply, form_of
-from rlhf_lightning.text.templates import first_stop
+from rlhf_lightning.text.decode import Completion
+from rlhf_lightning.text.messages import THOUGHT
+from rlhf_lightning.text.render import ChatTemplateError, first_stop, parts_missing, write_chat
+from rlhf_lightning.text.tokens import ControlTokens
 
 logger = logging.getLogger(__name__)
 
 # Placeholder for the response, to find the text that the template writes around it.
 _PLACEHOLDER = "\ue000answer\ue001"
 _OTHER = "give a tokenizer with another one by scorer.tokenizer=FOLDER"
-
-
-class ResponseText(NamedTuple):
-    """One response as text.
-
-    Args:
-        prompt: the prompt as the policy sees it: plain, or rendered by the policy's template.
-        messages: the conversation that the response ends; a plain prompt has none.
-        completion: text of the response, as the policy wrote it.
-        finished: whether it ended by itself.
-        rendered: special tokens that a plain prompt spells are tokens.
-        variables: further variables of a chat template, such as `tools`.
-    """
-
-    prompt: str
-    messages: list[dict[str, Any]] | None
-    completion: str
-    finished: bool
-    rendered: bool = False
-    variables: Mapping[str, Any] = MappingProxyType({})
 
 
 class Renderer:
@@ -68,7 +47,7 @@ class Renderer:
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return encoded.encodings[0], len(parts[0])
 
-    def parts(self, row: ResponseText) -> tuple[str, str, str]:
+    def parts(self, row: Completion) -> tuple[str, str, str]:
         """Return prompt, response and the template's closing as one text in three parts.
 
         Raises:
@@ -77,7 +56,7 @@ class Renderer:
         """
         if row.messages is None:
             return self.question(row), self.response(row), ""
-        turns, variables = self._turns(row, row.completion), self._control.disarmed(row.variables)
+        turns, variables = self._turns(row, row.text), self._control.disarmed(row.variables)
         full = self._write(turns, variables)
         other = self._write(self._turns(row, _PLACEHOLDER), variables)
         before, found, after = other.partition(_PLACEHOLDER)
@@ -90,8 +69,8 @@ class Renderer:
             )
         if not self._told:
             # A reward model may be blind to thoughts.
-            said = [{k: v for k, v in message.items() if k != THOUGHT} for message in turns]
-            missing = lost(said, variables, full, form_of(self.tokenizer), self._write)
+            others = [{k: v for k, v in message.items() if k != THOUGHT} for message in turns]
+            missing = parts_missing(full, others, self.tokenizer, variables=variables)
             self._told = bool(missing)
             if missing:
                 logger.warning(
@@ -102,7 +81,7 @@ class Renderer:
                 )
         return before, full[len(before) : len(full) - len(after)], after
 
-    def question(self, row: ResponseText) -> str:
+    def question(self, row: Completion) -> str:
         """Return the prompt by itself.
 
         Raises:
@@ -112,11 +91,11 @@ class Renderer:
             return row.prompt if row.rendered else self._control.disarmed(row.prompt)
         return self._write(self._turns(row), self._control.disarmed(row.variables))
 
-    def response(self, row: ResponseText) -> str:
+    def response(self, row: Completion) -> str:
         """Return the response by itself."""
-        return self._control.disarmed(row.completion)
+        return self._control.disarmed(row.text)
 
-    def _turns(self, row: ResponseText, *answers: str) -> list[dict[str, Any]]:
+    def _turns(self, row: Completion, *answers: str) -> list[dict[str, Any]]:
         turns = [{"role": "assistant", "content": answer} for answer in answers]
         return self._control.disarmed([*(row.messages or ()), *turns])
 
@@ -127,12 +106,14 @@ class Renderer:
                 "give a tokenizer with one by scorer.tokenizer=FOLDER"
             )
         try:
-            return apply(self.tokenizer, turns, variables)
-        except REFUSALS as error:
+            return write_chat(
+                turns, self.tokenizer, variables=variables, add_generation_prompt=False
+            )
+        except ChatTemplateError as error:
             roles = ", ".join(message["role"] for message in turns)
             raise ValueError(
                 "the reward model's chat template refuses a conversation of "
-                f"{roles}: {error}; {_OTHER}"
+                f"{roles}: {error.__cause__}; {_OTHER}"
             ) from error
 
 
@@ -175,7 +156,7 @@ class LastTokenInputs:
                 "the reward model's tokenizer has no EOS token: use scorer.ending=template or none"
             )
 
-    def __call__(self, row: ResponseText) -> Tokens:
+    def __call__(self, row: Completion) -> Tokens:
         """Return a row's tokens."""
         tokenizer = self.renderer.tokenizer
         before, response, after = self.renderer.parts(row)
@@ -235,7 +216,7 @@ class ClassifierInputs:
             raise ValueError(f"scorer.max_length={self.max_length} {fact}: raise it")
         return room
 
-    def __call__(self, row: ResponseText) -> Tokens:
+    def __call__(self, row: Completion) -> Tokens:
         """Return a row's tokens."""
         renderer, second, room = self.renderer, None, self._room()
         pair = self.input_format == "pair"

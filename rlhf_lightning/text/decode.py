@@ -7,8 +7,9 @@ the prompt's last bytes begin.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, proxy
 
 from tokenizers.models import WordLevel
@@ -18,6 +19,26 @@ from rlhf_lightning.models.loading import listed
 
 NUM_BEFORE = 16  # tokens of a prompt that a response is decoded with
 _UNFINISHED = "\ufffd"  # what a part of a character is decoded as
+
+
+class Completion(NamedTuple):
+    """What a policy wrote behind a prompt, as text.
+
+    Args:
+        prompt: the prompt as the policy sees it: plain, or rendered by the policy's template.
+        messages: the conversation that the completion ends; a plain prompt has none.
+        text: the completion.
+        finished: whether it ended by itself.
+        rendered: special tokens that a plain prompt spells are tokens.
+        variables: further variables of a chat template, such as `tools`.
+    """
+
+    prompt: str
+    messages: list[dict[str, Any]] | None
+    text: str
+    finished: bool
+    rendered: bool = False
+    variables: Mapping[str, Any] = MappingProxyType({})
 
 
 def decoded(
@@ -113,13 +134,13 @@ class _ResponseDecoder:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+_KNOWN: WeakKeyDictionary[Any, _ResponseDecoder] = WeakKeyDictionary()
+
+
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> _ResponseDecoder:
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = _ResponseDecoder(tokenizer)
     return _KNOWN[tokenizer]
-
-
-_KNOWN: WeakKeyDictionary[Any, _ResponseDecoder] = WeakKeyDictionary()
 
 
 def token_names(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
