@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION, RENDERED
-from rlhf_lightning.data.conversations import ROW_KEYS
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import (
+    ROW_KEYS,
     DemonstrationRecord,
     PreferenceRecord,
     PromptRecord,
@@ -44,8 +44,8 @@ from rlhf_lightning.data.records import (
     TextRecord,
     UnpairedRecord,
 )
-from rlhf_lightning.text.messages import WEIGHT, Text
-from rlhf_lightning.text.render import ChatTemplateError, unread_keys, write_chat
+from rlhf_lightning.text.messages import WEIGHT, BadValueError, Text
+from rlhf_lightning.text.render import unread_keys, write_chat
 from rlhf_lightning.text.tokens import (
     Rendered,
     TextEncoder,
@@ -219,7 +219,7 @@ class RecordEncoder:
         """
         try:
             rows = self._rows(record)
-        except ChatTemplateError as error:
+        except BadValueError as error:
             bad = BadRecordError(record.place, error.found, error.fix)
             if not record.origin.skip:
                 raise bad from error
@@ -379,7 +379,7 @@ def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
     """Yield each learnt turn of the assistant with the messages before it, the last one first."""
     if isinstance(record.prompt, str):
         fix = "give messages, or learn the response alone with data.loss_on=last"
-        raise ChatTemplateError("data.loss_on=all is of conversations, and this is plain text", fix)
+        raise BadValueError("data.loss_on=all is of conversations, and this is plain text", fix)
     messages = (*record.prompt, *record.completion)
     for at in reversed(range(len(messages))):
         if messages[at]["role"] != "assistant" or messages[at].get(WEIGHT) == 0:
@@ -387,7 +387,7 @@ def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
         said = messages[at]["content"].strip() or "tool_calls" in messages[at]
         if not at or not said:
             found = f"message {at + 1} (assistant) is empty, or answers no message"
-            raise ChatTemplateError(found, "fill it, or give it weight: 0")
+            raise BadValueError(found, "fill it, or give it weight: 0")
         yield replace(record, prompt=messages[:at], completion=messages[at : at + 1])
 
 

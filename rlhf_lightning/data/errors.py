@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlhf_lightning.text.messages import BadValueError
+
 OnBadRecord = Literal["raise", "skip"]
 NUM_NAMED_SKIPS = 5
 LONGEST_QUOTE = 60
@@ -92,9 +94,9 @@ def closest(name: str, names: Iterable[str], *, cutoff: float = 0.7) -> str | No
     return found[0] if found else None
 
 
-def wrong_value(where: Location, key: str, value: Any, wanted: str, fix: str) -> BadRecordError:
+def wrong_value(key: str, value: Any, wanted: str, fix: str) -> BadValueError:
     """Return the error of a key that holds something else than what is wanted."""
-    return BadRecordError(where, f"the key {key!r} holds {describe(value)}, expected {wanted}", fix)
+    return BadValueError(f"the key {key!r} holds {describe(value)}, expected {wanted}", fix)
 
 
 def describe(value: Any) -> str:

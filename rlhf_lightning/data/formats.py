@@ -11,34 +11,24 @@
 
 Each is plain (strings) or conversational (lists of `{"role", "content"}`), save `text` (plain) and
 `messages` (conversational). Optional keys: `domain`, `margin`, `label` (of unpaired rows, see
-`Labels`), `rendered` (true where the texts spell special tokens that are meant as tokens), and
-the columns of a conversation (`conversations.with_row_keys`). All rows of a set have one format.
-Sides that are transcripts, as in Anthropic/hh-rlhf, are read as conversations unless they are
-`rendered`. Source: https://huggingface.co/docs/trl/dataset_formats.
+`kinds.Labels`), `rendered` (true where the texts spell special tokens that are meant as tokens),
+and the columns of a conversation (`with_row_keys`). All rows of a set have one format. Sides that
+are transcripts, as in Anthropic/hh-rlhf, are read as conversations unless they are `rendered`.
+Source: https://huggingface.co/docs/trl/dataset_formats.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
-from rlhf_lightning.data.conversations import (
-    ROW_KEYS,
-    SIDES,
-    check_characters,
-    check_response,
-    implied_prompt,
-    is_transcript,
-    messages_in,
-    parse_messages,
-    parse_text,
-    parse_transcript,
-    style,
-    with_row_keys,
-    without_nulls,
-)
+from transformers import PreTrainedTokenizerBase
+
 from rlhf_lightning.data.errors import (
     BadRecordError,
     Location,
@@ -58,18 +48,29 @@ from rlhf_lightning.data.public_formats import (
     pair_of,
 )
 from rlhf_lightning.data.records import (
+    ROW_KEYS,
+    SIDES,
+    VARIABLES,
     DemonstrationRecord,
     Origin,
     PreferenceRecord,
     PromptRecord,
     Record,
-    RecordKind,
     TextRecord,
-    UnpairedRecord,
-    both_responses,
-    kind_of,
 )
-from rlhf_lightning.text.messages import WEIGHT
+from rlhf_lightning.data.texts import (
+    ANSWER_MARK,
+    CALLS,
+    check_characters,
+    from_json,
+    is_transcript,
+    messages_in,
+    parse_messages,
+    parse_text,
+    parse_transcript,
+    without_nulls,
+)
+from rlhf_lightning.text.messages import SYSTEM, THOUGHT, WEIGHT, BadValueError, Text
 
 FILL = "fill it, or leave the record out"
 _PAIRS = ("prompt+chosen+rejected", "chosen+rejected")
@@ -78,91 +79,10 @@ FORMATS = {name: tuple(name.split("+")) for name in _NAMES}
 _QUIET = ("domain", "margin", "rendered")
 KNOWN_KEYS = (*TEXT_KEYS, *_QUIET, "label", *ROW_KEYS)
 _EMPTY = ("None", "", "[]", "{}", "nan")
-
-
-# -- records -----------------------------------------------------------------------------------
-
-
-def _record(name: str, row: Row, where: Location) -> Record:
-    """Return the record of a row of a format."""
-    if name == "text":
-        return _text_record(row["text"], where)
-    if name == "messages":
-        return _conversation(row, where)
-    texts = [parse_text(row[key], key, where) for key in FORMATS[name]]
-    record: Record
-    if name == "prompt":
-        if not texts[0]:
-            raise BadRecordError(where, "the key 'prompt' is empty", FILL)
-        record = PromptRecord(texts[0])
-    elif name == "prompt+completion":
-        record = DemonstrationRecord(texts[0], texts[1])
-    else:
-        *given, chosen, rejected = texts
-        if chosen == rejected:
-            found = f"'chosen' and 'rejected' are the same: {describe(row['chosen'])}"
-            raise BadRecordError(where, found, "leave the pair out: it says nothing")
-        parts = implied_prompt(given[0] if given else None, chosen, rejected, where)
-        record = PreferenceRecord(*parts, margin=_margin(row.get("margin"), where))
-    if not isinstance(record.prompt, str) and [m["role"] for m in record.prompt[-1:]] == [
-        "assistant"
-    ]:
-        found = "the last message of 'prompt' is from 'assistant', which leaves nothing to answer"
-        raise BadRecordError(where, found, "end the prompt with a message from 'user'")
-    for key in ("completion", *SIDES):
-        if key in FORMATS[name]:
-            check_response(record.prompt, getattr(record, key), key, where)
-    return record
-
-
-def _text_record(text: Any, where: Location) -> TextRecord:
-    if not isinstance(messages_in(text, "text", where), str):
-        fix = "give conversations under the key 'messages', or "
-        raise wrong_value(where, "text", text, "text", fix + "columns={messages: text, text: null}")
-    if not text.strip():
-        raise BadRecordError(where, "the key 'text' is empty", FILL)
-    return TextRecord(check_characters(text, "the key 'text'", where))
-
-
-def _conversation(row: Row, where: Location) -> DemonstrationRecord:
-    messages = parse_messages(row["messages"], "messages", where)
-    roles = [message["role"] for message in messages]
-    if roles[-1] != "assistant" or "user" not in roles:
-        found = f"'messages' are from {', '.join(roles)}, expected 'user' and at last 'assistant'"
-        raise BadRecordError(where, found, "end with the response, or give it as 'prompt' only")
-    learnt = [i for i, m in enumerate(messages) if roles[i] == "assistant" and m.get(WEIGHT) != 0]
-    last = learnt[-1] if learnt else len(messages) - 1
-    prompt, answer = messages[:last], messages[last : last + 1]  # what is behind is not learnt
-    check_response(prompt, answer, "messages", where)
-    return DemonstrationRecord(prompt, answer)
-
-
-def _margin(value: Any, where: Location) -> float | None:
-    if value is None or value == "":
-        return None
-    try:
-        # A CSV cell is text, and a truth value is an int to Python.
-        margin = math.nan if isinstance(value, bool | list | dict) else float(value)
-    except (ValueError, OverflowError):  # a whole number of 400 digits is no float
-        margin = math.nan
-    if not 0 <= margin < math.inf:
-        fix = "swap the sides of a negative one, or leave the key out"
-        raise wrong_value(where, "margin", value, "a finite number >= 0", fix)
-    return margin
-
-
-def detect_format(keys: Iterable[str]) -> str | None:
-    """Return the name of the format (of `FORMATS`) that these keys speak of, or None.
-
-    A key of the richest format decides: `prompt chosen` is a preference that lacks `rejected`, not
-    a prompt with another column.
-    """
-    present = set(keys)
-    if present & set(SIDES):
-        return "prompt+chosen+rejected" if "prompt" in present else "chosen+rejected"
-    if "completion" in present:
-        return "prompt+completion"
-    return next((name for name in ("messages", "prompt", "text") if name in present), None)
+*_LISTS, _KWARGS = VARIABLES
+_RENDERER_OPTIONS = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+)
 
 
 def parse_rows(
@@ -196,36 +116,6 @@ def parse_rows(
     return records
 
 
-def to_kind(record: Record, kind: RecordKind) -> Record:
-    """Return a record as one of the wanted kind.
-
-    A prompt may be taken from any record that has one (its row's other columns go with it), a
-    demonstration from a preference (its chosen response).
-
-    Raises:
-        BadRecordError: if the record cannot be turned into that kind, naming both.
-    """
-    columns = record.origin.columns
-    more: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
-    if kind == "prompts" and not isinstance(record, TextRecord):
-        if not record.prompt:
-            raise BadRecordError(record.place, "the key 'prompt' is empty", FILL)
-        return PromptRecord(record.prompt, record.domain, columns, record.rendered, **more)
-    if kind == "demonstrations" and isinstance(record, PreferenceRecord):
-        given = (record.prompt, record.chosen, record.domain, record.rendered)
-        return DemonstrationRecord(*given, **more)
-    if kind != kind_of(record):
-        found = f"{kind} were asked for, but the records are {kind_of(record)}"
-        found += f" (other columns: {', '.join(columns) or 'none'})"
-        fix = f"map columns with {mapping_of(columns)} to one of {_formats()}"
-        raise BadRecordError(record.place, found, f"{fix}, or {pair_of(columns)}")
-    return record
-
-
-def _formats() -> str:
-    return "; ".join(" ".join(keys) for keys in FORMATS.values())
-
-
 class RowParser:
     """Makes records of the rows of one set, whose format is that of its first good row.
 
@@ -254,22 +144,32 @@ class RowParser:
         Raises:
             BadRecordError: if it has none, or is of another format than the first.
         """
+        try:
+            return self._record(row, where)
+        except BadValueError as error:
+            raise BadRecordError(where, error.found, error.fix) from error
+
+    def _record(self, row: Row, where: Location) -> Record:
         row = {k: None if type(v).__name__ in ("NAType", "NaTType") else v for k, v in row.items()}
         if not any(self._columns.get(key) for key in TEXT_KEYS):
             hidden = self._columns.keys() & set(TEXT_KEYS)
-            row = as_ours({k: v for k, v in row.items() if k not in hidden}, where)
+            row = as_ours({k: v for k, v in row.items() if k not in hidden})
             if line := misnamed(row):
-                raise BadRecordError(where, f"these are no keys of ours: {names_in(row)}", line)
-        ours = self._values(self._rename(row, where), where)
-        name = self._format(ours, row, where)
-        record = replace(
-            _record(name, ours, where), domain=ours.get("domain", ""), rendered=ours["rendered"]
-        )
-        record, used = with_row_keys(record, ours, where)
-        own = style(record.text if isinstance(record, TextRecord) else record.prompt)
+                raise BadValueError(f"these are no keys of ours: {names_in(row)}", line)
+        ours = self._renamed(row)
+        ours = without_nulls(ours) if where.unit == "row" else ours
+        domain, rendered = ours.get("domain", ""), self._is_rendered(ours)
+        if not isinstance(domain, str):
+            raise wrong_value("domain", domain, "text", "write a name, or leave it out")
+        if not rendered:
+            ours = _with_messages(ours)
+        name = self._format(ours, row, rendered)
+        record = replace(_record(name, ours), domain=domain, rendered=rendered)
+        record, used = with_row_keys(record, ours)
+        own = _style(record.text if isinstance(record, TextRecord) else record.prompt)
         if self._began is not None and own != self._began[1]:
             found = f"mixed formats: this record is {own}, the set began {self._began[1]}"
-            raise BadRecordError(where, found, "give each format a set of its own")
+            raise BadValueError(found, "give each format a set of its own")
         self._began = (name, own)
         quiet = {self._columns.get(key, key) for key in ("prompt", "domain", "rendered")}
         read = {self._columns.get(key, key) for key in (*FORMATS[name], *_QUIET, *used)}
@@ -282,7 +182,7 @@ class RowParser:
         )
         return replace(record, origin=origin)
 
-    def _rename(self, row: Row, where: Location) -> dict[str, Any]:
+    def _renamed(self, row: Row) -> dict[str, Any]:
         """Return the row's values under our names, without the nulls that fill columnar files."""
         ours = {key: row[key] for key in KNOWN_KEYS if key in row and key not in self._columns}
         for name, theirs in self._columns.items():
@@ -290,180 +190,283 @@ class RowParser:
                 hint = closest(theirs, row)
                 meant = f"did you mean {hint!r}?" if hint else f"found {names_in(row)}"
                 found = f"columns maps {name!r} to the key {theirs!r}, which is missing"
-                raise BadRecordError(where, found, meant)
+                raise BadValueError(found, meant)
             ours[name] = None if theirs is None else row[theirs]
         return {key: value for key, value in ours.items() if value is not None}
 
-    def _values(self, given: dict[str, Any], where: Location) -> dict[str, Any]:
-        """Return the values with the messages that cells and transcripts spell."""
-        ours: dict[str, Any] = without_nulls(given) if where.unit == "row" else given.copy()
-        rendered = str(ours.get("rendered", self._rendered)).lower()  # a CSV cell is text
-        if rendered not in ("true", "false"):
+    def _is_rendered(self, ours: Mapping[str, Any]) -> bool:
+        value = ours.get("rendered", self._rendered)
+        if str(value).lower() not in ("true", "false"):  # a CSV cell is text
             fix = "write one of them, or hide the column with columns={rendered: null}"
-            raise wrong_value(where, "rendered", given["rendered"], "true or false", fix)
-        if not isinstance(domain := ours.get("domain", ""), str):
-            raise wrong_value(where, "domain", domain, "text", "write a name, or leave it out")
-        ours["rendered"] = rendered == "true"
-        if ours["rendered"]:
-            return ours
-        cell = ours.get("completion")
-        for key in TEXT_KEYS[1:]:
-            if key in ours:
-                ours[key] = messages_in(ours[key], key, where)
-        if isinstance(ours.get("prompt"), str) and isinstance(cell, str):  # it may ask for JSON
-            said = ours["completion"]
-            roles = () if isinstance(said, str) else [m.get("role", m.get("from")) for m in said]
-            if roles != ["assistant"]:
-                ours["completion"] = cell
-        if all(is_transcript(ours.get(side)) for side in SIDES):
-            ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
-        return ours
+            raise wrong_value("rendered", value, "true or false", fix)
+        return str(value).lower() == "true"
 
-    def _format(self, ours: dict[str, Any], row: Row, where: Location) -> str:
+    def _format(self, ours: Mapping[str, Any], row: Row, rendered: bool) -> str:
         name = detect_format(ours)
         began = self._began[0] if self._began else name
         if began is None:
             # "context" is no misspelled "text".
             hints = ((key, closest(key, row, cutoff=0.75)) for key in TEXT_KEYS)
             meant = next((f"rename {near!r} to {key!r}, or " for key, near in hints if near), "")
-            found = f"no known format has its keys: found {names_in(row)}, expected {_formats()}"
+            found = f"no known format has its keys: found {names_in(row)}, "
             fix = f"{meant}map them with {mapping_of(row)}, or {pair_of(row)}"
-            raise BadRecordError(where, found, fix)
+            raise BadValueError(f"{found}expected {known_formats()}", fix)
         missing = next((key for key in FORMATS[began] if key not in ours), None)
         if missing and set(FORMATS[name] if name else ()) <= set(FORMATS[began]):
-            raise _missing(missing, row, where)
+            raise _missing(missing, row)
         if name != began:
             found = f"mixed formats: this record reads as {name!r}, the set began as {began!r}"
-            raise BadRecordError(where, found, "put each format into a separate set")
+            raise BadValueError(found, "put each format into a separate set")
         other = next((key for key in PROMPTS if isinstance(row.get(key), str)), None)
         alone = name == "chosen+rejected" and "prompt" not in self._columns
-        if other and alone and isinstance(ours["chosen"], str) and not ours["rendered"]:
+        if other and alone and isinstance(ours["chosen"], str) and not rendered:
             fix = f"read it with columns={{prompt: {other}}}, or let both sides repeat their prompt"
             found = f"the pair has no key 'prompt', but a column {other!r}"
-            raise BadRecordError(where, found, f"{fix} and set columns={{prompt: null}}")
+            raise BadValueError(found, f"{fix} and set columns={{prompt: null}}")
         return began
 
 
-def _missing(key: str, row: Row, where: Location) -> BadRecordError:
+def detect_format(keys: Iterable[str]) -> str | None:
+    """Return the name of the format (of `FORMATS`) that these keys speak of, or None.
+
+    A key of the richest format decides: `prompt chosen` is a preference that lacks `rejected`, not
+    a prompt with another column.
+    """
+    present = set(keys)
+    if present & set(SIDES):
+        return "prompt+chosen+rejected" if "prompt" in present else "chosen+rejected"
+    if "completion" in present:
+        return "prompt+completion"
+    return next((name for name in ("messages", "prompt", "text") if name in present), None)
+
+
+def known_formats() -> str:
+    """Return the keys of all formats, for errors."""
+    return "; ".join(" ".join(keys) for keys in FORMATS.values())
+
+
+def _missing(key: str, row: Row) -> BadValueError:
     if key in row:
-        return BadRecordError(where, f"the key {key!r} holds null", "fill it, or drop the record")
+        return BadValueError(f"the key {key!r} holds null", "fill it, or drop the record")
     hint = closest(key, [name for name in row if name not in KNOWN_KEYS])
     meant = f"did you mean {hint!r}? Rename it, or pass " if hint else "pass "
     found = f"the key {key!r} is missing (found {names_in(row)})"
-    return BadRecordError(where, found, f"{meant}columns={{{key}: {hint or 'their_name'}}}")
+    return BadValueError(found, f"{meant}columns={{{key}: {hint or 'their_name'}}}")
 
 
-# -- labels ------------------------------------------------------------------------------------
+def _with_messages(ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with the messages that cells and transcripts spell."""
+    parsed = {
+        key: messages_in(value, key) if key in TEXT_KEYS[1:] else value
+        for key, value in ours.items()
+    }
+    if isinstance(parsed.get("prompt"), str) and isinstance(ours.get("completion"), str):
+        # The prompt may ask for JSON: what is no response of the assistant is text.
+        found = parsed["completion"]
+        roles = () if isinstance(found, str) else [m.get("role", m.get("from")) for m in found]
+        if roles != ["assistant"]:
+            parsed["completion"] = ours["completion"]
+    if all(is_transcript(parsed.get(side)) for side in SIDES):
+        parsed |= {side: parse_transcript(parsed[side], side) for side in SIDES}
+    return parsed
 
-Value = str | int | float | bool
-EVERY = "learn all rows alike with columns={label: null}"
-GOOD = (
-    "name the value of good responses with dataset.source.label_good=VALUE (in Python "
-    f"label_good=VALUE), or {EVERY}"
-)
-_TRUTH = {"true": True, "false": False}
+
+# -- the record of a format --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Labels:
-    """Labels of a set: true where a response is good, or one value where it is `label_good`.
+def _record(name: str, row: Mapping[str, Any]) -> Record:
+    if name == "text":
+        return _text_record(row["text"])
+    if name == "messages":
+        return _conversation(row["messages"])
+    texts = {key: parse_text(row[key], key) for key in FORMATS[name]}
+    record: Record
+    if name == "prompt":
+        if not texts["prompt"]:
+            raise BadValueError("the key 'prompt' is empty", FILL)
+        record = PromptRecord(texts["prompt"])
+    elif name == "prompt+completion":
+        record = DemonstrationRecord(texts["prompt"], texts["completion"])
+    else:
+        if texts["chosen"] == texts["rejected"]:
+            found = f"'chosen' and 'rejected' are the same: {describe(row['chosen'])}"
+            raise BadValueError(found, "leave the pair out: it says nothing")
+        parts = implied_prompt(texts.get("prompt"), texts["chosen"], texts["rejected"])
+        record = PreferenceRecord(*parts, margin=_margin(row.get("margin")))
+    if not isinstance(record.prompt, str) and [m["role"] for m in record.prompt[-1:]] == [
+        "assistant"
+    ]:
+        found = "the last message of 'prompt' is from 'assistant', which leaves nothing to answer"
+        raise BadValueError(found, "end the prompt with a message from 'user'")
+    for key in ("completion", *SIDES):
+        if key in FORMATS[name]:
+            check_response(record.prompt, getattr(record, key), key)
+    return record
 
-    Args:
-        column: name of the column; None where no row has one.
-        good: the value that says that a response is good; None for true.
+
+def _text_record(text: Any) -> TextRecord:
+    if not isinstance(messages_in(text, "text"), str):
+        fix = "give conversations under the key 'messages', or "
+        raise wrong_value("text", text, "text", fix + "columns={messages: text, text: null}")
+    if not text.strip():
+        raise BadValueError("the key 'text' is empty", FILL)
+    return TextRecord(check_characters(text, "the key 'text'"))
+
+
+def _conversation(given: Any) -> DemonstrationRecord:
+    messages = parse_messages(given, "messages")
+    roles = [message["role"] for message in messages]
+    if roles[-1] != "assistant" or "user" not in roles:
+        found = f"'messages' are from {', '.join(roles)}, expected 'user' and at last 'assistant'"
+        raise BadValueError(found, "end with the response, or give it as 'prompt' only")
+    trained = [i for i, m in enumerate(messages) if roles[i] == "assistant" and m.get(WEIGHT) != 0]
+    last = trained[-1] if trained else len(messages) - 1
+    prompt, response = messages[:last], messages[last : last + 1]  # what is behind is not trained
+    check_response(prompt, response, "messages")
+    return DemonstrationRecord(prompt, response)
+
+
+def _margin(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        # A CSV cell is text, and a truth value is an int to Python.
+        margin = math.nan if isinstance(value, bool | list | dict) else float(value)
+    except (ValueError, OverflowError):  # a whole number of 400 digits is no float
+        margin = math.nan
+    if not 0 <= margin < math.inf:
+        fix = "swap the sides of a negative one, or leave the key out"
+        raise wrong_value("margin", value, "a finite number >= 0", fix)
+    return margin
+
+
+def check_response(prompt: Text, response: Text, key: str) -> None:
+    """Check that a response fits its prompt.
+
+    Raises:
+        BadValueError: if one is plain and the other conversational, if the response is empty, or
+            if it is not one message of the assistant: results of tools and the template's marks
+            between two turns are not what a policy writes.
     """
+    columns = "prompt: null" if key in SIDES else f"messages: {key}, {key}: null, prompt: null"
+    whole = f"where it is a whole conversation read it by columns={{{columns}}}"
+    if isinstance(prompt, str) != isinstance(response, str):
+        found = f"'prompt' is {_style(prompt)} but {key!r} is {_style(response)}"
+        fix = "write both as text or both as lists of messages"
+        raise BadValueError(found, fix if isinstance(response, str) else f"{fix}; {whole}")
+    if isinstance(response, str):
+        is_empty = not response.strip()
+    else:
+        roles = [message["role"] for message in response]
+        if not prompt:
+            found = f"no message comes before {key!r}, so it answers nothing"
+            raise BadValueError(found, "give the question under the key 'prompt'")
+        if roles != ["assistant"]:
+            found = f"{key!r} is from {', '.join(roles) or 'nobody, after the shared messages'}"
+            found += ", expected only the assistant's response, one message"
+            raise BadValueError(found, f"move the earlier messages to 'prompt'; {whole}")
+        if response[-1].get(WEIGHT) == 0:
+            found = f"the response of {key!r} has weight 0 (or train or loss: false)"
+            raise BadValueError(found, "end with a response that is learnt, or leave it out")
+        is_empty = not response[-1]["content"].strip() and CALLS not in response[-1]
+    if is_empty:
+        raise BadValueError(
+            f"the response of {key!r} is empty: it would teach to say nothing", FILL
+        )
 
-    column: str | None
-    good: Value | None = None
 
-    @classmethod
-    def of_records(
-        cls,
-        records: Sequence[Record],
-        columns: Mapping[str, str | None],
-        good: Value | None,
-        names_of: Callable[[str], Sequence[str]],
-    ) -> Labels:
-        """Return the labels of a set: those of its column `label`, or of the one mapped to it.
+def _style(text: Text) -> str:
+    """Return the name of a text's style."""
+    return "plain" if isinstance(text, str) else "conversational"
 
-        Raises:
-            BadRecordError: if no label is `good`, or the labels are the numbers of a `ClassLabel`,
-                whose names say which are good.
-        """
-        labels = cls(columns.get("label", "label"), good)
-        shown = (record for record in records if isinstance(record, DemonstrationRecord))
-        first = next((record for record in shown if labels._value(record) is not None), None)
-        if labels.column is None or first is None:
-            return cls(None)
-        if good is None and (names := names_of(labels.column)):
-            listed = ", ".join(f"{number} {name!r}" for number, name in enumerate(names[:4]))
-            found = f"the label {labels.column!r} holds the names {listed} (ClassLabel)"
-            raise BadRecordError(first.place, found, GOOD)
-        if good is not None and not any(map(labels._is_good, records)):
-            fix = f"give a value that it has, such as {labels._value(first)!r}"
-            found = f"no label {labels.column!r} is label_good={good!r}"
-            raise BadRecordError(first.place, found, fix)
-        return labels
 
-    def _value(self, record: Record) -> Any:
-        return None if self.column is None else record.origin.columns.get(self.column)
+def implied_prompt(prompt: Text | None, chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
+    """Return prompt, chosen and rejected; an implied prompt is taken out of the responses.
 
-    def _is_good(self, record: Record) -> bool | None:
-        """Return whether the response of a demonstration is good; None without a label.
+    Conversations share their first messages. Plain texts share their longest common prefix, cut
+    back to a word's end, so that no word is split and the prompt does not end in white space;
+    without a shared word the prompt is "". A plain prompt is also removed from conversations that
+    contain it (as in some published sets).
 
-        Raises:
-            BadRecordError: if the label says neither.
-        """
-        value = self._value(record)
-        if value is None or value == "":
-            return None
-        if self.good is not None:
-            return str(value) == str(self.good)
-        if (known := _TRUTH.get(str(value).lower())) is not None:
-            return known
-        found = f"the label {self.column!r} holds {describe(value)}, expected true or false"
-        raise BadRecordError(record.place, found, GOOD)
+    Raises:
+        BadValueError: if one response is plain and the other conversational.
+    """
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        found = "'chosen' and 'rejected' are not both plain or both conversational"
+        raise BadValueError(found, "write both as text or both as lists of messages")
+    shared = num_shared(chosen, rejected)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        shared = _shared_words(chosen, rejected)
+    contents = [" ".join(m["content"].split()) for m in chosen[:shared] if not isinstance(m, str)]
+    if prompt is None or (isinstance(prompt, str) and " ".join(prompt.split()) in contents):
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, chosen, rejected
 
-    def unread(self, record: Record) -> tuple[str, ...]:
-        """Return the columns that neither a record nor its label has."""
-        return tuple(key for key in record.origin.unread if key != self.column)
 
-    def records(self, record: Record, kind: RecordKind) -> Sequence[Record]:
-        """Return a record as records of a kind: a pair is two unpaired ones.
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many parts are alike at the start; ids and times of messages may differ."""
 
-        Raises:
-            BadRecordError: if its response is to be imitated and labelled bad, or not at all in a
-                labelled set; if an unpaired row has no label; or as `to_kind`.
-        """
-        if kind == "unpaired" and isinstance(record, PreferenceRecord):
-            return both_responses(record)
-        if kind == "unpaired":
-            good = self._is_good(record)
-            if good is None or not isinstance(record, DemonstrationRecord):
-                found = f"the row has no label (other columns: {', '.join(record.origin.columns)})"
-                fix = "give prompt, completion and label, or map one with columns={label: theirs}"
-                raise BadRecordError(record.place, found, fix)
-            parts = (record.prompt, record.completion, record.domain, record.rendered, good)
-            return [UnpairedRecord(*parts, variables=record.variables, origin=record.origin)]
-        is_shown = kind == "demonstrations" and isinstance(record, DemonstrationRecord)
-        if is_shown and self.column is not None and not self._is_good(record):
-            found = f"the label {self.column!r} holds {describe(self._value(record))}"
-            fix = "leave such rows out with dataset.source.on_bad_record=skip, learn from both "
-            raise BadRecordError(
-                record.place, found, f"{fix} labels with +experiment=kto, or {EVERY}"
-            )
-        return [to_kind(record, kind)]
+    def said(part: Any) -> Any:
+        keys = ("role", "content", THOUGHT, CALLS)
+        return part if isinstance(part, str) else [part.get(key) for key in keys]
 
-    def check_unread(self, records: Sequence[Record]) -> None:
-        """Check that no unread column of demonstrations may be a label.
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: said(pair[0]) == said(pair[1]), pairs))
 
-        Raises:
-            BadRecordError: for a column of true and false.
-        """
-        shown = [record for record in records if isinstance(record, DemonstrationRecord)]
-        for key in dict.fromkeys(key for record in shown for key in self.unread(record)):
-            having = [record.origin for record in shown if key in record.origin.unread]
-            if {str(origin.columns.get(key)).lower() for origin in having} == set(_TRUTH):
-                text = f"the column {key!r} holds true and false, and is not read"
-                fix = f"if true says that a response is good set columns={{label: {key}}}, else "
-                raise BadRecordError(shown[0].place, text, fix + EVERY)
+
+def _shared_words(first: str, second: str) -> int:
+    """Return the length of the common prefix that ends with a whole word in both.
+
+    Of transcripts it ends where the last shared turn of the assistant begins.
+    """
+    cut = num_shared(first, second)
+    if is_transcript(first) and is_transcript(second):
+        # Never inside a response: two responses may begin alike.
+        turn = first[:cut].rfind(ANSWER_MARK)
+        return turn + len(ANSWER_MARK) if turn >= 0 else 0
+    if not all(cut == len(text) or text[cut].isspace() for text in (first, second)):
+        cut = max((space.end() for space in re.finditer(r"\s", first[:cut])), default=0)
+    return len(first[:cut].rstrip())
+
+
+# -- columns beside a conversation -------------------------------------------------------------
+
+
+def with_row_keys(record: Record, ours: Mapping[str, Any]) -> tuple[Record, list[str]]:
+    """Return the record of a conversation with what its other columns say, and those used.
+
+    `tools` and `documents` (lists of objects) and `chat_template_kwargs` (an object), or JSON of
+    them, are variables of the template; `system` is the system message. A column is hidden with
+    `columns={tools: null}`.
+
+    Raises:
+        BadValueError: if one cannot be used.
+    """
+    given = {key: from_json(ours[key]) for key in ROW_KEYS if ours.get(key)}
+    if not given or isinstance(record, TextRecord) or isinstance(record.prompt, str):
+        return record, []
+    if "history" in given:
+        found = "the column 'history' is not read beside a conversation"
+        fix = "write earlier turns as messages, or hide the column with columns={history: null}"
+        raise BadValueError(found, fix)
+    kwargs = given.get(_KWARGS) or {}
+    if not isinstance(kwargs, Mapping) or not _RENDERER_OPTIONS.isdisjoint(kwargs):
+        found = f"{_KWARGS} holds {describe(kwargs)}, expected variables of a chat template"
+        raise BadValueError(found, f"hide it with columns={{{_KWARGS}: null}}")
+    kwargs = {key: each for key, each in kwargs.items() if each is not None}
+    lists = {key: given[key] for key in _LISTS if given.get(key) and _are_objects(given[key])}
+    used = [*lists, *([_KWARGS] if kwargs else [])]
+    prompt, system = record.prompt, ours.get("system")
+    if isinstance(system, str) and system.strip():
+        used.append("system")
+        own = [m["content"] for m in prompt if m["role"] in SYSTEM]
+        if own and own != [system]:
+            found = "the column 'system' and the conversation have different system messages"
+            raise BadValueError(found, "hide the column with columns={system: null}")
+        message = [{"role": "system", "content": system}]
+        prompt = prompt if own else (*parse_messages(message, "system"), *prompt)
+    return replace(record, prompt=prompt, variables={**lists, **kwargs}), used
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_lightning.data.conversations import is_transcript, messages_in, parse_transcript
-from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.files import Row
+from rlhf_lightning.data.texts import is_transcript, messages_in, parse_transcript
+from rlhf_lightning.text.messages import BadValueError
 
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 PROMPTS = ("prompt", "instruction", "question", "input", "query")  # names of prompts in other sets
@@ -79,18 +79,18 @@ def _has(row: Row, keys: str) -> bool:
     return not any(value is None or (isinstance(value, str) and not value) for value in values)
 
 
-def as_ours(row: Row, where: Location) -> Row:
+def as_ours(row: Row) -> Row:
     """Return a row of a public set with our keys in place of its own; any other row as it is.
 
     Raises:
-        BadRecordError: for a tie, or a row of such a set that cannot be read.
+        BadValueError: for a tie, or a row of such a set that cannot be read.
     """
     for keys, read in _READERS:
         if all(row.get(key) is not None for key in keys):
             try:
-                found = read(row, where)
+                found = read(row)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                if isinstance(error, BadRecordError):
+                if isinstance(error, BadValueError):
                     raise
                 continue  # the same keys with other values: a set of the user's own
             if found is not None:
@@ -98,11 +98,11 @@ def as_ours(row: Row, where: Location) -> Row:
     return row
 
 
-def _pair(prompt: Any, first: Any, second: Any, gap: float, where: Location) -> dict[str, Any]:
+def _pair(prompt: Any, first: Any, second: Any, gap: float) -> dict[str, Any]:
     """Return the pair; `gap` is positive if the first response is better, 0 or NaN for a tie."""
     if not abs(gap) > 0:
         fix = "leave ties out with dataset.source.on_bad_record=skip"
-        raise BadRecordError(where, "the row is a tie, which prefers neither answer", fix)
+        raise BadValueError("the row is a tie, which prefers neither answer", fix)
     sides = [first, second] if gap > 0 else [second, first]
     if not isinstance(prompt, str):
         sides = [[{"role": "assistant", "content": side}] for side in sides]
@@ -110,50 +110,49 @@ def _pair(prompt: Any, first: Any, second: Any, gap: float, where: Location) -> 
 
 
 def _best_and_worst(
-    prompt: Any, answers: Sequence[Any], text: str, score: Callable[[Any], float], where: Location
+    prompt: Any, answers: Sequence[Any], text: str, score: Callable[[Any], float]
 ) -> dict[str, Any]:
     *_, best = ordered = sorted(answers, key=score)
-    return _pair(prompt, best[text], ordered[0][text], score(best) - score(ordered[0]), where)
+    return _pair(prompt, best[text], ordered[0][text], score(best) - score(ordered[0]))
 
 
-def _helpsteer3(row: Row, where: Location) -> dict[str, Any]:
+def _helpsteer3(row: Row) -> dict[str, Any]:
     # -3: response1 is much better, 3: response2 is.
-    prompt, gap = messages_in(row["context"], "context", where), -float(row["overall_preference"])
-    return _pair(prompt, row["response1"], row["response2"], gap, where)
+    prompt, gap = messages_in(row["context"], "context"), -float(row["overall_preference"])
+    return _pair(prompt, row["response1"], row["response2"], gap)
 
 
-def _helpsteer2(row: Row, where: Location) -> dict[str, Any] | None:
+def _helpsteer2(row: Row) -> dict[str, Any] | None:
     if "winner" in row or "preferred" in row:  # the strength may have no sign
         return None
     gap = -float(row["preference_strength"])  # as in HelpSteer3
-    return _pair(row["prompt"], row["response_1"], row["response_2"], gap, where)
+    return _pair(row["prompt"], row["response_1"], row["response_2"], gap)
 
 
-def _shp(row: Row, where: Location) -> dict[str, Any]:
+def _shp(row: Row) -> dict[str, Any]:
     gap = {1: 1, 0: -1}[int(row["labels"])]  # 1: A is preferred
-    return _pair(row["history"], row["human_ref_A"], row["human_ref_B"], gap, where)
+    return _pair(row["history"], row["human_ref_A"], row["human_ref_B"], gap)
 
 
-def _nectar(row: Row, where: Location) -> dict[str, Any]:
+def _nectar(row: Row) -> dict[str, Any]:
     prompt = row["prompt"]
     if is_transcript(prompt):  # it ends where the response begins
-        prompt = parse_transcript(prompt.rstrip() + " ?", "prompt", where)[:-1]
-    return _best_and_worst(prompt, row["answers"], "answer", lambda x: -float(x["rank"]), where)
+        prompt = parse_transcript(prompt.rstrip() + " ?", "prompt")[:-1]
+    return _best_and_worst(prompt, row["answers"], "answer", lambda x: -float(x["rank"]))
 
 
-def _ultrafeedback(row: Row, where: Location) -> dict[str, Any]:
+def _ultrafeedback(row: Row) -> dict[str, Any]:
     given, score = row["completions"], "overall_score"
-    return _best_and_worst(row["instruction"], given, "response", lambda x: float(x[score]), where)
+    return _best_and_worst(row["instruction"], given, "response", lambda x: float(x[score]))
 
 
-def _sharegpt(row: Row, where: Location) -> dict[str, Any] | None:
+def _sharegpt(row: Row) -> dict[str, Any] | None:
     if any(row.get(key) is not None for key in ("messages", "chosen", "rejected")):
         return None
-    return {"messages": messages_in(row["conversations"], "conversations", where)}
+    return {"messages": messages_in(row["conversations"], "conversations")}
 
 
-def _alpaca(row: Row, where: Location) -> dict[str, Any] | None:
-    del where
+def _alpaca(row: Row) -> dict[str, Any] | None:
     if not set(row).isdisjoint(TEXT_KEYS):
         return None
     parts = (row["instruction"], row.get("input"))
@@ -161,7 +160,7 @@ def _alpaca(row: Row, where: Location) -> dict[str, Any] | None:
     return {"prompt": "\n\n".join(told), "completion": row["output"], "input": None}
 
 
-_READERS: tuple[tuple[tuple[str, ...], Callable[[Row, Location], Any]], ...] = (
+_READERS: tuple[tuple[tuple[str, ...], Callable[[Row], Any]], ...] = (
     (("context", "response1", "response2", "overall_preference"), _helpsteer3),
     (("prompt", "response_1", "response_2", "preference_strength"), _helpsteer2),
     (("history", "human_ref_A", "human_ref_B", "labels"), _shp),

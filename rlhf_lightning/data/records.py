@@ -18,7 +18,9 @@ from rlhf_lightning.text.messages import SYSTEM, THOUGHT, Text, as_text
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
 
+SIDES = ("chosen", "rejected")
 VARIABLES = ("tools", "documents", "chat_template_kwargs")  # columns, of the chat template
+ROW_KEYS = (*VARIABLES, "system", "history")  # columns of a conversation, beside its texts
 _SAID = (THOUGHT, "tool_calls")  # of a message, beside its content
 ROLES = (*SYSTEM, "user", "assistant", "tool")
 
@@ -155,6 +157,27 @@ def text_key(text: Text) -> str:
         return text
     parts = [[m["role"], m["content"], *(m[k] for k in _SAID if k in m)] for m in text]
     return json.dumps(parts, ensure_ascii=False, default=str)
+
+
+def with_system_in_user(prompt: Text) -> Text:
+    """Return a prompt whose system messages are moved to the front of the user's next one."""
+    if isinstance(prompt, str):
+        return prompt
+    messages: list[Mapping[str, Any]] = []
+    for message in prompt:
+        if message["role"] == "user":
+            waiting = [m["content"] for m in messages if m["role"] in SYSTEM]
+            messages = [m for m in messages if m["role"] not in SYSTEM]
+            message = {**message, "content": "\n\n".join([*waiting, message["content"]])}
+        messages.append(message)
+    return tuple(messages)
+
+
+def as_columns(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that give a record these variables, see `formats.with_row_keys`."""
+    named = {key: variables[key] for key in VARIABLES[:-1] if key in variables}
+    others = {key: each for key, each in variables.items() if key not in named}
+    return named | ({VARIABLES[-1]: others} if others else {})
 
 
 def check_split(split: str) -> None:

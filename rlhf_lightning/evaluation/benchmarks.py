@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rlhf_lightning.arguments import Count, CountOrZero, Names, PathOrName, Size, checked
-from rlhf_lightning.data.conversations import from_json
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
+from rlhf_lightning.data.texts import from_json
 from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, whole_metrics
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE, Interval, share_over_prompts
 from rlhf_lightning.preferences.candidates import LoadedPolicy

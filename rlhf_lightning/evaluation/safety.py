@@ -11,7 +11,8 @@ from typing import Any, Literal
 from rlhf_lightning.arguments import Count, Name, Names, PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
-from rlhf_lightning.data.formats import RowParser, to_kind
+from rlhf_lightning.data.formats import RowParser
+from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share_over_groups

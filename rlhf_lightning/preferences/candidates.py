@@ -24,10 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import Count, CountOrZero, ShareAbove0, Temperature
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
-from rlhf_lightning.data.conversations import as_columns
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.progress import with_bar
-from rlhf_lightning.data.records import PromptRecord, text_key
+from rlhf_lightning.data.records import PromptRecord, as_columns, text_key
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel

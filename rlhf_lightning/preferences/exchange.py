@@ -23,11 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_lightning.data.conversations import as_columns
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
 from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.data.formats import RowParser, parse_rows
-from rlhf_lightning.data.records import PreferenceRecord, Text
+from rlhf_lightning.data.records import PreferenceRecord, Text, as_columns
 from rlhf_lightning.preferences.agreement import Method, aggregate, preference_row
 from rlhf_lightning.preferences.records import (
     Choice,

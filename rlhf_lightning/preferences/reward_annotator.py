@@ -15,9 +15,8 @@ import torch
 
 from rlhf_lightning.arguments import AtLeast0, Count, PathOrName, Size, checked
 from rlhf_lightning.data.collate import SFTCollator
-from rlhf_lightning.data.conversations import with_row_keys
 from rlhf_lightning.data.encode import EncodedSequence, RecordEncoder
-from rlhf_lightning.data.errors import Location
+from rlhf_lightning.data.formats import with_row_keys
 from rlhf_lightning.data.records import DemonstrationRecord, Text
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_scalar_model
@@ -126,7 +125,7 @@ class RewardModelAnnotator(Checked):
         disarmed = self._control.disarmed
         record = DemonstrationRecord(disarmed(prompt), completion_of(prompt, disarmed(answer)))
         if variables:
-            asked, _ = with_row_keys(record, variables, Location("a response"))
+            asked, _ = with_row_keys(record, variables)
             record = replace(record, variables=disarmed(asked.variables))
         rows = RecordEncoder(self._loaded[0], max_length=self.max_length)(record)
         return cast(EncodedSequence, rows[0]) if rows else None

@@ -18,6 +18,21 @@ SYSTEM = ("system", "developer")
 READ_BY_US = frozenset(("role", "content", "tool_calls", THOUGHT, WEIGHT))
 
 
+class BadValueError(ValueError):
+    """A text, message or other value of a record that cannot be used.
+
+    Args:
+        found: the fact, first clause of the message.
+        fix: the fix, second clause of the message.
+    """
+
+    def __init__(self, found: str, fix: str) -> None:
+        """Make the message."""
+        super().__init__(f"{found}. Fix: {fix}")
+        self.found = found
+        self.fix = fix
+
+
 def as_text(value: Any) -> str:
     """Return a column's value as text: numbers, truth values and lists as JSON, None as ""."""
     if isinstance(value, bool | int | float | list | dict):

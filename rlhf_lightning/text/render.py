@@ -22,7 +22,15 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.messages import READ_BY_US, SYSTEM, THOUGHT, THOUGHTS, WEIGHT, Turns
+from rlhf_lightning.text.messages import (
+    READ_BY_US,
+    SYSTEM,
+    THOUGHT,
+    THOUGHTS,
+    WEIGHT,
+    BadValueError,
+    Turns,
+)
 
 # The date that Llama's templates write where none is given.
 DATE = "26 Jul 2024"
@@ -46,19 +54,8 @@ _RESPONSE = "\ufdd0answer\ufdd0"
 _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _RESPONSE})
 
 
-class ChatTemplateError(ValueError):
-    """A conversation that a chat template refuses, or does not write in full.
-
-    Args:
-        found: the fact, first clause of the message.
-        fix: the fix, second clause of the message.
-    """
-
-    def __init__(self, found: str, fix: str) -> None:
-        """Make the message."""
-        super().__init__(f"{found}. Fix: {fix}")
-        self.found = found
-        self.fix = fix
+class ChatTemplateError(BadValueError):
+    """A conversation that a chat template refuses, or does not write in full."""
 
 
 def write_chat(

@@ -27,7 +27,7 @@ from unicodedata import combining
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.messages import Messages, Text
+from rlhf_lightning.text.messages import BadValueError, Messages, Text
 from rlhf_lightning.text.render import (
     ChatTemplateError,
     any_of,
@@ -149,10 +149,10 @@ class TextEncoder:
         """Check that texts, messages and variables spell no control token.
 
         Raises:
-            ChatTemplateError: if one does.
+            BadValueError: if one does.
         """
         if (token := self.control.spelled_in(*texts)) is not None:
-            raise ChatTemplateError(
+            raise BadValueError(
                 f"a text spells the control token {token!r}, which would be read as the token",
                 "take it out, set dataset.source.rendered=true (or `rendered: true` in the row) if "
                 "it is meant as the token, or leave such records out with "

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
 from rlhf_lightning.data.files import read_rows
-from rlhf_lightning.data.formats import KNOWN_KEYS, RowParser, parse_rows, to_kind
+from rlhf_lightning.data.formats import KNOWN_KEYS, RowParser, parse_rows
+from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import ROLES, Record, kind_of, text_key
 from tests.bad_input.examples import examples
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
-from rlhf_lightning.data.formats import RowParser, detect_format, parse_rows, to_kind
+from rlhf_lightning.data.formats import RowParser, detect_format, parse_rows
+from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,

@@ -18,10 +18,10 @@ from random import Random
 from typing import Any
 
 from benchmarks.studies.doctor.rewards import data_folder, reviews
-from rlhf_lightning.data.conversations import SIDES, parse_transcript
-from rlhf_lightning.data.errors import BadRecordError, Location
-from rlhf_lightning.data.records import PromptRecord, Split
+from rlhf_lightning.data.records import SIDES, PromptRecord, Split
+from rlhf_lightning.data.texts import parse_transcript
 from rlhf_lightning.preferences.records import write_rows
+from rlhf_lightning.text.messages import BadValueError
 
 FEW = 200
 ARTICLES = ("the", "a", "an")
@@ -74,11 +74,10 @@ def harmless() -> list[dict[str, Any]]:
     path = data_folder() / "hh_harmless" / "pairs.jsonl.gz"
     pairs: list[dict[str, Any]] = []
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            row, where = json.loads(line), Location(str(path), number, "line")
+        for row in map(json.loads, file):
             try:
-                sides = {side: parse_transcript(row[side], side, where) for side in SIDES}
-            except BadRecordError:  # two turns of one speaker, or an end in a person's turn
+                sides = {side: parse_transcript(row[side], side) for side in SIDES}
+            except BadValueError:  # two turns of one speaker, or an end in a person's turn
                 continue
             pairs.append({side: [dict(turn) for turn in turns] for side, turns in sides.items()})
     return pairs

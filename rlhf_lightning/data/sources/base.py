@@ -23,7 +23,6 @@ from rlhf_lightning.arguments import (
     Seed,
     checked,
 )
-from rlhf_lightning.data.conversations import with_system_in_user
 from rlhf_lightning.data.errors import (
     BadRecordError,
     Location,
@@ -39,7 +38,8 @@ from rlhf_lightning.data.files import (
     read_rows,
     split_files,
 )
-from rlhf_lightning.data.formats import Labels, RowParser, Value, parse_rows
+from rlhf_lightning.data.formats import RowParser, parse_rows
+from rlhf_lightning.data.kinds import Labels, Value
 from rlhf_lightning.data.records import (
     PreferenceRecord,
     Record,
@@ -49,6 +49,7 @@ from rlhf_lightning.data.records import (
     check_split,
     kind_of,
     prompt_key,
+    with_system_in_user,
 )
 from rlhf_lightning.data.splits import connected_keys, shares, split_by_key
 from rlhf_lightning.runs.hub import unreachable_hub

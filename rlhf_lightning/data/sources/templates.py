@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
 from rlhf_lightning.data.files import Row
-from rlhf_lightning.data.formats import Labels
+from rlhf_lightning.data.kinds import Labels
 from rlhf_lightning.data.records import DemonstrationRecord, Origin, Record, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.messages import as_text, fields_of

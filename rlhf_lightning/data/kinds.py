@@ -1,0 +1,165 @@
+"""Records of one kind as those of another: prompts of any, demonstrations of the good ones.
+
+A pair is a demonstration of its chosen response, and two unpaired rows. A label says which
+responses are good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_lightning.data.errors import BadRecordError, describe
+from rlhf_lightning.data.formats import FILL, known_formats
+from rlhf_lightning.data.public_formats import mapping_of, pair_of
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    PreferenceRecord,
+    PromptRecord,
+    Record,
+    RecordKind,
+    TextRecord,
+    UnpairedRecord,
+    both_responses,
+    kind_of,
+)
+
+Value = str | int | float | bool
+EVERY = "learn all rows alike with columns={label: null}"
+GOOD = (
+    "name the value of good responses with dataset.source.label_good=VALUE (in Python "
+    f"label_good=VALUE), or {EVERY}"
+)
+_TRUTH = {"true": True, "false": False}
+
+
+def to_kind(record: Record, kind: RecordKind) -> Record:
+    """Return a record as one of the wanted kind.
+
+    A prompt may be taken from any record that has one (its row's other columns go with it), a
+    demonstration from a preference (its chosen response).
+
+    Raises:
+        BadRecordError: if the record cannot be turned into that kind, naming both.
+    """
+    columns = record.origin.columns
+    more: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
+    if kind == "prompts" and not isinstance(record, TextRecord):
+        if not record.prompt:
+            raise BadRecordError(record.place, "the key 'prompt' is empty", FILL)
+        return PromptRecord(record.prompt, record.domain, columns, record.rendered, **more)
+    if kind == "demonstrations" and isinstance(record, PreferenceRecord):
+        given = (record.prompt, record.chosen, record.domain, record.rendered)
+        return DemonstrationRecord(*given, **more)
+    if kind != kind_of(record):
+        found = f"{kind} were asked for, but the records are {kind_of(record)}"
+        found += f" (other columns: {', '.join(columns) or 'none'})"
+        fix = f"map columns with {mapping_of(columns)} to one of {known_formats()}"
+        raise BadRecordError(record.place, found, f"{fix}, or {pair_of(columns)}")
+    return record
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of a set: true where a response is good, or one value where it is `label_good`.
+
+    Args:
+        column: name of the column; None where no row has one.
+        good: the value that says that a response is good; None for true.
+    """
+
+    column: str | None
+    good: Value | None = None
+
+    @classmethod
+    def of_records(
+        cls,
+        records: Sequence[Record],
+        columns: Mapping[str, str | None],
+        good: Value | None,
+        names_of: Callable[[str], Sequence[str]],
+    ) -> Labels:
+        """Return the labels of a set: those of its column `label`, or of the one mapped to it.
+
+        Raises:
+            BadRecordError: if no label is `good`, or the labels are the numbers of a `ClassLabel`,
+                whose names say which are good.
+        """
+        labels = cls(columns.get("label", "label"), good)
+        shown = (record for record in records if isinstance(record, DemonstrationRecord))
+        first = next((record for record in shown if labels._value(record) is not None), None)
+        if labels.column is None or first is None:
+            return cls(None)
+        if good is None and (names := names_of(labels.column)):
+            listed = ", ".join(f"{number} {name!r}" for number, name in enumerate(names[:4]))
+            found = f"the label {labels.column!r} holds the names {listed} (ClassLabel)"
+            raise BadRecordError(first.place, found, GOOD)
+        if good is not None and not any(map(labels._is_good, records)):
+            fix = f"give a value that it has, such as {labels._value(first)!r}"
+            found = f"no label {labels.column!r} is label_good={good!r}"
+            raise BadRecordError(first.place, found, fix)
+        return labels
+
+    def _value(self, record: Record) -> Any:
+        return None if self.column is None else record.origin.columns.get(self.column)
+
+    def _is_good(self, record: Record) -> bool | None:
+        """Return whether the response of a demonstration is good; None without a label.
+
+        Raises:
+            BadRecordError: if the label says neither.
+        """
+        value = self._value(record)
+        if value is None or value == "":
+            return None
+        if self.good is not None:
+            return str(value) == str(self.good)
+        if (known := _TRUTH.get(str(value).lower())) is not None:
+            return known
+        found = f"the label {self.column!r} holds {describe(value)}, expected true or false"
+        raise BadRecordError(record.place, found, GOOD)
+
+    def unread(self, record: Record) -> tuple[str, ...]:
+        """Return the columns that neither a record nor its label has."""
+        return tuple(key for key in record.origin.unread if key != self.column)
+
+    def records(self, record: Record, kind: RecordKind) -> Sequence[Record]:
+        """Return a record as records of a kind: a pair is two unpaired ones.
+
+        Raises:
+            BadRecordError: if its response is to be imitated and labelled bad, or not at all in a
+                labelled set; if an unpaired row has no label; or as `to_kind`.
+        """
+        if kind == "unpaired" and isinstance(record, PreferenceRecord):
+            return both_responses(record)
+        if kind == "unpaired":
+            good = self._is_good(record)
+            if good is None or not isinstance(record, DemonstrationRecord):
+                found = f"the row has no label (other columns: {', '.join(record.origin.columns)})"
+                fix = "give prompt, completion and label, or map one with columns={label: theirs}"
+                raise BadRecordError(record.place, found, fix)
+            parts = (record.prompt, record.completion, record.domain, record.rendered, good)
+            return [UnpairedRecord(*parts, variables=record.variables, origin=record.origin)]
+        is_shown = kind == "demonstrations" and isinstance(record, DemonstrationRecord)
+        if is_shown and self.column is not None and not self._is_good(record):
+            found = f"the label {self.column!r} holds {describe(self._value(record))}"
+            fix = "leave such rows out with dataset.source.on_bad_record=skip, learn from both "
+            raise BadRecordError(
+                record.place, found, f"{fix} labels with +experiment=kto, or {EVERY}"
+            )
+        return [to_kind(record, kind)]
+
+    def check_unread(self, records: Sequence[Record]) -> None:
+        """Check that no unread column of demonstrations may be a label.
+
+        Raises:
+            BadRecordError: for a column of true and false.
+        """
+        shown = [record for record in records if isinstance(record, DemonstrationRecord)]
+        for key in dict.fromkeys(key for record in shown for key in self.unread(record)):
+            having = [record.origin for record in shown if key in record.origin.unread]
+            if {str(origin.columns.get(key)).lower() for origin in having} == set(_TRUTH):
+                text = f"the column {key!r} holds true and false, and is not read"
+                fix = f"if true says that a response is good set columns={{label: {key}}}, else "
+                raise BadRecordError(shown[0].place, text, fix + EVERY)
