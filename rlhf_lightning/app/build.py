@@ -23,16 +23,18 @@ from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import LOOKUPS
 from rlhf_lightning.app.evaluation import (
+    TrainingComponents,
     check_context_length,
+    comparison_arguments,
     context_length,
     model_config,
     prompt_length,
 )
-from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
-from rlhf_lightning.callbacks.exact_resume import SameConfiguration
+from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameSources
+from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
@@ -41,12 +43,13 @@ from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.generate import Sampling
-from rlhf_lightning.evaluation.held_out import encode_safety_prompts
+from rlhf_lightning.evaluation.held_out import encode_safety_prompts, held_out_comparison
 from rlhf_lightning.models.attention import attention_backends as set_attention_backends
 from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
 from rlhf_lightning.models.gpu_kernels import gpu_kernels
-from rlhf_lightning.models.learning_rates import default_learning_rate
+from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.micro_batching import micro_batching
+from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
@@ -162,9 +165,27 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
             batch_size=settings.evaluation.batch_size,
             setting=f"data.{settings.data.prompt_length_key}",
         )
-    own = stage.callbacks(settings, sampling, scorer)
+    own = rollout_callbacks(settings, sampling, scorer) if stage.rolls_out else []
     trainer = make_trainer(settings, folder, own)
     return TrainingComponents(settings, tokenizer, data, module, trainer, sampling, scorer, rates)
+
+
+def rollout_callbacks(
+    settings: TrainSettings, sampling: Sampling, scorer: Scorer | None
+) -> list[L.Callback]:
+    """Return the check that scorers stay the same, and the evaluation every few iterations."""
+    node = cast(Target, settings.scorer).node()
+    own: list[L.Callback] = [SameSources(scorer_fingerprints(node), function_digests(node))]
+    if (every := settings.evaluation.every_n_iterations) is not None:
+        comparison = held_out_comparison(
+            settings.data.source.build(),
+            sampling,
+            scorer=scorer,
+            **comparison_arguments(settings, num_prompts=settings.evaluation.during_training),
+        )
+        if comparison is not None:
+            own.append(PeriodicEvaluation(comparison, every_n_iterations=every))
+    return own
 
 
 def make_module(settings: TrainSettings) -> Any:
@@ -213,8 +234,9 @@ def choose_rates(settings: TrainSettings) -> tuple[dict[str, float], tuple[str, 
     Raises:
         ConfigError: if the config does not say how large the model is.
     """
-    place, rates, lora = f"module.{settings.spec.settings}", settings.spec.rates, settings.lora
-    values = {key: getattr(settings.hparams, key) for key in rates}
+    place, lora = f"module.{settings.stage}", settings.lora
+    rates: dict[str, Kind] = {"learning_rate": settings.spec.rate, "value_learning_rate": "value"}
+    values = {k: getattr(settings.hparams, k) for k in rates if hasattr(settings.hparams, k)}
     unset = [key for key, value in values.items() if value is None]
     count = _count(settings, f"{place}.{unset[0]}") if unset else 0
     for key in unset:

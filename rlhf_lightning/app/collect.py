@@ -15,11 +15,11 @@ from rlhf_lightning.app.command_line import check_command_line, run_in_folder, r
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.groups import Target
-from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
+from rlhf_lightning.app.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.records import PromptRecord, prompt_key

@@ -1,47 +1,35 @@
 """The start and the end that all commands share: settings, help and errors.
 
-Arguments are KEY=VALUE; a command that takes `run=` reads a bare path as it. A mistake is answered
-in one line, at once, and before Hydra makes a folder for the run.
+A mistake is answered in one line, at once, and before Hydra makes a folder for the run.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import CONFIG_DIR, ConfigError, conf_dir, primary, register
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.config.withdrawn import withdrawn
 from rlhf_lightning.app.failures import exit_with
+from rlhf_lightning.app.start import fail, has_flags, words_of
 from rlhf_lightning.app.sweep import SweepEnd
 from rlhf_lightning.distributed.launch import end_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, write_summary
-
-MISTAKE = 2  # exit status
-_HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
-_HYPHENS = re.compile(r"--(?!(?:cfg|package|info)=)[\w.]+=")  # those are Hydra's
-
-
-def fail(message: str, status: int = MISTAKE) -> NoReturn:
-    """Write `message` as an error, and end the process."""
-    sys.stderr.write(f"error: {message}\n")
-    raise SystemExit(status)
 
 
 def say(text: str) -> None:
@@ -62,29 +50,6 @@ def started(folder: RunFolder, summary: Summary, lines: Mapping[str, object]) ->
     return summary
 
 
-def _arguments() -> list[str]:
-    """Return the arguments of the command line.
-
-    A `~` at the beginning of a path is the home folder, which a shell does not see behind `=`.
-    """
-    home = str(Path.home())
-    words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
-    if gone := withdrawn(words):
-        fail(gone)
-    if wrong := next(filter(_HYPHENS.match, words), None):
-        fail(
-            f"{wrong}: settings are written KEY=VALUE without hyphens (${{args_no_hyphens}} in the "
-            "command of a W&B sweep)"
-        )
-    flag = CONFIG_DIR.rstrip("=")
-    words = [flag if word == "-cd" else word for word in words]
-    while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs
-        at = words.index(flag)
-        words[at : at + 2] = [CONFIG_DIR + words[at + 1]]
-    sys.argv[1:] = words
-    return sys.argv[1:]
-
-
 def check_command_line(entry: str) -> Any:
     """Return the settings that the command line composes; end the process if it is a mistake.
 
@@ -95,8 +60,8 @@ def check_command_line(entry: str) -> Any:
         The settings; None for a sweep, which checks each of its jobs, and where flags but
         `--config-dir` are given, which are Hydra's to read.
     """
-    overrides = _arguments()
-    if any(word.startswith("-") and not word.startswith(CONFIG_DIR) for word in overrides):
+    overrides = words_of(entry)
+    if has_flags(overrides):
         return None
     try:
         cfg = composition(entry, overrides)
@@ -117,10 +82,10 @@ def run_command(entry: str, run: Callable[[Any], object], config: str | None = N
         run: called with the settings.
         config: another file, to which the command adds the group of its name.
     """
-    words = [f"++{one}" if one.startswith(f"{entry}.") else one for one in _arguments()]
+    words = words_of(entry)
     register()
     with ended_in_one_line(), stopping_on_signals():
-        run(load_settings(COMMANDS[entry], config or entry, with_run(entry, words)))
+        run(load_settings(COMMANDS[entry], config or entry, words))
 
 
 @contextmanager
@@ -132,21 +97,6 @@ def ended_in_one_line() -> Iterator[None]:
         fail(str(error))
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:
         exit_with(error)
-
-
-def with_run(entry: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with bare paths as `run=`, if the command takes it."""
-    paths = [one for one in arguments if _is_path(one)] if "run" in primary(entry) else []
-    if not paths:
-        return list(arguments)
-    quoted = ["'" + path.replace("'", "\\'") + "'" for path in paths]
-    run = quoted[0] if len(quoted) == 1 else f"[{','.join(quoted)}]"
-    return [f"run={run}", *(one for one in arguments if not _is_path(one))]
-
-
-def _is_path(argument: str) -> bool:
-    key, equals, _ = argument.partition("=")
-    return not argument.startswith(("-", "+", "~")) and ("/" in key or not equals)
 
 
 def run_job(entry: str, job: Callable[[Any], object]) -> None:

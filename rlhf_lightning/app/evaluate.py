@@ -21,7 +21,6 @@ from rlhf_lightning.app.command_line import (
 )
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
@@ -36,6 +35,7 @@ from rlhf_lightning.app.evaluate_parts import (
 )
 from rlhf_lightning.app.evaluation import gates_of
 from rlhf_lightning.app.failures import record_failure
+from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import PromptRecord

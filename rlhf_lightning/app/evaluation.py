@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import lightning as L
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.stages.spec import TrainingComponents
+from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import held_out_comparison, start_in_memory
 from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.precision import round_frozen_weights
+from rlhf_lightning.modules.base import RLHFModule
+from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
+SHOWN = 10  # responses before and after, where nothing judges them
+
+
+@dataclass
+class TrainingComponents:
+    """Everything that a run is made of; a scorer only where responses are scored in training."""
+
+    settings: TrainSettings  # with the learning rates and the vocabulary that were found
+    tokenizer: PreTrainedTokenizerBase
+    data: RecordDataModule
+    module: RLHFModule
+    trainer: L.Trainer
+    sampling: Sampling
+    scorer: Scorer | None
+    rates: tuple[str, ...]  # the learning rates, with why, a line each
 
 
 def model_config(settings: TrainSettings) -> PretrainedConfig:
@@ -53,13 +73,17 @@ def check_context_length(settings: TrainSettings, limit: int | None) -> None:
     """
     if limit is None:
         return
-    for keys in settings.spec.context:
+    prompt, asked = f"data.{settings.data.prompt_length_key}", "evaluation.max_new_tokens"
+    lengths: tuple[tuple[str, ...], ...] = ((prompt,), (asked,))
+    if settings.spec.rolls_out:
+        lengths = ((prompt, "module.sampling.max_new_tokens"), (prompt, asked))
+    for keys in lengths:
         values = [int(settings.select(key)) for key in keys]
         if sum(values) > limit:
-            asked = " + ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True))
+            named = " + ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True))
             total = f" = {sum(values)}" if len(keys) > 1 else ""
             raise ConfigError(
-                f"{asked}{total} tokens are more than the model's context of {limit} "
+                f"{named}{total} tokens are more than the model's context of {limit} "
                 f"(max_position_embeddings): lower {' or '.join(keys)}"
             )
 
@@ -70,6 +94,23 @@ def prompt_length(settings: TrainSettings) -> int:
     wanted = int(settings.data.arguments[settings.data.prompt_length_key])
     room = wanted if limit is None else limit - int(settings.evaluation.max_new_tokens)
     return max(min(wanted, room), 1)
+
+
+def num_answered(settings: TrainSettings) -> int:
+    """Return how many prompts are answered when training is over: few without a judge."""
+    if not settings.spec.trains_policy:
+        return int(settings.hparams.normalization_samples)
+    if settings.start is None:
+        return 0  # nothing to compare with
+    is_judged = settings.spec.is_scored or settings.evaluation.gold is not None
+    return settings.evaluation.num_prompts if is_judged else num_shown(settings)
+
+
+def num_shown(settings: TrainSettings) -> int:
+    """Return how many prompts are answered to be read alone; texts have no prompts."""
+    if settings.data.get("kind") != "demonstrations":
+        return 0
+    return min(SHOWN, settings.evaluation.num_prompts, settings.evaluation.num_samples)
 
 
 def comparison_arguments(settings: TrainSettings, *, num_prompts: int) -> dict[str, Any]:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import gates_of, placed, validate
+from rlhf_lightning.app.config.validate import is_loaded
+from rlhf_lightning.app.evaluation import (
+    TrainingComponents,
+    answers_of,
+    compare,
+    gates_of,
+    num_answered,
+    num_shown,
+    placed,
+    prompt_length,
+    start_policy,
+    validate,
+)
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
-from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_logger import (
     Origin,
@@ -21,11 +32,17 @@ from rlhf_lightning.callbacks.wandb_logger import (
     records_fingerprint,
     wandb_loggers,
 )
+from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.distributed.collectives import full_state
-from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
+from rlhf_lightning.evaluation.final_metrics import Findings, held_out_loss, trained_findings
+from rlhf_lightning.evaluation.normalization import fold_normalization, normalization_prompts
+from rlhf_lightning.evaluation.reward_accuracy import score_pairs, share_right
+from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.export import Trained
+from rlhf_lightning.modules.reward import RewardModule
+from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
@@ -37,6 +54,7 @@ from rlhf_lightning.runs.manifest import (
 )
 from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.summary import GateResult, Summary
+from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
 
 def finish(
@@ -46,17 +64,19 @@ def finish(
 
     Every rank measures the same; the first alone writes.
     """
-    stage = settings.spec
     release_freed_memory()  # of the optimizer: measuring may read one more model
     begun = time.perf_counter()
     with cast(Any, parts.trainer.strategy.precision_plugin).forward_context():  # that of training
         shown = _shown(settings, folder, parts)
-        findings = stage.finish(settings, folder, parts)
+        if settings.spec.trains_policy:
+            findings = _compared_policy(settings, parts)
+        else:
+            findings = _normalized_model(settings, parts)
     findings.metrics = {**shown.metrics, **findings.metrics}
     findings.values = findings.values or shown.values
     measured = time.perf_counter()
     gates = gates_of(settings, findings.metrics)
-    model = getattr(parts.module, stage.trained)
+    model = parts.module.trained
     state = full_state(model)  # every rank takes part in gathering it
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model.base.drop_weights()  # it is about to be read once more
@@ -80,12 +100,81 @@ def _shown(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     """Return the metrics of all held-out records, and what else the training shows by itself."""
     metrics = {} if settings.spec.rolls_out else validate(parts)
     rows = read_metrics(folder.metrics) if parts.trainer.is_global_zero else []
-    model = getattr(parts.module, settings.spec.trained)
-    placed(parts, model)
+    placed(parts, parts.module.trained)
     batch_size = settings.evaluation.batch_size
     found = trained_findings(parts.module, parts.data, rows, batch_size=batch_size)
     found.metrics = metrics | found.metrics
     return found
+
+
+def _compared_policy(settings: TrainSettings, parts: TrainingComponents) -> Findings:
+    """Compare the policy with its start; where nothing judges, show responses of both."""
+    module, gold = parts.module, settings.evaluation.gold
+    if settings.start is None:
+        return Findings({})  # nothing to compare with
+    if not isinstance(module, SFTModule):
+        baseline = start_policy(settings, parts)
+        if parts.scorer is None and settings.scorer is not None:
+            parts.scorer = settings.scorer.build()
+            for model in parts.scorer.build():
+                placed(parts, model)
+        return compare(settings, parts, baseline)
+    if gold is None and module.device_mesh is not None:
+        return Findings({})  # no judge, and no room for a second whole model
+    baseline, metrics = start_policy(settings, parts), dict[str, float]()
+    if parts.data.rows("validation"):
+        loader = parts.data.val_dataloader()
+        metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
+    if gold is None:
+        shown = num_shown(settings) if parts.data.rows("validation") else 0
+        return Findings(metrics, answers_of(settings, parts, baseline, shown))
+    findings = compare(settings, parts, baseline)
+    findings.metrics |= metrics
+    return findings
+
+
+def _normalized_model(settings: TrainSettings, parts: TrainingComponents) -> Findings:
+    """Hold a larger model against the reward model, if there is one, and normalize its scores."""
+    metrics, model = _larger_model(settings, parts), cast(RewardModule, parts.module).model
+    count = num_answered(settings)
+    if count:
+        policy = start_policy(settings, parts)
+        prompts = normalization_prompts(
+            settings.data.source.build(),
+            parts.tokenizer,
+            num_samples=count,
+            batch_size=settings.evaluation.batch_size,
+            max_prompt_length=prompt_length(settings),
+            seed=settings.seed,
+            over_long=settings.data.arguments["over_long"],
+        )
+        metrics |= fold_normalization(
+            placed(parts, model),
+            placed(parts, policy),
+            prompts,
+            parts.sampling,
+            seed=settings.seed,
+        )
+    return Findings(metrics)
+
+
+def _larger_model(settings: TrainSettings, parts: TrainingComponents) -> dict[str, float]:
+    """Return the accuracy of a larger model, which tells noise and too small a model apart."""
+    rows = cast("Sequence[EncodedPreference]", parts.data.rows("validation"))
+    source = settings.evaluation.larger_reward_model
+    if source is None or not rows:
+        return {}
+    fix = "train it on the same policy's tokenizer"
+    check_same_tokenizer(parts.tokenizer, source, fix=fix)
+    with parts.trainer.strategy.root_device:
+        model = frozen(load_scalar_model(source))
+    scored = score_pairs(
+        model,
+        rows,
+        batch_size=settings.evaluation.batch_size,
+        pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
+    )
+    return {"val/larger_model_accuracy": share_right(scored)}
 
 
 def _export(settings: TrainSettings, folder: RunFolder, trained: Trained, outcome: Outcome) -> None:
@@ -103,7 +192,7 @@ def _export(settings: TrainSettings, folder: RunFolder, trained: Trained, outcom
                 publish_artifact(
                     full if full.is_dir() else folder.export,
                     target,
-                    stage=settings.spec.name,
+                    stage=settings.stage,
                     run=str(folder.path),
                     metrics=outcome.metrics,
                     gates=outcome.gates,
@@ -144,7 +233,7 @@ def used_by(settings: TrainSettings, parts: TrainingComponents) -> Iterator[Orig
         metadata={"records": len(records), "kind": data.kind},
     )
     for role, source in settings.artifacts.models().items():
-        if role in settings.spec.uses:
+        if is_loaded(settings, source):
             print_ = source_fingerprint(source, settings.model.revision)
             yield Origin(role, artifact_name(source), "model", print_, {})
 

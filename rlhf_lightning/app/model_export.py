@@ -17,7 +17,6 @@ from rlhf_lightning.app.config.groups import DatasetSettings, Target
 from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
-from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
@@ -123,9 +122,9 @@ def _describe(
 ) -> None:
     public = public_config(settings.resolved, settings.written)
     write_text(folder / CONFIG, yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
-    stage, start = settings.spec, settings.start
+    module, start = settings.spec, settings.start
     facts = CardFacts(
-        stage=stage.name,
+        stage=settings.stage,
         run=outcome.run,
         base=start,
         data=settings.dataset.name,
@@ -137,13 +136,13 @@ def _describe(
         gates=outcome.gates,
         versions=installed_versions(),
         checkpoint=outcome.checkpoint,
-        reward={} if stage.trains_policy or is_adapter else _reward_facts(folder),
+        reward={} if module.trains_policy or is_adapter else _reward_facts(folder),
         is_adapter=is_adapter,
-        against=_against(settings.scorer) if stage.rolls_out else None,
+        against=_against(settings.scorer) if module.rolls_out else None,
         needs=_needs(folder) if is_adapter else None,
         rounding=rounding,
         title=settings.title,
-        is_reward=not stage.trains_policy,
+        is_reward=not module.trains_policy,
     )
     write_model_card(folder, facts)
 
@@ -190,7 +189,7 @@ def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
 def _hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyper-parameters that decide what was learnt, flat."""
     module, data = config["module"], config.get("data") or {}
-    stage = find_stage(config["stage"], module["_target_"]).settings
+    stage = config["stage"]
     names = ("batch_size", "max_length", "max_prompt_length", "num_epochs", "num_iterations")
     groups: dict[str, Any] = {
         "data": {name: data.get(name) for name in names},
@@ -280,11 +279,12 @@ def _saved_settings(folder: RunFolder) -> TrainSettings:
 
 def _model(settings: TrainSettings, checkpoint: Mapping[str, Any], source: Source | None) -> Model:
     """Return the trained model, built by our own loaders, with the checkpoint's weights."""
-    stage, node, lora = settings.spec, settings.module, settings.lora
-    prefix, content = f"{stage.trained}.", checkpoint["state_dict"]
+    trains_policy, node, lora = settings.spec.trains_policy, settings.module, settings.lora
+    name, content = "policy" if trains_policy else "model", checkpoint["state_dict"]
+    prefix = f"{name}."
     state = {k.removeprefix(prefix): v for k, v in content.items() if k.startswith(prefix)}
     if not state:
-        raise ValueError(f"it holds no weights of a {stage.trained}")
+        raise ValueError(f"it holds no weights of a {name}")
     start = node.get("policy") or node.get("source")
     given: dict[str, Any] = {
         "seed": settings.seed,
@@ -293,7 +293,7 @@ def _model(settings: TrainSettings, checkpoint: Mapping[str, Any], source: Sourc
         "lora": None if lora is None else replace(lora, quantization="none"),
     }
     model: Model
-    if stage.trains_policy:
+    if trains_policy:
         model = load_policy(start, from_scratch=node.get("from_scratch"), **given)
     else:
         given["dropout"] = node.get("dropout", 0.0)

@@ -28,10 +28,10 @@ from rlhf_lightning.app.command_line import (
 )
 from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.run_claim import check_folder, continues, hydra_log
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline_steps import Step, as_overrides, check_pipeline, plan
+from rlhf_lightning.app.run_claim import check_folder, continues, hydra_log
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time, own_environment
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, to_json, write_text

@@ -26,7 +26,7 @@ from rlhf_lightning.app.config.compose import ConfigError, choices
 from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.settings import PlanSettings, TrainSettings
 from rlhf_lightning.app.config.targets import Node
-from rlhf_lightning.app.stages.spec import POLICY, SCALAR
+from rlhf_lightning.app.evaluation import num_answered
 from rlhf_lightning.models import memory
 from rlhf_lightning.models.forward import BUCKET
 from rlhf_lightning.models.gpu_kernels import KNOWN, has_liger
@@ -44,6 +44,7 @@ _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GI
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
 # Rows of the table, in its order; docs/scaling.md says what each is.
+POLICY, SCALAR = "policy", "value"  # kinds of models that are trained
 PARTS = (
     *("weights", "optimizer", "gradients", "gathered", "copies", "captured", "activations"),
     *("logits", "cache", "runtime"),
@@ -79,14 +80,15 @@ class Plan:
         if self.spec.rolls_out:
             self.response = int(settings.all_hparams["sampling"].max_new_tokens)
         self.length = -(-(self.prompt + self.response) // BUCKET) * BUCKET
-        is_kto = getattr(settings.hparams, "kind", None) == "kto"
-        self.paired = 1 if is_kto else self.spec.sequences_per_row
+        self.paired = settings.sequences_per_row
         self.rows = self.paired * -(-data.num_rows // self.world)
         self.step_rows = -(-self.rows // settings.passes[1])
         self.vocabulary = int(self.policy.get_text_config().vocab_size)
         targets = "all-linear" if self.lora is None else self.lora.target_modules
         self.counts = count_weights(self.policy, targets)
-        self.trained = {kind: self._trained(kind) for kind in self.spec.trains}
+        kinds = [POLICY] if self.spec.trains_policy else [SCALAR]
+        kinds += [SCALAR] if hasattr(settings.hparams, "value_learning_rate") else []
+        self.trained = {kind: self._trained(kind) for kind in kinds}
 
     @cached_property
     def memory(self) -> int | None:
@@ -133,7 +135,7 @@ class Plan:
         found["update"] = held | self._update(held)
         if not self.spec.rolls_out:
             found["validate"] = held | self._forward(self._validated(), self.prompt)
-        asked, count = self.settings.evaluation, self.spec.num_answered(self.settings)
+        asked, count = self.settings.evaluation, num_answered(self.settings)
         rows, tokens = min(asked.batch_size, count), asked.max_new_tokens
         if rows:
             held = {"weights": held["weights"]}  # the optimizer's state is dropped before
@@ -341,7 +343,7 @@ def _parse_bytes(given: str | float) -> int:
 def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Yield settings that need less memory, the least intrusive first, and the plan with them."""
     rows = plan._together(plan.step_rows) // plan.paired
-    key = f"module.{plan.spec.settings}.micro_batch_size"
+    key = f"module.{plan.settings.stage}.micro_batch_size"
     changes: dict[str, dict[str, Any]] = {
         f"{key}={max(rows // 2, 1)}": {key: max(rows // 2, 1)},
         "model.activation_checkpointing=true": {"model.activation_checkpointing": True},
@@ -378,8 +380,9 @@ def print_plan(plan: Plan, *, title: str) -> None:
     """Print what takes how much when, whether it fits, and what would need less."""
     console = Console(highlight=False, soft_wrap=True)
     lengths = f"{plan.prompt} + {plan.response}" if plan.response else plan.prompt
+    trained = f"{plan.settings.title}, {plan.policy.model_type}"
     console.print(
-        f"{title}: {plan.spec.title}, {plan.policy.model_type} of {plan.counts.total / 1e6:,.0f} M "
+        f"{title}: {trained} of {plan.counts.total / 1e6:,.0f} M "
         f"weights; {plan.rows:,} rows of up to {lengths} tokens on each of {plan.world} devices "
         f"({plan.device}), {plan._together(plan.step_rows):,} at once, {plan.arithmetic}"
     )

@@ -28,7 +28,6 @@ from rlhf_lightning.app.config.validate import (
     read_first,
     without_unread,
 )
-from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.distributed.launch import own_environment
@@ -39,6 +38,7 @@ from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import add_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.quiet import quieten
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.folder import RunFolder
@@ -200,7 +200,9 @@ def words_for(
     sibling = "_".join([kind, *settings.name.split("_")[1:]])
     experiment = sibling if sibling in choices("experiment") else kind
     recipe = _recipe(kind)
-    starts = (f"artifacts.{start}=" for start in recipe.spec.uses if start != kind)
+    models = recipe.artifacts.models().items()
+    used = [name for name, source in models if name != kind and is_loaded(recipe, source)]
+    starts = (f"artifacts.{name}=" for name in used)
     kept = (*SHARED, "strategy", "trainer.", "seed=", "debug=fast", "paths.apart=", *starts)
     words = _read_by(experiment, [w for w in overrides if w.lstrip("+").startswith(kept)])
     start = f"artifacts.{recipe.spec.starts_from}"
@@ -233,14 +235,14 @@ def _untrained(
 ) -> dict[str, str | None]:
     """Make a model of random weights; a pretrained base takes the place of a missing policy."""
     source = str(settings.select(f"artifacts.{kind}"))
-    stage = _recipe(kind).spec
-    if stage.trains_policy and not settings.select("model.from_scratch"):
+    module = _recipe(kind).spec
+    if module.trains_policy and not settings.select("model.from_scratch"):
         say(f"There is no {kind} model in {source}: this run starts from {base}.")
         return {f"artifacts.{kind}": base}
     with artifact_lock(Path(source), report=say):
         if not is_available(source):
             say(f"There is no {kind} model in {source}: one of random weights is made.")
-            write_untrained(stage, Path(source), settings)
+            write_untrained(module, Path(source), settings)
     return {}
 
 
@@ -269,18 +271,18 @@ _TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 _TINY |= {"max_position_embeddings": 1 << 17}  # more than any policy reads
 
 
-def write_untrained(stage: Stage, folder: Path, settings: Any) -> None:
+def write_untrained(module: type[RLHFModule], folder: Path, settings: Any) -> None:
     """Write a model folder of random weights, with a manifest.
 
     Args:
-        stage: stage that makes such models: a policy has the tokenizer of `model`, a reward model
+        module: class that trains such models: a policy has the tokenizer of `model`, a reward model
             that of the policy that it starts from.
         folder: a new folder.
         settings: settings of a command that has a model.
     """
     quieten()
     model = settings.model
-    policy = None if stage.trains_policy else settings.artifacts.of(stage.starts_from)
+    policy = None if module.trains_policy else settings.artifacts.of(module.starts_from)
     if policy is None:
         tokenizer = with_template(model.tokenizer.build(), model.chat_template)
     else:
@@ -289,7 +291,7 @@ def write_untrained(stage: Stage, folder: Path, settings: Any) -> None:
     drawn: Any = load_policy(from_scratch=fields, seed=settings.seed)
     stops = stop_ids(tokenizer, policy, revision=model.revision)
     with replacing_folder(folder) as staging:
-        if not stage.trains_policy:
+        if not module.trains_policy:
             size = drawn.model.get_output_embeddings().in_features
             with seeded_init(settings.seed):
                 head = scalar_head(size, init_std=head_std(size, "reward"))
@@ -297,7 +299,7 @@ def write_untrained(stage: Stage, folder: Path, settings: Any) -> None:
         save_hf_model(drawn, tokenizer, staging, drawn.state_dict(), stop_ids=stops)
         if policy is not None and settings.select("lora") is not None:
             _save_adapter(policy, staging / ADAPTER, settings)
-        write_manifest(staging, stage=stage.name, run="none")
+        write_manifest(staging, stage=module.stage, run="none")
 
 
 def _save_adapter(policy: str, folder: Path, settings: Any) -> None:

@@ -12,8 +12,9 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.plan import Plan, policy_config, readable
-from rlhf_lightning.app.stages.spec import TrainingComponents
+from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.models.memory import count_weights
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
 
@@ -32,7 +33,7 @@ def start_settings(
         parts: parts that were built from them.
         checkpoint: checkpoint that the run continues, if any.
     """
-    starts, stage = settings.artifacts.models(), settings.spec
+    starts = settings.artifacts.models()
     limit, iterations = settings.trainer.limit_train_batches, int(parts.data.num_iterations)
     iterations = iterations if limit is None else min(iterations, limit)
     rows = {split: len(parts.data.rows(split)) for split in ("train", "validation")}
@@ -43,7 +44,7 @@ def start_settings(
         f"{rows['validation']:,} held out",
         "batches": _batches(settings, iterations, parts.trainer.world_size),
         "learning rate": "\n".join(parts.rates),
-        **stage.start_lines(settings),
+        **_objective(settings),
         "compute": _compute(settings, parts),
         "decoding": _decoding(settings, parts),
         "memory": _planned(settings) or "rlhf-plan with the same arguments gives the peak",
@@ -55,6 +56,27 @@ def start_settings(
     return {topic: line for topic, line in lines.items() if line not in (None, "")}
 
 
+def _objective(settings: TrainSettings) -> dict[str, object]:
+    """Return what is learnt from: the teacher, what scores responses, how they are sampled."""
+    hparams = settings.hparams
+    if isinstance(hparams, DPOHparams):
+        wrong = f", {100 * hparams.label_smoothing:g} % of labels wrong"
+        wrong = wrong if hparams.label_smoothing else ""
+        return {"objective": f"{hparams.kind}, beta {hparams.beta:g}{wrong}"}
+    scorer, sampling = settings.scorer, settings.all_hparams.get("sampling")
+    if not settings.spec.rolls_out or scorer is None or sampling is None:
+        return {}
+    target = "" if hparams.kl_target is None else f", aims at {hparams.kl_target:g} nats a response"
+    where = "" if hparams.kl_in == "reward" else f" in the loss ({hparams.kl_estimator})"
+    source = scorer.get("source") or scorer.get("function") or scorer.get("url") or ""
+    return {
+        "teacher": settings.module.get("teacher"),
+        "reward": f"{scorer.class_name} {source}".strip(),
+        "rollouts": f"up to {sampling.max_new_tokens} tokens at temperature "
+        f"{sampling.temperature:g}; kl_coef {hparams.kl_coef:g}{where}{target}",
+    }
+
+
 def _batches(settings: TrainSettings, iterations: int, world_size: int) -> str:
     """Return how the rows of an iteration become optimizer steps, in one line."""
     rows, size, micro = settings.data.num_rows, settings.data.num_generations, settings.hparams
@@ -64,9 +86,9 @@ def _batches(settings: TrainSettings, iterations: int, world_size: int) -> str:
     at_once = "" if micro.micro_batch_size is None else f", {micro.micro_batch_size} at once"
     steps = epochs * minibatches
     passes = f"; {epochs} x {minibatches} minibatches of each" if settings.spec.rolls_out else ""
-    paired = settings.spec.sequences_per_row == 2 and settings.data.get("kind") != "unpaired"
+    unit = "pairs" if settings.sequences_per_row == 2 else "rows"
     return (
-        f"{iterations} iterations of {rows} {'pairs' if paired else 'rows'}{prompts}{share}{passes}"
+        f"{iterations} iterations of {rows} {unit}{prompts}{share}{passes}"
         f"{at_once} = {steps * iterations:,} optimizer steps"
     )
 
@@ -136,15 +158,16 @@ def memory_advice(settings: TrainSettings, overrides: Sequence[str], evaluates: 
         overrides: overrides of the command line.
         evaluates: memory ran out in the evaluation at the end.
     """
-    spec, asked = settings.spec, settings.evaluation if evaluates else settings.hparams
-    place = "evaluation" if evaluates else f"module.{spec.settings}"
+    asked = settings.evaluation if evaluates else settings.hparams
+    place = "evaluation" if evaluates else f"module.{settings.stage}"
     now, length = asked.micro_batch_size, "evaluation.max_new_tokens"
     fixes = [] if now == 1 else [f"{place}.micro_batch_size={now // 2 if now else 8} (now {now})"]
     if not evaluates:
         if not settings.model.activation_checkpointing:
             fixes.append("model.activation_checkpointing=true")
         fixes += [] if settings.lora else ["lora=lora"]
-        length = spec.shortened_by
+        rolls_out = settings.spec.rolls_out
+        length = "module.sampling.max_new_tokens" if rolls_out else "data.max_length"
     fixes.append(f"{length} below {settings.select(length)}")
     planned, command = _planned(settings), " ".join(["rlhf-plan", *overrides])
     took = f" The run takes {planned}." if planned else ""

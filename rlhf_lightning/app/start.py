@@ -1,17 +1,33 @@
-"""The start of every command: help and the words of a shell come before torch is imported."""
+"""The start of every command, and what is imported when.
+
+Help, version and completion import nothing. Unknown keys, types and hyper-parameters are answered
+with what `app/config` imports, a second. What only the signatures of our classes say is checked by
+the command, which imports torch, Lightning and transformers.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import re
 import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import hydra
+from hydra.types import RunMode
 
 from rlhf_lightning import __version__
-from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.compose import CONFIG_DIR, ConfigError, conf_dir, primary, register
 from rlhf_lightning.app.config.help import help_text, register_help
 from rlhf_lightning.distributed.process import prepare_process
+
+AS_PYTHON = "--as-python"
+MISTAKE = 2  # exit status
+_HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
+_HYPHENS = re.compile(r"--(?!(?:cfg|package|info)=)[\w.]+=")  # those are Hydra's
 
 
 def start(command: str, module: str | None = None) -> None:
@@ -34,8 +50,87 @@ def start(command: str, module: str | None = None) -> None:
         register_help()
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(id)()
         return
+    if command != "pipeline":  # its words may be of one stage: `app/pipeline.py` reads them
+        check_words(command)
     prepare_process()
     # Imports make half a million objects that stay. The collector looks through those that are
     # there after every 700 new ones by default: a seventh of the time to import torch.
     gc.set_threshold(10_000)
     importlib.import_module(f"rlhf_lightning.app.{module or command}").main()
+
+
+def check_words(command: str) -> None:
+    """End the process for a mistake in the command line that is seen without importing torch."""
+    # here: help needs no settings
+    from rlhf_lightning.app.config.commands import COMMANDS
+    from rlhf_lightning.app.config.errors import composition
+    from rlhf_lightning.app.config.validate import plain_settings
+
+    words = [word for word in words_of(command) if word != AS_PYTHON]
+    if has_flags(words):
+        return
+    register()
+    try:
+        cfg = composition("train" if command == "plan" else command, words)
+        takes_over = command in ("evaluate", "collect") and cfg.run is not None
+        if cfg.hydra.mode != RunMode.MULTIRUN and not takes_over:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the run itself will warn
+                plain_settings(COMMANDS[command], cfg)
+    except ConfigError as error:
+        fail(str(error))
+
+
+def fail(message: str, status: int = MISTAKE) -> NoReturn:
+    """Write `message` as an error, and end the process."""
+    sys.stderr.write(f"error: {message}\n")
+    raise SystemExit(status)
+
+
+def has_flags(words: Sequence[str]) -> bool:
+    """Return whether there are flags but `--config-dir`, which are Hydra's to read."""
+    return any(word.startswith("-") and not word.startswith(CONFIG_DIR) for word in words)
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words of the command line as the command's configuration takes them.
+
+    A command that makes no run folder reads a bare path as `run=`. A `~` at the beginning of a path
+    is the home folder, which a shell does not see behind `=`.
+    """
+    # here: help needs no table of what was withdrawn
+    from rlhf_lightning.app.config.withdrawn import withdrawn
+
+    home = str(Path.home())
+    words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
+    if gone := withdrawn(words):
+        fail(gone)
+    if wrong := next(filter(_HYPHENS.match, words), None):
+        fail(
+            f"{wrong}: settings are written KEY=VALUE without hyphens (${{args_no_hyphens}} in the "
+            "command of a W&B sweep)"
+        )
+    flag = CONFIG_DIR.rstrip("=")
+    words = [flag if word == "-cd" else word for word in words]
+    while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs
+        at = words.index(flag)
+        words[at : at + 2] = [CONFIG_DIR + words[at + 1]]
+    sys.argv[1:] = words
+    if command in ("train", "evaluate", "collect", "pipeline"):
+        return words
+    return with_run(command, [f"++{w}" if w.startswith(f"{command}.") else w for w in words])
+
+
+def with_run(entry: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with bare paths as `run=`, if the command takes it."""
+    paths = [one for one in arguments if _is_path(one)]
+    if not paths or "run" not in primary(entry):
+        return list(arguments)
+    quoted = ["'" + path.replace("'", "\\'") + "'" for path in paths]
+    run = quoted[0] if len(quoted) == 1 else f"[{','.join(quoted)}]"
+    return [f"run={run}", *(one for one in arguments if not _is_path(one))]
+
+
+def _is_path(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return not argument.startswith(("-", "+", "~")) and ("/" in key or not equals)

@@ -30,16 +30,17 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices, check_run
+from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
 from rlhf_lightning.app.finalize import finish, finish_tracking
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
+from rlhf_lightning.app.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.run_summary import memory_advice, start_settings
-from rlhf_lightning.app.stages.spec import Stage, TrainingComponents
+from rlhf_lightning.app.start import AS_PYTHON
 from rlhf_lightning.app.sweep import in_sweep, should_continue
 from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
@@ -57,6 +58,7 @@ from rlhf_lightning.distributed.launch import (
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run, drop_unused
@@ -71,7 +73,6 @@ from rlhf_lightning.runs.summary import (
 )
 
 logger = logging.getLogger(__name__)
-AS_PYTHON = "--as-python"
 register()
 register_help()
 prepare_process()
@@ -110,7 +111,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         settings = settings.updated({f"artifacts.{kind}": one for kind, one in starts.items()})
     folder, checkpoint = _agreed_start(settings, folder)
     summary = new_summary(
-        settings.kind, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
+        settings.stage, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
     )
     summary = replace(summary, seconds=_spent(folder, checkpoint), judged=not settings.only_runs)
     begun = time.perf_counter()
@@ -161,7 +162,7 @@ def _train(
     if global_rank() == 0:
         write_summary(folder, summary)
         lines = start_settings(settings, parts, checkpoint)
-        named = settings.name == settings.kind
+        named = settings.name == settings.stage
         print_start(settings.title if named else settings.name, folder, lines)
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
@@ -272,16 +273,16 @@ def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFold
     return folder, None
 
 
-def objective(summary: Summary, stage: Stage) -> float | None:
-    """Return what a sweep maximises, of a summary of this stage.
+def objective(summary: Summary, module: type[RLHFModule]) -> float | None:
+    """Return what a sweep maximises, of a summary of a training of this class.
 
     PPO: win rate by the learnt score; reward model: accuracy; SFT: minus the held-out loss. None,
     which Optuna counts as a failed trial, where it is not finite: NaN would end the whole search.
     """
-    value = summary.metrics.get(stage.objective)
+    value = summary.metrics.get(module.objective)
     if value is None or not math.isfinite(value):
         return None
-    return value if stage.maximised else -value
+    return value if module.maximised else -value
 
 
 def _job(cfg: Any) -> float | None:
@@ -292,7 +293,7 @@ def _job(cfg: Any) -> float | None:
     kind = str(cfg["stage"]).replace(".", "_").lower()  # of a configuration that is refused
     try:
         settings = command_settings("train", cfg, overrides)
-        kind = settings.kind
+        kind = settings.stage
         summary = run(settings, folder, overrides)
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         try:

@@ -88,6 +88,12 @@ class RLHFModule(L.LightningModule):
         batch: what that DataModule gives.
         rate: kind of model, for the default learning rate.
         unit: unit of its throughput.
+        starts_from: the key below `artifacts` of the model that it starts from.
+        trains_policy: whether it trains a policy; else it trains a reward model.
+        rolls_out: whether it samples and scores responses during training, beside a reference.
+        is_scored: whether a scorer, if there is one, judges the final comparison.
+        objective: the final metric that a sweep looks at: never gold, which may not choose.
+        maximised: whether more of it is better.
         source: the model that it starts from, as it was when the module was made.
         more_sources: further models that it must find again when a run is resumed, likewise.
         fitted_by: the Trainer of the last fit, whatever Trainer has the module since.
@@ -100,6 +106,12 @@ class RLHFModule(L.LightningModule):
     batch: ClassVar[type[TensorBatch]]
     rate: ClassVar[Kind] = "policy"
     unit: ClassVar[str] = "pairs"
+    starts_from: ClassVar[str] = "sft"
+    trains_policy: ClassVar[bool] = True
+    rolls_out: ClassVar[bool] = False
+    is_scored: ClassVar[bool] = False
+    objective: ClassVar[str] = "val/score_win_rate"
+    maximised: ClassVar[bool] = True
     algorithm: Hparams
     policy: Any
     source: Source | None = None

@@ -43,6 +43,8 @@ class DistillationModule(OnPolicyModule):
     title = "on-policy distillation"
     kinds: ClassVar = {"distillation": DistillationHparams, "sampling": SamplingHparams}
     whole_groups = True
+    objective = "val/teacher_kl_per_token"
+    maximised = False
     algorithm: DistillationHparams
 
     @checked

@@ -67,6 +67,8 @@ class DPOModule(RLHFModule):
     kinds: ClassVar = {"dpo": DPOHparams}
     data = PreferenceDataModule
     batch = PreferenceBatch
+    is_scored = True
+    objective = "val/accuracy"
     algorithm: DPOHparams
     policy: PolicyModel | None
 

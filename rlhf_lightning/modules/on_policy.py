@@ -1,8 +1,6 @@
 """The part that PPO and its relatives share: rollout, optimizer steps, bookkeeping.
 
-Read `OnPolicyModule.training_step` first.
-
-Legend: B rows of a rank, P padded prompt, R response.
+Read `OnPolicyModule.training_step` first. Legend: B rows of a rank, P padded prompt, R response.
 """
 
 from __future__ import annotations
@@ -92,6 +90,7 @@ class OnPolicyModule(RLHFModule):
 
     data = PromptDataModule
     batch = PromptBatch
+    rolls_out = is_scored = True
     whole_groups: ClassVar[bool] = False
     whole_groups_in_micro_batches: ClassVar[bool | None] = None
     learns_distributions: bool = False

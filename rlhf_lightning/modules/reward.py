@@ -51,6 +51,8 @@ class RewardModule(RLHFModule):
     data = PreferenceDataModule
     batch = PreferenceBatch
     rate = "reward"
+    trains_policy = False
+    objective = "val/accuracy"
     record_kinds = ("preferences",)
     algorithm: RewardHparams
 

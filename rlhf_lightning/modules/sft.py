@@ -44,6 +44,9 @@ class SFTModule(RLHFModule):
     batch = SFTBatch
     rate = "sft"
     unit = "tokens"
+    starts_from = "base"
+    objective = "val/loss"
+    maximised = False
     algorithm: SFTHparams
     policy: PolicyModel | None
 

@@ -15,7 +15,7 @@ FILES = sorted(f for d in ("conf", "sweeps") for f in (conf_dir().parent / d).rg
 # With the reason.
 OTHERS = {
     "torch.optim.AdamW": "torch's own",
-    "rlhf_lightning.app.config.run_claim.ClaimFolder": "a hook of Hydra, which no user sets",
+    "rlhf_lightning.app.run_claim.ClaimFolder": "a hook of Hydra, which no user sets",
     "rlhf_lightning.app.sweep.SweepEnd": "a hook of Hydra, which no user sets",
 }
 

@@ -1,4 +1,4 @@
-"""What differs between stages stands in one file a stage, and a package can bring its own."""
+"""What differs between stages stands in the class of its module, and nothing else names them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir
-from rlhf_lightning.app.stages.spec import Stage, StageError, find_stage, stage_names
-from tests.builders.command_lines import settings_of
+import rlhf_lightning
+from rlhf_lightning.app.config.compose import conf_dir
+from rlhf_lightning.modules.base import RLHFModule
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
@@ -23,12 +21,17 @@ OTHER_NAMES = {
     "hparams.py": "names of surrogates",
     "models/learning_rates.py": "kinds of learning rates",
 }
+MODULES = [
+    cls
+    for name in rlhf_lightning.__all__
+    if name.endswith("Module") and hasattr(cls := getattr(rlhf_lightning, name), "stage")
+]
 HOMONYMS = {"reward"}  # also an argument, a model and a kind of KL: alone it says nothing
 
 
 def names_of_stages(source: str) -> list[int]:
     """Return the lines in which a name of a stage is a key, one of several, or compared."""
-    names = set(stage_names())
+    names = {module.stage for module in MODULES}
     found: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         parts: list[ast.expr | None] = []
@@ -57,42 +60,17 @@ def test_nothing_but_a_stage_knows_the_names_of_stages() -> None:
     found = {
         str(file.relative_to(PACKAGE)): lines
         for file in sorted(PACKAGE.rglob("*.py"))
-        if PACKAGE / "app" / "stages" not in file.parents and not own_names(file)
+        if not own_names(file)
         if (lines := names_of_stages(file.read_text()))
     }
     assert set(found) == set(OTHER_NAMES), found
 
 
-def test_every_stage_is_found_by_its_name_and_differs_from_the_others() -> None:
-    stages = [find_stage(name) for name in stage_names()]
-    assert {"sft", "reward", "dpo", "ppo"} <= set(stage_names())
-    assert [stage.name for stage in stages] == stage_names()
-    assert {stage.trained for stage in stages} == {"policy", "model"}
-    assert all((conf_dir() / "experiment" / f"{stage.name}.yaml").is_file() for stage in stages)
-    assert all((conf_dir() / "module" / f"{stage.settings}.yaml").is_file() for stage in stages)
-
-
-@pytest.mark.parametrize("name", ["base", "spec", "nosuch", "PPO", "", None, "os.path.STAGE"])
-def test_what_is_no_stage_is_refused(name: object) -> None:
-    with pytest.raises(StageError):
-        find_stage(name)
-
-
-def test_a_stage_of_another_package_needs_the_users_trust(tmp_path, monkeypatch) -> None:
-    (tmp_path / "brought.py").write_text(
-        "from rlhf_lightning.app.stages.sft import SFTStage\n"
-        "class Brought(SFTStage):\n"
-        "    name = 'brought'\n"
-        "    title = 'brought along'\n"
-        "STAGE = Brought()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ["+experiment=sft", "stage=brought.STAGE", "name=own"]
-    with pytest.raises(ConfigError, match="not below what RLHF_ALLOWED_TARGETS lists"):
-        settings_of(*words)
-    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "brought.")
-    settings = settings_of(*words)
-    stage = settings.spec
-    assert isinstance(stage, Stage)
-    assert settings.kind == "brought"
-    assert (stage.name, stage.settings, stage.starts_from) == ("brought", "sft", "base")
+def test_every_stage_has_its_files_of_configuration() -> None:
+    assert {"sft", "reward", "dpo", "ppo"} <= {module.stage for module in MODULES}
+    for module in MODULES:
+        assert issubclass(module, RLHFModule)
+        assert (conf_dir() / "experiment" / f"{module.stage}.yaml").is_file()
+        assert (conf_dir() / "module" / f"{module.stage}.yaml").is_file()
+        assert module.objective.startswith("val/")
+        assert "gold" not in module.objective

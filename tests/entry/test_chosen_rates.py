@@ -10,7 +10,6 @@ import pytest
 from rlhf_lightning.app.build import choose_rates, with_vocabulary
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.stages.spec import find_stage
 from tests.builders.command_lines import named_model, settings_of
 
 # Of all weights of 135 million; adapters have ten times the rate.
@@ -32,7 +31,7 @@ def chosen(stage: str, start: str, *words: str) -> tuple[TrainSettings, tuple[st
 
     `words` are its command line.
     """
-    settings = settings_of(*words, f"artifacts.{find_stage(stage).starts_from}={start}")
+    settings = settings_of(*words, f"artifacts.{'base' if stage == 'sft' else 'sft'}={start}")
     changes, told = choose_rates(settings)
     return settings.updated(changes), told
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import rlhf_lightning
-from rlhf_lightning.app.command_line import with_run
 from rlhf_lightning.app.config.commands import COMMANDS, RUNS
 from rlhf_lightning.app.config.compose import composed, conf_dir, register
+from rlhf_lightning.app.start import with_run
 
 COMMANDS_ALONE = sorted(set(COMMANDS) - set(RUNS))
 

@@ -89,7 +89,7 @@ def composed(words: str) -> TrainSettings:
 def test_a_command_line_composes_and_gives(words, gives):
     settings = composed(words)
     settings.check_targets()
-    assert type(settings.hparams) is settings.spec.module.kinds[settings.spec.settings]
+    assert type(settings.hparams) is settings.spec.kinds[settings.stage]
     assert settings.artifacts.publish, "a stage that publishes nothing cannot be built upon"
     assert {key: settings.select(key) for key in gives} == gives
     check_batches(settings)

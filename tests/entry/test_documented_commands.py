@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.command_line import with_run
 from rlhf_lightning.app.config.compose import CONFIG_DIR, choices, composed, register
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.pipeline_steps import as_overrides
+from rlhf_lightning.app.start import with_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -181,7 +181,7 @@ def compose_stage(overrides: tuple[str, ...]) -> TrainSettings:
 @pytest.mark.parametrize("command", TRAINING, ids=str)
 def test_a_documented_training_command_composes_and_its_hyper_parameters_are_built(command):
     settings = settings_of(command)
-    assert type(settings.hparams) is settings.spec.module.kinds[settings.spec.settings]
+    assert type(settings.hparams) is settings.spec.kinds[settings.stage]
 
 
 def made_by_default(command: Command, settings: TrainSettings, kind: str) -> str | None:

@@ -7,8 +7,8 @@ import pytest
 from rlhf_lightning.app.annotate import run as annotate
 from rlhf_lightning.app.config.commands import AnnotateSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError

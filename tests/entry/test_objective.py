@@ -2,14 +2,14 @@
 
 import pytest
 
-from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning import PPOModule, RewardModule
 from rlhf_lightning.app.train import objective
 from rlhf_lightning.runs.summary import Summary
 
 
 def test_gold_never_chooses_a_setting():
     metrics = {"val/gold_win_rate": 0.9, "val/score_win_rate": 0.0, "val/loss": 2.0}
-    assert objective(Summary("ppo", "completed", 1, metrics), find_stage("ppo")) == 0.0
+    assert objective(Summary("ppo", "completed", 1, metrics), PPOModule) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_gold_never_chooses_a_setting():
     ],
 )
 def test_a_reward_model_is_chosen_by_its_accuracy_and_what_is_no_number_is_none(metrics, value):
-    assert objective(Summary("reward", "completed", 1, metrics), find_stage("reward")) == value
+    assert objective(Summary("reward", "completed", 1, metrics), RewardModule) == value

@@ -18,8 +18,8 @@ import torch
 from rlhf_lightning import PromptDataModule, SamplingHparams, compare, trainer_arguments
 from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.stages.spec import StageError, find_stage
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import ROOT, SMALL, overrides_of, settings_of
@@ -167,20 +167,21 @@ def test_adapters_gates_and_the_doctor_work_with_it(start, tmp_path) -> None:
     assert (made.export / "adapter").is_dir()
 
 
-def test_a_variant_of_a_module_of_ours_is_trained_as_that_one() -> None:
-    assert find_stage("grpo", "rlhf_lightning.modules.ppo.PPOModule") == find_stage("grpo")
-    own = find_stage("online_dpo", TARGET)
-    assert (own.name, own.module, own.rolls_out) == ("online_dpo", OnlineDPOModule, True)
-    assert "value_learning_rate" not in own.rates
+def test_what_differs_between_stages_is_inherited_from_the_class(start) -> None:
+    found = settings(start)
+    assert found.spec is OnlineDPOModule
+    assert (found.spec.starts_from, found.spec.rolls_out) == ("sft", True)
+    assert not hasattr(found.hparams, "value_learning_rate")
 
 
 @pytest.mark.parametrize(
-    ("stage", "module", "told"),
+    ("words", "told"),
     [
-        ("mine", TARGET, "or stage=online_dpo with module=" + TARGET),
-        ("mine", "tests.own.words.WordScorer", "must be one of distillation, dpo"),
+        (["stage=mine"], "stage=mine needs the settings module.mine, and module has online_dpo"),
+        (["module._target_=tests.own.words.WordScorer"], "module"),
+        (["module._target_=rlhf_lightning.SFTModule.from_pretrained"], "module"),
     ],
 )
-def test_a_name_that_no_class_has_is_refused(stage: str, module: str, told: str) -> None:
-    with pytest.raises(StageError, match=told.replace("(", r"\(")):
-        find_stage(stage, module)
+def test_a_module_that_the_stage_does_not_name_is_refused(start, words, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        settings(start, *words)

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, open_dict
 from rlhf_lightning.app.collect import _start
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-from rlhf_lightning.app.config.run_claim import ClaimFolder
 from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.run_claim import ClaimFolder
 from rlhf_lightning.app.sweep import finish_sweep, should_continue
 from rlhf_lightning.app.train import _where_to_start
 from rlhf_lightning.runs.folder import RunFolder

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_lightning.app.config.compose import composed
 from rlhf_lightning.app.config.inherit import command_settings as command_settings_of
-from rlhf_lightning.app.config.run_claim import _or_fail, check_folder
+from rlhf_lightning.app.run_claim import _or_fail, check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run, drop_unused

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import PlanGroup
+from rlhf_lightning.app.config.validate import check_scorer
 from rlhf_lightning.app.plan import Plan
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
@@ -189,7 +190,7 @@ def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experimen
 
     def check(*words):
         settings = settings_of(f"+experiment={experiment}", "artifacts.reward=null", *words)
-        settings.spec.check_buildable(settings)
+        check_scorer(settings)
 
     value_head = ["module.value_head=zero"] if experiment == "ppo" else []
     check("scorer=function", f"scorer.function={file}:fine", *value_head)

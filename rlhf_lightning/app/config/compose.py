@@ -164,6 +164,18 @@ def describe_interpolation(error: OmegaConfBaseException) -> str:
     return f"{error.full_key}: {text}" if error.full_key else text
 
 
+def hydra_folder(hydra: DictConfig, kind: str) -> Path:
+    """Return Hydra's folder of a `run` or a `sweep`.
+
+    Raises:
+        ConfigError: if its name refers to what is not there.
+    """
+    try:
+        return Path(str(hydra[kind].dir))
+    except OmegaConfBaseException as error:
+        raise ConfigError(describe_interpolation(error)) from error
+
+
 def at(node: Any, key: str) -> Any:
     """Return the value at a dotted key of nested mappings; None where nothing stands."""
     for part in key.split("."):

@@ -8,7 +8,6 @@ import textwrap
 from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import choices, conf_dir
-from rlhf_lightning.app.stages.spec import stage_names
 
 # In the order of how often one chooses in them; the others belong to other commands.
 GROUPS = (
@@ -48,7 +47,7 @@ def choices_text(width: int | None = None) -> str:
         width: in characters; that of the terminal, at most 100, where it is None.
     """
     width = width or min(shutil.get_terminal_size().columns, 100)
-    stages = stage_names()
+    stages = choices("module")  # a file each, by its name
     heads, built_in = tuple(f"{stage}_" for stage in stages), ["base", *stages]
     names = [name for name in choices("experiment") if name not in built_in]
     recipes = sorted({name.partition("_")[2] for name in names if name.startswith(heads)})

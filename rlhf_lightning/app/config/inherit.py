@@ -73,7 +73,7 @@ def command_settings(
         folder = RunFolder(Path(str(cfg.run)))
         trained = read_training(folder)
         if entry == "evaluate" and not trained.spec.trains_policy:
-            told = f"run={folder.path} trained a {trained.spec.title}: give the run of a policy"
+            told = f"run={folder.path} trained a {trained.title}: give the run of a policy"
             raise ConfigError(told)
         # A pipeline's file of settings is next to the folder of the run.
         made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
@@ -111,7 +111,7 @@ def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str]:
     for kind, source in found.items():
         if not os.path.exists(source) and os.path.exists(start / source):
             found[kind] = str(start / source)
-    return found | {trained.spec.name: made}
+    return found | {trained.stage: made}
 
 
 def take_over(
@@ -156,7 +156,7 @@ def take_over(
         if trained.only_runs:
             OmegaConf.update(changed, "paths.apart", trained.paths.apart)
         # Another artifacts.sft on the command line is another baseline, as by default.
-        for side, kind in (("policy", trained.spec.name), ("baseline", trained.spec.starts_from)):
+        for side, kind in (("policy", trained.stage), ("baseline", trained.spec.starts_from)):
             key = f"${{artifacts.{kind}}}"
             changed[side] = key if key == given[side] else models.get(kind)
     for key in keys:

@@ -6,7 +6,8 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -39,13 +40,16 @@ from rlhf_lightning.app.config.groups import (
     builds,
     hparams_of,
 )
-from rlhf_lightning.app.config.targets import TargetError
-from rlhf_lightning.app.stages.spec import Stage, find_stage
+from rlhf_lightning.app.config.targets import TargetError, resolve
 from rlhf_lightning.arguments import Seed
+from rlhf_lightning.checked import Checked
 from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams, Precision
 from rlhf_lightning.misfit import misfit
 from rlhf_lightning.runs.public_config import is_secret
 from rlhf_lightning.runs.resume import config_hash
+
+if TYPE_CHECKING:
+    from rlhf_lightning.modules.base import RLHFModule
 
 # `${oc.env:NAME}` or `${oc.env:NAME,DEFAULT}`, whose default may hold other interpolations.
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*((?:[^{}]|\{[^{}]*\})*))?\}")
@@ -96,8 +100,13 @@ class CommandSettings(Settings):
     open_groups: ClassVar[tuple[str, ...]] = ("paths", "model", "dataset")
 
     @property
+    def by_reference(self) -> frozenset[str]:
+        """Keys of these groups, dotted, that are read only where other settings refer to them."""
+        return frozenset()
+
+    @property
     def unread(self) -> frozenset[str]:
-        """Keys that these settings do not read, dotted, such as those of what is not done."""
+        """Keys of other groups that nothing reads, dotted, such as those of what is not done."""
         return frozenset()
 
     _written: dict[str, Any] = PrivateAttr()
@@ -227,11 +236,6 @@ class RunSettings(CommandSettings):
     seed: Seed = 1
 
     @property
-    def kind(self) -> str:
-        """Kind of the run in its summary."""
-        return self.stage
-
-    @property
     def only_runs(self) -> bool:
         """True if it shows that it runs and nothing is judged, as with `debug=fast`."""
         return self.paths.apart is not None
@@ -253,7 +257,7 @@ class FiguresSettings(RunSettings):
     logger: Annotated[LoggerSettings, AfterValidator(_check_not_logged)] = LoggerSettings()
 
     @property
-    def unread(self) -> frozenset[str]:
+    def by_reference(self) -> frozenset[str]:
         """Keys that only a training reads: the lengths of its rows, and how its model is made."""
         model = self.model
         read = {*model.computing, *model.template, *model.origin}
@@ -291,49 +295,56 @@ class TrainSettings(RunSettings):
 
     @model_validator(mode="after")
     def _build_hparams(self) -> Self:
-        for key, cls in self.spec.module.kinds.items():
-            node = self.module.get(key)
-            if not isinstance(node, Mapping) or "_target_" not in node:
-                raise ValueError(
-                    f"stage={self.stage} needs the settings module.{key}, and module is "
-                    f"{self.module.path}: use module={self.spec.settings}, or the experiment of "
-                    "another stage"
-                )
-            self._hparams[key] = build_hparams(cls, node, f"module.{key}")
-        for key, place in GIVEN.items():
-            if key in self.module.arguments and key not in self._hparams:
+        for key, node in self.module.arguments.items():
+            name = str(node.get("_target_")) if isinstance(node, Mapping) else ""
+            if name.endswith("Hparams"):
+                cls = resolve(name, f"module.{key}")
+                if issubclass(cls, Checked):
+                    self._hparams[key] = build_hparams(cls, node, f"module.{key}")
+            elif key in GIVEN:
+                place = GIVEN[key]
                 raise ConfigError(f"module.{key} is given by the run: set {place} in its place")
+        if self.stage not in self._hparams:
+            named = ", ".join(self._hparams) or "none"
+            raise ValueError(
+                f"stage={self.stage} needs the settings module.{self.stage}, and module has "
+                f"{named}: use module={self.stage}, or stage={named.partition(',')[0]}"
+            )
         return self
 
+    @cached_property
+    def spec(self) -> type[RLHFModule]:
+        """The class that is trained, which says what differs between stages; imports torch."""
+        found = resolve(self.module.path, "module")
+        return cast("type[RLHFModule]", getattr(found, "__self__", found))  # of a class method
+
     @property
-    def spec(self) -> Stage:
-        """The stage."""
-        return find_stage(self.stage, self.module.path)
+    def by_reference(self) -> frozenset[str]:
+        """Lengths, which other settings refer to, and a base in place of a missing policy."""
+        return frozenset({"dataset.lengths"} | (set() if self.only_runs else {"model.base"}))
 
     @property
     def unread(self) -> frozenset[str]:
-        """Keys that this stage does not read; lengths are those that other settings refer to."""
+        """Keys that this stage does not read."""
+        spec = self.spec
         own = {
-            "scorer": self.spec.scores,
-            "safety": self.spec.trains_policy,
-            "model.base": self.only_runs,  # in place of a missing policy
+            "scorer": spec.is_scored,
+            "safety": spec.trains_policy,
+            "artifacts.ppo": spec.rolls_out,
+            "evaluation.every_n_iterations": spec.rolls_out,
+            "evaluation.larger_reward_model": not spec.trains_policy,
         }
-        return frozenset({"dataset.lengths"} | {key for key, reads in own.items() if not reads})
-
-    @property
-    def kind(self) -> str:
-        """The name of the stage."""
-        return self.spec.name
+        return frozenset(key for key, reads in own.items() if not reads)
 
     @property
     def title(self) -> str:
         """The training in words, such as PPO, or KTO where DPO's loss is that one."""
-        return self.spec.module.title_of(self.hparams)
+        return self.spec.title_of(self.hparams)
 
     @property
     def hparams(self) -> Any:
         """The hyper-parameters of the stage, such as those of `module.ppo`."""
-        return self._hparams[self.spec.settings]
+        return self._hparams[self.stage]
 
     @property
     def all_hparams(self) -> dict[str, Any]:
@@ -362,6 +373,12 @@ class TrainSettings(RunSettings):
         hparams = self.hparams
         of_rollouts = isinstance(hparams, OnPolicyHparams)
         return (hparams.num_passes, hparams.num_minibatches) if of_rollouts else (1, 1)
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences that go through a model for each row of the data: two of a pair."""
+        kind = self.data.get("kind") or self.spec.data.kinds[0]
+        return 2 if kind == "preferences" else 1
 
     @property
     def batch_unit(self) -> int:

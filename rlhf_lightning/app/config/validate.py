@@ -28,8 +28,7 @@ from rlhf_lightning.app.config.compose import (
 from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.app.config.groups import MODELS, DoctorSettings, Target
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
-from rlhf_lightning.app.config.targets import Node, check_arguments, listed, resolve
-from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.app.config.targets import Node, check_arguments, listed, nodes, resolve
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.misfit import did_you_mean
 
@@ -153,7 +152,7 @@ def without_unread(
 def read_settings(
     settings: type[SettingsT], cfg: DictConfig | Mapping[str, Any], *, saved: bool = False
 ) -> SettingsT:
-    """Return the settings that a configuration says; imports nothing heavy.
+    """Return the settings that a configuration says, all calls checked; imports torch.
 
     Args:
         settings: the class of a command.
@@ -162,6 +161,24 @@ def read_settings(
 
     Raises:
         ConfigError: with the key, what it got and what it wants.
+    """
+    found = plain_settings(settings, cfg, saved=saved)
+    found.check_targets()
+    if isinstance(found, TrainSettings):
+        _check_training(found)
+        if not saved:  # earlier versions trained with settings that did nothing
+            _check_doctor(found)
+            _check_is_read(found)
+            _check_said_once(found)
+    return found
+
+
+def plain_settings(
+    settings: type[SettingsT], cfg: DictConfig | Mapping[str, Any], *, saved: bool = False
+) -> SettingsT:
+    """Return the settings with types, ranges, keys and hyper-parameters checked; without torch.
+
+    Args and errors are those of `read_settings`.
     """
     try:
         written: Any = OmegaConf.to_container(OmegaConf.create(cast(Any, cfg)), resolve=False)
@@ -172,19 +189,12 @@ def read_settings(
     for key in map(str, written):
         if key not in known:
             raise ConfigError(f"unknown top-level key {key!r}{_top_level_hint(settings, key)}")
-    trains = issubclass(settings, TrainSettings)
-    if trains:
-        _check_stage(written)
+    if issubclass(settings, TrainSettings) and written.get("stage") is None:
+        known = listed(choices("experiment"))
+        raise ConfigError(f"stage=None: choose what to train with +experiment=NAME, one of {known}")
     found = settings.of(_with_models_apart(written))
     if not saved:
         check_keys_are_known(found)
-    found.check_targets()
-    if isinstance(found, TrainSettings):
-        _check_training(found)
-        if not saved:  # earlier versions trained with settings that did nothing
-            _check_doctor(found)
-            _check_is_read(found)
-            _check_said_once(found)
     return found
 
 
@@ -212,51 +222,41 @@ def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
     )
 
 
-def _check_stage(written: Mapping[str, Any]) -> None:
-    stage, module = written.get("stage"), written.get("module")
-    if stage is None:
-        known = listed(choices("experiment"))
-        raise ConfigError(f"stage=None: choose what to train with +experiment=NAME, one of {known}")
-    target = module.get("_target_") if isinstance(module, Mapping) else None
-    find_stage(stage, None if target is None else str(target))
-
-
 def _check_training(settings: TrainSettings) -> None:
     """Check what several groups must agree on.
 
     Raises:
         ConfigError: with both keys.
     """
+    spec, scorer = settings.spec, settings.scorer
+    if (named := getattr(spec, "stage", None)) != settings.stage:
+        raise ConfigError(f"stage={settings.stage}: {settings.module.path} is of stage={named}")
     shard_over, devices = settings.strategy.shard_over, settings.trainer.world_size
     if shard_over is not None and devices % shard_over:
         raise ConfigError(
             f"strategy.shard_over={shard_over} must divide the {devices} devices (trainer.devices "
             "times trainer.num_nodes)"
         )
-    early = settings.callbacks.early_stopping
-    if early is not None and settings.spec.rolls_out:
-        raise ConfigError(
-            f"callbacks.early_stopping={early.model_dump()} stops SFT and reward training by "
-            f"val/loss, which {settings.spec.title} does not have: leave it null"
-        )
     if settings.data.get("num_iterations") is None and settings.data.get("num_epochs") is None:
         raise ConfigError("data.num_iterations and data.num_epochs are both null: give one")
     _check_batch_divides(settings)
-    settings.spec.check(settings)
+    if scorer is None and spec.rolls_out:
+        names = ", ".join(choices("scorer"))
+        raise ConfigError(f"scorer=null: {settings.title} needs one: scorer=NAME, one of {names}")
+    adapter = scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter"
+    if adapter and not spec.rolls_out:
+        raise ConfigError("scorer=reward_adapter needs the base of PPO's policy: use reward_model")
 
 
 def _check_is_read(settings: TrainSettings) -> None:
-    """Refuse what the evaluation of this stage does not read: it would do nothing, in silence.
+    """Refuse settings that this stage does not read: they would do nothing, in silence.
 
     Raises:
-        ConfigError: with the first such setting.
+        ConfigError: with the first one.
     """
-    for name, item in type(settings.evaluation).model_fields.items():
-        value = getattr(settings.evaluation, name)
-        if item.default is None and value is not None and name not in settings.spec.measures_with:
-            raise ConfigError(
-                f"evaluation.{name}={value}: {settings.spec.title} does not read it; leave it out"
-            )
+    for key in sorted(settings.unread):
+        if "." in key and (value := settings.select(key)) is not None:
+            raise ConfigError(f"{key}={value}: {settings.title} does not read it; leave it out")
 
 
 def _check_said_once(settings: TrainSettings) -> None:
@@ -281,15 +281,15 @@ def _check_doctor(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the first setting that is not the default.
     """
-    doctor, stage = settings.doctor, settings.spec
-    if doctor is None or stage.rolls_out:
+    doctor = settings.doctor
+    if doctor is None or settings.spec.rolls_out:
         return
     plain, given = ({"doctor": one.model_dump()} for one in (DoctorSettings(thresholds={}), doctor))
     acts = ["doctor.actions.on_alarm"] if doctor.actions is not None else []
     for key in (*acts, *places(given["doctor"], "doctor")):
         if not isinstance(value := at(given, key), Mapping) and value != at(plain, key):
             raise ConfigError(
-                f"{key}={value}: {stage.title} has no rollouts for the doctor to watch: use "
+                f"{key}={value}: {settings.title} has no rollouts for the doctor to watch: use "
                 "doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
             )
 
@@ -302,10 +302,11 @@ def _check_batch_divides(settings: TrainSettings) -> None:
     """
     if "batch_size" not in settings.data.arguments:
         raise ConfigError("data.batch_size is missing: set it, such as data.batch_size=32")
-    rows, unit, key = settings.data.batch_size, settings.batch_unit, settings.spec.minibatches_key
+    rows, unit, key = settings.data.batch_size, settings.batch_unit, f"module.{settings.stage}"
     if rows % unit:
         fits = [str(n) for n in (rows // unit * unit, (rows // unit + 1) * unit) if n]
-        minibatches = "" if key is None else f" x {key}={settings.passes[1]}"
+        count = getattr(settings.hparams, "num_minibatches", None)
+        minibatches = "" if count is None else f" x {key}.num_minibatches={count}"
         raise ConfigError(
             f"data.batch_size={rows} is global and must be a multiple of {unit}, "
             f"{settings.trainer.world_size} devices{minibatches}: use "
@@ -356,7 +357,20 @@ def check_run(settings: TrainSettings) -> None:
     if settings.safety is not None:
         with built("safety", settings.safety):
             settings.safety.build()
-    settings.spec.check_buildable(settings)
+    check_scorer(settings)
+
+
+def check_scorer(settings: TrainSettings) -> None:
+    """Build once what scores responses without a model.
+
+    Raises:
+        ConfigError: with the place, what it got and what it wants.
+    """
+    scorer = settings.scorer if settings.spec.rolls_out else None
+    for node in [] if scorer is None else nodes(scorer.read("scorer")):
+        if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
+            with built(node.where, node):
+                node.make()
 
 
 def check_devices(settings: TrainSettings) -> None:
@@ -440,7 +454,8 @@ def _given(settings: CommandSettings, resolved: Mapping[str, Any]) -> dict[str, 
     for group in settings.open_groups:
         typed = getattr(settings, group, None)
         if typed is not None and isinstance(found.get(group), Mapping):
-            names = [n for n in type(typed).model_fields if f"{group}.{n}" not in settings.unread]
+            fields = type(typed).model_fields
+            names = [n for n in fields if f"{group}.{n}" not in settings.by_reference]
             found[group] = {name: found[group].get(name) for name in names}
     return found
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings
-from rlhf_lightning.app.config.compose import ConfigError, describe_interpolation
+from rlhf_lightning.app.config.compose import ConfigError, hydra_folder
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
+from rlhf_lightning.app.start import fail
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
@@ -55,7 +54,7 @@ class ClaimFolder(Callback):
         HydraConfig.instance().set_config(config)  # the folder's name may refer to it
         hydra = config.hydra
         try:
-            folder = Path(str(hydra[kind].dir))
+            folder = hydra_folder(hydra, kind)
             check = partial(_check_free_sweep, folder)
             if kind == "run":
                 entry, words = str(hydra.job.config_name), list(hydra.overrides.task)
@@ -63,8 +62,6 @@ class ClaimFolder(Callback):
                 check = partial(check_folder, settings, RunFolder(folder))
         except ConfigError as error:
             fail(str(error))
-        except OmegaConfBaseException as error:  # of the folder's name
-            fail(describe_interpolation(error))
         _or_fail(f"hydra.{kind}.dir", folder, check)
 
 
@@ -77,7 +74,7 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
     """
     if not continues(settings, folder):
         begun = in_sweep() or not HydraConfig.initialized()
-        check_free(folder, settings.kind, log=hydra_log(), begun=begun)
+        check_free(folder, settings.stage, log=hydra_log(), begun=begun)
     target = settings.select("artifacts.publish")
     if target is not None and settings.paths.publish:
         check_replaceable(target, key="artifacts.publish=")
