@@ -1,8 +1,8 @@
-"""`rlhf-study` was withdrawn: it names what to write instead."""
+"""`rlhf-study` was errors: it names what to write instead."""
 
-from rlhf_lightning.app.config import withdrawn
+from rlhf_lightning.app.config import errors
 
-main = withdrawn.refuse_study
+main = errors.refuse_study
 
 if __name__ == "__main__":
     main()

@@ -98,8 +98,8 @@ def words_of(command: str) -> list[str]:
     A command that makes no run folder reads a bare path as `run=`. A `~` at the beginning of a path
     is the home folder, which a shell does not see behind `=`.
     """
-    # here: help needs no table of what was withdrawn
-    from rlhf_lightning.app.config.withdrawn import withdrawn
+    # here: help needs no errors
+    from rlhf_lightning.app.config.errors import withdrawn
 
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]

@@ -32,7 +32,7 @@ from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.validate import check_devices, check_run
+from rlhf_lightning.app.config.validate import check_run
 from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
 from rlhf_lightning.app.finalize import finish, finish_tracking
@@ -96,7 +96,6 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         RunFailedError: if memory or disk ran out, with what to change.
     """
     check_run(settings)
-    check_devices(settings)
     first = global_rank() == 0
     if first:
         check_folder(settings, folder)

@@ -10,7 +10,7 @@ import pytest
 
 import rlhf_lightning
 from rlhf_lightning.app.command_line import check_command_line
-from rlhf_lightning.app.config.withdrawn import WITHDRAWN
+from rlhf_lightning.app.config.errors import WITHDRAWN
 from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.preferences.exchange import read_collection

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.config.withdrawn import withdrawn
+from rlhf_lightning.app.config.errors import withdrawn
 from tests.builders.command_lines import settings_of
 
 CONF = Path(__file__).resolve().parents[2] / "examples/conf"

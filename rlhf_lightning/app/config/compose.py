@@ -24,6 +24,9 @@ from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 CONFIG_DIR = "--config-dir="  # of Hydra: a folder of the user's, with the groups of conf/
+WORDS: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
+    OmegaConf.load(Path(__file__).with_name("words.yaml"))
+)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 

@@ -7,26 +7,7 @@ import textwrap
 
 from omegaconf import OmegaConf
 
-from rlhf_lightning.app.config.compose import choices, conf_dir
-
-# In the order of how often one chooses in them; the others belong to other commands.
-GROUPS = (
-    ("preset", "recipes often seen in tutorials, with a +: +preset=NAME"),
-    ("debug", "look into a run, or only see that it runs"),
-    ("lora", "adapters in place of whole models"),
-    ("strategy", "how several devices share the work"),
-    ("logger", "where metrics go in addition to metrics.csv"),
-    ("launcher", "jobs of Slurm or of this machine"),
-    ("dataset", "what is learnt from"),
-    ("model", "models and their learning rates"),
-    ("scorer", "what rewards a response in PPO"),
-    ("rollout", "what generates"),
-    ("doctor", "what watches PPO"),
-    ("gates", "thresholds for the final figures"),
-    ("safety", "refusals of the final evaluation"),
-    ("optimizer", ""),
-    ("scheduler", "of the learning rate"),
-)
+from rlhf_lightning.app.config.compose import WORDS, choices, conf_dir
 
 
 def register_help() -> None:
@@ -58,7 +39,7 @@ def choices_text(width: int | None = None) -> str:
     )
     lines += _row("recipes", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(recipes)}", width)
     lines += ["", "Groups, written GROUP=NAME:", ""]
-    for group, about in GROUPS:
+    for group, about in WORDS["groups"].items():
         note = f" ({about})" if about else ""
         lines += _row(group, f"{' '.join(choices(group))}{note}", width)
     return "\n".join(lines)

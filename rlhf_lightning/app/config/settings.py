@@ -328,6 +328,7 @@ class TrainSettings(RunSettings):
         """Keys that this stage does not read."""
         spec = self.spec
         own = {
+            "doctor": spec.rolls_out,
             "scorer": spec.is_scored,
             "safety": spec.trains_policy,
             "artifacts.ppo": spec.rolls_out,

@@ -19,21 +19,19 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf_lightning.app.config.compose import (
     CONFIG_DIR,
     ConfigError,
-    at,
     choices,
     describe_interpolation,
     primary,
     written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
-from rlhf_lightning.app.config.groups import MODELS, DoctorSettings, Target
+from rlhf_lightning.app.config.groups import MODELS, Target
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
-from rlhf_lightning.app.config.targets import Node, check_arguments, listed, nodes, resolve
+from rlhf_lightning.app.config.targets import Node, listed, nodes
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.misfit import did_you_mean
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
-EARLY_STOPPING = "callbacks.early_stopping"
 _HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
 # Words of a command line that all stages share.
 SHARED = (
@@ -167,7 +165,6 @@ def read_settings(
     if isinstance(found, TrainSettings):
         _check_training(found)
         if not saved:  # earlier versions trained with settings that did nothing
-            _check_doctor(found)
             _check_is_read(found)
             _check_said_once(found)
     return found
@@ -275,25 +272,6 @@ def _check_said_once(settings: TrainSettings) -> None:
             raise ConfigError(f"module.{name}={value} repeats {place}: set {place} in its place")
 
 
-def _check_doctor(settings: TrainSettings) -> None:
-    """Refuse settings of the doctor where it does not watch: they would do nothing, in silence.
-
-    Raises:
-        ConfigError: with the first setting that is not the default.
-    """
-    doctor = settings.doctor
-    if doctor is None or settings.spec.rolls_out:
-        return
-    plain, given = ({"doctor": one.model_dump()} for one in (DoctorSettings(thresholds={}), doctor))
-    acts = ["doctor.actions.on_alarm"] if doctor.actions is not None else []
-    for key in (*acts, *places(given["doctor"], "doctor")):
-        if not isinstance(value := at(given, key), Mapping) and value != at(plain, key):
-            raise ConfigError(
-                f"{key}={value}: {settings.title} has no rollouts for the doctor to watch: use "
-                "doctor=default, or in a pipeline set it for PPO alone, as ppo:doctor=act"
-            )
-
-
 def _check_batch_divides(settings: TrainSettings) -> None:
     """Refuse a global batch that cannot be dealt to devices and minibatches.
 
@@ -329,10 +307,6 @@ def check_run(settings: TrainSettings) -> None:
     # needs torch
     from rlhf_lightning.modules.optimization import check_optimizer
 
-    if (stops := settings.select(EARLY_STOPPING)) is not None:
-        name = "lightning.pytorch.callbacks.EarlyStopping"
-        call = resolve(name, EARLY_STOPPING)
-        check_arguments(Node(name, call, call=call, arguments=stops), EARLY_STOPPING)
     checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
     if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
         raise ConfigError(
@@ -371,25 +345,6 @@ def check_scorer(settings: TrainSettings) -> None:
         if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
             with built(node.where, node):
                 node.make()
-
-
-def check_devices(settings: TrainSettings) -> None:
-    """Check that this machine has the accelerator that is asked for.
-
-    Raises:
-        ConfigError: if it has none, or fewer devices.
-    """
-    # brings torch: a mistake on the command line is reported before
-    import torch
-
-    kind, count = settings.trainer.accelerator, settings.trainer.devices
-    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    found["gpu"] = max(found.values())
-    if count > found.get(kind, count):
-        raise ConfigError(
-            f"trainer.accelerator={kind} trainer.devices={count}, and torch finds {found[kind]} on "
-            "this machine: use fewer, or trainer.accelerator=cpu"
-        )
 
 
 @contextlib.contextmanager
