@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from rlhf_lightning.app.config.compose import ConfigError, texts
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import LOOKUPS
+from rlhf_lightning.app.config.targets import LOOKUPS, Node, nodes
 from rlhf_lightning.app.evaluation import (
     TrainingComponents,
     check_context_length,
@@ -30,6 +30,7 @@ from rlhf_lightning.app.evaluation import (
     model_config,
     prompt_length,
 )
+from rlhf_lightning.arguments import fitting
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
@@ -49,6 +50,7 @@ from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
 from rlhf_lightning.models.gpu_kernels import gpu_kernels
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.micro_batching import micro_batching
+from rlhf_lightning.modules.optimization import check_optimizer
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
@@ -384,3 +386,71 @@ def computing(
         set_attention_backends(attention_backends),
     ):
         yield
+
+
+def check_run(settings: TrainSettings) -> None:
+    """Check everything else that can be known before a model is trained or loaded.
+
+    Nothing is read but the file of a reward function. Data module, optimizer, schedule and scorers
+    without a model are built once.
+
+    Raises:
+        ConfigError: with the place, what it got and what it wants.
+    """
+    checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
+    if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
+        raise ConfigError(
+            "callbacks.checkpoint.mode=max is of a monitor: set callbacks.checkpoint.monitor, or "
+            "leave it out"
+        )
+    named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]
+    for key, path in (*named, *(("data.also", path) for path in settings.data.get("also") or ())):
+        if path is not None and not Path(str(path)).exists():
+            wanted = "checkpoint" if key == "ckpt_path" else "file or folder of records"
+            raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
+    with built("data", settings.data):
+        settings.data.build(tokenizer=None)
+    with built("optimizer", settings.optimizer):
+        for key, value in settings.optimizer.arguments.items():
+            for number in value if isinstance(value, list) else [value]:
+                if type(number) in (int, float):
+                    fitting(key, number, float)
+        check_optimizer(settings.optimizer.build()([torch.nn.Parameter(torch.zeros(1))], lr=1e-3))
+    with built("scheduler", settings.scheduler):
+        settings.scheduler.build()
+    if settings.safety is not None:
+        with built("safety", settings.safety):
+            settings.safety.build()
+    check_scorer(settings)
+
+
+def check_scorer(settings: TrainSettings) -> None:
+    """Build once what scores responses without a model.
+
+    Raises:
+        ConfigError: with the place, what it got and what it wants.
+    """
+    scorer = settings.scorer if settings.spec.rolls_out else None
+    for node in [] if scorer is None else nodes(scorer.read("scorer")):
+        if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
+            with built(node.where, node):
+                node.make()
+
+
+@contextmanager
+def built(where: str, target: Target | Node) -> Iterator[None]:
+    """Name the place and the key where building `target` fails.
+
+    Raises:
+        ConfigError: then.
+    """
+    try:
+        yield
+    except Exception as error:  # torch's Adam raises an IndexError at betas=''
+        text = " ".join(str(error).split())
+        if any(text.startswith((f"{key}=", f"{key} is ")) for key in target.arguments):
+            text = f"{where}.{text}"
+        if where not in text:
+            given = ", ".join(f"{key}={value}" for key, value in target.arguments.items())
+            text = f"{where}: {text} (given: {given})"
+        raise ConfigError(text) from error

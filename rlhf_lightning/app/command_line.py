@@ -69,7 +69,7 @@ def check_command_line(entry: str) -> Any:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will warn
-            return command_settings(entry, cfg, overrides, trains_first=True)
+            return command_settings(entry, cfg, overrides)
     except ConfigError as error:
         fail(str(error))
 
@@ -129,7 +129,7 @@ def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]
     """
     folder, overrides, _ = this_job()
     with ended_in_one_line(), stopping_on_signals():
-        settings = command_settings(entry, cfg, overrides, trains_first=True)
+        settings = command_settings(entry, cfg, overrides)
         run(settings, folder, overrides)
 
 

@@ -83,7 +83,7 @@ class Step:
             self.place.parent.mkdir(parents=True, exist_ok=True)
             write_settings(self.lead.place.with_suffix(".yaml"), self.lead.training)
         cfg = composition(self.command, self.placed)
-        return command_settings(self.command, cfg, self.placed, trains_first=True)
+        return command_settings(self.command, cfg, self.placed)
 
     def command_line(self) -> list[str]:
         """Return the command that starts the step in its folder, or continues it."""

@@ -58,7 +58,7 @@ class ClaimFolder(Callback):
             check = partial(_check_free_sweep, folder)
             if kind == "run":
                 entry, words = str(hydra.job.config_name), list(hydra.overrides.task)
-                settings = command_settings(entry, config, words, trains_first=True)
+                settings = command_settings(entry, config, words)
                 check = partial(check_folder, settings, RunFolder(folder))
         except ConfigError as error:
             fail(str(error))

@@ -18,7 +18,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlhf_lightning.app.as_python import as_python
-from rlhf_lightning.app.build import assemble, computing
+from rlhf_lightning.app.build import assemble, check_run, computing
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
@@ -32,7 +32,6 @@ from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.validate import check_run
 from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
 from rlhf_lightning.app.finalize import finish, finish_tracking

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf, flag_override
 
+from rlhf_lightning.app.build import check_run
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.validate import check_run, read_settings
+from rlhf_lightning.app.config.validate import read_settings
 from tests.bad_input.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -74,13 +74,8 @@ def test_a_wrong_setting_is_named_with_its_key(tmp_path, overrides, message):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("overrides", "given"),
-    [
-        (["doctor=act"], "doctor.actions.on_alarm=rollback"),
-        (["doctor=preflight"], "doctor.preflight=True"),
-        (["doctor.thresholds.kl_high_warn=0.8"], "doctor.thresholds.kl_high_warn=0.8"),
-    ],
+    "word", ["doctor=act", "doctor=preflight", "doctor.thresholds.kl_high_warn=0.8"]
 )
-def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(overrides, given):
-    with pytest.raises(ConfigError, match="^" + re.escape(given)):
-        composed(*overrides, stage="sft")
+def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(word):
+    with pytest.raises(ConfigError, match="^" + re.escape(word)):
+        composed(word, stage="sft")

@@ -150,12 +150,12 @@ def test_a_word_is_for_what_is_trained_first_if_that_or_its_start_reads_it(words
     assert read_first(word, settings_of(*others, entry=entry), given_words) == kinds
     cfg = composed(entry, given_words)
     if kinds:
-        settings = command_settings(entry, cfg, given_words, trains_first=True)
+        settings = command_settings(entry, cfg, given_words)
         for kind in kinds:
             assert word in training_words(kind, settings, given_words)
     else:
         with pytest.raises(ConfigError, match="nothing reads"):
-            command_settings(entry, cfg, given_words, trains_first=True)
+            command_settings(entry, cfg, given_words)
 
 
 @pytest.mark.thorough

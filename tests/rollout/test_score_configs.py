@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.app.build import check_scorer
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import PlanGroup
-from rlhf_lightning.app.config.validate import check_scorer
 from rlhf_lightning.app.plan import Plan
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams

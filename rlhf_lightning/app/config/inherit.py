@@ -51,9 +51,7 @@ _SINGLE = {  # key of the training run -> key of the command
 }
 
 
-def command_settings(
-    entry: str, cfg: DictConfig, overrides: Sequence[str], *, trains_first: bool = False
-) -> Any:
+def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> Any:
     """Return the settings of a command, with those inherited from `run=`.
 
     Settings on the command line stay; a group that it chooses stays as a whole.
@@ -61,8 +59,7 @@ def command_settings(
     Args:
         entry: name of the command.
         cfg: composed configuration of the command.
-        overrides: overrides of the command line.
-        trains_first: whether they may have words of the stages that it trains first.
+        overrides: overrides of the command line, also for the stages that it trains first.
 
     Raises:
         ConfigError: with the key, what it got and what it wants; also if the run cannot be read,
@@ -79,7 +76,7 @@ def command_settings(
         made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
         cfg = take_over(entry, cfg, overrides, trained, models_of(trained, made))
     settings = read_settings(COMMANDS[entry], cfg)
-    check_overrides_are_read(overrides, settings, trained, trains_first=trains_first)
+    check_overrides_are_read(overrides, settings, trained, trains_first=True)
     return settings
 
 

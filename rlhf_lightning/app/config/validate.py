@@ -25,10 +25,9 @@ from rlhf_lightning.app.config.compose import (
     written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
-from rlhf_lightning.app.config.groups import MODELS, Target
+from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
-from rlhf_lightning.app.config.targets import Node, listed, nodes
-from rlhf_lightning.arguments import fitting
+from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
@@ -290,80 +289,6 @@ def _check_batch_divides(settings: TrainSettings) -> None:
             f"{settings.trainer.world_size} devices{minibatches}: use "
             f"data.batch_size={' or '.join(fits)}"
         )
-
-
-def check_run(settings: TrainSettings) -> None:
-    """Check everything else that can be known before a model is trained or loaded.
-
-    Nothing is read but the file of a reward function. Data module, optimizer, schedule and what is
-    cheap of the stage are built once. Imports torch.
-
-    Raises:
-        ConfigError: with the place, what it got and what it wants.
-    """
-    # brings torch: a mistake on the command line is reported before
-    import torch
-
-    # needs torch
-    from rlhf_lightning.modules.optimization import check_optimizer
-
-    checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
-    if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
-        raise ConfigError(
-            "callbacks.checkpoint.mode=max is of a monitor: set callbacks.checkpoint.monitor, or "
-            "leave it out"
-        )
-    named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]
-    for key, path in (*named, *(("data.also", path) for path in settings.data.get("also") or ())):
-        if path is not None and not Path(str(path)).exists():
-            wanted = "checkpoint" if key == "ckpt_path" else "file or folder of records"
-            raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
-    with built("data", settings.data):
-        settings.data.build(tokenizer=None)
-    with built("optimizer", settings.optimizer):
-        for key, value in settings.optimizer.arguments.items():
-            for number in value if isinstance(value, list) else [value]:
-                if type(number) in (int, float):
-                    fitting(key, number, float)
-        check_optimizer(settings.optimizer.build()([torch.nn.Parameter(torch.zeros(1))], lr=1e-3))
-    with built("scheduler", settings.scheduler):
-        settings.scheduler.build()
-    if settings.safety is not None:
-        with built("safety", settings.safety):
-            settings.safety.build()
-    check_scorer(settings)
-
-
-def check_scorer(settings: TrainSettings) -> None:
-    """Build once what scores responses without a model.
-
-    Raises:
-        ConfigError: with the place, what it got and what it wants.
-    """
-    scorer = settings.scorer if settings.spec.rolls_out else None
-    for node in [] if scorer is None else nodes(scorer.read("scorer")):
-        if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
-            with built(node.where, node):
-                node.make()
-
-
-@contextlib.contextmanager
-def built(where: str, target: Target | Node) -> Iterator[None]:
-    """Name the place and the key where building `target` fails.
-
-    Raises:
-        ConfigError: then.
-    """
-    try:
-        yield
-    except Exception as error:  # torch's Adam raises an IndexError at betas=''
-        text = " ".join(str(error).split())
-        if any(text.startswith((f"{key}=", f"{key} is ")) for key in target.arguments):
-            text = f"{where}.{text}"
-        if where not in text:
-            given = ", ".join(f"{key}={value}" for key, value in target.arguments.items())
-            text = f"{where}: {text} (given: {given})"
-        raise ConfigError(text) from error
 
 
 _OTHER = "another value than any"
