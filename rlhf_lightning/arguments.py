@@ -1,11 +1,11 @@
 """Checks of a call's arguments against the annotations of the callee.
 
-One mechanism for calls from Python (`checked`), for hyper-parameters and for what a configuration
-builds. Numbers, texts and truth values are strict: no text is read as a number, no truth value as
-an integer, no fraction as a count; an integer is a float, and scalars of NumPy and torch are
-Python's. Numbers have a size that float32 computes with. A class is checked by isinstance, a
-protocol by its methods, a function by the number of its parameters. Limits stand in the annotation:
-`Seed`, `Count` and the others below.
+One mechanism for calls from Python (`checked`), for hyper-parameters (`Checked`) and for what a
+configuration builds. Numbers, texts and truth values are strict: no text is read as a number, no
+truth value as an integer, no fraction as a count; an integer is a float, and scalars of NumPy and
+torch are Python's. Numbers have a size that float32 computes with. A class is checked by
+isinstance, a protocol by its methods, a function by the number of its parameters. Limits stand in
+the annotation: `Seed`, `Count` and the others below.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import inspect
 import json
 import os
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import (
     Annotated,
@@ -369,3 +370,51 @@ def _plain_scalar(value: Any) -> Any:
     """Return a scalar of NumPy or torch as Python's, everything else as it is."""
     is_scalar = type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", 0) == ()
     return value.item() if is_scalar else value
+
+
+class UnusualHparamWarning(UserWarning):
+    """A hyper-parameter lies outside the range that published runs use."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Marks an annotation with the range of published runs; `Checked` warns outside of it."""
+
+    low: float
+    high: float
+
+
+class Checked:
+    """Mixin: hold every field against its annotation and its usual range."""
+
+    def __post_init__(self) -> None:
+        hints, names = annotations_of(type(self)), [one.name for one in fields(self)]  # type: ignore[arg-type]
+        for name in names:
+            object.__setattr__(self, name, fitting(name, getattr(self, name), hints[name]))
+        for name in names:
+            value, usual = getattr(self, name), self._usual(name, hints[name])
+            if usual is None or isinstance(value, bool | str | None):
+                continue
+            if not usual.low <= value <= usual.high:
+                warnings.warn(
+                    f"{type(self).__name__}.{name}={value:g} is outside the usual range "
+                    f"{usual.low:g} to {usual.high:g}",
+                    UnusualHparamWarning,
+                    stacklevel=3,
+                )
+
+    def _usual(self, name: str, hint: Any) -> Usual | None:
+        """Return the usual range of a field; None: whatever is possible."""
+        markers = getattr(hint, "__metadata__", ())
+        return next((one for one in markers if isinstance(one, Usual)), None)
+
+
+def check_order(settings: object, lower: str, upper: str, why: str) -> None:
+    """Check that one field of some settings is not below another one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    low, high = getattr(settings, lower), getattr(settings, upper)
+    if high < low:
+        raise ValueError(f"{lower}={low:g} is above {upper}={high:g}: {why}")

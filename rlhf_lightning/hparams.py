@@ -1,4 +1,4 @@
-"""Hyper-parameters as frozen dataclasses; see `checked.Checked` for what is checked."""
+"""Hyper-parameters as frozen dataclasses; see `arguments.Checked` for what is checked."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rlhf_lightning.arguments import (
     ShareAbove0,
     Size,
 )
-from rlhf_lightning.checked import Checked as Checked
-from rlhf_lightning.checked import UnusualHparamWarning as UnusualHparamWarning
-from rlhf_lightning.checked import Usual as Usual
+from rlhf_lightning.arguments import Checked as Checked
+from rlhf_lightning.arguments import UnusualHparamWarning as UnusualHparamWarning
+from rlhf_lightning.arguments import Usual as Usual
 
 # Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
 Precision = Literal["32-true", "bf16-mixed"]

@@ -20,8 +20,14 @@ import hydra
 from hydra.types import RunMode
 
 from rlhf_lightning import __version__
-from rlhf_lightning.app.config.compose import CONFIG_DIR, ConfigError, conf_dir, primary, register
-from rlhf_lightning.app.config.help import help_text, register_help
+from rlhf_lightning.app.config.compose import (
+    CONFIG_DIR,
+    ConfigError,
+    conf_dir,
+    help_text,
+    primary,
+    register,
+)
 from rlhf_lightning.distributed.process import prepare_process
 
 AS_PYTHON = "--as-python"
@@ -47,7 +53,6 @@ def start(command: str, module: str | None = None) -> None:
         return
     if {"-sc", "--shell-completion"} & set(sys.argv[1:]):
         register()
-        register_help()
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(id)()
         return
     if command != "pipeline":  # its words may be of one stage: `app/pipeline.py` reads them

@@ -28,7 +28,6 @@ from rlhf_lightning.app.command_line import (
     this_job,
 )
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -73,7 +72,6 @@ from rlhf_lightning.runs.summary import (
 
 logger = logging.getLogger(__name__)
 register()
-register_help()
 prepare_process()
 
 

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from rlhf_lightning.arguments import Above0, AtLeast0, AtLeast1, Count, CountOrZero, ShareAbove0
-from rlhf_lightning.checked import Checked, check_order
+from rlhf_lightning.arguments import (
+    Above0,
+    AtLeast0,
+    AtLeast1,
+    Checked,
+    Count,
+    CountOrZero,
+    ShareAbove0,
+    check_order,
+)
 
 UNNAMED = "without a name"  # the subject where rows have no domain
 

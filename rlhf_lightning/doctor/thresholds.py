@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import make_dataclass
 from typing import TYPE_CHECKING
 
-from rlhf_lightning.checked import check_order
+from rlhf_lightning.arguments import check_order
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.history import SharedThresholds
 

@@ -20,7 +20,6 @@ PACKAGE = ROOT / "rlhf_lightning"
 LAYERS = (
     {"misfit"},
     {"arguments"},
-    {"checked"},
     {"functional", "batches", "hparams", "runs"},
     {"models", "distributed"},
     {"text"},
@@ -39,7 +38,7 @@ HYDRA = {"hydra", "omegaconf"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING_PARTS = {"modules", "callbacks", "data", "distributed", "app"}
 HEAVY = {"torch", "lightning", "transformers", "datasets", "wandb", "scipy", "matplotlib", "peft"}
-PURE_PARTS = {"misfit", "arguments", "functional", "batches", "checked", "hparams"}
+PURE_PARTS = {"misfit", "arguments", "functional", "batches", "hparams"}
 NOT_PURE = HEAVY - {"torch", "scipy"} | HYDRA
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 MAX_FILE_LINES = 500
@@ -254,7 +253,7 @@ def test_the_root_of_the_package_holds_the_vocabulary_and_entry_points_alone() -
     folders = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
     assert len(folders) <= MAX_FOLDERS
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    words = {"arguments", "batches", "checked", "hparams", "misfit"}
+    words = {"arguments", "batches", "hparams", "misfit"}
     assert files == ENTRY_POINTS | {"__init__"} | words
     for name in ENTRY_POINTS:
         lines = (PACKAGE / f"{name}.py").read_text().splitlines()

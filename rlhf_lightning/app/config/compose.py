@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -64,6 +66,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("rlhf_sweeps", lambda: sweeps, replace=True)
     OmegaConf.register_new_resolver("rlhf_now", launch_time, replace=True)
     OmegaConf.register_new_resolver("rlhf_name", _folder_name, replace=True)
+    OmegaConf.register_new_resolver("rlhf_choices", choices_text, replace=True)
     store = ConfigStore.instance()
     for name, cls in HPARAMS.items():
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
@@ -130,6 +133,43 @@ def choices(group: str) -> list[str]:
     """Return the names of a config group, those of the user's folders included."""
     folders = [conf_dir(), *(Path(word.removeprefix(CONFIG_DIR)) for word in config_dirs())]
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def help_text(entry: str) -> str:
+    """Return the help of a command, from its file in `conf/`."""
+    register()
+    return str(OmegaConf.load(conf_dir() / f"{entry}.yaml").hydra.help.template)
+
+
+def choices_text() -> str:
+    """Return experiments and groups, a paragraph each, as wide as the terminal, at most 100."""
+    stages = choices("module")  # a file each, by its name
+    heads, built_in = tuple(f"{stage}_" for stage in stages), ["base", *stages]
+    names = [name for name in choices("experiment") if name not in built_in]
+    recipes = sorted({name.partition("_")[2] for name in names if name.startswith(heads)})
+    objectives = [name for name in names if not name.startswith(heads)]
+    rows = [
+        ("built-in world", " ".join((*built_in, *objectives))),
+        ("your own", "all but base, with model=, dataset=, lora=lora, strategy=fsdp"),
+        ("recipes", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(recipes)}"),
+        ("", "Groups, written GROUP=NAME:"),
+    ]
+    for group, about in WORDS["groups"].items():
+        note = f" ({about})" if about else ""
+        rows.append((group, f"{' '.join(choices(group))}{note}"))
+    wrapper = textwrap.TextWrapper(
+        min(shutil.get_terminal_size().columns, 100) - 1,
+        subsequent_indent=" " * 18,
+        break_on_hyphens=False,
+    )
+    lines = []
+    for name, text in rows:
+        if name:
+            wrapper.initial_indent = f"  {name:<16}"
+            lines += wrapper.wrap(text)
+        else:
+            lines += ["", text, ""]
+    return "\n".join(lines)
 
 
 @cache

@@ -41,8 +41,7 @@ from rlhf_lightning.app.config.groups import (
     hparams_of,
 )
 from rlhf_lightning.app.config.targets import TargetError, resolve
-from rlhf_lightning.arguments import Seed
-from rlhf_lightning.checked import Checked
+from rlhf_lightning.arguments import Checked, Seed
 from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams, Precision
 from rlhf_lightning.misfit import misfit
 from rlhf_lightning.runs.public_config import is_secret
