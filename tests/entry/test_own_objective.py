@@ -177,7 +177,7 @@ def test_what_differs_between_stages_is_inherited_from_the_class(start) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["stage=mine"], "stage=mine needs the settings module.mine, and module has online_dpo"),
+        (["stage=mine"], "stage=mine needs the settings module.mine.* of stage=online_dpo"),
         (["module._target_=tests.own.words.WordScorer"], "module"),
         (["module._target_=rlhf_lightning.SFTModule.from_pretrained"], "module"),
     ],

@@ -304,10 +304,10 @@ class TrainSettings(RunSettings):
                 place = GIVEN[key]
                 raise ConfigError(f"module.{key} is given by the run: set {place} in its place")
         if self.stage not in self._hparams:
-            named = ", ".join(self._hparams) or "none"
+            known = " or ".join(key for key in self._hparams if key != "sampling")
             raise ValueError(
-                f"stage={self.stage} needs the settings module.{self.stage}, and module has "
-                f"{named}: use module={self.stage}, or stage={named.partition(',')[0]}"
+                f"stage={self.stage} needs the settings module.{self.stage}, and module has those "
+                f"of stage={known}: use one of them, or module={self.stage}"
             )
         return self
 
