@@ -217,27 +217,24 @@ class PromptDataModule(RecordDataModule):
         **options: Unpack[LoaderOptions],
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        rows: RowOptions = {**options, "max_length": max_prompt_length, "group_by_length": False}
-        super().__init__(source, tokenizer, batch_size=batch_size, **rows)
+        super().__init__(
+            source,
+            tokenizer,
+            batch_size=batch_size,
+            max_length=max_prompt_length,
+            group_by_length=False,
+            **options,
+        )
         self.num_generations = num_generations
 
     def predict_dataloader(self) -> Any:
         """Return the loader of the held-out prompts, for `trainer.predict`."""
         return self.val_dataloader()
 
-    @property
-    def num_spare_batches(self) -> int:  # type: ignore[override]
-        """Number of further batches of the stream that an iteration is given as spares."""
-        return getattr(self._algorithm, "num_spare_batches", 0)
-
-    @property
-    def whole_spares(self) -> bool:  # type: ignore[override]
-        """True if each rank is given these batches whole, to use any of their prompts."""
-        return bool(getattr(self._algorithm, "max_resampling_rounds", 0))
-
-    @property
-    def _algorithm(self) -> Any:
-        return getattr(getattr(self.trainer, "lightning_module", None), "algorithm", None)
+    def _spare_batches(self) -> tuple[int, bool]:
+        algorithm = getattr(getattr(self.trainer, "lightning_module", None), "algorithm", None)
+        count = getattr(algorithm, "num_spare_batches", 0)
+        return count, bool(getattr(algorithm, "max_resampling_rounds", 0))
 
     def collator(self, *, training: bool) -> PromptCollator:
         """Return the function that makes a batch of encoded prompts."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -183,6 +183,7 @@ def encode_all(
     return encoded, report
 
 
+@dataclass
 class RecordEncoder:
     """Makes rows of records, and counts what becomes of them in its `report`.
 
@@ -191,23 +192,19 @@ class RecordEncoder:
         max_length: most tokens of a row.
         over_long: what to do with longer ones.
         loss_on: `"last"` response of a demonstration, or `"all"` turns of the assistant.
-        report: counts; None starts at 0.
+        report: counts, from 0.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | TextEncoder,
-        *,
-        max_length: int,
-        over_long: OverLong = "drop",
-        loss_on: LossOn = "last",
-        report: EncodingReport | None = None,
-    ) -> None:
+    tokenizer: InitVar[PreTrainedTokenizerBase | TextEncoder]
+    _: KW_ONLY
+    max_length: int
+    over_long: OverLong = "drop"
+    loss_on: LossOn = "last"
+    report: EncodingReport = field(default_factory=EncodingReport)
+
+    def __post_init__(self, tokenizer: PreTrainedTokenizerBase | TextEncoder) -> None:
+        """Make the encoder of the tokenizer."""
         self.encoder = text_encoder(tokenizer)
-        self.max_length = max_length
-        self.over_long = over_long
-        self.loss_on = loss_on
-        self.report = report or EncodingReport()
 
     def __call__(self, record: Record) -> list[Encoded]:
         """Return the rows of a record: one, or several turns of it, or none where it is left out.
@@ -345,6 +342,7 @@ def encode_prompt(
     report: EncodingReport | None = None,
 ) -> EncodedPrompt | None:
     """Return the row of a prompt, None if it is dropped; see `RecordEncoder`."""
+    report = report or EncodingReport()
     encode = RecordEncoder(tokenizer, max_length=max_length, over_long=over_long, report=report)
     return cast(EncodedPrompt | None, next(iter(encode(record)), None))
 

@@ -133,8 +133,6 @@ class RecordDataModule(LightningDataModule):
     """
 
     kinds: ClassVar[tuple[RecordKind, ...]] = ()
-    num_spare_batches = 0
-    whole_spares = False
     _usual_length: ClassVar[int] = 1024
     _leaves_room: ClassVar[bool] = False  # for a response behind a row
     _with_row_ids = False
@@ -323,6 +321,7 @@ class RecordDataModule(LightningDataModule):
             identity = self._identity(len(rows))
             digests = (identity[key][:12] for key in ("training_rows", "validation_rows"))
             check_same_on_all_ranks("data", " ".join(digests))
+        num_spare_batches, whole_spares = self._spare_batches()
         self._sampler = StreamBatchSampler(
             len(rows),
             batch_size=self.batch_size,
@@ -333,8 +332,8 @@ class RecordDataModule(LightningDataModule):
             rank=self._rank,
             world_size=self._world_size,
             with_row_ids=self._with_row_ids,
-            num_spare_batches=self.num_spare_batches,
-            whole_spares=self.whole_spares,
+            num_spare_batches=num_spare_batches,
+            whole_spares=whole_spares,
         )
         self._sampler.consumed = self._restored.get("consumed", 0)
         return self._loader(_Rows(rows), self._sampler, training=True)
@@ -392,6 +391,10 @@ class RecordDataModule(LightningDataModule):
         """Forget the resume after a fit, so that another fit starts at the first batch."""
         if stage == "fit":
             self._restored = {}
+
+    def _spare_batches(self) -> tuple[int, bool]:
+        """Return how many of the following batches are given, and if whole to each rank."""
+        return 0, False
 
     def _groups(self, rows: Sequence[Any]) -> list[int] | None:
         """Return the group of each training row where rows of a group stay together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ NUM_BATCHES_SORTED_TOGETHER = 16
 RowT = TypeVar("RowT")
 
 
+@dataclass(eq=False, repr=False)
 class StreamBatchSampler(Sampler[list[Any]]):
     """Yields this rank's rows of batch `consumed`, `consumed + 1`, ... `num_iterations - 1`.
 
@@ -54,38 +56,26 @@ class StreamBatchSampler(Sampler[list[Any]]):
         ValueError: if `world_size` does not divide `batch_size`.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        *,
-        batch_size: int,
-        num_iterations: int,
-        seed: int,
-        lengths: Sequence[int] | None = None,
-        groups: Sequence[int] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        with_row_ids: bool = False,
-        num_spare_batches: int = 0,
-        whole_spares: bool = False,
-    ) -> None:
+    num_rows: int
+    _: KW_ONLY
+    batch_size: int
+    num_iterations: int
+    seed: int
+    lengths: Sequence[int] | None = None
+    groups: Sequence[int] | None = None
+    rank: int = 0
+    world_size: int = 1
+    with_row_ids: bool = False
+    num_spare_batches: int = 0
+    whole_spares: bool = False
+
+    def __post_init__(self) -> None:
         """Check the numbers; nothing is drawn yet."""
-        if batch_size % world_size:
-            share = batch_size // world_size
-            fix = f"use {max(share, 1) * world_size} or {(share + 1) * world_size}"
-            found = f"batch_size={batch_size} must be divisible by the {world_size} ranks"
+        if self.batch_size % self.world_size:
+            share = self.batch_size // self.world_size
+            fix = f"use {max(share, 1) * self.world_size} or {(share + 1) * self.world_size}"
+            found = f"batch_size={self.batch_size} must be divisible by the {self.world_size} ranks"
             raise ValueError(f"{found}: {fix}")
-        self.num_rows = num_rows
-        self.batch_size = batch_size
-        self.num_iterations = num_iterations
-        self.seed = seed
-        self.lengths = lengths
-        self.groups = groups
-        self.rank = rank
-        self.world_size = world_size
-        self.with_row_ids = with_row_ids
-        self.num_spare_batches = num_spare_batches
-        self.whole_spares = whole_spares
         self.consumed = 0
         self._drawn: dict[tuple[str, int], list[Any]] = {}
 
