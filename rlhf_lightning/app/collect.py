@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from rlhf_lightning.app.build import computing
 from rlhf_lightning.app.command_line import check_command_line, run_in_folder, run_job, say, started
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.next_command import after_collecting
@@ -28,7 +27,7 @@ from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
-from rlhf_lightning.preferences.annotators import Annotator
+from rlhf_lightning.preferences.annotators import PeopleNeededError
 from rlhf_lightning.preferences.candidates import Sampling, grid, load_candidate_policy
 from rlhf_lightning.preferences.collection import Lab, RejectionSampler
 from rlhf_lightning.preferences.pairing import WorstSamples
@@ -48,7 +47,6 @@ from rlhf_lightning.text.tokenizers import load_tokenizer
 register()
 prepare_process()
 PEOPLE_NEEDED = 3  # exit status: people have to label before the run can continue
-WAITING = "PeopleNeededError"  # by name: what raises it is imported late
 DATA = "data"
 
 
@@ -83,12 +81,12 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
         try:
             write_summary(folder, summary)
             return _collect(settings, folder, summary, overrides)
+        except PeopleNeededError as error:
+            begun = read_summary(folder)
+            write_summary(folder, replace(begun, status="stopped", cause=str(error)))
+            raise
         except BaseException as error:
-            if type(error).__name__ == WAITING:
-                begun = read_summary(folder)
-                write_summary(folder, replace(begun, status="stopped", cause=str(error)))
-            else:
-                record_failure(folder, summary, error)
+            record_failure(folder, summary, error)
             raise
 
 
@@ -125,45 +123,41 @@ def build_lab(settings: CollectSettings, folder: Path) -> Lab:
     """Return the lab of a collection; models are loaded when their turn comes.
 
     Raises:
-        ConfigError: with the key, what it got and what it wants.
+        ValueError: with the key, what it got and what it wants.
     """
     annotator = settings.annotator
-    try:
-        return Lab(
-            folder=folder,
-            sampling=_sampling(settings),
-            annotators=_annotators([*(annotator.automatic or {}).values(), settings.judge]),
-            people=None if annotator.people is None else annotator.people.build(),
-            budget=settings.budget.build(),
-            hparams=settings.lab.build(),
-            score=None if settings.score is None else settings.score.build(),
-            worst=_worst(settings),
+    named = [one.build() for one in (*(annotator.automatic or {}).values(), settings.judge) if one]
+    names = [one.name for one in named]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"annotators need different names, got {', '.join(names)}")
+    return Lab(
+        folder=folder,
+        sampling=_sampling(settings),
+        annotators=named,
+        people=None if annotator.people is None else annotator.people.build(),
+        budget=settings.budget.build(),
+        hparams=settings.lab.build(),
+        score=None if settings.score is None else settings.score.build(),
+        worst=_worst(settings),
+        say=say,
+    )
+
+
+def _worst(settings: CollectSettings) -> WorstSamples | None:
+    given = settings.adversarial
+    if given.run is None:
+        return None
+    if given.source is None:
+        raise ConfigError(
+            "adversarial.run needs the reward model that was misled: artifacts.reward=..."
         )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
+    model = _scorer(settings, given.source, given.max_length)
+    return WorstSamples(Path(given.run), model.scores, given.num_pairs)
 
 
-def build_rejection_sampler(
-    settings: CollectSettings, folder: Path, say: Callable[[str], None]
-) -> RejectionSampler:
-    """Return what makes demonstrations; models are loaded when their turn comes.
-
-    Raises:
-        ConfigError: with the key, what it got and what it wants.
-    """
-    candidates, gold = settings.candidates, settings.dataset.gold
-    longest = candidates.max_prompt_length + candidates.max_new_tokens
-    try:
-        return RejectionSampler(
-            folder=folder,
-            sampling=_sampling(settings),
-            score=_scorer(settings, str(settings.artifacts.reward), longest).scores,
-            keep_unfinished=settings.lab.get("keep_unfinished", False),
-            gold=None if gold is None else gold.build(),
-            say=say,
-        )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
+def _scorer(settings: CollectSettings, source: str, longest: int) -> RewardModelAnnotator:
+    precision = settings.trainer.precision
+    return RewardModelAnnotator(source, max_length=longest, precision=precision)
 
 
 def _sampling(settings: CollectSettings) -> Sampling:
@@ -201,31 +195,6 @@ def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
     return prompts
 
 
-def _annotators(nodes: Sequence[Target | None]) -> list[Annotator]:
-    annotators: list[Annotator] = [node.build() for node in nodes if node is not None]
-    names = [annotator.name for annotator in annotators]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"annotators need different names, got {', '.join(names)}")
-    return annotators
-
-
-def _worst(settings: CollectSettings) -> WorstSamples | None:
-    given = settings.adversarial
-    if given.run is None:
-        return None
-    if given.source is None:
-        raise ConfigError(
-            "adversarial.run needs the reward model that was misled: artifacts.reward=..."
-        )
-    model = _scorer(settings, given.source, given.max_length)
-    return WorstSamples(Path(given.run), model.scores, given.num_pairs)
-
-
-def _scorer(settings: CollectSettings, source: str, longest: int) -> RewardModelAnnotator:
-    precision = settings.trainer.precision
-    return RewardModelAnnotator(source, max_length=longest, precision=precision)
-
-
 def publishing_to(settings: CollectSettings, overrides: Sequence[str]) -> str | None:
     """Return the folder that the records are published to; None for none.
 
@@ -242,9 +211,20 @@ def _preferences(
     settings: CollectSettings, folder: RunFolder, summary: Summary
 ) -> tuple[Summary, dict[str, float], list[str]]:
     """Write preference records; return the summary begun, the metrics, and lines for the end."""
-    lab = replace(build_lab(settings, folder.path), say=say)
+    lab = build_lab(settings, folder.path)
     prompts = [] if lab.worst else read_prompts(settings)
-    summary = started(folder, summary, _start_lines(settings, lab, len(prompts)))
+    given = settings.adversarial
+    lines: dict[str, object] = {
+        "worst responses": f"at most {given.num_pairs} of {given.run}, by {given.source}"
+    }
+    if not lab.worst:
+        lines = _sources(settings, prompts) | {
+            "candidates": f"{lab.sampling.per_prompt} for each prompt",
+            "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
+        }
+    annotators = ", ".join(annotator.name for annotator in lab.annotators) or "people alone"
+    lines |= {"annotators": annotators, "seed": settings.seed}
+    summary = started(folder, summary, lines)
     collection = lab.run(prompts)
     gold = None if settings.dataset.gold is None else settings.dataset.gold.build()
     figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=gold)
@@ -256,50 +236,43 @@ def _demonstrations(
     settings: CollectSettings, folder: RunFolder, summary: Summary
 ) -> tuple[Summary, dict[str, float], list[str]]:
     """Write the best responses as demonstrations; return as `_preferences` does."""
-    sampler = build_rejection_sampler(settings, folder.path, say)
+    candidates, gold = settings.candidates, settings.dataset.gold
+    reward, longest = str(settings.artifacts.reward), candidates.max_prompt_length
+    sampler = RejectionSampler(
+        folder=folder.path,
+        sampling=_sampling(settings),
+        score=_scorer(settings, reward, longest + candidates.max_new_tokens).scores,
+        keep_unfinished=settings.lab.get("keep_unfinished", False),
+        gold=None if gold is None else gold.build(),
+        say=say,
+    )
     prompts = read_prompts(settings)
-    lines: dict[str, object] = {
-        "policies": _policies(settings),
-        "prompts": f"{len(prompts)} of {settings.dataset.name}",
-        "demonstrations": f"the best of {sampler.sampling.per_prompt} for each prompt",
-        "score": settings.artifacts.reward,
-        "seed": settings.seed,
-    }
-    summary = started(folder, summary, lines)
+    best = f"the best of {sampler.sampling.per_prompt} for each prompt"
+    lines = {"demonstrations": best, "score": reward, "seed": settings.seed}
+    summary = started(folder, summary, _sources(settings, prompts) | lines)
     rows, metrics = sampler.run(prompts)
     write_demonstrations(folder.path / DATA, rows)
     return summary, metrics, []
 
 
+def _sources(settings: CollectSettings, prompts: Sequence[PromptRecord]) -> dict[str, object]:
+    """Return the lines of the first screen that say what answers which prompts."""
+    policies = (f"{n}: {source}" for n, source in settings.candidates.policies.items() if source)
+    return {
+        "policies": ", ".join(policies),
+        "prompts": f"{len(prompts)} of {settings.dataset.name}",
+    }
+
+
 def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
     """Return the folder of the run: an unfinished one of this configuration, or the new one."""
-    if settings.resume != "auto":
-        return folder
-    unfinished = next(runs_to_continue(settings, folder), None)
+    unfinished = None
+    if settings.resume == "auto":
+        unfinished = next(runs_to_continue(settings, folder), None)
     if unfinished is None:
         return folder
     drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
     return unfinished
-
-
-def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[str, object]:
-    lines: dict[str, object] = {
-        "policies": _policies(settings),
-        "prompts": f"{num_prompts} of {settings.dataset.name}",
-        "candidates": f"{lab.sampling.per_prompt} for each prompt",
-        "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
-    }
-    if lab.worst:
-        given = settings.adversarial
-        lines = {"worst responses": f"at most {given.num_pairs} of {given.run}, by {given.source}"}
-    return lines | {
-        "annotators": ", ".join(annotator.name for annotator in lab.annotators) or "people alone",
-        "seed": settings.seed,
-    }
-
-
-def _policies(settings: CollectSettings) -> str:
-    return ", ".join(f"{n}: {s}" for n, s in settings.candidates.policies.items() if s)
 
 
 def _job(cfg: Any) -> None:
@@ -309,9 +282,7 @@ def _job(cfg: Any) -> None:
 def _run_or_wait(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> None:
     try:
         run(settings, folder, overrides)
-    except Exception as error:
-        if type(error).__name__ != WAITING:
-            raise
+    except PeopleNeededError as error:
         say(str(error))
         raise SystemExit(PEOPLE_NEEDED) from None
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
-from rlhf_lightning.models.quiet import quieten_transformers
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.hub import HubError, push_folder
+from rlhf_lightning.runs.hub import push_folder
 from rlhf_lightning.runs.lock import is_claimed
 from rlhf_lightning.runs.manifest import is_adapter, of_adapter
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
@@ -22,6 +21,7 @@ def run(settings: ExportSettings) -> list[str]:
 
     Raises:
         ConfigError: with what is missing and what to do.
+        HubError: if the hub does not take the folder.
     """
     places = []
     if any((settings.run / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -33,17 +33,18 @@ def run(settings: ExportSettings) -> list[str]:
         run_folder, checkpoint = find_checkpoint(settings.run)
         folder = find_target(settings, run_folder)
         # brings torch: a mistake on the command line is reported before
-        from rlhf_lightning.app.model_export import reexport
+        from rlhf_lightning.app.model_export import export_checkpoint
 
-        adapter_only, dtype = settings.adapter_only, settings.dtype
-        reexport(run_folder, checkpoint, folder, adapter_only=adapter_only, dtype=dtype)
+        export_checkpoint(
+            run_folder,
+            checkpoint,
+            folder,
+            adapter_only=settings.adapter_only,
+            dtype=settings.dtype,
+        )
         places.append(str(folder))
     if settings.push_to_hub is not None:
-        try:
-            address = push_folder(folder, settings.push_to_hub, private=not settings.public)
-        except HubError as error:
-            raise ConfigError(str(error)) from error
-        places.append(address)
+        places.append(push_folder(folder, settings.push_to_hub, private=not settings.public))
     return places
 
 
@@ -92,8 +93,7 @@ def find_target(settings: ExportSettings, folder: RunFolder) -> Path:
 
 
 def _export(settings: ExportSettings) -> None:
-    quieten_transformers()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    quieten()
     for place in run(settings):
         say(place)
 

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -30,22 +30,19 @@ class RunFailedError(RuntimeError):
     """A run ended early for a reason that its message explains."""
 
 
-def explain_failure(
-    error: BaseException, folder: RunFolder, save_memory: Callable[[bool], str]
-) -> RunFailedError | None:
+def explain_failure(error: BaseException, folder: RunFolder, advice: str) -> RunFailedError | None:
     """Return what to change where memory or disk ran out, or None where `error` says it.
 
     Args:
         error: error that ended the run.
         folder: folder of the run.
-        save_memory: returns which settings need less memory, in the evaluation at the end or not.
+        advice: which settings need less memory.
     """
     for one in _chain(error):
         text = _one_line(one)[:200]
         of_memory = isinstance(one, RuntimeError | OSError) and _MEMORY.search(text)
         if isinstance(one, MemoryError) or of_memory:
-            evaluates = f"{PACKAGE}.app.finalize" in _modules_passed(error)
-            return RunFailedError(f"out of memory ({text}). {save_memory(evaluates)}")
+            return RunFailedError(f"out of memory ({text}). {advice}")
         full = any(f"os error {number}" in text for number in _FULL)  # as safetensors says it
         if full or (isinstance(one, OSError) and one.errno in _FULL):
             place = getattr(one, "filename", None) or folder.path

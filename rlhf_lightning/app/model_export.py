@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 import yaml
@@ -17,7 +18,10 @@ from rlhf_lightning.app.config.groups import DatasetSettings, Target
 from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
+from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.distributed.checkpoint import read_full
+from rlhf_lightning.distributed.collectives import full_state
+from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
@@ -25,126 +29,158 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
+from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.models.rounding import DTYPES, Rounding
 from rlhf_lightning.modules.checkpoint_state import KEY, check_adapters
-from rlhf_lightning.modules.export import Trained
+from rlhf_lightning.modules.export import TrainedModel
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.hub import base_licence, hub_base
-from rlhf_lightning.runs.manifest import ManifestError, Source
+from rlhf_lightning.runs.lock import artifact_lock
+from rlhf_lightning.runs.manifest import Source, publish_artifact
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, plain, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.reading import read_json
-from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
+from rlhf_lightning.runs.resume import checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.summary import GateResult, installed_versions, read_summary
 from rlhf_lightning.text.tokenizers import as_saved
 
-Model = PolicyModel | ScalarHeadModel
 _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a run, for the model card.
+def export_trained(
+    settings: TrainSettings,
+    folder: RunFolder,
+    parts: TrainingComponents,
+    findings: Findings,
+    gates: tuple[GateResult, ...],
+) -> None:
+    """Write `export/` of a run that has ended, and publish the same weights in fp32.
 
-    Args:
-        run: name of the run folder.
-        metrics: final metrics of the run.
-        gates: outcomes of its gates.
-        checkpoint: name of the checkpoint, for a model that is not the end of a finished run.
+    Every rank calls it, to gather the weights; the first writes.
     """
-
-    run: str
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-    gates: tuple[GateResult, ...] = ()
-    checkpoint: str | None = None
+    model = parts.module.trained
+    trained = TrainedModel(
+        model,
+        parts.tokenizer,
+        full_state(model),
+        cast(Any, parts.module).source,
+        trust_remote_code=settings.model.trust_remote_code,
+    )
+    if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+        model.base.drop_weights()  # it is about to be read once more
+        release_freed_memory()
+    if not parts.trainer.is_global_zero:
+        return
+    card = card_facts(settings, folder.name, findings.metrics, gates)
+    with replacing_folder(folder.export, ours=True) as staging:
+        rounding = write_model_folder(settings, staging, trained, card)
+    if not settings.publishes:
+        return
+    whole, target = folder.export, Path(str(settings.artifacts.publish))
+    try:
+        if rounding is not None:
+            whole = folder.path / ".full_precision"
+            shutil.rmtree(whole, ignore_errors=True)  # of a run that was killed here and resumed
+            write_model_folder(settings, whole, trained, card, dtype="fp32")
+        # A parent process that waits for this artifact holds the folder's own lock.
+        with artifact_lock(target.with_name(f"{target.name}.publish")):
+            publish_artifact(
+                whole,
+                target,
+                stage=settings.stage,
+                run=str(folder.path),
+                metrics=findings.metrics,
+                gates=gates,
+                base=settings.start,
+            )
+    finally:
+        if whole != folder.export:
+            shutil.rmtree(whole, ignore_errors=True)
 
 
 def write_model_folder(
     settings: TrainSettings,
     folder: Path,
-    trained: Trained,
-    outcome: Outcome,
+    trained: TrainedModel,
+    card: CardFacts,
     *,
-    adapter_only: bool = False,
     dtype: str | None = None,
-    full: Path | None = None,
-) -> None:
+) -> Rounding | None:
     """Write what a run has trained as a Hugging Face folder, with its card and configuration.
 
     Args:
         settings: settings of the run.
         folder: a new folder.
         trained: the trained model.
-        outcome: end of the run, for the card.
-        adapter_only: write the adapter and nothing of its base.
-        dtype: dtype of the weights: fp32, bf16 or auto; None takes that of the configuration.
-        full: gets the same in fp32, if `folder` is not.
+        card: from `card_facts`.
+        dtype: dtype of the weights: fp32, bf16, or auto, which is that of the start if the fp32
+            weights are published as well, and else fp32; None takes that of the configuration.
+
+    Returns:
+        The cost of rounding; None where the weights are in fp32.
 
     Raises:
-        ValueError: if only an adapter is requested and none was trained.
         ManifestError: if the adapter's base has been replaced by another model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if adapter_only:
-        trained.write_adapter(folder, alone=True)
-        _describe(settings, folder, outcome, is_adapter=True)
-        return
-    cost = trained.write(folder, dtype=export_dtype(settings, dtype), full=full)
-    _describe(settings, folder, outcome, rounding=cost)
-    if full is not None and full.is_dir():
-        _describe(settings, full, outcome)
-    for place in filter(Path.is_dir, (folder / ADAPTER, *([full / ADAPTER] if full else ()))):
-        _describe(settings, place, outcome, is_adapter=True)
+    named = dtype or settings.export.dtype
+    auto = "auto" if settings.publishes else torch.float32
+    rounding = trained.write(folder, dtype=DTYPES.get(named, auto))  # type: ignore[arg-type]
+    _describe(settings, folder, replace(card, rounding=rounding))
+    if (folder / ADAPTER).is_dir():
+        _describe(settings, folder / ADAPTER, card)
+    return rounding
 
 
-def export_dtype(
-    settings: TrainSettings, asked: str | None = None
-) -> torch.dtype | Literal["auto"]:
-    """Return the dtype of the exported weights.
-
-    `auto` is that of the start if the fp32 weights are published as well; else fp32.
-    """
-    named = asked or settings.export.dtype
-    if named != "auto":
-        return DTYPES[named]
-    return "auto" if settings.publishes else torch.float32
-
-
-def _describe(
-    settings: TrainSettings,
-    folder: Path,
-    outcome: Outcome,
-    *,
-    is_adapter: bool = False,
-    rounding: Rounding | None = None,
-) -> None:
+def _describe(settings: TrainSettings, folder: Path, card: CardFacts) -> None:
+    """Write the card and the public configuration beside a model or an adapter alone."""
     public = public_config(settings.resolved, settings.written)
     write_text(folder / CONFIG, yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+    if (folder / ADAPTER_CONFIG).is_file():
+        card = replace(card, is_adapter=True, needs=_needs(folder))
+    elif card.is_reward:
+        offset = read_json(folder / "config.json")["reward_offset"]
+        pad = as_saved(str(folder), loading_options(folder)).pad_token
+        card = replace(card, reward={"reward_offset": offset, "pad_token": pad})
+    write_model_card(folder, card)
+
+
+def card_facts(
+    settings: TrainSettings,
+    run: str,
+    metrics: Mapping[str, float | None],
+    gates: Sequence[GateResult] = (),
+    checkpoint: str | None = None,
+) -> CardFacts:
+    """Return what a card says of a run's model, whichever folder it stands in.
+
+    Args:
+        settings: settings of the run.
+        run: name of the run folder.
+        metrics: final metrics of the run.
+        gates: outcomes of its gates.
+        checkpoint: says which checkpoint it is, for one that is not the end of a finished run.
+    """
     module, start = settings.spec, settings.start
-    facts = CardFacts(
+    return CardFacts(
         stage=settings.stage,
-        run=outcome.run,
+        run=run,
         base=start,
         data=settings.dataset.name,
         licence=base_licence(settings.model.license, start),
         hub_base=hub_base(start, settings.model.source),
         datasets=_hub_data(settings.dataset),
-        settings=_hyperparameters(public),
-        metrics={k: v for k, v in outcome.metrics.items() if v is not None},
-        gates=outcome.gates,
+        settings=_hyperparameters(settings),
+        metrics={k: v for k, v in metrics.items() if v is not None},
+        gates=gates,
         versions=installed_versions(),
-        checkpoint=outcome.checkpoint,
-        reward={} if module.trains_policy or is_adapter else _reward_facts(folder),
-        is_adapter=is_adapter,
+        checkpoint=checkpoint,
         against=_against(settings.scorer) if module.rolls_out else None,
-        needs=_needs(folder) if is_adapter else None,
-        rounding=rounding,
         title=settings.title,
         is_reward=not module.trains_policy,
     )
-    write_model_card(folder, facts)
 
 
 def _against(scorer: Target | None) -> str:
@@ -172,12 +208,6 @@ def _needs(folder: Path) -> str:
     )
 
 
-def _reward_facts(folder: Path) -> dict[str, Any]:
-    config = read_json(folder / "config.json")
-    tokenizer = as_saved(str(folder), loading_options(folder))
-    return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
-
-
 def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
     """Return the hub names of datasets that `dataset` reads, of every one of several sources."""
     calls = nodes(dataset.source.read())
@@ -186,19 +216,19 @@ def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
     return tuple(n for n in names if _HUB_DATA.fullmatch(n) and not Path(n).exists())
 
 
-def _hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(settings: TrainSettings) -> dict[str, Any]:
     """Return the hyper-parameters that decide what was learnt, flat."""
-    module, data = config["module"], config.get("data") or {}
-    stage = config["stage"]
+    config = public_config(settings.resolved, settings.written)
+    module, data, stage = config["module"], config["data"], settings.stage
     names = ("batch_size", "max_length", "max_prompt_length", "num_epochs", "num_iterations")
     groups: dict[str, Any] = {
         "data": {name: data.get(name) for name in names},
-        "trainer": {"precision": (config.get("trainer") or {}).get("precision")},
-        stage: module.get(stage),
+        "trainer": {"precision": config["trainer"]["precision"]},
+        stage: module[stage],
         "sampling": module.get("sampling"),
         **{group: config.get(group) for group in ("lora", "optimizer", "scheduler")},
     }
-    return {"seed": config.get("seed")} | {
+    return {"seed": config["seed"]} | {
         f"{group}.{name}": value
         for group, values in groups.items()
         for name, value in (values or {}).items()
@@ -206,7 +236,7 @@ def _hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def reexport(
+def export_checkpoint(
     folder: RunFolder,
     checkpoint: Path,
     target: Path,
@@ -232,27 +262,19 @@ def reexport(
     """
     try:
         settings = with_vocabulary(_saved_settings(folder))
-        tokenizer = make_tokenizer(settings)
-        content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
-        start, key = settings.start, f"artifacts.{settings.spec.starts_from}"
-        source: Any = start and Source(
-            start, str(content.get(KEY, "")), key, settings.model.revision
-        )
-        model = _model(settings, content, source)
-        outcome = _outcome(folder, checkpoint, model)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
     except ConfigError as error:
         raise ConfigError(f"{folder.config}: {error}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot load the model of {checkpoint}: {error}") from error
-    trained = Trained(model, tokenizer, dict(model.state_dict()), source)
-    how: dict[str, Any] = {"adapter_only": adapter_only, "dtype": dtype}
     try:
+        trained = _trained_model(settings, checkpoint)
+        card = _card_of_checkpoint(settings, folder, checkpoint, trained)
         with replacing_folder(target, ours=True) as staging:
-            write_model_folder(settings, staging, trained, outcome, **how)
-    except (ValueError, ManifestError) as error:
-        raise ConfigError(f"{checkpoint}: {error}") from error
+            if adapter_only:
+                trained.write_adapter(staging)
+                _describe(settings, staging, card)
+            else:
+                write_model_folder(settings, staging, trained, card, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot export {checkpoint}: {error}") from error
 
 
 def _saved_settings(folder: RunFolder) -> TrainSettings:
@@ -277,52 +299,59 @@ def _saved_settings(folder: RunFolder) -> TrainSettings:
     return settings
 
 
-def _model(settings: TrainSettings, checkpoint: Mapping[str, Any], source: Source | None) -> Model:
+def _trained_model(settings: TrainSettings, checkpoint: Path) -> TrainedModel:
     """Return the trained model, built by our own loaders, with the checkpoint's weights."""
-    trains_policy, node, lora = settings.spec.trains_policy, settings.module, settings.lora
-    name, content = "policy" if trains_policy else "model", checkpoint["state_dict"]
-    prefix = f"{name}."
-    state = {k.removeprefix(prefix): v for k, v in content.items() if k.startswith(prefix)}
+    content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
+    module, node, lora, start = settings.spec, settings.module, settings.lora, settings.start
+    prefix = "policy." if module.trains_policy else "model."
+    state = {
+        k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)
+    }
     if not state:
-        raise ValueError(f"it holds no weights of a {name}")
-    start = node.get("policy") or node.get("source")
+        raise ValueError(f"it holds no weights whose names begin with {prefix}")
+    source: Any = None
+    revision = settings.model.revision
+    if start is not None:
+        place = f"artifacts.{module.starts_from}"
+        source = Source(start, str(content.get(KEY, "")), place, revision)
     given: dict[str, Any] = {
         "seed": settings.seed,
-        "revision": node.get("revision"),
+        "revision": revision,
         # The adapter is the same on a base in full precision, which needs no CUDA.
         "lora": None if lora is None else replace(lora, quantization="none"),
     }
-    model: Model
-    if trains_policy:
+    model: PolicyModel | ScalarHeadModel
+    if module.trains_policy:
         model = load_policy(start, from_scratch=node.get("from_scratch"), **given)
     else:
-        given["dropout"] = node.get("dropout", 0.0)
-        model = load_scalar_model(start, head="reward", **given)
-    adapted = isinstance(model, AdaptedPolicy | AdaptedScalarModel)
-    if source is not None and (adapted or KEY in checkpoint):
+        dropout = node.get("dropout", 0.0)
+        model = load_scalar_model(start, head="reward", dropout=dropout, **given)
+    if source is not None and (lora is not None or KEY in content):
         source.check()  # an export has its config and its tokenizer
-    check_adapters(checkpoint, model)
+    check_adapters(content, model)
     model.load_state_dict(state)
-    return model
+    return TrainedModel(model, make_tokenizer(settings), dict(model.state_dict()), source)
 
 
-def _outcome(folder: RunFolder, checkpoint: Path, model: Model) -> Outcome:
-    """Return what is known of the checkpoint; the end of a finished run is as the run left it."""
+def _card_of_checkpoint(
+    settings: TrainSettings, folder: RunFolder, checkpoint: Path, trained: TrainedModel
+) -> CardFacts:
+    """Return what is known of a checkpoint; the end of a finished run is as the run left it."""
     iteration, best = checkpoint_iteration(checkpoint), best_of_early_stopping(folder)
     rows = {int(row["iteration"]): row for row in read_metrics(folder.metrics)}
     summary = read_summary(folder) if folder.summary.is_file() else None
     finished = summary is not None and summary.status == "completed"
     last = max(rows, default=iteration) if best is None else checkpoint_iteration(best)
-    is_reward = isinstance(model, ScalarHeadModel)
+    is_reward = isinstance(trained.model, ScalarHeadModel)
     if summary is not None and finished and iteration == last:
         metrics = summary.metrics
         mean, std = (metrics.get(f"reward/sample_{name}") for name in ("mean", "std"))
-        if isinstance(model, ScalarHeadModel) and mean is not None and std is not None:
-            model.normalize(mean, std)
-        return Outcome(folder.name, metrics, summary.gates)
+        if isinstance(trained.model, ScalarHeadModel) and mean is not None and std is not None:
+            trained.model.normalize(mean, std)
+        return card_facts(settings, folder.name, metrics, summary.gates)
     of = "before the end of its run" if finished else "of a run that has not finished"
     note = f"A checkpoint {of}, after iteration {iteration}. No gate has checked it."
     note += " Its scores are not normalized." if is_reward else ""
     left_out = ("time/", "throughput/", "iteration")
     measured = {k: v for k, v in rows.get(iteration or 0, {}).items() if not k.startswith(left_out)}
-    return Outcome(folder.name, measured, checkpoint=note)
+    return card_facts(settings, folder.name, measured, checkpoint=note)

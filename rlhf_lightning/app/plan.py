@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
@@ -40,7 +40,6 @@ from rlhf_lightning.rollout.generators.captured import (
 )
 
 GIB = 2**30
-_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
 # Rows of the table, in its order; docs/scaling.md says what each is.
@@ -332,12 +331,11 @@ def _device(settings: TrainSettings, group: PlanGroup) -> str:
 
 
 def _parse_bytes(given: str | float) -> int:
-    found = re.fullmatch(r"(\d*\.?\d+) *([A-Za-z]*)", str(given))
-    size = round(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
-    if size <= 0:
+    try:
+        return TypeAdapter(ByteSize).validate_python(given)
+    except ValidationError as error:
         wanted = "write 80GiB, 24GB or a number of bytes"
-        raise ConfigError(f"plan.device_memory={given!r} is no size: {wanted}")
-    return size
+        raise ConfigError(f"plan.device_memory={given!r} is no size: {wanted}") from error
 
 
 def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,17 +32,20 @@ from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import TrainingComponents
+from rlhf_lightning.app.evaluation import TrainingComponents, gates_of
 from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
-from rlhf_lightning.app.finalize import finish, finish_tracking
+from rlhf_lightning.app.finalize import measure
+from rlhf_lightning.app.model_export import export_trained
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.run_summary import memory_advice, start_settings
 from rlhf_lightning.app.start import AS_PYTHON
 from rlhf_lightning.app.sweep import in_sweep, should_continue
+from rlhf_lightning.app.tracking import finish_tracking
 from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
+from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.run_record import about_run
 from rlhf_lightning.callbacks.wandb_logger import early_end_alerted, wandb_loggers
 from rlhf_lightning.distributed.launch import (
@@ -93,47 +97,51 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         RunFailedError: if memory or disk ran out, with what to change.
     """
     check_run(settings)
-    first = global_rank() == 0
+    first = global_rank() == 0  # which alone writes
     if first:
         check_folder(settings, folder)
         check_world(settings, [settings.start])
         keep_configuration(settings, folder)
-
-    def prepared() -> str:
-        return json.dumps(prepare_inputs(settings, overrides).artifacts.models())
-
-    starts = json.loads(broadcast_from_rank0("inputs", prepared, patience=timedelta(days=1)))
-    if starts != settings.artifacts.models():
-        settings = settings.updated({f"artifacts.{kind}": one for kind, one in starts.items()})
+    settings = _with_models(settings, overrides)
     folder, checkpoint = _agreed_start(settings, folder)
-    summary = new_summary(
-        settings.stage, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
+    continued = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
+    summary = replace(
+        new_summary(
+            settings.stage,
+            seed=settings.seed,
+            config_hash=settings.config_hash,
+            title=settings.title,
+        ),
+        seconds={"total": spent_seconds(folder)} if continued else {},
+        judged=not settings.only_runs,
     )
-    summary = replace(summary, seconds=_spent(folder, checkpoint), judged=not settings.only_runs)
-    begun = time.perf_counter()
-    # The first rank alone writes.
+    started = time.perf_counter()
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
-    mine = claim() if first else nullcontext()
-    with mine, computing(**settings.model.computing):
+    with claim() if first else nullcontext(), computing(**settings.model.computing):
         try:
             if first:
                 write_summary(folder, summary)
             return _train(settings, folder, checkpoint, summary, overrides)
         except BaseException as error:
-            failure = explain_failure(error, folder, partial(memory_advice, settings, overrides))
+            failure = explain_failure(error, folder, memory_advice(settings, overrides))
             if first:
-                ended = replace(summary, seconds={"total": _total(summary, begun)})
+                ended = replace(summary, seconds={"total": _total(summary, started)})
                 record_failure(folder, ended, failure or error)
             if failure is not None:
                 raise failure from error
             raise
 
 
-def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:
-    """Return the seconds of earlier processes, if the run is continued in its folder."""
-    if checkpoint is None or folder.path.resolve() not in checkpoint.resolve().parents:
-        return {}
-    return {"total": spent_seconds(folder)}
+def _with_models(settings: TrainSettings, overrides: list[str]) -> TrainSettings:
+    """Return the settings with the models that the stage starts from, which rank 0 makes."""
+
+    def prepared() -> str:
+        return json.dumps(prepare_inputs(settings, overrides).artifacts.models())
+
+    models = json.loads(broadcast_from_rank0("inputs", prepared, patience=timedelta(days=1)))
+    if models == settings.artifacts.models():
+        return settings
+    return settings.updated({f"artifacts.{kind}": source for kind, source in models.items()})
 
 
 def _total(summary: Summary, started: float) -> float:
@@ -147,40 +155,43 @@ def _train(
     summary: Summary,
     overrides: list[str],
 ) -> Summary:
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     quieten()
     set_matmul_precision(settings.trainer.matmul_precision)
     L.seed_everything(settings.seed, workers=True, verbose=False)
+    # 1 module, data, trainer
     parts = assemble(settings, folder)
     settings = parts.settings  # with what was found out since
     about = about_run(parts.module, parts.data, name=settings.dataset.name)
     summary = replace(summary, about=about)
-    if global_rank() == 0:
+    if parts.trainer.is_global_zero:
         write_summary(folder, summary)
-        lines = start_settings(settings, parts, checkpoint)
         named = settings.name == settings.stage
+        lines = start_settings(settings, parts, checkpoint)
         print_start(settings.title if named else settings.name, folder, lines)
-        print(parts.data.render_summary())  # noqa: T201
-    assembled = time.perf_counter()
+        say(parts.data.render_summary())
+    times.append(time.perf_counter())
+    # 2 fit
     parts = _fit(folder, parts, checkpoint)
-    fitted = time.perf_counter()
+    times.append(time.perf_counter())
     with early_end_alerted(parts.trainer):
-        findings, gates = finish(settings, folder, parts)
-        seconds = {
-            "setup": assembled - started,
-            "fit": fitted - assembled,
-            "finish": time.perf_counter() - fitted,
-            **findings.seconds,
-            "total": _total(summary, started),
-        }
+        # 3 compare
+        findings = measure(settings, folder, parts)
+        gates = gates_of(settings, findings.metrics)
+        times.append(time.perf_counter())
+        # 4 export and publish
+        export_trained(settings, folder, parts, findings, gates)
+        times.append(time.perf_counter())
+        # 5 summary, report, last screen
+        phases = zip(("setup", "fit", "measure", "export"), pairwise(times), strict=True)
+        seconds = {name: end - start for name, (start, end) in phases}
+        seconds["total"] = _total(summary, times[0])
+        metrics = dict(sorted(findings.metrics.items()))
         summary = replace(
-            summary,
-            status="completed",
-            metrics=dict(sorted(findings.metrics.items())),
-            gates=gates,
-            seconds=seconds,
+            summary, status="completed", metrics=metrics, gates=gates, seconds=seconds
         )
         if parts.trainer.is_global_zero:
+            findings.write(folder, current_iteration(parts.trainer))
             summary = replace(summary, next=after_training(settings, folder, overrides))
             write_summary(folder, summary)
             write_report(folder)
@@ -255,17 +266,14 @@ def _agreed_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder
 
 
 def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder, Path | None]:
-    if settings.ckpt_path is not None:
-        path = Path(settings.ckpt_path)
-        if not path.exists():
-            raise ConfigError(f"ckpt_path={path} does not exist")
-        return folder, path
-    if settings.resume == "never":
-        return folder, None
-    for unfinished in runs_to_continue(settings, folder):
-        if (checkpoint := newest_complete_checkpoint(unfinished, settings.config_hash)) is not None:
-            drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
-            return unfinished, checkpoint
+    if settings.ckpt_path is not None:  # which `check_run` has found
+        return folder, Path(settings.ckpt_path)
+    if settings.resume == "auto":
+        for unfinished in runs_to_continue(settings, folder):
+            checkpoint = newest_complete_checkpoint(unfinished, settings.config_hash)
+            if checkpoint is not None:
+                drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
+                return unfinished, checkpoint
     return folder, None
 
 

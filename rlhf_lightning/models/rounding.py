@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ def measure_rounding(
         dtype: dtype that the weights are rounded to.
         revision: branch, tag or commit of a hub name.
     """
-    before = _Stored(start, revision)
+    files = _files_of_tensors(start, revision)
     size = lost = change = kept = 0.0
     for name, value in weights.items():
         if not value.is_floating_point():
@@ -74,8 +74,8 @@ def measure_rounding(
         short = whole.to(dtype).float()
         size += float(whole.square().sum(dtype=torch.float64))
         lost += float((short - whole).square().sum(dtype=torch.float64))
-        former = before.get(name, whole.shape)
-        if former is not None:
+        former = _read(files[name], name) if name in files else None
+        if former is not None and former.shape == whole.shape:
             delta = whole - former
             change += float(delta.square().sum(dtype=torch.float64))
             kept += float(((short - former) * delta).sum(dtype=torch.float64))
@@ -83,33 +83,22 @@ def measure_rounding(
     return Rounding(error, max(kept / change, 0.0) if change else None)
 
 
-class _Stored:
-    """Tensors of a model's files, read one by one."""
-
-    def __init__(self, source: str | None, revision: str | None) -> None:
-        self._places = {name: file for file in _files(source, revision) for name in _names(file)}
-
-    def get(self, name: str, shape: torch.Size) -> Tensor | None:
-        """Return a tensor in fp32, None if there is none of this name and shape."""
-        if name not in self._places:
-            return None
-        with safe_open(self._places[name], framework="pt") as content:
-            value: Tensor = content.get_tensor(name)
-        return value.float() if value.shape == shape else None
-
-
-def _files(source: str | None, revision: str | None) -> list[Path]:
+def _files_of_tensors(source: str | None, revision: str | None) -> dict[str, Path]:
+    """Return the safetensors file of each tensor of a model that is on this machine."""
+    found: dict[str, Path] = {}
     if source is None:
-        return []
+        return found
     folder = Path(source)
     if not folder.is_dir():
         config = try_to_load_from_cache(source, "config.json", revision=revision)
-        if not isinstance(config, str):
-            return []
-        folder = Path(config).parent
-    return sorted(folder.glob("*.safetensors"))
+        folder = Path(config).parent if isinstance(config, str) else folder
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as content:
+            found |= dict.fromkeys(content.keys(), file)
+    return found
 
 
-def _names(file: Path) -> Iterator[str]:
+def _read(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as content:
-        yield from content.keys()
+        value: Tensor = content.get_tensor(name)
+    return value.float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,22 +70,21 @@ def export_model(
             "train it, or by load_from_checkpoint()"
         )
     check_replaceable(folder)
-    state = full_state(model)
+    trained = TrainedModel(
+        model,
+        module.tokenizer,  # type: ignore[arg-type]
+        full_state(model),
+        getattr(module, "source", None),
+        trust_remote_code=bool(module.hparams.get("trust_remote_code")),
+    )
     if module.global_rank == 0:
-        trained = Trained(
-            model,
-            module.tokenizer,  # type: ignore[arg-type]
-            dict(state),
-            getattr(module, "source", None),
-            trust_remote_code=bool(module.hparams.get("trust_remote_code")),
-        )
         with replacing_folder(folder) as staging:
             trained.write(staging, dtype=dtype or torch.float32)
     return Path(folder).expanduser()
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A trained model, and the model that it started from.
 
     Args:
@@ -103,75 +101,63 @@ class Trained:
     source: Source | None
     trust_remote_code: bool = False
 
-    @property
-    def origin(self) -> dict[str, Any]:
-        """Options with which the start is loaded."""
-        revision = None if self.source is None else self.source.revision
-        return {"revision": revision, "trust_remote_code": self.trust_remote_code}
-
-    def write(
-        self, folder: Path, *, dtype: torch.dtype | Literal["auto"], full: Path | None = None
-    ) -> Rounding | None:
+    def write(self, folder: Path, *, dtype: torch.dtype | Literal["auto"]) -> Rounding | None:
         """Write a Hugging Face folder; an adapter is merged, and stands by itself in `adapter/`.
 
         Args:
             folder: a new one.
             dtype: of the weights; "auto" is that of the start, or fp32 where rounding would lose
                 more than a tenth of what training changed.
-            full: gets the same in fp32, if `folder` is not.
 
         Returns:
-            The cost of rounding, if the weights were rounded.
+            The cost of rounding; None where the weights are in fp32.
 
         Raises:
             ManifestError: if another model than the adapter's base is in its place by now.
         """
-        model, state = self.model, self.state
-        if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
-            self.write_adapter(folder / ADAPTER)
-            # The base is read again, as what was trained on may be rounded.
-            model = merge_adapter(model, state, load_policy(self._start, **self.origin))
-            state = model.state_dict()
-            self.source.check()  # type: ignore[union-attr]  # behind the load: it may take minutes
+        model, state, start, revision = self.model, self.state, None, None
         base, cost = torch.float32, None
-        if (start := self._start) is not None:
-            base = base_dtype(load_config(start, loading_options(start, **self.origin)))
+        if self.source is not None:
+            start, revision = self.source.name, self.source.revision
+            origin: dict[str, Any] = {
+                "revision": revision,
+                "trust_remote_code": self.trust_remote_code,
+            }
+            base = base_dtype(load_config(start, loading_options(start, **origin)))
+            if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+                self.write_adapter(folder / ADAPTER)
+                # The base is read again, as what was trained on may be rounded.
+                model = merge_adapter(model, state, load_policy(start, **origin))
+                state = model.state_dict()
+                self.source.check()  # behind the load: it may take minutes
         chosen = base if dtype == "auto" else dtype
         if chosen != torch.float32:
             weights = weights_by_file_name(model, state)
-            revision = self.origin["revision"]
-            cost = measure_rounding(weights, self._start, chosen, revision=revision)
+            cost = measure_rounding(weights, start, chosen, revision=revision)
             if _loses_much(cost, insists=dtype != "auto"):
                 chosen, cost = torch.float32, None
-        stops = stop_ids(self.tokenizer, self._start, revision=self.origin["revision"])
-        options: dict[str, Any] = {"stop_ids": stops, "base_dtype": base}
-        save_hf_model(model, self.tokenizer, folder, state, dtype=chosen, **options)
-        if full is not None and chosen != torch.float32:
-            save_hf_model(model, self.tokenizer, full, state, dtype=torch.float32, **options)
-            if (folder / ADAPTER).is_dir():
-                shutil.copytree(folder / ADAPTER, full / ADAPTER)
+        stops = stop_ids(self.tokenizer, start, revision=revision)
+        dtypes = {"dtype": chosen, "base_dtype": base}
+        save_hf_model(model, self.tokenizer, folder, state, stop_ids=stops, **dtypes)
         return cost
 
-    def write_adapter(self, folder: Path, *, alone: bool = False) -> None:
-        """Write the adapter with its tokenizer; `alone` if the base is still in its place.
+    def write_adapter(self, folder: Path) -> None:
+        """Write the adapter alone, with its tokenizer, as a folder that PEFT loads onto the base.
 
         Raises:
             ValueError: if the whole model was trained.
             ManifestError: if another model than the adapter's base is in its place by now.
         """
-        model = self.model
-        if not isinstance(model, AdaptedPolicy | AdaptedScalarModel) or self.source is None:
+        model, source = self.model, self.source
+        if not isinstance(model, AdaptedPolicy | AdaptedScalarModel) or source is None:
             raise ValueError("the run trained the whole model and no adapter (lora: null)")
-        base, revision = base_of_adapter(self.source.name, self.source.revision)
-        named = {"base_fingerprint": self.source.fingerprint, "base_revision": revision}
+        source.check()
+        # By its whole path: a relative one would lead elsewhere from another working folder.
+        place = os.path.abspath(source.name) if Path(source.name).is_dir() else source.name
+        base, revision = hub_snapshot(source.name) or (place, source.revision)
+        named = {"base_fingerprint": source.fingerprint, "base_revision": revision}
         save_adapter(model, folder, self.state, base=base, **named)
         export_tokenizer(model, self.tokenizer, folder)
-        if alone:
-            self.source.check()
-
-    @property
-    def _start(self) -> str | None:
-        return None if self.source is None else self.source.name
 
 
 def _loses_much(cost: Rounding, *, insists: bool) -> bool:
@@ -186,18 +172,6 @@ def _loses_much(cost: Rounding, *, insists: bool) -> bool:
         else "stays in fp32 (export.dtype=bf16 insists)",
     )
     return not insists
-
-
-def base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]:
-    """Return how an adapter names its base: on the hub with its commit, else a whole path.
-
-    A relative one would lead elsewhere from another working folder.
-    """
-    if found := hub_snapshot(start):
-        return found
-    if Path(start).is_dir():
-        return os.path.abspath(start), None
-    return start, revision
 
 
 def save_hf_model(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.export import run
-from rlhf_lightning.app.finalize import made_by
+from rlhf_lightning.app.tracking import made_by
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.runs.summary import read_summary

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from rlhf_lightning.app.build import check_run
 from rlhf_lightning.app.config.compose import ConfigError, given
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.validate import check_run
 from rlhf_lightning.app.pipeline import run, where_to_run
 from rlhf_lightning.app.pipeline_steps import check_pipeline, plan
 from rlhf_lightning.runs.folder import RunFolder

@@ -12,8 +12,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from rlhf_lightning.app.config.commands import ExportSettings
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.export import run
+from rlhf_lightning.runs.hub import HubError
 
 
 @pytest.fixture
@@ -67,5 +67,5 @@ def test_without_a_login_nothing_is_uploaded(exported, monkeypatch):
         raise LocalTokenNotFoundError("no token")
 
     monkeypatch.setattr(HfApi, "create_repo", refuse)
-    with pytest.raises(ConfigError, match="HF_TOKEN"):
+    with pytest.raises(HubError, match="HF_TOKEN"):
         run(ExportSettings(run=exported, push_to_hub="me/policy"))

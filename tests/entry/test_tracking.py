@@ -110,7 +110,7 @@ def test_configuration_commit_and_lineage_are_in_the_run(tracked, records):
 
 
 def test_what_a_stage_makes_has_the_digest_under_which_the_next_one_uses_it(tracked, start):
-    from rlhf_lightning.app.finalize import artifact_name
+    from rlhf_lightning.app.tracking import artifact_name
     from rlhf_lightning.callbacks.wandb_logger import Origin, as_artifact, records_fingerprint
     from rlhf_lightning.runs.manifest import source_fingerprint
 

@@ -156,7 +156,7 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
 def test_the_time_of_a_run_is_named_and_adds_up(tmp_path):
     folder = fake_reward_run(tmp_path / "run", 10)
     MetricsAppender(folder.metrics).append(11, {"time/update": 10.0, "time/validate": 30.0})
-    seconds = {"setup": 5.0, "fit": 45.0, "finish": 50.0, "measure": 40.0, "export": 10.0}
+    seconds = {"setup": 5.0, "fit": 45.0, "measure": 40.0, "export": 10.0}
     write_summary(folder, replace(read_summary(folder), seconds=seconds | {"total": 100.0}))
     page = render_report(folder)
     named = re.findall(r"</i>([\w ,]+) <span>[\d.]+ (?:s|min \d+ s) · ([\d.]+) %", page)
