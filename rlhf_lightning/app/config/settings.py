@@ -112,14 +112,6 @@ class CommandSettings(Settings):
     _resolved: dict[str, Any] = PrivateAttr()
     _digest: str = PrivateAttr()
 
-    def model_post_init(self, context: Any) -> None:
-        """Keep the configuration that they were read from, if they were."""
-        if context is not None:
-            self._written = context["written"]
-            self._resolved = context["resolved"]
-            hashed = context.get("hashed", context["written"])
-            self._digest = config_hash(with_environment(hashed))
-
     @property
     def written(self) -> dict[str, Any]:
         """The configuration with its interpolations."""
@@ -136,12 +128,8 @@ class CommandSettings(Settings):
         return self._digest
 
     @classmethod
-    def of(cls, written: Mapping[str, Any], hashed: Mapping[str, Any] | None = None) -> Self:
-        """Return the settings that a configuration says.
-
-        Args:
-            written: plain dicts and lists, with interpolations.
-            hashed: the configuration that `config_hash` is of; None for this one.
+    def of(cls, written: Mapping[str, Any]) -> Self:
+        """Return the settings that a configuration says: plain dicts and lists.
 
         Raises:
             ConfigError: for a key or value that is wrong, an interpolation that leads nowhere, and
@@ -152,14 +140,16 @@ class CommandSettings(Settings):
         except OmegaConfBaseException as error:
             raise ConfigError(describe_interpolation(error)) from error
         _check_nothing_missing(resolved)
-        context = {"written": dict(written), "resolved": resolved, "hashed": hashed or written}
         # `debug` and `launcher` are groups that only change others.
         kept = {k: v for k, v in resolved.items() if k not in ("debug", "launcher")}
         try:
-            return cls.model_validate(kept, context=context)
+            found = cls.model_validate(kept)
         except ValidationError as error:
             text = str(misfit("", kept, cls, error))
-        raise ConfigError(_with_reference(written, text))
+            raise ConfigError(_with_reference(written, text)) from None
+        found._written, found._resolved = dict(written), resolved
+        found._digest = config_hash(with_environment(found._written))
+        return found
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
         """Return the settings with other values, also wherever other settings refer to them.
