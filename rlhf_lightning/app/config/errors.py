@@ -73,6 +73,8 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
         return describe_interpolation(error)
     for word in overrides:
         group, _, name = word.lstrip("+").partition("=")
+        if not group:
+            return f"{word!r} names no key: write KEY=VALUE, such as seed=2"
         known = choices(group) if re.fullmatch(r"[\w/]+", group) else []
         if known and name not in known:
             return f"{group}={name} is none of {listed(known)}{did_you_mean(name, known)}"
