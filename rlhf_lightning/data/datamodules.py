@@ -8,17 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Length, PathOrName, Size, checked
+from rlhf_lightning.arguments import (
+    Count,
+    CountOrZero,
+    Epochs,
+    Length,
+    PathOrName,
+    Seed,
+    Size,
+    Workers,
+    checked,
+)
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
-from rlhf_lightning.data.record_datamodule import LoaderOptions, RecordDataModule, RowOptions
+from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence, OverLong
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.records import RecordKind
 from rlhf_lightning.data.sampler import stream_generator
 from rlhf_lightning.data.sources.base import (
     JoinedSource,
@@ -73,19 +84,35 @@ class PreferenceDataModule(RecordDataModule):
         also: Sequence[PathOrName] = (),
         group_by_prompt: bool = False,
         balance_length: bool = False,
-        **options: Unpack[RowOptions],
+        kind: RecordKind | None = None,
+        num_iterations: Count | None = None,
+        num_epochs: Epochs | None = None,
+        max_length: Length | None = None,
+        over_long: OverLong = "drop",
+        seed: Seed | None = None,
+        group_by_length: bool = True,
+        show_examples: CountOrZero = 0,
+        max_validation_rows: Count | None = None,
+        validation_batch_size: Size | None = None,
+        num_workers: Workers = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        if path is None:
-            first = as_source(source)
-        else:  # split as the dataset is
-            split = ("seed", "validation_fraction") if isinstance(source, RowSource) else ()
-            first = PreferenceFolder(path, **{name: getattr(source, name) for name in split})
-        more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
-        if group_by_prompt:
-            options["group_by_length"] = False
-        source = JoinedSource([first, *more]) if more else first
-        super().__init__(source, tokenizer, batch_size=batch_size, **options)
+        super().__init__(
+            _source_of_pairs(source, path, also),
+            tokenizer,
+            batch_size=batch_size,
+            kind=kind,
+            num_iterations=num_iterations,
+            num_epochs=num_epochs,
+            max_length=max_length,
+            over_long=over_long,
+            seed=seed,
+            group_by_length=group_by_length and not group_by_prompt,
+            show_examples=show_examples,
+            max_validation_rows=max_validation_rows,
+            validation_batch_size=validation_batch_size,
+            num_workers=num_workers,
+        )
         if self.kind == "unpaired" and (group_by_prompt or balance_length):
             given = f"{group_by_prompt=} and {balance_length=}"
             raise ValueError(f"{given}: both are of pairs alone, use false with kind=unpaired")
@@ -121,6 +148,23 @@ class PreferenceDataModule(RecordDataModule):
         prompts = [row.chosen_input_ids[: row.prompt_length].tobytes() for row in rows]
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         return [number[prompt] for prompt in prompts]
+
+
+def _source_of_pairs(
+    source: RecordSource | Rows | str | Path,
+    path: PathOrName | None,
+    also: Sequence[PathOrName],
+) -> RecordSource:
+    """Return the source, or the records of `path` split as it is, with those of `also`."""
+    if path is None:
+        first = as_source(source)
+    elif isinstance(source, RowSource):
+        split = source.validation_fraction
+        first = PreferenceFolder(path, seed=source.seed, validation_fraction=split)
+    else:
+        first = PreferenceFolder(path)
+    more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
+    return JoinedSource([first, *more]) if more else first
 
 
 def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[EncodedPreference]:
@@ -214,16 +258,28 @@ class PromptDataModule(RecordDataModule):
         batch_size: Size,
         max_prompt_length: Length | None = None,
         num_generations: Size = 1,
-        **options: Unpack[LoaderOptions],
+        num_iterations: Count | None = None,
+        over_long: OverLong = "drop",
+        seed: Seed | None = None,
+        show_examples: CountOrZero = 0,
+        max_validation_rows: Count | None = None,
+        validation_batch_size: Size | None = None,
+        num_workers: Workers = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__(
             source,
             tokenizer,
             batch_size=batch_size,
+            num_iterations=num_iterations,
             max_length=max_prompt_length,
+            over_long=over_long,
+            seed=seed,
             group_by_length=False,
-            **options,
+            show_examples=show_examples,
+            max_validation_rows=max_validation_rows,
+            validation_batch_size=validation_batch_size,
+            num_workers=num_workers,
         )
         self.num_generations = num_generations
 

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypedDict, Unpack, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import (
     Count,
     CountOrZero,
-    Default,
     Epochs,
     Length,
     Seed,
@@ -59,48 +58,6 @@ from rlhf_lightning.runs.manifest import Source
 VALIDATION_BATCH_FACTOR = 2
 
 
-class LoaderOptions(TypedDict, total=False):
-    """Options of every DataModule.
-
-    Attributes:
-        num_iterations: batches of the stage.
-        over_long: `"drop"` longer rows, or `"truncate_left"`: cut their prompt from the left.
-        seed: seeds the order of the rows; None takes that of the module that is trained.
-        show_examples: how many decoded examples to show before training.
-        max_validation_rows: a random part of the held-out rows; None for all.
-        validation_batch_size: rows of a rank's validation batch; None for twice its share of
-            `batch_size`.
-        num_workers: processes that collate; 0 is right unless rows are very long.
-    """
-
-    num_iterations: Count | None
-    over_long: Annotated[OverLong, Default("drop")]
-    seed: Seed | None
-    show_examples: Annotated[CountOrZero, Default(0)]
-    max_validation_rows: Count | None
-    validation_batch_size: Size | None
-    num_workers: Annotated[Workers, Default(0)]
-
-
-class RowOptions(LoaderOptions, total=False):
-    """Options of the DataModules of rows with responses, and of texts.
-
-    Attributes:
-        kind: kind of the records, one of `kinds`; None takes the first.
-        num_epochs: passes over the training rows, may be fractional; without it and
-            `num_iterations` the stage has as many batches as the Trainer's `limit_train_batches`,
-            `max_iterations` of `trainer_arguments`.
-        max_length: most tokens of a row, EOS included; None for 1,024, or less where the model that
-            is trained has a shorter context.
-        group_by_length: put rows of like length into a batch.
-    """
-
-    kind: RecordKind | None
-    num_epochs: Epochs | None
-    max_length: Length | None
-    group_by_length: Annotated[bool, Default(True)]
-
-
 class _Rows(Dataset[Any]):
     """Encoded rows; a (row, row id) index gives a (row, row id) pair."""
 
@@ -122,9 +79,23 @@ class RecordDataModule(LightningDataModule):
             mappings or a `datasets.Dataset`), or a source.
         tokenizer: makes ids of them; its pad id (or else its EOS id) fills the padding.
         batch_size: rows of a global batch; the number of ranks must divide it.
+        kind: kind of the records, one of `kinds`; None takes the first.
+        num_iterations: batches of the stage.
+        num_epochs: passes over the training rows, may be fractional; without it and
+            `num_iterations` the stage has as many batches as the Trainer's `limit_train_batches`,
+            `max_iterations` of `trainer_arguments`.
+        max_length: most tokens of a row, EOS included; None for 1,024, or less where the model that
+            is trained has a shorter context.
+        over_long: `"drop"` longer rows, or `"truncate_left"`: cut their prompt from the left.
         loss_on: learnt part of a demonstration: the `"last"` response, or `"all"` turns of the
             assistant but those with `weight: 0`.
-        options: see `RowOptions` and `LoaderOptions`.
+        seed: seeds the order of the rows; None takes that of the module that is trained.
+        group_by_length: put rows of like length into a batch.
+        show_examples: how many decoded examples to show before training.
+        max_validation_rows: a random part of the held-out rows; None for all.
+        validation_batch_size: rows of a rank's validation batch; None for twice its share of
+            `batch_size`.
+        num_workers: processes that collate; 0 is right unless rows are very long.
 
     Raises:
         ValueError: if a number is out of range, or both `num_iterations` and `num_epochs` are
@@ -147,33 +118,44 @@ class RecordDataModule(LightningDataModule):
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         batch_size: Size,
+        kind: RecordKind | None = None,
+        num_iterations: Count | None = None,
+        num_epochs: Epochs | None = None,
+        max_length: Length | None = None,
+        over_long: OverLong = "drop",
         loss_on: LossOn = "last",
-        **options: Unpack[RowOptions],
+        seed: Seed | None = None,
+        group_by_length: bool = True,
+        show_examples: CountOrZero = 0,
+        max_validation_rows: Count | None = None,
+        validation_batch_size: Size | None = None,
+        num_workers: Workers = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__()
-        self._num_iterations, self._num_epochs = options["num_iterations"], options["num_epochs"]
-        if self._num_iterations is not None and self._num_epochs is not None:
-            both = f"num_iterations={self._num_iterations} and num_epochs={self._num_epochs}"
+        if num_iterations is not None and num_epochs is not None:
+            both = f"num_iterations={num_iterations} and num_epochs={num_epochs}"
             raise ValueError(f"{both}: give one, and data.num_epochs=null (None) for the other")
-        self.kind = options["kind"] or self.kinds[0]
+        self.kind = kind or self.kinds[0]
         if self.kind not in self.kinds:
             raise ValueError(f"kind={self.kind!r}: use {' or '.join(map(repr, self.kinds))}")
-        self.loss_on = loss_on
         if loss_on == "all" and self.kind != "demonstrations":
             raise ValueError(f"loss_on=all is of demonstrations alone: use last with {self.kind}")
         self.source = as_source(source)
         self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)  # None where settings are checked
         self.batch_size = batch_size
-        self.max_length = options["max_length"] or self._usual_length
-        self._fits = options["max_length"] is None
-        self.over_long = options["over_long"]
-        self._seed = options["seed"]
-        self.group_by_length = options["group_by_length"]
-        self.show_examples = options["show_examples"]
-        self.max_validation_rows = options["max_validation_rows"]
-        self.validation_batch_size = options["validation_batch_size"]
-        self.num_workers = options["num_workers"]
+        self._num_iterations = num_iterations
+        self._num_epochs = num_epochs
+        self.max_length = max_length or self._usual_length
+        self._fits = max_length is None
+        self.over_long = over_long
+        self.loss_on = loss_on
+        self._seed = seed
+        self.group_by_length = group_by_length
+        self.show_examples = show_examples
+        self.max_validation_rows = max_validation_rows
+        self.validation_batch_size = validation_batch_size
+        self.num_workers = num_workers
         self.summaries: dict[Split, DataSummary] = {}
         self._rows: dict[Split, list[Any]] = {}
         self._restored: dict[str, Any] = {}
