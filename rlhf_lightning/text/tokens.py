@@ -20,7 +20,7 @@ message would end the turn. Texts that spell one are refused, and disarmed for r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unicodedata import combining
 
@@ -35,6 +35,8 @@ from rlhf_lightning.text.render import (
     turn_end,
     write_chat,
 )
+
+NUM_TOKENIZED_TOGETHER = 256
 
 
 class Rendered(NamedTuple):
@@ -99,7 +101,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class TextEncoder:
-    """A tokenizer with what is known of it; it may take its place in the functions below."""
+    """A tokenizer that tokenizes plain texts in one go, twice as fast as one by one.
+
+    It may take the place of `tokenizer` in the functions below.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Ask the tokenizer once for what it would look up each time."""
@@ -119,10 +124,21 @@ class TextEncoder:
         self.ends_text = {i for i, t in added if t.special and not t.lstrip}
         core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None  # type: ignore[attr-defined]
         self._words_only = isinstance(core, WordLevel)
+        self._known: dict[tuple[str, int], Rendered] = {}
         self._last: tuple[str, Any, list[int]] = ("", None, [])
         private = tokenizer("\U0010fffd", add_special_tokens=False, verbose=False)["input_ids"]
         self._drops_unknown = not private
         self._has_token: dict[str, bool] = {}
+
+    def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """Tokenize plain prompts, each with a response to it or alone, and forget others."""
+        self._known = {}
+        keys = sorted({(p, 0) if a is None else self.joined(p, a) for p, a in texts})
+        for start in range(0, len(keys), NUM_TOKENIZED_TOGETHER):
+            some = keys[start : start + NUM_TOKENIZED_TOGETHER]
+            found = self._tokenized([text for text, _ in some])
+            for key, (encoding, ids) in zip(some, found, strict=True):
+                self._known[key] = self._cut(encoding, ids, key[1], key[0])
 
     def joined(self, prompt: str, response: str) -> tuple[str, int]:
         """Return prompt and response as one text, and where the response starts in it."""
@@ -136,6 +152,8 @@ class TextEncoder:
         The start of the last text, up to a special token, is not tokenized a second time: such are
         the earlier turns of a conversation.
         """
+        if (text, at) in self._known:
+            return self._known[text, at]
         last, encoding, ids = self._last
         end = len(text)
         behind = encoding.char_to_token(end) if last.startswith(text) and encoding else None
