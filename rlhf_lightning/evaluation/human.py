@@ -21,11 +21,11 @@ from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
 from rlhf_lightning.preferences.records import (
     SIDES,
+    Journal,
     Label,
     Pair,
     Side,
     read_records,
-    record_journal,
     write_records,
     write_rows,
 )
@@ -263,7 +263,7 @@ def judge_measures(
     pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=False, seed=seed)
     if isinstance(judge, JudgeAnnotator):
         judge.keep_in(folder / "judgements.jsonl")
-    labels = label_pairs(judge, pairs, record_journal(Label, folder / "labels.jsonl"))
+    labels = label_pairs(judge, pairs, Journal(folder / "labels.jsonl", Label))
     shares, *_ = _votes(key, labels)
     known = [number for number, votes in enumerate(shares) if votes is not None]
     found = {"val/judge_skipped": float(len(pairs) - len(known))}

@@ -240,17 +240,14 @@ def units(sampling: Sampling, num_prompts: int) -> list[Unit]:
     return [Unit(p, d, start, min(start + size, num_prompts)) for p, d, start in parts]
 
 
-def candidate_journal(path: Path | str) -> Journal[dict[str, Any]]:
-    """Return the journal of units: name, plan, and (prompt number, text, ended by itself)."""
-    return Journal(path, write=dict, read=lambda row, where: dict(row))
-
-
 def sample_candidates(
     prompts: Sequence[PromptRecord],
     sampling: Sampling,
     journal: Journal[dict[str, Any]],
 ) -> list[Candidate]:
     """Return every response, by policy, way to decode and prompt; do only units not yet done.
+
+    The journal has of each unit its name, the plan, and (prompt number, text, ended by itself).
 
     Raises:
         ValueError: if the journal is that of other prompts or settings, or a rendered prompt spells
@@ -286,9 +283,8 @@ def collect_candidates(
     Returns:
         Those that can be compared, the number that was asked for, and the dropped ones by reason.
     """
-    sampled = sample_candidates(
-        prompts, sampling, candidate_journal(folder / "candidates.journal.jsonl")
-    )
+    journal: Journal[dict[str, Any]] = Journal(folder / "candidates.journal.jsonl", dict)
+    sampled = sample_candidates(prompts, sampling, journal)
     kept, dropped = usable(sampled, keep_unfinished=keep_unfinished)
     num_asked = sampling.per_prompt * len(prompts)
     if len(sampled) < num_asked:

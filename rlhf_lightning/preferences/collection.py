@@ -47,12 +47,12 @@ from rlhf_lightning.preferences.pairing import (
 )
 from rlhf_lightning.preferences.records import (
     Candidate,
+    Journal,
     Label,
     Pair,
     answered,
     completion_of,
     readable,
-    record_journal,
     variables_of,
     write_records,
 )
@@ -160,7 +160,7 @@ class Lab:
             near = f"{num_near} prompts are nearly a held-out one"
             self.say(f"{len(pairs)} pairs instead of lab.num_pairs={wanted} ({near}): {ADVICE}")
         write_records(self.folder / "pairs.jsonl", pairs)
-        journal = record_journal(Label, self.folder / "labels.jsonl")
+        journal = Journal(self.folder / "labels.jsonl", Label)
         automatic: list[Label] = []
         for annotator in self.annotators:
             if isinstance(annotator, JudgeAnnotator):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field
 
-from rlhf_lightning.arguments import AtLeast0, annotations_of, fitting
+from rlhf_lightning.arguments import AtLeast0
+from rlhf_lightning.checked import Checked
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import ROLES, VARIABLES, Text, text_key
@@ -61,17 +62,8 @@ def _checked_prompt(prompt: Any) -> Text:
 Prompt = Annotated[Any, AfterValidator(_checked_prompt)]  # a `Text`
 
 
-class _Record:
-    """Mixin: hold every field against its annotation; its numbers become Python's."""
-
-    def __post_init__(self) -> None:
-        for name, hint in annotations_of(type(self)).items():  # type: ignore[arg-type]
-            kept = fitting(f"{type(self).__name__}.{name}", getattr(self, name), hint)
-            object.__setattr__(self, name, kept)
-
-
 @dataclass(frozen=True)
-class Candidate(_Record):
+class Candidate(Checked):
     """One response of one policy to one prompt.
 
     Args:
@@ -113,7 +105,7 @@ class Candidate(_Record):
 
 
 @dataclass(frozen=True)
-class Pair(_Record):
+class Pair(Checked):
     """Two different responses to one prompt, to be compared.
 
     Args:
@@ -155,7 +147,7 @@ class Pair(_Record):
 
 
 @dataclass(frozen=True)
-class Label(_Record):
+class Label(Checked):
     """The judgement of one annotator on one pair.
 
     Args:
@@ -253,12 +245,13 @@ def _hash(kind: str, *parts: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
-RecordT = TypeVar("RecordT", Candidate, Pair, Label)
+RecordT = TypeVar("RecordT")
 
 
-def to_row(record: LabRecord) -> dict[str, Any]:
+def to_row(record: Any) -> dict[str, Any]:
     """Return the record as plain JSON values, without keys that hold None and empty `columns`."""
-    row = {key: value for key, value in asdict(record).items() if value is not None}
+    content = record if isinstance(record, dict) else asdict(record)
+    row = {key: value for key, value in content.items() if value is not None}
     if not row.get("columns", True):
         del row["columns"]
     return row
@@ -273,7 +266,7 @@ def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> Rec
     try:
         return cls(**row)
     except (TypeError, ValueError) as error:
-        keys = ", ".join(item.name for item in fields(cls))
+        keys = ", ".join(getattr(cls, "__dataclass_fields__", ()))
         fix = f"mend it, or leave the line out; the keys of {cls.__name__} are {keys}"
         raise BadRecordError(where, str(error), fix) from error
 
@@ -294,10 +287,7 @@ def completion_of(prompt: Text, response: str) -> Any:
     return response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
 
 
-ItemT = TypeVar("ItemT")
-
-
-class Journal(Generic[ItemT]):
+class Journal(Generic[RecordT]):
     """A JSON Lines file that survives a kill during a write.
 
     A line that a kill cut short is not read, and is dropped before something is appended to the
@@ -306,27 +296,18 @@ class Journal(Generic[ItemT]):
 
     Args:
         path: path of the file; need not exist.
-        write: one item to plain JSON values.
-        read: inverse of `write`.
+        kind: class of the records, a dataclass or dict.
     """
 
-    def __init__(
-        self,
-        path: Path | str,
-        *,
-        write: Callable[[ItemT], Mapping[str, Any]],
-        read: Callable[[Mapping[str, Any], Location], ItemT],
-    ) -> None:
+    def __init__(self, path: Path | str, kind: type[RecordT]) -> None:
         self.path = Path(path)
-        self._write = write
-        self._read = read
+        self.kind = kind
         self._is_whole = False
 
-    def append(self, items: Iterable[ItemT]) -> None:
-        """Write the items and wait until they are on disk."""
-        lines = [
-            json.dumps(self._write(item), ensure_ascii=False, allow_nan=False) for item in items
-        ]
+    def append(self, records: Iterable[RecordT]) -> None:
+        """Write the records and wait until they are on disk."""
+        rows = map(to_row, records)
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
         if not lines:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -343,8 +324,8 @@ class Journal(Generic[ItemT]):
         if new:
             sync_folder(self.path.parent)
 
-    def read(self) -> list[ItemT]:
-        """Return the items in the order in which they were appended; a missing file has none.
+    def read(self) -> list[RecordT]:
+        """Return the records in the order in which they were appended; a missing file has none.
 
         Raises:
             BadRecordError: for a line that is not what was written.
@@ -353,12 +334,7 @@ class Journal(Generic[ItemT]):
             return []
         lines = self.path.read_bytes().split(b"\n")[:-1]
         located = ((Location(str(self.path), n), line) for n, line in enumerate(lines, start=1))
-        return [self._read(json.loads(line), where) for where, line in located]
-
-
-def record_journal(cls: type[RecordT], path: Path | str) -> Journal[RecordT]:
-    """Return the journal of candidates, pairs or labels."""
-    return Journal(path, write=to_row, read=lambda row, where: from_row(cls, row, where))
+        return [from_row(self.kind, json.loads(line), where) for where, line in located]
 
 
 def write_records(path: Path | str, records: Iterable[LabRecord]) -> None:

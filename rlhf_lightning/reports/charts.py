@@ -110,7 +110,7 @@ def line_chart(
     series: Sequence[Series],
     *,
     unit: str = "",
-    band: tuple[float, float] | None = None,
+    band: Sequence[float] | None = None,
     references: Sequence[tuple[str, float]] = (),
     whole: bool = True,
 ) -> str:
@@ -237,7 +237,7 @@ _Shape = tuple[str, Sequence[Point], str, int]
 
 
 def _value_range(
-    values: Sequence[float], band: tuple[float, float] | None, unit: str
+    values: Sequence[float], band: Sequence[float] | None, unit: str
 ) -> tuple[float, float]:
     low, high = min(values), max(values)
     floor = 0.0 if low >= 0 else -math.inf

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import torch
@@ -53,17 +53,21 @@ class Taught(NamedTuple):
     states: Tensor | None = None
 
 
-class Teacher(Protocol):
-    """Says how likely it finds responses.
+@dataclass(eq=False)
+class ModelTeacher:
+    """A frozen model in this process.
 
-    Attributes:
+    Args:
+        model: the model.
         prompt: builds its prompts; None for those of the policy.
     """
 
-    prompt: TeacherPrompt | None
+    model: PolicyModel
+    prompt: TeacherPrompt | None = None
 
     def to(self, device: torch.device) -> Self:
-        """Put what it holds in this process on a device; return it."""
+        """Put the model on a device; return this teacher."""
+        self.model.to(device)
         return self
 
     def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
@@ -75,6 +79,7 @@ class Teacher(Protocol):
         if self.prompt is not None:
             self.prompt.check(prompts)
 
+    @torch.no_grad()
     def __call__(
         self,
         responses: Responses,
@@ -92,37 +97,6 @@ class Teacher(Protocol):
             micro_batch_size: rows in one forward.
             with_states: return its hidden states too.
             unsharded: gathers a sharded model for all micro-batches.
-        """
-
-
-@dataclass(eq=False)
-class ModelTeacher(Teacher):
-    """A frozen model in this process.
-
-    Args:
-        model: the model.
-        prompt: builds its prompts; None for those of the policy.
-    """
-
-    model: PolicyModel
-    prompt: TeacherPrompt | None = None
-
-    def to(self, device: torch.device) -> Self:
-        """Put the model on a device."""
-        self.model.to(device)
-        return self
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        responses: Responses,
-        *,
-        temperature: float,
-        micro_batch_size: int | None,
-        with_states: bool = False,
-        unsharded: Unsharded = nullcontext,
-    ) -> Taught:
-        """Return its reply about the responses; see `Teacher`.
 
         Raises:
             ValueError: see `TeacherPrompt`, or if its context is shorter than a row.
@@ -232,7 +206,7 @@ class TeacherPrompt:
         return found
 
 
-class ServerTeacher(Teacher):
+class ServerTeacher:
     """A teacher behind vLLM's HTTP API: log-probabilities of given tokens, and nothing else.
 
     It is asked directly, without a proxy of the environment. The environment variable
@@ -262,14 +236,19 @@ class ServerTeacher(Teacher):
         self.prompt = prompt
         self._is_checked = False
 
+    def to(self, device: torch.device) -> Self:
+        """Return this teacher, which holds nothing on a device."""
+        return self
+
     def check(self, prompts: Iterable[Mapping[str, Any]], *, temperature: float) -> None:
-        """Check that the server is there, and reads text as the policy's tokens; see `Teacher`.
+        """Check the prompts, that the server is there, and that it reads text as the policy does.
 
         Raises:
             ServiceError: if it gives no usable reply.
             ValueError: if its tokenizer is another one, or for another temperature than 1.
         """
-        super().check(prompts, temperature=temperature)
+        if self.prompt is not None:
+            self.prompt.check(prompts)
         self._check_temperature(temperature)
         self._check_tokenizer()
 
@@ -304,7 +283,7 @@ class ServerTeacher(Teacher):
         with_states: bool = False,
         unsharded: Unsharded = nullcontext,
     ) -> Taught:
-        """Return its reply about the responses; see `Teacher`.
+        """Return its reply about the responses; see `ModelTeacher`.
 
         Raises:
             ServiceError: on every rank, if the server failed on one of them.
@@ -350,3 +329,6 @@ class ServerTeacher(Teacher):
                 "most 0, by a server of vLLM without --logprobs-mode"
             )
         return [float(value) for value in found]
+
+
+Teacher = ModelTeacher | ServerTeacher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class Quantity:
 
     label: str
     unit: str = ""
-    healthy: tuple[float, float] | None = None
+    healthy: Sequence[float] | None = None
 
     def show(self, value: float, *, like: float | None = None) -> str:
         """Return a value as text, without its unit unless that is percent; `like` as `number`."""
@@ -44,14 +44,10 @@ class Quantity:
         return f"{low:g} to {high:g}{unit}"
 
 
-def _catalog() -> dict[str, Quantity]:
-    rows = read_yaml(Path(__file__).with_name("metrics.yaml"))
-    for row in rows.values():
-        row["healthy"] = tuple(row["healthy"]) if "healthy" in row else None
-    return {name: Quantity(**row) for name, row in rows.items()}
-
-
-QUANTITIES = _catalog()  # of metrics.yaml
+QUANTITIES = {
+    name: Quantity(**row)
+    for name, row in read_yaml(Path(__file__).with_name("metrics.yaml")).items()
+}
 PARTS = ("domain", "subset", "task")
 # Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. The
 # metric of a domain or a subset starts with the name of the whole; see `part_key`.

@@ -94,12 +94,8 @@ def newest_complete_checkpoint(folder: RunFolder, config_hash: str | None = None
     """
     # Links lead to files that are candidates themselves.
     found = [path for path in folder.checkpoints.glob("*.ckpt") if not path.is_symlink()]
-
-    def age(path: Path) -> tuple[int, float]:
-        iteration = checkpoint_iteration(path)
-        return -1 if iteration is None else iteration, path.stat().st_mtime
-
-    for path in sorted(found, key=age, reverse=True):
+    found.sort(key=lambda path: (checkpoint_iteration(path) or 0, path.stat().st_mtime))
+    for path in reversed(found):
         try:
             written_by = check_checkpoint(path).get(CONFIG_HASH)
         except CheckpointError as error:

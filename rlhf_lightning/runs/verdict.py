@@ -174,15 +174,12 @@ def _headline(metrics: Metrics, by: str) -> tuple[str, Verdict]:
 def _compared(metrics: Metrics, name: str, who: str, by: str, note: str) -> tuple[str, Verdict]:
     """Return the verdict by a win rate over the baseline."""
     caption = f"of comparisons with the baseline won{note}"
-    than = f"than the baseline{f', by {by}' * bool(by)}"
+    rival = f"the baseline{f', by {by}' * bool(by)}"
     # The score is never "good": that it rises is what over-optimisation looks like, too.
     of_score = name == "val/score_win_rate"
-    better = f"{who} better {than}{'; read the samples to see if rightly' * of_score}."
-    undecided = f"Undecided: no difference is shown. {who} neither better nor worse {than}."
-    sentences = (better, f"{who} worse {than}.", undecided)
-    return name, _by_interval(
-        metrics, name, 0.5, caption, sentences, "neutral" if of_score else "good"
-    )
+    sentence = f"{who} {{}} than {rival}{'; the samples show if rightly' * of_score}."
+    best: Tone = "neutral" if of_score else "good"
+    return name, _by_interval(metrics, name, 0.5, caption, sentence, best)
 
 
 def _ranked(metrics: Metrics, phase: str) -> tuple[str, Verdict]:
@@ -193,40 +190,32 @@ def _ranked(metrics: Metrics, phase: str) -> tuple[str, Verdict]:
         "length alone": figure(metrics, f"{phase}/longer_wins_accuracy") or 0.0,
     }
     known = max(rivals, key=lambda name: rivals[name])
-    sentences = (
-        f"It ranks responses better than {known} does.",
-        f"It ranks responses worse than {known} does.",
-        f"Undecided: it is not shown to rank responses better than {known} does.",
-    )
     own, name = _OWN in metrics, f"{phase}/accuracy"
     what = "rows on their label's side" if _UNPAIRED in metrics else "pairs ranked as labelled"
     caption = f"of {'held-out ' * (phase == 'val')}{what}"
-    best: Tone = "neutral" if own else "good"
-    found = _by_interval(metrics, name, rivals[known], caption, sentences, best)
     warning = "No judge compares its responses." if own else prefers_longer(metrics, phase)
-    return name, replace(found, sentence=f"{found.sentence} {warning}".strip())
+    sentence = f"It ranks responses {{}} than {known}. {warning}".strip()
+    best: Tone = "neutral" if own else "good"
+    return name, _by_interval(metrics, name, rivals[known], caption, sentence, best)
 
 
 def _by_interval(
-    metrics: Metrics,
-    name: str,
-    rival: float,
-    caption: str,
-    sentences: tuple[str, str, str],
-    best: Tone,
+    metrics: Metrics, name: str, rival: float, caption: str, sentence: str, best: Tone
 ) -> Verdict:
     """Return the verdict by a share whose interval lies above, below or around that of a rival.
 
-    `sentences` are for these three, `best` is the tone of the first. Without an interval the share
-    itself decides.
+    Without an interval the share itself decides. `{}` in the sentence is what the share is, and
+    `best` the tone of one above.
     """
     rate = figure(metrics, name) or 0.0
     low, high = figure(metrics, f"{name}_low"), figure(metrics, f"{name}_high")
-    above = (rate if low is None else low) > rival
-    below = (rate if high is None else high) < rival
-    tones: tuple[Tone, Tone, Tone] = (best, "bad", "undecided")
-    place = 0 if above else 1 if below else 2
-    return Verdict(tones[place], percent(rate), caption, sentences[place])
+    if (rate if low is None else low) > rival:
+        return Verdict(best, percent(rate), caption, sentence.replace("{}", "better"))
+    if (rate if high is None else high) < rival:
+        return Verdict("bad", percent(rate), caption, sentence.replace("{}", "worse"))
+    neither = sentence.replace("{}", "neither better nor worse")
+    told = f"Undecided: no difference is shown. {neither}"
+    return Verdict("undecided", percent(rate), caption, told)
 
 
 def _against_before(metrics: Metrics, name: str, caption: str) -> tuple[str, Verdict]:

@@ -20,7 +20,7 @@ from rlhf_lightning.preferences.annotators import (
     SimulatedPerson,
     label_pairs,
 )
-from rlhf_lightning.preferences.records import Label, Pair, record_journal
+from rlhf_lightning.preferences.records import Journal, Label, Pair
 
 SURE = SimulatedAnnotator("sure", temperature=0.01, length_bias=0.0)
 PAIRS = [Pair.make(f"prompt {i}", "a " * (i % 7 + 1), "b " * (i % 5 + 2)) for i in range(400)]
@@ -101,7 +101,7 @@ class Flaky:
 
 
 def test_after_a_failure_only_the_rest_is_asked_for(tmp_path: Path) -> None:
-    journal = record_journal(Label, tmp_path / "labels.jsonl")
+    journal = Journal(tmp_path / "labels.jsonl", Label)
     journal.append(RuleAnnotator([LengthRule(3)], name="other").label(PAIRS))
     flaky = Flaky()
     with pytest.raises(AnnotationError, match="the line is dead"):

@@ -18,12 +18,11 @@ from rlhf_lightning.preferences.candidates import (
     Decoding,
     LoadedPolicy,
     Sampling,
-    candidate_journal,
     sample_candidates,
     units,
     usable,
 )
-from rlhf_lightning.preferences.records import Candidate
+from rlhf_lightning.preferences.records import Candidate, Journal
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.runs import make_start
 
@@ -51,7 +50,7 @@ def sampling(policy: LoadedPolicy) -> Sampling:
 
 
 def test_every_answer_keeps_where_it_comes_from(sampling: Sampling, tmp_path: Path) -> None:
-    found = sample_candidates(PROMPTS, sampling, candidate_journal(tmp_path / "c.jsonl"))
+    found = sample_candidates(PROMPTS, sampling, Journal(tmp_path / "c.jsonl", dict))
     assert sampling.per_prompt == 8
     assert len(found) == 80
     assert set(Counter((c.prompt, c.source) for c in found).values()) == {2}
@@ -75,21 +74,21 @@ def test_an_answer_keeps_the_variables_of_its_prompts_template(
     variables = {"tools": [{"name": "f"}], "a": "b"}
     columns = {"function_list": [{"name": "f"}]}
     asked = PromptRecord(({"role": "user", "content": "q"},), columns=columns, variables=variables)
-    found = sample_candidates([asked], sampling, candidate_journal(tmp_path / "c.jsonl"))
+    found = sample_candidates([asked], sampling, Journal(tmp_path / "c.jsonl", dict))
     tools = '[{"name": "f"}]'
     own = {"tools": tools, "chat_template_kwargs": '{"a": "b"}', "function_list": tools}
     assert [candidate.columns for candidate in found] == [own] * sampling.per_prompt
     other = replace(asked, variables={**variables, "tools": [{"name": "g"}]})
-    both = sample_candidates([asked, other], sampling, candidate_journal(tmp_path / "d.jsonl"))
+    both = sample_candidates([asked, other], sampling, Journal(tmp_path / "d.jsonl", dict))
     assert len({candidate.prompt_id for candidate in both}) == 2
     with pytest.raises(ValueError, match="of other prompts or settings"):
-        sample_candidates([other], sampling, candidate_journal(tmp_path / "c.jsonl"))
+        sample_candidates([other], sampling, Journal(tmp_path / "c.jsonl", dict))
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same_answers(
     sampling: Sampling, policy: LoadedPolicy, tmp_path: Path
 ) -> None:
-    whole = sample_candidates(PROMPTS, sampling, candidate_journal(tmp_path / "whole.jsonl"))
+    whole = sample_candidates(PROMPTS, sampling, Journal(tmp_path / "whole.jsonl", dict))
     lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
     assert len(lines) == len(units(sampling, len(PROMPTS))) == 12
     path = tmp_path / "part.jsonl"
@@ -101,22 +100,22 @@ def test_stopped_anywhere_it_goes_on_to_the_same_answers(
         return policy
 
     again = replace(sampling, policies={n: lambda n=n: load(n) for n in sampling.policies})
-    assert sample_candidates(PROMPTS, again, candidate_journal(path)) == whole
+    assert sample_candidates(PROMPTS, again, Journal(path, dict)) == whole
     assert sorted(path.read_bytes().splitlines()) == sorted(b"".join(lines).splitlines())
     assert loaded == ["sft", "base"]
     # All is done: nothing is loaded.
-    assert sample_candidates(PROMPTS, again, candidate_journal(path)) == whole
+    assert sample_candidates(PROMPTS, again, Journal(path, dict)) == whole
     assert loaded == ["sft", "base"]
 
 
 def test_the_journal_of_another_plan_is_refused(sampling: Sampling, tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     small = replace(sampling, policies={"sft": sampling.policies["sft"]})
-    sample_candidates(PROMPTS[:4], small, candidate_journal(path))
+    sample_candidates(PROMPTS[:4], small, Journal(path, dict))
     with pytest.raises(ValueError, match="other prompts or settings"):
-        sample_candidates(PROMPTS[:4], replace(small, seed=2), candidate_journal(path))
+        sample_candidates(PROMPTS[:4], replace(small, seed=2), Journal(path, dict))
     with pytest.raises(ValueError, match="start a new run"):
-        sample_candidates(PROMPTS[:3], small, candidate_journal(path))
+        sample_candidates(PROMPTS[:3], small, Journal(path, dict))
 
 
 def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
@@ -147,7 +146,7 @@ def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(
     prompt = PROMPTS[0].prompt
     assert isinstance(prompt, str)
     marked = PromptRecord(f"{prompt} {policy.tokenizer.eos_token}", rendered=True)
-    journal = candidate_journal(tmp_path / "c.jsonl")
+    journal = Journal(tmp_path / "c.jsonl", dict)
     with pytest.raises(ValueError, match="prompt 1 is rendered and spells special tokens"):
         sample_candidates([marked], sampling, journal)
     assert sample_candidates([replace(PROMPTS[0], rendered=True)], sampling, journal)

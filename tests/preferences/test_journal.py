@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.records import Journal, Label, record_journal
+from rlhf_lightning.preferences.records import Journal, Label
 from tests.builders.labels import label
 
 WRITER = """
 import sys
 from rlhf_lightning.preferences.records import Journal
-journal = Journal(sys.argv[1], write=dict, read=lambda row, where: row)
+journal = Journal(sys.argv[1], dict)
 number = len(journal.read())
 print("ready", flush=True)
 while True:
@@ -29,7 +29,7 @@ while True:
 
 def test_what_is_appended_is_read_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "labels.jsonl"
-    journal = record_journal(Label, path)
+    journal = Journal(path, Label)
     assert journal.read() == []
     odd = label("p\ud83d", "ada", "first", reason="line\u2028 break\nand \U0001f600")
     journal.append([odd, label("q", "ada", "tie")])
@@ -37,18 +37,18 @@ def test_what_is_appended_is_read_back_and_a_torn_line_is_dropped(tmp_path: Path
     with path.open("ab") as file:
         file.write(b'{"pair_id": "r", "anno')
     torn = path.read_bytes()
-    again = record_journal(Label, path)
+    again = Journal(path, Label)
     assert again.read() == [odd, label("q", "ada", "tie")]
     assert path.read_bytes() == torn  # it may be of another run, which is read alone
     again.append([label("r", "ada", "second")])
-    assert [x.pair_id for x in record_journal(Label, path).read()] == ["p\ud83d", "q", "r"]
+    assert [x.pair_id for x in Journal(path, Label).read()] == ["p\ud83d", "q", "r"]
 
 
 def test_a_line_that_is_something_else_names_its_place(tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     path.write_text('{"pair_id": "r"}\n')
     with pytest.raises(BadRecordError, match=r"line 1: .*'annotator'"):
-        record_journal(Label, path).read()
+        Journal(path, Label).read()
 
 
 def test_killed_in_the_middle_of_writing_it_loses_and_repeats_nothing(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_killed_in_the_middle_of_writing_it_loses_and_repeats_nothing(tmp_path: 
         os.kill(writer.pid, signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
-    journal = Journal(path, write=dict, read=lambda row, where: row["number"])
-    numbers = journal.read()
+    journal = Journal(path, dict)
+    numbers = [row["number"] for row in journal.read()]
     assert numbers == list(range(len(numbers)))
     assert len(numbers) > 50

@@ -10,11 +10,11 @@ import pytest
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.preferences.judge import (
     JudgeAnnotator,
+    Judgement,
     judge_figures,
-    judgement_journal,
     letter_probabilities,
 )
-from rlhf_lightning.preferences.records import Pair
+from rlhf_lightning.preferences.records import Journal, Pair
 from rlhf_lightning.text.verdict import parse_verdict
 from tests.builders.chat_server import (
     Failure,
@@ -181,7 +181,7 @@ def test_the_cost_is_that_of_the_tokens_and_a_limit_stops(tmp_path: Path) -> Non
         limited.keep_in(tmp_path / "judgements.jsonl")
         with pytest.raises(AnnotationError, match=r"max_cost=.* is reached"):
             limited.label(PAIRS)
-    assert len(judgement_journal(tmp_path / "judgements.jsonl").read()) == 5
+    assert len(Journal(tmp_path / "judgements.jsonl", Judgement).read()) == 5
 
 
 def test_what_was_judged_is_not_asked_for_again(tmp_path: Path) -> None:

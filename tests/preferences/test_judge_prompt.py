@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.preferences.annotators import AnnotationError
-from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures, judgement_journal
-from rlhf_lightning.preferences.records import Pair
+from rlhf_lightning.preferences.judge import JudgeAnnotator, Judgement, judge_figures
+from rlhf_lightning.preferences.records import Journal, Pair
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.text.verdict import SCHEMA
 from tests.builders.chat_server import Failure, Odd, prefers_longer, serving
@@ -32,7 +32,7 @@ def kept(annotator: JudgeAnnotator, folder: Path, pairs=PAIRS[:2]):
         annotator.label(pairs)
     except AnnotationError as raised:
         error = str(raised)
-    return error, judgement_journal(folder / "judgements.jsonl").read()
+    return error, Journal(folder / "judgements.jsonl", Judgement).read()
 
 
 @pytest.mark.parametrize(

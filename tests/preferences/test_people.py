@@ -16,7 +16,7 @@ from rlhf_lightning.preferences.annotators import (
     PeopleNeededError,
     RuleAnnotator,
 )
-from rlhf_lightning.preferences.records import Choice, Label, Pair, record_journal
+from rlhf_lightning.preferences.records import Choice, Journal, Label, Pair
 from tests.builders.labels import NOW
 
 PAIRS = [Pair.make(f"q{i}", "one", "one two three") for i in range(300)]
@@ -28,7 +28,7 @@ def panel(*names: str, seed: int = 1) -> Panel:
 
 def test_every_pair_gets_as_many_different_people_as_asked(tmp_path: Path) -> None:
     asked = [(pair, 2 if i < 60 else 1) for i, pair in enumerate(PAIRS)]
-    journal = record_journal(Label, tmp_path / "labels.jsonl")
+    journal = Journal(tmp_path / "labels.jsonl", Label)
     labels = panel("a", "b", "c").labels(asked, tmp_path, journal)
     per_pair = Counter(x.pair_id for x in labels)
     assert [per_pair[pair.pair_id] for pair, _ in asked] == [count for _, count in asked]
@@ -43,7 +43,7 @@ def test_every_pair_gets_as_many_different_people_as_asked(tmp_path: Path) -> No
 
 
 def test_people_at_the_page_are_waited_for_and_then_heard(tmp_path: Path) -> None:
-    journal = record_journal(Label, tmp_path / "labels.jsonl")
+    journal = Journal(tmp_path / "labels.jsonl", Label)
     asked = [(PAIRS[0], 2), (PAIRS[1], 1)]
     with pytest.raises(PeopleNeededError, match=r"3 of 3 labels.*store=.*resume=auto"):
         PageAnnotators().labels(asked, tmp_path, journal)
@@ -69,7 +69,7 @@ def test_people_at_the_page_are_waited_for_and_then_heard(tmp_path: Path) -> Non
 
 
 def test_a_skip_is_no_label_of_people(tmp_path: Path) -> None:
-    journal = record_journal(Label, tmp_path / "labels.jsonl")
+    journal = Journal(tmp_path / "labels.jsonl", Label)
     asked = [(PAIRS[0], 2), (PAIRS[1], 1)]
     with pytest.raises(PeopleNeededError):
         PageAnnotators().labels(asked, tmp_path, journal)

@@ -94,9 +94,9 @@ def test_names_do_not_change_between_versions() -> None:
     ("make", "message"),
     [
         (lambda: Pair.make("q", "a", "a"), "same text"),
-        (lambda: Pair.make("  ", "a", "b"), "Pair.prompt is .*, expected a text"),
-        (lambda: label(choice="left"), "Label.choice='left' must be 'first'"),
-        (lambda: label(seconds=-1.0), "Label.seconds=-1.0 must be >= 0"),
+        (lambda: Pair.make("  ", "a", "b"), "prompt is .*, expected a text"),
+        (lambda: label(choice="left"), "choice='left' must be 'first'"),
+        (lambda: label(seconds=-1.0), "seconds=-1.0 must be >= 0"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused_with_what_was_wanted(make, message: str) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.annotators import label_pairs
-from rlhf_lightning.preferences.records import Label, Pair, record_journal
+from rlhf_lightning.preferences.records import Journal, Label, Pair
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
@@ -96,7 +96,7 @@ def test_a_label_does_not_depend_on_what_is_asked_together_with_it(
 ) -> None:
     together = RewardModelAnnotator(folder).label(PLAIN)
     alone = RewardModelAnnotator(folder, batch_size=1, micro_batch_size=1)
-    kept = label_pairs(alone, PLAIN, record_journal(Label, tmp_path / "labels.jsonl"))
+    kept = label_pairs(alone, PLAIN, Journal(tmp_path / "labels.jsonl", Label))
     for one, other in zip(together, kept, strict=True):
         assert one.choice == other.choice
         assert one.margin == pytest.approx(other.margin, rel=1e-4, abs=1e-5)

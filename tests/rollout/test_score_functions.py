@@ -6,7 +6,6 @@ import asyncio
 import datetime
 import functools
 import math
-import sys
 import time
 from dataclasses import replace
 
@@ -249,18 +248,6 @@ def test_a_call_that_takes_long_is_named_again_after_each_doubling(monkeypatch, 
     assert [text.split(" is ")[0] for text in said] == ["reward function slow"] * 2
     time.sleep(0.2)
     assert len(caplog.records) == 2, "it has returned"
-
-
-def test_a_call_that_keeps_other_threads_from_running_is_shown_by_its_line(monkeypatch, capfd):
-    monkeypatch.setattr(base, "SLOW_SECONDS", 0.1)
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)  # as this test reads it
-
-    def holds_the_interpreter(prompts, completions):
-        sum(range(10**8))  # one call of C for a second, as a regular expression can be
-        return [1.0, 2.0]
-
-    assert scored(holds_the_interpreter) == [1.0, 2.0]
-    assert "in holds_the_interpreter" in capfd.readouterr().err
 
 
 def test_a_function_is_found_by_file_and_by_dotted_name(tmp_path):

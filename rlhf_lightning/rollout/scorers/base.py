@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import importlib
 import importlib.util
 import inspect
@@ -269,13 +268,9 @@ def in_background(function: Callable[..., Any], *given: Any) -> Future[Any]:
 
 
 def _watch(what: str, done: threading.Event) -> None:
-    """Name a call that takes `SLOW_SECONDS`, and again each time that this doubles.
-
-    A regular expression may keep this thread from running: then Python writes where the call is.
-    """
+    """Name a call that takes `SLOW_SECONDS`, and again each time that this doubles."""
     wait = passed = SLOW_SECONDS
     while not done.wait(wait):
-        faulthandler.cancel_dump_traceback_later()
         logger.warning("%s is still running after %g seconds", what, passed)
         wait, passed = passed, 2 * passed
 
@@ -364,7 +359,6 @@ class FunctionScorer(ModelFree):
         given = {k: v for k, v in values.items() if self._names is None or k in self._names}
         done = threading.Event()
         threading.Thread(target=_watch, args=(self._what, done), daemon=True).start()
-        faulthandler.dump_traceback_later(1.2 * SLOW_SECONDS, file=2)
         try:
             returned = self.function(**given)
             if inspect.iscoroutine(returned):  # the loop of a notebook is in this thread
@@ -377,7 +371,6 @@ class FunctionScorer(ModelFree):
             ) from error
         finally:
             done.set()
-            faulthandler.cancel_dump_traceback_later()
         scores = self._scores(returned, responses.completions)
         total = torch.tensor(scores, dtype=torch.float32).to(responses.sequences.device)
         return Scores(total, {self.name: total}, ~total.isnan())
