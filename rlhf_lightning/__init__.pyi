@@ -83,14 +83,16 @@ from rlhf_lightning.rollout.generators.base import (
 )
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator as CapturedGenerator
 from rlhf_lightning.rollout.generators.vllm import VllmGenerator as VllmGenerator
-from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer as RewardAdapterScorer
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer as FunctionScorer,
     NoReward as NoReward,
     RewardModelScorer as RewardModelScorer,
     WeightedScorer as WeightedScorer,
 )
-from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer as RewardEnsembleScorer
+from rlhf_lightning.rollout.scorers.reward_models import (
+    RewardAdapterScorer as RewardAdapterScorer,
+    RewardEnsembleScorer as RewardEnsembleScorer,
+)
 from rlhf_lightning.rollout.scorers.http import HttpScorer as HttpScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import (
     TextRewardModelScorer as TextRewardModelScorer,

@@ -33,7 +33,7 @@ from rlhf_lightning.app.evaluation import (
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
-from rlhf_lightning.callbacks.doctor.records import Refusals
+from rlhf_lightning.callbacks.doctor.rollouts import Refusals
 from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameSources
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger

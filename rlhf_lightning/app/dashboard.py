@@ -11,8 +11,8 @@ from typing import Any
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.reports.charts import looked_at_first
 from rlhf_lightning.reports.compare import COLUMNS
-from rlhf_lightning.reports.curves import looked_at_first
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized, quantity
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
-from rlhf_lightning.reports.curves import looked_at_first
+from rlhf_lightning.reports.charts import looked_at_first
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, from_here
 from rlhf_lightning.runs.metric_catalog import counted, duration, quantity

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 
 from rlhf_lightning import hparams
-from rlhf_lightning.callbacks.best_weights import BestWeights
+from rlhf_lightning.callbacks.checkpointing import BestWeights
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers

@@ -12,8 +12,12 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import Logger
 
 from rlhf_lightning.arguments import Count, CountOrZero, Line, PathOrName, checked
-from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
-from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.checkpointing import (
+    AtomicCheckpointIO,
+    BestWeights,
+    IterationCheckpoint,
+    PatientStopping,
+)
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.exact_resume import RandomState

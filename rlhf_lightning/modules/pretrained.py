@@ -30,8 +30,8 @@ from rlhf_lightning.modules.rewards import as_scorer, named_reward
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
-from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
 from rlhf_lightning.rollout.scorers.hparams import is_address
+from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
 from rlhf_lightning.rollout.teachers import ServerTeacher, TeacherPrompt
 from rlhf_lightning.runs.manifest import ManifestError, Source
 from rlhf_lightning.runs.resume import CheckpointError, read_data

@@ -14,9 +14,8 @@ import yaml
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.reports.charts import Figure, render
-from rlhf_lightning.reports.curves import Rows, curves
-from rlhf_lightning.reports.outcome import (
+from rlhf_lightning.reports.charts import Figure, Rows, curves, render
+from rlhf_lightning.reports.sections import (
     Lines,
     Metrics,
     answers_figures,
@@ -25,9 +24,9 @@ from rlhf_lightning.reports.outcome import (
     overoptimization_section,
     pairs_section,
     rounds_section,
+    samples_section,
     wins_figures,
 )
-from rlhf_lightning.reports.samples import samples_section
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import (
     DoctorEvent,

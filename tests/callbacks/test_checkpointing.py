@@ -12,8 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Timer
 
-from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
-from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, BestWeights, PatientStopping
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_lightning.callbacks.doctor.callback import Doctor
-from rlhf_lightning.callbacks.doctor.records import Refusals
+from rlhf_lightning.callbacks.doctor.rollouts import Refusals
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds

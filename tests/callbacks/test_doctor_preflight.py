@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_lightning.callbacks.doctor.preflight import PreflightError
+from rlhf_lightning.callbacks.doctor.rollouts import PreflightError
 from rlhf_lightning.doctor.preflight_checks import FirstRollout, check_first_rollout
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.rollout.generators.base import CachedGenerator

@@ -17,7 +17,7 @@ from rlhf_lightning.models.factory import (
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.rewards import score_clip_of
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, WeightedScorer
-from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer
+from rlhf_lightning.rollout.scorers.reward_models import RewardEnsembleScorer
 from tests.builders.models import (
     HIDDEN,
     MODEL_TYPES,

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
-from rlhf_lightning.callbacks.doctor.records import responses_of
+from rlhf_lightning.callbacks.doctor.rollouts import responses_of
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.encode import EncodedPrompt

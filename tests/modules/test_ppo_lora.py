@@ -13,7 +13,7 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
-from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
+from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
 from tests.builders.models import tiny_policy
 from tests.builders.stages import (
     built,

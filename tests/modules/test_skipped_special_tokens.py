@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, Generation
-from rlhf_lightning.callbacks.doctor.records import responses_of
+from rlhf_lightning.callbacks.doctor.rollouts import responses_of
 from rlhf_lightning.callbacks.faults import describe_rows
 from rlhf_lightning.callbacks.run_tables import describe_rollout
 from rlhf_lightning.hparams import SamplingHparams

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.reports.charts import histogram
-from rlhf_lightning.reports.outcome import answers_figures, pairs_section, wins_figures
 from rlhf_lightning.reports.page import render_report
+from rlhf_lightning.reports.sections import answers_figures, pairs_section, wins_figures
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from tests.builders.run_folders import fake_reward_run
 from tests.reports.test_page import HOSTILE, Outline

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlhf_lightning.reports.outcome import (
+from rlhf_lightning.reports.sections import (
     best_of_figures,
     domains_section,
     overoptimization_section,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf_lightning.reports.outcome import by_round, rounds_section
+from rlhf_lightning.reports.sections import by_round, rounds_section
 
 METRICS: dict[str, float | None] = {
     "val/gold_win_rate": 0.9,

@@ -5,8 +5,8 @@ import torch
 
 from rlhf_lightning.app.build import scorer_fingerprints
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer, combined
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
+from rlhf_lightning.rollout.scorers.reward_models import RewardEnsembleScorer, combined
 from tests.builders.command_lines import settings_of
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model
 from tests.rollout.answers import responses_of

@@ -18,10 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, EndRequest
-from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_rollout
-from rlhf_lightning.callbacks.doctor.records import (
+from rlhf_lightning.callbacks.doctor.rollouts import (
+    PreflightError,
     Refusals,
     all_records,
+    first_rollout,
     responses_of,
     second_scores,
 )

@@ -1,9 +1,10 @@
-"""Several reward models as one; where they disagree, the score is lower."""
+"""Several reward models as one, and one that is an adapter on the policy's own base."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -11,7 +12,9 @@ from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from rlhf_lightning.arguments import Count, PathOrName, checked
+from rlhf_lightning.models.adapter_files import load_scalar_adapter
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
 
@@ -98,3 +101,48 @@ def combined(scores: Tensor, hparams: RewardEnsembleHparams) -> tuple[Tensor, Te
     if hparams.combine == "minimum":
         return scores.amin(0), std
     return scores.mean(0) - hparams.std_coef * std, std
+
+
+class RewardAdapterScorer(RewardModelScorer):
+    """A reward model trained with LoRA on the same base as the policy's adapter.
+
+    It costs the memory of an adapter, not of a model.
+
+    Args:
+        source: artifact of the reward stage, which has a folder `adapter`.
+        micro_batch_size: rows in one forward.
+        name: name of the component.
+    """
+
+    holds = "adapter"
+
+    @checked
+    def __init__(
+        self,
+        source: PathOrName,
+        *,
+        micro_batch_size: Count | None = None,
+        name: str = "reward_model",
+    ) -> None:
+        super().__init__(_not_alone, micro_batch_size=micro_batch_size, name=name)
+        self.source: str = str(source)
+
+    def build(self, base: Any = None) -> list[nn.Module]:
+        """Put the reward model onto `base`, frozen; return no separate model.
+
+        Raises:
+            ValueError: without a base.
+        """
+        if self.model is None:
+            if base is None:
+                _not_alone()
+            self.model = load_scalar_adapter(base, Path(self.source) / ADAPTER, "reward")
+            self.model.eval().requires_grad_(False)
+        return []
+
+
+def _not_alone() -> Any:
+    raise ValueError(
+        "scorer=reward_adapter shares the policy's base: train PPO with lora=lora, or use "
+        "scorer=reward_model, which loads the merged reward model by itself"
+    )

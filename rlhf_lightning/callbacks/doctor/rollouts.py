@@ -1,0 +1,236 @@
+"""What the doctor reads of a rollout: a record per response, and the figures of the first one.
+
+Legend: B rows, R response.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch, RolloutBatch
+from rlhf_lightning.distributed.collectives import agreed_max, gathered
+from rlhf_lightning.doctor.metrics import ResponseRecord, response_metrics
+from rlhf_lightning.doctor.preflight_checks import FirstRollout
+from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
+from rlhf_lightning.modules.on_policy import OnPolicyModule
+from rlhf_lightning.modules.step_0 import rounding_tolerance
+from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """The patterns of a refusal, and the domains in which refusals are expected.
+
+    Args:
+        domains: domains of harmful prompts; without any the refusal rate is not measured.
+        patterns: regular expressions; a response that matches one is a refusal. Case is ignored,
+            and a typographic apostrophe counts as a plain one.
+
+    Raises:
+        ValueError: for a pattern that is no regular expression, or domains without patterns.
+    """
+
+    domains: tuple[str, ...] = ("harmful",)
+    patterns: tuple[str, ...] = (
+        r"\b(can ?not|can't|won't|will not|must not|unable to) "
+        r"(help|assist|do|answer|comply|provide|support)",
+        r"\b(refuse|decline)\b",
+        r"\bi('m| am) (sorry|not able)\b",
+    )
+    _compiled: re.Pattern[str] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Compile the patterns."""
+        if self.domains and not self.patterns:
+            raise ValueError(
+                "doctor.refusals is empty: give patterns, or doctor.harmful_domains=[]"
+            )
+        if self.patterns:
+            joined = "|".join(f"(?:{pattern})" for pattern in self.patterns)
+            try:
+                compiled = re.compile(joined, re.IGNORECASE)
+            except re.error as error:
+                raise ValueError(f"doctor.refusals: {error} in {joined!r}") from error
+            object.__setattr__(self, "_compiled", compiled)
+
+    def judge(self, domain: str, text: str) -> bool | None:
+        """Return whether a response is a refusal; None where none is expected."""
+        if domain not in self.domains or self._compiled is None:
+            return None
+        return self._compiled.search(text.replace("\u2019", "'")) is not None
+
+
+def responses_of(
+    rollout: RolloutBatch,
+    prompts: PromptBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    skip_special_tokens: bool = False,
+) -> Responses:
+    """Return the rollout's responses with their texts, as a scorer takes them.
+
+    Args:
+        rollout: rollout of an iteration.
+        prompts: prompts of the iteration, with the spare ones.
+        tokenizer: turns responses into text.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+    prompts = prompts.with_row_ids(rollout.row_ids)
+    generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
+    return make_responses(prompts, generation, tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+def second_scores(scorer: Scorer | None, answers: Responses) -> list[float] | None:
+    """Return the second scorer's score of each response; None without one."""
+    return None if scorer is None else scorer(answers).total.float().tolist()
+
+
+def all_records(
+    rollout: RolloutBatch,
+    answers: Responses,
+    refusals: Refusals,
+    seconds: Sequence[float] | None,
+) -> list[ResponseRecord]:
+    """Return one record per response of all ranks, in the order of the ranks."""
+    surplus, squares = token_surplus(rollout)
+    mask = rollout.response_mask.cpu()
+    responses = rollout.response_tensors.cpu()
+    columns = zip(
+        rollout.row_ids.tolist(),
+        rollout.group_ids.tolist(),
+        rollout.domains,
+        rollout.known_scores.tolist(),
+        [tuple(ids[m].tolist()) for ids, m in zip(responses, mask, strict=True)],
+        surplus.tolist(),
+        squares.tolist(),
+        answers.completions,
+        [None] * len(rollout) if seconds is None else seconds,
+        strict=True,
+    )
+    own = [
+        ResponseRecord(
+            row_id, group_id, domain, score, len(ids), ids, total, square, second,
+            refusals.judge(domain, text),
+        )
+        for row_id, group_id, domain, score, ids, total, square, text, second in columns
+    ]  # fmt: skip
+    return [record for records in gathered(own) for record in records]
+
+
+def token_surplus(rollout: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Return `[B]` sums of surprise less entropy over a row's tokens, and of its square, float64.
+
+    Given what stands before it, a token drawn from the policy has surprise -log p with the entropy
+    as its mean, so the sums are those of a martingale: 0 on average, whatever the policy.
+    """
+    gap = -rollout.logprobs.double() - rollout.entropy.double()  # [B, R]
+    gap = torch.where(rollout.response_mask, gap, 0)
+    return gap.sum(-1), gap.square().sum(-1)
+
+
+class PreflightError(RuntimeError):
+    """The run is not worth starting; the message names what is wrong and what to do."""
+
+
+@torch.no_grad()
+def first_rollout(module: OnPolicyModule, prompts: PromptBatch) -> FirstRollout:
+    """Return the figures of the rollout that iteration 1 will make, over all ranks.
+
+    Args:
+        module: the module before its first update.
+        prompts: prompts of iteration 1; the same noise gives the same responses again.
+    """
+    rollout, _ = module.collect_rollout(prompts, 0)
+    skip = module.sampling.skip_special_tokens
+    answers = responses_of(rollout, prompts, module.tokenizer, skip_special_tokens=skip)
+    measured = response_metrics(
+        all_records(rollout, answers, Refusals((), ()), None), score_clip=None
+    )
+    rows = [row for rank in gathered(_rows(module, rollout)) for row in rank]
+    tokens = sum(row["length"] for row in rows)
+    known = [row["score"] for row in rows if row["score"] is not None]
+    scores = torch.tensor(known or [0.0], dtype=torch.float64)
+    stops = set(getattr(module.generator, "stop_ids", ()))
+    finished = [row for row in rows if row["finished"]]
+    lengths = [row["length"] for row in rows]
+    vocabulary = len(module.tokenizer)
+    entropy = sum(row["entropy"] for row in rows) / tokens
+    warmer = module.controls.temperature > 1  # which makes a trained policy's choices even, too
+    return FirstRollout(
+        ratio_error=sum(row["ratio_error"] for row in rows) / tokens,
+        reference_error=sum(row["reference_error"] for row in rows) / tokens,
+        finished=len(finished) / len(rows),
+        stop_errors=sum(bool(stops) and row["last"] not in stops for row in finished),
+        padded=sum(row["padded"] for row in rows) / len(rows),
+        eos_known=not stops or module.tokenizer.eos_token_id in stops,
+        score_mean=float(scores.mean()),
+        score_std=float(scores.std(correction=0)),
+        finite=bool(scores.isfinite().all()),
+        length_mean=tokens / len(rows),
+        shortest=min(lengths),
+        longest=max(lengths),
+        max_new_tokens=module.sampling.max_new_tokens,
+        sampler_bias=measured["sampler_bias"],
+        sampler_error=measured["sampler_error"],
+        tolerance=rounding_tolerance(module),
+        same_source=module.step_0.same_source,
+        has_reward=rollout.has_reward,
+        entropy_share=0.0 if warmer else entropy / math.log(vocabulary),
+        vocabulary=vocabulary,
+    )
+
+
+def _rows(module: OnPolicyModule, rollout: RolloutBatch) -> list[dict[str, Any]]:
+    """Return plain values of each of this rank's rows."""
+    mask = rollout.response_mask
+    again = _logprobs(module, rollout)
+    ratio = _sum_on(mask, (again - rollout.logprobs).abs())
+    reference = _sum_on(mask, (rollout.logprobs - rollout.ref_logprobs).abs())
+    entropy = _sum_on(mask, rollout.entropy)
+    pad, scores = module.tokenizer.pad_token_id, rollout.known_scores
+    rows = []
+    for i, kept in enumerate(mask.cpu()):
+        ids = rollout.response_tensors[i].cpu()[kept].tolist()
+        rows.append(
+            {
+                "length": len(ids),
+                "last": ids[-1] if ids else None,
+                "padded": pad in ids[:-1],
+                "finished": rollout.finish_reason[i].item() == FINISHED_BY_STOP,
+                "score": None if scores[i].isnan() else scores[i].item(),
+                "entropy": entropy[i].item(),
+                "ratio_error": ratio[i].item(),
+                "reference_error": reference[i].item(),
+            }
+        )
+    return rows
+
+
+def _logprobs(module: OnPolicyModule, rollout: RolloutBatch) -> Tensor:
+    """Return `[B, R]` log-probabilities as an update computes them."""
+
+    def of_rows(rows: Tensor) -> tuple[Tensor]:
+        batch = ResponseRows(
+            rollout.sequences[rows], rollout.attention_mask[rows], rollout.response_mask[rows]
+        )
+        statistics = response_statistics(
+            module.policy, batch, temperature=module.controls.temperature, with_entropy=False
+        )
+        return (statistics.logprobs,)
+
+    (logprobs,) = by_micro_batch(
+        of_rows, rollout.attention_mask, module.algorithm.micro_batch_size, agree=agreed_max
+    )
+    return logprobs
+
+
+def _sum_on(mask: Tensor, values: Tensor) -> Tensor:
+    return torch.where(mask, values, 0).sum(-1)
