@@ -36,11 +36,10 @@ from rlhf_lightning.modules.export import TrainedModel
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.hub import base_licence, hub_base
-from rlhf_lightning.runs.lock import artifact_lock
+from rlhf_lightning.runs.lock import artifact_lock, replacing_folder
 from rlhf_lightning.runs.manifest import Source, publish_artifact
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, plain, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
-from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.runs.reading import read_json
 from rlhf_lightning.runs.resume import checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.summary import GateResult, installed_versions, read_summary

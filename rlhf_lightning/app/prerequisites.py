@@ -42,7 +42,7 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import artifact_lock
+from rlhf_lightning.runs.lock import artifact_lock, replacing_folder
 from rlhf_lightning.runs.manifest import (
     ManifestError,
     is_adapter,
@@ -50,7 +50,6 @@ from rlhf_lightning.runs.manifest import (
     source_fingerprint,
     write_manifest,
 )
-from rlhf_lightning.runs.publish import replacing_folder
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, vocabulary_of, with_template
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)

@@ -20,8 +20,7 @@ from rlhf_lightning.app.start import fail
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import LOCK, FolderTakenError, check_free, take_run
-from rlhf_lightning.runs.publish import check_replaceable
+from rlhf_lightning.runs.lock import LOCK, FolderTakenError, check_free, check_replaceable, take_run
 from rlhf_lightning.runs.resume import unfinished_runs
 from rlhf_lightning.runs.summary import summary_or_none
 

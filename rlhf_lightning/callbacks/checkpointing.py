@@ -193,9 +193,8 @@ class IterationCheckpoint(Checkpoint):
         trainer.should_stop = trainer.should_stop or stopped
         if start and not isinstance(getattr(trainer, "datamodule", None), RecordDataModule):
             logger.warning(
-                "the run continues after iteration %d, and its loader may begin again: give "
-                "fit(module, datamodule=...) a DataModule of rlhf_lightning",
-                start,
+                f"the run continues after iteration {start}, and its loader may begin again: give "
+                "fit(module, datamodule=...) a DataModule of rlhf_lightning"
             )
         self.clock.start()
         self._signals.start()

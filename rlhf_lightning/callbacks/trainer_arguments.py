@@ -21,11 +21,10 @@ from rlhf_lightning.callbacks.checkpointing import (
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.exact_resume import RandomState
-from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.callbacks.iterations import Validations
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.run_record import LastCheckpoint, RunRecord
-from rlhf_lightning.callbacks.run_tables import MetricsLog, SampleLog
+from rlhf_lightning.callbacks.run_tables import MetricsLog, SampleLog, SaveFaultyBatch
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_logger import WandbContent, wandb_logger
 from rlhf_lightning.models.quiet import quieten

@@ -120,9 +120,8 @@ class IterationWandbLogger(WandbLogger):
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(
-            "Weights & Biases does not work (%r): the run goes on without it, its numbers are "
-            "in metrics.csv; logger.mode=offline records them for wandb sync",
-            error,
+            f"Weights & Biases does not work ({error!r}): the run goes on without it, its numbers "
+            "are in metrics.csv; logger.mode=offline records them for wandb sync"
         )
         self._experiment = DummyExperiment()  # type: ignore[assignment]
 

@@ -33,8 +33,8 @@ from rlhf_lightning.models.rounding import Rounding, base_dtype, measure_roundin
 from rlhf_lightning.models.transformers_4 import name_old_tokenizer
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.hub import hub_snapshot
+from rlhf_lightning.runs.lock import check_replaceable, replacing_folder
 from rlhf_lightning.runs.manifest import Source
-from rlhf_lightning.runs.publish import check_replaceable, replacing_folder
 from rlhf_lightning.text.tokenizers import classifier_tokenizer, stop_ids
 
 logger = logging.getLogger(__name__)

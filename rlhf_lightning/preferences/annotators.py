@@ -22,7 +22,6 @@ from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.records import (
     AnnotatorKind,
     Choice,
@@ -85,12 +84,8 @@ class RuleAnnotator:
         name: str = "rules",
         tie_below: AtLeast0 = 0.0,
     ) -> None:
-        flat: list[Rule] = []
-        for rule in rules:
-            flat += [rule] if callable(rule) else rule
-        if not flat:
-            raise ValueError("rules must hold at least one rule")
-        self.rules = flat
+        parts = ([rule] if callable(rule) else rule for rule in rules)
+        self.rules: list[Rule] = [rule for part in parts for rule in part]
         self.name = name
         self.tie_below = tie_below
 
@@ -333,10 +328,10 @@ class PageAnnotators:
         counts = Counter(label.pair_id for label in given if label.choice != "skip")
         missing = sum(max(count - counts[pair_id], 0) for pair_id, count in wanted.items())
         if missing:
+            command = f"python -m rlhf_lightning.annotate store={folder / STORE}"
             raise PeopleNeededError(
                 f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
-                f"python -m rlhf_lightning.annotate store={folder / STORE}  and then repeat the "
-                "command of this run with resume=auto"
+                f"{command}  and then repeat the command of this run with resume=auto"
             )
         known = {(x.pair_id, x.annotator) for x in journal.read()}
         journal.append([x for x in given if (x.pair_id, x.annotator) not in known])
@@ -355,7 +350,7 @@ class Rule(Protocol):
 
 @checked
 @dataclass(frozen=True)
-class LengthRule(Checked):
+class LengthRule:
     """Prefers responses of about so many words: minus the log of the factor between the two."""
 
     words: Count
@@ -399,6 +394,7 @@ class EndingRule:
         return self.weight if response.rstrip().endswith(tuple(self.endings)) else 0.0
 
 
+@checked
 @dataclass(frozen=True)
 class PhraseRule:
     """Counts phrases, whole words and any case.
@@ -408,13 +404,8 @@ class PhraseRule:
         weight: weight of each find; negative for phrases that make a response worse.
     """
 
-    phrases: Sequence[str]
+    phrases: Names
     weight: float
-
-    def __post_init__(self) -> None:
-        """Check that there is something to look for."""
-        if not self.phrases or not all(isinstance(p, str) and p.strip() for p in self.phrases):
-            raise ValueError("phrases must name at least one phrase, none of them empty")
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return the weight times the number of finds."""

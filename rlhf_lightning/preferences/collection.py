@@ -200,9 +200,8 @@ class Lab:
             pairs, overrated = self.worst.pairs(seed=self.hparams.seed)
             if not pairs:
                 raise ValueError(
-                    f"none of the {overrated} responses that the reward model overrates in "
-                    f"{self.worst.run} has an opponent: sample more candidates a prompt, or set "
-                    "adversarial=false"
+                    f"none of the {overrated} overrated responses in {self.worst.run} has an "
+                    "opponent: sample more candidates a prompt, or set adversarial=false"
                 )
             return pairs, 0, {}
         kept, num_asked, dropped = collect_candidates(

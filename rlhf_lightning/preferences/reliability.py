@@ -47,7 +47,7 @@ from rlhf_lightning.preferences.collection import Collection, LabHparams
 from rlhf_lightning.preferences.records import SIDES, Label, write_rows
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import to_json
-from rlhf_lightning.runs.publish import replacing_folder
+from rlhf_lightning.runs.lock import replacing_folder
 
 # (votes for one side, votes for the other) of an item -> how many items.
 Tally = Mapping[tuple[int, int], int]

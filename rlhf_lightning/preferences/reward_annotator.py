@@ -18,7 +18,6 @@ from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedSequence, RecordEncoder
 from rlhf_lightning.data.formats import with_row_keys
 from rlhf_lightning.data.records import DemonstrationRecord, Text
-from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
@@ -53,7 +52,7 @@ def score_rows(
 
 @checked
 @dataclass(eq=False)
-class RewardModelAnnotator(Checked):
+class RewardModelAnnotator:
     """Scores prompt and response as the reward stage encodes them, read at the last token.
 
     Args:

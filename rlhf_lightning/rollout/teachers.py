@@ -157,17 +157,15 @@ class TeacherPrompt:
         for number, columns in enumerate(prompts, start=1):
             if columns.get(CONVERSATION) == RENDERED:
                 raise ValueError(
-                    f"teacher_prompt={self.template!r} is of messages or plain text, and prompt "
-                    f"{number} is rendered by a chat template: text put around it would be in no "
-                    "turn. Give the messages"
+                    f"teacher_prompt={self.template!r}: prompt {number} is rendered by a chat "
+                    "template, and text around it would be in no turn. Give the messages"
                 )
             lacking = [name for name in self.fields if not as_text(columns.get(name)).strip()]
             if lacking:
+                known = ", ".join(sorted(columns.keys() - {CONVERSATION}))
                 raise ValueError(
-                    f"teacher_prompt={self.template!r}: prompt {number} "
-                    f"({str(columns.get('prompt'))[:40]!r}) has no {', '.join(lacking)}: leave "
-                    "such prompts out of the data, or take another column of "
-                    f"{', '.join(sorted(columns.keys() - {CONVERSATION}))}"
+                    f"teacher_prompt={self.template!r}: prompt {number} has no "
+                    f"{', '.join(lacking)}: leave it out of the data, or take a column of {known}"
                 )
 
     def before(self, responses: Responses) -> Responses:
@@ -325,8 +323,7 @@ class ServerTeacher:
         if not all(fits):
             raise ServiceError(
                 f"{self.url} returned {found[fits.index(False)]!r:.40} as the log-probability of a "
-                "token that was sent (choices[0].prompt_logprobs): it must be a finite number, at "
-                "most 0, by a server of vLLM without --logprobs-mode"
+                "token: it must be finite and at most 0, by vLLM without --logprobs-mode"
             )
         return [float(value) for value in found]
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from huggingface_hub import (
     HfApi,
+    ModelCard,
     constants,
     get_session,
-    hf_hub_download,
     is_offline_mode,
-    metadata_load,
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import LocalTokenNotFoundError
@@ -169,9 +168,7 @@ def hub_snapshot(folder: str | Path) -> tuple[str, str] | None:
 def _card(base: str) -> dict[str, Any]:
     """Return the front matter of a model card; nothing where it cannot be read."""
     try:
-        path = Path(base) / "README.md"
-        if not Path(base).is_dir():
-            path = Path(hf_hub_download(base, "README.md", etag_timeout=5))
-        return metadata_load(path) or {}
+        card = Path(base) / "README.md" if Path(base).is_dir() else base
+        return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # of the hub, the disk or the YAML: it must not end a finished training
         return {}

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from rlhf_lightning.runs.atomic import link_or_copy, write_text
 from rlhf_lightning.runs.folder import to_json
-from rlhf_lightning.runs.publish import replacing_folder
+from rlhf_lightning.runs.lock import replacing_folder
 from rlhf_lightning.runs.reading import parse, read_json
 from rlhf_lightning.runs.summary import GateResult
 
@@ -280,9 +280,8 @@ class Source:
         now = source_fingerprint(self.name, self.revision)
         if now != self.fingerprint:
             raise ManifestError(
-                f"{self.key}={self.name} is another model now ({now[:12]}) than the one that was "
-                f"read at the start ({self.fingerprint[:12]}): put that one back and run the "
-                "command again (a run with resume=auto), or start a new run"
+                f"{self.key}={self.name} is another model now ({now[:12]}) than at the start "
+                f"({self.fingerprint[:12]}): put that one back and resume, or start a new run"
             )
 
 
@@ -294,20 +293,9 @@ def is_adapter(folder: Path | str) -> bool:
 
 def of_adapter(folder: Path) -> str:
     """Return what an adapter's folder is, and how one gets the model."""
-    try:
-        content = read_json(folder / ADAPTER_CONFIG)
-        base, task = content.get("base_model_name_or_path"), content.get("task_type")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
-    export = ("config.json", "training_config.yaml")  # of one of our runs: it is in adapter/
-    ours = all((folder.parent / name).is_file() for name in export)
-    of_kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
-    one_score = ", num_labels=1" * (task == "SEQ_CLS")
-    load = f"AutoPeftModelFor{of_kind}.from_pretrained({str(folder)!r}{one_score})"
-    fix = (
-        f"merge it by `peft.{load}.merge_and_unload()`, save the result and the tokenizer by "
-        "save_pretrained(FOLDER), and give that folder"
-    )
-    if ours and (folder / "rlhf_lightning.json").is_file():
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    fix = "merge it by peft's merge_and_unload() and save_pretrained(FOLDER), and give that folder"
+    exported = ("config.json", "training_config.yaml")  # an export of ours has it in adapter/
+    if all((folder.parent / name).is_file() for name in exported):
         fix = f"give {folder.parent}, where it is merged"
     return f"{folder} is an adapter on {base}, and not a model: {fix}"

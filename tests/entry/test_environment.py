@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, adopt_rank
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.publish import replacing_folder
+from rlhf_lightning.runs.lock import replacing_folder
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from rlhf_lightning.callbacks.faults import SaveFaultyBatch
+from rlhf_lightning.callbacks.run_tables import SaveFaultyBatch
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.models import tiny_tokenizer

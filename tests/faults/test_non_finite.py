@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from rlhf_lightning.callbacks.faults import SaveFaultyBatch
+from rlhf_lightning.callbacks.run_tables import SaveFaultyBatch
 from rlhf_lightning.modules.non_finite import NonFiniteError, SkippedSteps
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.runs.folder import RunFolder

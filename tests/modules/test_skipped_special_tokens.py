@@ -7,8 +7,7 @@ import torch
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, Generation
 from rlhf_lightning.callbacks.doctor.rollouts import responses_of
-from rlhf_lightning.callbacks.faults import describe_rows
-from rlhf_lightning.callbacks.run_tables import describe_rollout
+from rlhf_lightning.callbacks.run_tables import describe_rollout, describe_rows
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from tests.builders.models import EOS, prompt_batch

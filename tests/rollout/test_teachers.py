@@ -110,8 +110,8 @@ def test_of_a_conversation_the_last_message_is_replaced_and_the_rest_stays(famil
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{prompt} {answer}", r"prompt 1 .* has no answer: .* take another column of hint, pro"),
-        ("{prompt} {empty}", r"prompt 1 \('w9'\) has no empty: leave"),
+        ("{prompt} {answer}", r"prompt 1 has no answer: .* take a column of hint, pro"),
+        ("{prompt} {empty}", "prompt 1 has no empty: leave"),
     ],
 )
 def test_a_prompt_without_the_text_that_a_teacher_is_to_read_is_an_error(template, problem):
@@ -202,10 +202,10 @@ def of(value: object) -> Any:
     ("behaviour", "problem"),
     [
         (broken(lambda choice: choice.pop("prompt_logprobs")), "server of vLLM"),
-        (broken(lambda choice: choice["prompt_logprobs"].pop()), "of a token that was sent"),
-        (broken(other_tokens), "of a token that was sent"),
-        (broken(infinite), "finite number|no JSON"),
-        *((broken(of(odd)), "of a token that was sent") for odd in ("-1.5", False, -(10**400))),
+        (broken(lambda choice: choice["prompt_logprobs"].pop()), "of a token"),
+        (broken(other_tokens), "of a token"),
+        (broken(infinite), "finite|no JSON"),
+        *((broken(of(odd)), "of a token") for odd in ("-1.5", False, -(10**400))),
         (broken(of(-9999.0)), "-9999.0 as the log-probability"),  # as vLLM writes minus infinity
         (broken(of(12.5)), r"12\.5 as the log-probability .* without --logprobs-mode"),
         (

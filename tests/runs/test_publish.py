@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.runs.lock import FolderTakenError
-from rlhf_lightning.runs.publish import WRITTEN, replacing_folder
+from rlhf_lightning.runs.lock import WRITTEN, FolderTakenError, replacing_folder
 
 
 def write(folder: Path, **files: str) -> None:

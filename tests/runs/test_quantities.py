@@ -38,7 +38,7 @@ def test_every_healthy_range_has_its_lower_end_first():
 
 def test_a_domain_is_shown_as_the_whole_with_its_name_whatever_it_is_called():
     assert quantity("val/gold_win_rate/domain/a/b") == Quantity(
-        "gold win rate: a/b", "share", (0.5, 1.0)
+        "gold win rate: a/b", "share", [0.5, 1.0]
     )
     assert whole_key("val/accuracy_low/subset/low") == "val/accuracy_low"
     assert whole_key("val/gold_win_rate_low") == "val/gold_win_rate_low"

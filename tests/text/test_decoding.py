@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_lightning.callbacks.faults import describe_rows
+from rlhf_lightning.callbacks.run_tables import describe_rows
 from rlhf_lightning.text.decode import response_texts
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 from tests.builders.models import prompt_batch, tiny_tokenizer

@@ -198,11 +198,8 @@ class Doctor(Callback):
         for check in checks:
             self.alert_log.note_check(check)
         if first.untrained and trainer.is_global_zero:
-            logger.warning(
-                "preflight: the policy is untrained (%.0f %% of the entropy of an even choice): if "
-                "it should be trained, artifacts.sft has other weights",
-                100 * first.entropy_share,
-            )
+            share = f"{100 * first.entropy_share:.0f} % of the entropy of an even choice"
+            logger.warning(f"preflight: the policy is untrained ({share}): is artifacts.sft right?")
         failed = [
             f"{check.name}: {check.found}. {check.fix}" for check in checks if not check.passed
         ]

@@ -205,9 +205,8 @@ class HttpScorer(ModelFree):
         found = found if isinstance(found, list) and len(found) == count else [None]
         if not all(type(x) in (int, float) and abs(x) <= LARGEST for x in found):
             raise ServiceError(
-                f"{self.hparams.url} returned {reply!r:.200} for {count} responses: it must return "
-                "a list of finite numbers, one a response, at the place "
-                f"scorer.response={'.'.join(self.path)}"
+                f"{self.hparams.url} returned {reply!r:.200} for {count} responses: return a list "
+                f"of finite numbers, one a response, at scorer.response={'.'.join(self.path)}"
             )
         return [float(score) for score in found]
 
