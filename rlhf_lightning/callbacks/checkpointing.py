@@ -16,10 +16,10 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -114,6 +114,9 @@ class IterationCheckpoint(Checkpoint):
     SIGTERM, SIGUSR1, the deadline and the Trainer's `max_time` end the run with `RunStoppedError`
     after the current iteration and its checkpoint, on all ranks, whichever of them got the signal.
 
+    A run with `PatientStopping` ends with the weights of its best checkpoint, which later
+    measurement, export and publication use; `last.ckpt` stays the end of training.
+
     Args:
         dirpath: folder of the checkpoints, `RunFolder.checkpoints`.
         every_n_iterations: how often to save; None leaves it to `every_minutes`.
@@ -125,6 +128,9 @@ class IterationCheckpoint(Checkpoint):
             `val/loss`, is compared after each validation, another one at each save.
         mode: whether the metric should be small or large.
         started: start of the process, in seconds since 1970; None for now.
+
+    Attributes:
+        ended_with: the iteration whose weights the run ended with, None if they are the last ones.
 
     Raises:
         ValueError: for a number below 1, an unknown mode or a malformed deadline.
@@ -150,6 +156,7 @@ class IterationCheckpoint(Checkpoint):
         self.mode = mode
         self.best_model_score: float | None = None
         self.best_iteration: int | None = None
+        self.ended_with: int | None = None
         end = None
         if must_save_by is not None:
             try:
@@ -179,8 +186,15 @@ class IterationCheckpoint(Checkpoint):
             FileNotFoundError: on every rank, if early stopping needs a best checkpoint that is
                 neither here nor beside the one that is continued.
             FolderTakenError: if a new run would remove checkpoints of another.
-            ValueError: if the monitored metric is of a validation, and there is none.
+            ValueError: if the monitored metric is of a validation, and there is none, or if another
+                callback would put its weights over the best.
         """
+        self.ended_with = None
+        others: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in others if _may_stop_early(trainer) else ():
+            if isinstance(callback, WeightAveraging):
+                name = type(callback).__name__
+                raise ValueError(f"early_stopping ends with the best weights, not {name}'s average")
         if self._waits_for_validation and not validates(trainer):
             raise ValueError(
                 f"IterationCheckpoint.monitor={self.monitor!r}, but this run does not validate: "
@@ -232,8 +246,18 @@ class IterationCheckpoint(Checkpoint):
             self._end_iteration(trainer, best=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the signals back."""
+        """Give the signals back, and load the best weights, on every rank, if they are wanted."""
         self._signals.stop()
+        last = current_iteration(trainer)
+        if not _may_stop_early(trainer) or self.best_iteration in (None, last):
+            return
+        strategy: Any = trainer.strategy
+        strategy.load_model_state_dict(strategy.load_checkpoint(Path(self.best_model_path)))
+        strategy.barrier("IterationCheckpoint.on_train_end")
+        self.ended_with = self.best_iteration
+        if trainer.is_global_zero:
+            best = f"{self.best_iteration} ({self.monitor} {self.best_model_score:.4g})"
+            logger.warning(f"early stopping: the weights are those of iteration {best}, not {last}")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -366,6 +390,10 @@ class IterationCheckpoint(Checkpoint):
         return self.dirpath / f"iteration={iteration:06d}.ckpt"
 
 
+def _may_stop_early(trainer: Trainer) -> bool:
+    return any(isinstance(one, PatientStopping) for one in trainer.early_stopping_callbacks)
+
+
 class PatientStopping(EarlyStopping):
     """Lightning's early stopping, whose patience at a resume is the one that is asked for.
 
@@ -407,45 +435,3 @@ class PatientStopping(EarlyStopping):
         if exhausted and self.wait_count < self.patience:
             self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
             self.stopping_reason_message = None
-
-
-class BestWeights(Callback):
-    """Loads the weights of the best checkpoint into the module when training has ended.
-
-    Later measurement, export and publication use the best weights by the metric of the checkpoints,
-    not those after early stopping's patience. `last.ckpt` stays the end of training.
-
-    Attributes:
-        iteration: the iteration whose weights were loaded, None if the last ones stayed.
-    """
-
-    iteration: int | None = None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier fit.
-
-        Raises:
-            ValueError: if another callback would put its weights over the best.
-        """
-        self.iteration = None
-        for callback in cast(Any, trainer).callbacks:
-            if isinstance(callback, WeightAveraging):
-                name = type(callback).__name__
-                raise ValueError(f"early_stopping ends with the best weights, not {name}'s average")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load them, on every rank, if the last weights are not the best."""
-        callbacks: list[Any] = cast(Any, trainer).callbacks
-        keeper = next((c for c in callbacks if isinstance(c, IterationCheckpoint)), None)
-        if keeper is None or not keeper.best_model_path:
-            return
-        last = current_iteration(trainer)
-        if keeper.best_iteration == last:
-            return
-        strategy: Any = trainer.strategy
-        strategy.load_model_state_dict(strategy.load_checkpoint(Path(keeper.best_model_path)))
-        strategy.barrier("BestWeights.on_train_end")
-        self.iteration = keeper.best_iteration
-        if trainer.is_global_zero:
-            best = f"{self.iteration} ({keeper.monitor} {keeper.best_model_score:.4g})"
-            logger.warning(f"early stopping: the weights are those of iteration {best}, not {last}")

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 
 from rlhf_lightning import hparams
-from rlhf_lightning.callbacks.checkpointing import BestWeights
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
@@ -193,7 +193,8 @@ class RunRecord(Callback):
     ) -> None:
         rows = read_metrics(self.folder.metrics)
         callbacks: list[Any] = cast(Any, trainer).callbacks
-        best = next((c.iteration for c in callbacks if isinstance(c, BestWeights)), None)
+        kept = (c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint))
+        best = next(kept, None)
         last: dict[str, float] = {}
         for row in rows:
             if best is None or row[ITERATION] <= best:

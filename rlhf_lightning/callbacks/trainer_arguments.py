@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import Logger
 from rlhf_lightning.arguments import Count, CountOrZero, Line, PathOrName, checked
 from rlhf_lightning.callbacks.checkpointing import (
     AtomicCheckpointIO,
-    BestWeights,
     IterationCheckpoint,
     PatientStopping,
 )
@@ -157,7 +156,7 @@ def _saving(
     usual = {"monitor": watched, "check_on_train_epoch_end": False}
     stops = _made("early_stopping", PatientStopping, **{**usual, **stopping})
     checkpoints = _made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)
-    return [checkpoints, stops, BestWeights()]
+    return [checkpoints, stops]
 
 
 def _made(argument: str, cls: Callable[..., Callback], *args: Any, **given: Any) -> Callback:

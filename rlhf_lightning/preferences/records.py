@@ -18,8 +18,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field
 
-from rlhf_lightning.arguments import AtLeast0
-from rlhf_lightning.checked import Checked
+from rlhf_lightning.arguments import AtLeast0, Checked
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import ROLES, VARIABLES, Text, text_key
