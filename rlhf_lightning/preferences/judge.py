@@ -341,10 +341,6 @@ class JudgeAnnotator:
             self._ask_all(todo)
         return [self._label(pair) for pair in pairs]
 
-    def messages(self, pair: Pair, order: Side) -> list[dict[str, str]]:
-        """Return what the judge is sent when `order` is shown as A."""
-        return self.prompt.question(pair, order).messages
-
     def _ask_all(self, todo: Sequence[tuple[Pair, Side]]) -> None:
         service = self._service = self._service or JudgeService(self.hparams)
         limit, failures, lock = self.hparams.max_cost, list[Exception](), threading.Lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_lightning.doctor.catalog import DETECTORS
@@ -126,14 +126,6 @@ class AlertLog:
             event = DoctorEvent(iteration, "stop", alarm, "alarm", told)
         self._add(event, f"iteration {iteration}: {told}", warns=True)
         return EndRequest(kind, iteration, told, checkpoint, spec.remedy)
-
-    def state(self) -> list[dict[str, Any]]:
-        """Return the events as plain values."""
-        return [asdict(event) for event in self.events]
-
-    def load_state(self, state: Iterable[dict[str, Any]]) -> None:
-        """Take the events of a checkpoint."""
-        self.events = [DoctorEvent(**content) for content in state]
 
     def _add(self, event: DoctorEvent, message: str, *, warns: bool) -> None:
         """Add an event, and on the first rank log and write it."""

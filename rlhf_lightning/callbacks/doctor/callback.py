@@ -24,7 +24,6 @@ from rlhf_lightning.callbacks.doctor.rollouts import (
     all_records,
     first_rollout,
     responses_of,
-    second_scores,
 )
 from rlhf_lightning.callbacks.iterations import (
     current_iteration,
@@ -221,7 +220,9 @@ class Doctor(Callback):
         answers = responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
         due = iteration % self.second_every_n_iterations == 0
         with trainer.strategy.precision_plugin.forward_context():
-            seconds = second_scores(self.second_scorer if due else None, answers)
+            seconds = None
+            if due and self.second_scorer is not None:
+                seconds = self.second_scorer(answers).total.float().tolist()
         records = all_records(rollout, answers, self.refusals, seconds)
         two = self.second_scorer is not None
         measured = response_metrics(records, score_clip=module.score_clip, second_scorer=two)
@@ -312,7 +313,7 @@ class Doctor(Callback):
         return {
             "detectors": self.detectors.state_dict(),
             "policy": self.policy.state_dict(),
-            "events": self.alert_log.state(),
+            "events": [asdict(event) for event in self.alert_log.events],
             "request": None if self.request is None else asdict(self.request),
             "largest_score": self.largest_score,
         }
@@ -325,7 +326,7 @@ class Doctor(Callback):
         """
         self.detectors.load_state_dict(state_dict["detectors"])
         self.policy.load_state_dict(state_dict["policy"])
-        self.alert_log.load_state(state_dict["events"])
+        self.alert_log.events = [DoctorEvent(**content) for content in state_dict["events"]]
         self.largest_score = float(state_dict.get("largest_score", 0.0))  # older ones lack it
         request = state_dict["request"]
         rolls_back = self.policy.settings.on_alarm == "rollback"

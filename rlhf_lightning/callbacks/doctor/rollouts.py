@@ -22,7 +22,7 @@ from rlhf_lightning.doctor.preflight_checks import FirstRollout
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.step_0 import rounding_tolerance
-from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses, make_responses
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,6 @@ def responses_of(
     prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
     return make_responses(prompts, generation, tokenizer, skip_special_tokens=skip_special_tokens)
-
-
-def second_scores(scorer: Scorer | None, answers: Responses) -> list[float] | None:
-    """Return the second scorer's score of each response; None without one."""
-    return None if scorer is None else scorer(answers).total.float().tolist()
 
 
 def all_records(
