@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +126,7 @@ class IterationWandbLogger(WandbLogger):
         self._experiment = DummyExperiment()  # type: ignore[assignment]
 
     @rank_zero_only
-    def guarded(self, action: Callable[[], Any]) -> None:
+    def guarded(self, action: Any) -> None:
         """Do something with the W&B run; if it fails, the run continues without W&B."""
         if isinstance(self.experiment, DummyExperiment):
             return
@@ -186,7 +186,7 @@ class IterationWandbLogger(WandbLogger):
                 run.summary[name] = value
             if gates:
                 rows = [[g.name, g.word, g.value, g.threshold, g.reason] for g in gates]
-                columns = ["gate", "result", "value", "threshold", "reason"]
+                columns: list[str | int] = ["gate", "result", "value", "threshold", "reason"]
                 run.log({"gates": wandb.Table(columns=columns, data=rows)})
             for gate in (one for one in gates if one.word != "not measured"):
                 run.summary[f"gates/{gate.name}"] = int(gate.passed)
@@ -369,8 +369,8 @@ def rollout_histograms(
         "lengths": mask.sum(1),
     }
     numbers = {name: tensor.detach().float().cpu() for name, tensor in values.items()}
-    finite = {name: each[each.isfinite()].numpy() for name, each in numbers.items()}
-    found = {k: wandb.Histogram(each, num_bins=NUM_BINS) for k, each in finite.items() if each.size}
+    finite = {name: each[each.isfinite()].tolist() for name, each in numbers.items()}
+    found = {k: wandb.Histogram(each, num_bins=NUM_BINS) for k, each in finite.items() if each}
     if ratio_counts is not None and int(ratio_counts.sum()):
         edges = np.linspace(0.0, 2.0, len(ratio_counts) + 1)
         counts = ratio_counts.long().cpu().numpy()
