@@ -323,7 +323,7 @@ class ServerTeacher:
         if not all(fits):
             raise ServiceError(
                 f"{self.url} returned {found[fits.index(False)]!r:.40} as the log-probability of a "
-                "token: it must be finite and at most 0, by vLLM without --logprobs-mode"
+                "token: a server of vLLM without --logprobs-mode gives finite ones, at most 0"
             )
         return [float(value) for value in found]
 
