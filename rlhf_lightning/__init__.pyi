@@ -33,7 +33,7 @@ from rlhf_lightning.evaluation.gold_rewards import (
     ExactMatchGold as ExactMatchGold,
     NumberGold as NumberGold,
 )
-from rlhf_lightning.evaluation.benchmarks import LmEvalBenchmark as LmEvalBenchmark
+from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark as LmEvalBenchmark
 from rlhf_lightning.evaluation.normalization import normalize_reward_model as normalize_reward_model
 from rlhf_lightning.evaluation.safety import (
     PhraseRefusals as PhraseRefusals,

@@ -134,7 +134,7 @@ class Seed:
         from rlhf_lightning.app.config.commands import EvaluateSettings
         from rlhf_lightning.app.config.compose import register
         from rlhf_lightning.app.config.validate import load_settings
-        from rlhf_lightning.app.evaluate_parts import build_sides
+        from rlhf_lightning.app.evaluate import build_comparison
         from rlhf_lightning.evaluation.generate import gold_scores
         from rlhf_lightning.preferences.candidates import load_candidate_policy
 
@@ -148,7 +148,8 @@ class Seed:
             f"evaluation.answers_per_prompt={ANSWERS}",
             "evaluation.num_prompts=100000",
         ]
-        sides = build_sides(load_settings(EvaluateSettings, "evaluate", overrides))
+        settings = load_settings(EvaluateSettings, "evaluate", overrides)
+        three, one, comparison, _ = build_comparison(settings)
         start = load_candidate_policy(
             str(self.sft),
             chat_template_arguments=None,
@@ -158,9 +159,9 @@ class Seed:
         ).model
         found: dict[str, Any] = {"iterations": self.iterations, "kl_per_token": {}, "gold": {}}
         # Both are asked as the policy is: with the same noise, which pairs their answers.
-        for arm, side in (("three", sides.policy), ("one", sides.baseline)):
-            answers = sides.comparison.ask_policy(side.model, start).main
-            gold = gold_scores(sides.comparison.judges.gold, answers)
+        for arm, side in (("three", three), ("one", one)):
+            answers = comparison.ask_policy(side.model, start)
+            gold = gold_scores(comparison.gold, answers)
             found["prompts"] = answers.prompts[::ANSWERS]
             found["gold"][arm] = [gold[i : i + ANSWERS] for i in range(0, len(gold), ANSWERS)]
             found["kl_per_token"][arm] = sum(answers.kl) / sum(answers.lengths)

@@ -184,13 +184,10 @@ def _refuse(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the first key.
     """
-    evaluation, sampling = settings.evaluation, settings.all_hparams.get("sampling")
-    same = (sampling or SamplingHparams()).skip_special_tokens
     left: dict[str, tuple[Any, Any]] = {
         "ckpt_path": (settings.ckpt_path, None),
         "resume": (settings.resume, "never"),
-        "evaluation.larger_reward_model": (evaluation.larger_reward_model, None),
-        "evaluation.skip_special_tokens": (evaluation.skip_special_tokens, same),
+        "evaluation.larger_reward_model": (settings.evaluation.larger_reward_model, None),
     }
     if (ends := settings.select("doctor.actions.on_alarm")) == "rollback":
         left["doctor.actions.on_alarm"] = (ends, "none")
@@ -198,11 +195,6 @@ def _refuse(settings: TrainSettings) -> None:
         for name in ("project", "group", "tags", "mode"):
             usual = type(settings.logger).model_fields[name].default
             left[f"logger.{name}"] = (getattr(settings.logger, name), usual)
-    if evaluation.every_n_iterations is not None:  # asked as training asks
-        for name in ("max_new_tokens", "temperature"):
-            asked = getattr(evaluation, name)
-            left[f"evaluation.{name}"] = (asked, getattr(sampling, name, asked))
-        left["evaluation.answers_per_prompt"] = (evaluation.answers_per_prompt, 1)
     for key, (value, usual) in left.items():
         if value != usual:
             raise ConfigError(f"{key}={value} has no argument in Python: run it by rlhf-train")
@@ -284,8 +276,7 @@ def _trainer(settings: TrainSettings, folder: Path, calls: Calls) -> Code:
         periodic = {
             "every_n_iterations": evaluation.every_n_iterations,
             "num_prompts": evaluation.during_training,
-            "gold": evaluation.gold,
-            "safety": settings.safety,
+            **_asked(settings),
         }
         callbacks.append(calls.call(PeriodicEvaluation, **periodic))
     given = without_defaults(trainer_arguments, given | {"callbacks": callbacks or None})
@@ -319,37 +310,38 @@ def _strategy(settings: TrainSettings, calls: Calls) -> str | None:
     )
 
 
+def _asked(settings: TrainSettings) -> dict[str, Any]:
+    """Return how held-out prompts are answered, without what is as in training."""
+    evaluation = settings.evaluation
+    usual = settings.all_hparams.get("sampling") or SamplingHparams()
+    changed = {k: v for k, v in evaluation.decoding.items() if v != getattr(usual, k, None)}
+    return {
+        "gold": evaluation.gold,
+        "safety": settings.safety,
+        "answers_per_prompt": evaluation.answers_per_prompt,
+        "batch_size": min(evaluation.batch_size, evaluation.num_prompts),
+        **changed,
+    }
+
+
 def _end(settings: TrainSettings, folder: Path, calls: Calls) -> list[str]:
     """Return what follows the training: normalization, the comparison, the export."""
     lines: list[str] = []
-    evaluation, sampling = settings.evaluation, settings.all_hparams.get("sampling")
-    lengths = {
-        "max_new_tokens": evaluation.max_new_tokens,
-        "temperature": evaluation.temperature,
-        "batch_size": evaluation.batch_size,
-        "micro_batch_size": evaluation.micro_batch_size,
-        "seed": settings.seed,
-    }
-    for key in ("max_new_tokens", "temperature"):
-        if sampling is not None and lengths[key] == getattr(sampling, key):
-            del lengths[key]
+    evaluation, asked = settings.evaluation, _asked(settings) | {"seed": settings.seed}
     judged = evaluation.gold is not None or settings.scorer is not None
     if not settings.spec.trains_policy and settings.hparams.normalization_samples:
-        given = without_defaults(normalize_reward_model, lengths)
+        names = inspect.signature(normalize_reward_model).parameters
+        given = {key: value for key, value in asked.items() if key in names}
+        given |= {"batch_size": evaluation.batch_size}
+        given = without_defaults(normalize_reward_model, given)
         name = calls.name(normalize_reward_model)
         lines.append(calls.written(name, Code("module"), Code("data"), **given))
     if settings.spec.trains_policy and settings.start is not None and judged:
-        if sampling is None and lengths["temperature"] == 1.0:
-            del lengths["temperature"]
         given = {
-            "gold": evaluation.gold,
-            "safety": settings.safety,
             "gates": settings.gates or None,
             "num_prompts": evaluation.num_prompts,
             "num_samples": evaluation.num_samples,
-            "answers_per_prompt": evaluation.answers_per_prompt,
-            **lengths,
-            "batch_size": min(evaluation.batch_size, evaluation.num_prompts),
+            **asked,
         }
         own = (Code("module"), settings.start, Code("data"))
         given = without_defaults(compare, given)

@@ -44,14 +44,13 @@ from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.generate import Sampling
-from rlhf_lightning.evaluation.held_out import encode_safety_prompts, held_out_comparison
+from rlhf_lightning.evaluation.held_out import encode_safety_prompts
 from rlhf_lightning.models.attention import attention_backends as set_attention_backends
 from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
 from rlhf_lightning.models.gpu_kernels import gpu_kernels
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.modules.optimization import check_optimizer
-from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
@@ -167,26 +166,19 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
             batch_size=settings.evaluation.batch_size,
             setting=f"data.{settings.data.prompt_length_key}",
         )
-    own = rollout_callbacks(settings, sampling, scorer) if stage.rolls_out else []
+    own = rollout_callbacks(settings) if stage.rolls_out else []
     trainer = make_trainer(settings, folder, own)
     return TrainingComponents(settings, tokenizer, data, module, trainer, sampling, scorer, rates)
 
 
-def rollout_callbacks(
-    settings: TrainSettings, sampling: Sampling, scorer: Scorer | None
-) -> list[L.Callback]:
+def rollout_callbacks(settings: TrainSettings) -> list[L.Callback]:
     """Return the check that scorers stay the same, and the evaluation every few iterations."""
     node = cast(Target, settings.scorer).node()
     own: list[L.Callback] = [SameSources(scorer_fingerprints(node), function_digests(node))]
     if (every := settings.evaluation.every_n_iterations) is not None:
-        comparison = held_out_comparison(
-            settings.data.source.build(),
-            sampling,
-            scorer=scorer,
-            **comparison_arguments(settings, num_prompts=settings.evaluation.during_training),
-        )
-        if comparison is not None:
-            own.append(PeriodicEvaluation(comparison, every_n_iterations=every))
+        asked = comparison_arguments(settings) | settings.evaluation.decoding
+        asked["num_prompts"] = settings.evaluation.during_training
+        own.append(PeriodicEvaluation(every_n_iterations=every, **asked))
     return own
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,50 +23,41 @@ from rlhf_lightning.app.command_line import (
 )
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.saved import keep_configuration
-from rlhf_lightning.app.evaluate_parts import (
-    SPREAD,
-    UNLIMITED,
-    Sides,
-    build_sides,
-    choose_prompts,
-    load_side,
-    measured_best_of,
-    prepare_sides,
-    reward_spread,
-)
-from rlhf_lightning.app.evaluation import gates_of
+from rlhf_lightning.app.config.groups import MODELS
+from rlhf_lightning.app.config.inherit import read_training
+from rlhf_lightning.app.config.saved import keep_configuration, working_folder
+from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
 from rlhf_lightning.app.failures import record_failure
+from rlhf_lightning.app.prerequisites import check_world, is_available, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.callbacks.console import print_verdict
+from rlhf_lightning.data.encode import OVER_LONG
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.sources.base import FileSource, files_of
+from rlhf_lightning.data.sources.given import WholeSource
+from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
-from rlhf_lightning.evaluation.benchmarks import (
-    Candidates,
-    LmEvalBenchmark,
-    RewardBenchmark,
-    Scored,
-    offsets,
+from rlhf_lightning.evaluation import human
+from rlhf_lightning.evaluation.benchmarks import score_candidates
+from rlhf_lightning.evaluation.compare import prompt_room
+from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling, side_by_side, values_of
+from rlhf_lightning.evaluation.held_out import (
+    BAD,
+    NOT_DRAWN,
+    REPEATED,
+    HeldOutComparison,
+    held_out_comparison,
 )
-from rlhf_lightning.evaluation.generate import side_by_side, values_of
-from rlhf_lightning.evaluation.held_out import written_responses
-from rlhf_lightning.evaluation.human import (
-    blind_pairs,
-    human_measures,
-    judge_measures,
-    labelling_command,
-    read_key,
-    read_labels,
-    write_blind,
-)
-from rlhf_lightning.models.precision import in_precision, set_matmul_precision
+from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+from rlhf_lightning.models.precision import MIXED_BF16, in_precision, set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.annotation.store import StoreError
+from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.manifest import ManifestError, content_digest, read_manifest
 from rlhf_lightning.runs.model_card import add_figures
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
@@ -74,6 +67,8 @@ from rlhf_lightning.text.tokenizers import load_tokenizer
 register()
 prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
+UNLIMITED = 1 << 30
+SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
 
 
 def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> Summary:
@@ -99,107 +94,299 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
         "evaluate", seed=settings.seed, config_hash=settings.config_hash, title="evaluation"
     )
     summary = replace(summary, judged=not settings.only_runs)
+    evaluate = _compare if settings.benchmark is None else _measure_benchmark
     claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
     with claimed, computing(**settings.model.computing):
         try:
             write_summary(folder, summary)
-            return _evaluate(settings, folder, summary)
+            quieten()
+            set_matmul_precision(settings.trainer.matmul_precision)
+            return evaluate(settings, folder, summary)
         except BaseException as error:
             record_failure(folder, summary, error, resumes=False)
             raise
 
 
-def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Tell in one line what files, models or settings do not fit."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (BadRecordError, StoreError, OSError, ValueError, TypeError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateSettings:
+    """Make sure that the models which are used exist; the built-in ones are trained if need be.
+
+    Returns:
+        The settings, in which the scorer compares its tokenizer with that of the policy.
+
+    Raises:
+        ConfigError: for a missing path that the user gave.
+    """
+    scorer, models = settings.scorer, settings.artifacts.models()
+    sides = {"policy": settings.policy, "baseline": settings.baseline}
+    sides = sides if settings.compares_policies else {}
+    for side, value in sides.items():
+        if value not in models.values() and not is_available(value):
+            raise ConfigError(f"{side}={value} does not exist: give a model folder or a hub name")
+    check_world(settings, sides.values())
+    used: set[str | None] = set(sides.values())
+    if scorer is not None and (settings.benchmark is None or not sides):
+        used.add(scorer.get("source"))
+    kinds = [kind for kind in MODELS if models.get(kind) in used and kind in models]
+    prepare_inputs(settings, overrides, kinds=kinds)
+    if scorer is not None and "policy" in scorer.arguments:
+        return settings.updated({"scorer.policy": settings.policy if sides else None})
+    return settings
+
+
+def choose_prompts(settings: EvaluateSettings, overrides: Sequence[str]) -> EvaluateSettings:
+    """Return the settings with the part of the dataset whose prompts are asked.
+
+    A file or a set of the hub that the command line names is asked whole, unless it has a held-out
+    part of its own or a policy was trained on it.
+    """
+    if settings.prompts.split is not None:
+        return settings
+    keys = {word.lstrip("+").partition("=")[0] for word in overrides}
+    if not keys & {"dataset.path", "dataset.hub_name"} or _has_held_out_part(settings):
+        return settings.updated({"prompts.split": "validation"})
+    whole = {"evaluation.num_prompts": UNLIMITED, "prompts.max_length": None}
+    free = {key: value for key, value in whole.items() if key not in keys}
+    return settings.updated({"prompts.split": "all"} | free)
+
+
+def _has_held_out_part(settings: EvaluateSettings) -> bool:
+    source = settings.dataset.source.build()
+    if isinstance(source, FileSource) and source.files("validation"):
+        return True
+    files = {path.resolve() for path in files_of(source)}
+    digests = {content_digest(path) for path in files if path.exists()}
+    for folder in _training_runs(settings):
+        with suppress(ConfigError):
+            trained = read_training(folder).dataset
+            path = working_folder(folder) / str(trained.source.get("path"))
+            name = settings.dataset.hub_name
+            is_same = name is not None and trained.hub_name == name
+            is_same |= any(file.is_relative_to(path.resolve()) for file in files)
+            if is_same or (path.is_file() and content_digest(path) in digests):
+                return True
+    return False
+
+
+def _training_runs(settings: EvaluateSettings) -> Iterator[RunFolder]:
+    """Yield the runs that trained the policies, as far as they are known and still there."""
+    if settings.run is not None:
+        yield RunFolder(Path(settings.run))
+    for model in (settings.policy, settings.baseline):
+        yield RunFolder(Path(model).parent)  # of its export/
+        with suppress(ManifestError):
+            yield RunFolder(Path(read_manifest(model, verify=False).run))
+
+
+def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begun = time.perf_counter()
-    quieten()
-    set_matmul_precision(settings.trainer.matmul_precision)
-    if settings.benchmark is not None:
-        return _benchmarked(settings, folder, summary)
-    sides = build_sides(settings)
-    summary = started(folder, summary, _start_lines(settings, sides))
+    policy, baseline, comparison, lines = build_comparison(settings)
+    summary = started(folder, summary, lines)
     built = time.perf_counter()
-    one, other = sides.policy.model, sides.baseline.model
-    with in_precision(settings.trainer.precision, one.device):
-        comparison = sides.comparison
-        mine = comparison.ask_policy(one, other if sides.same_tokenizer else None)
-        theirs = comparison.ask_baseline(other, sides.baseline_questions, sides.baseline_sampling)
-        best_of, pool = measured_best_of(settings, sides, theirs)
-    metrics = sides.comparison.measure(mine, theirs) | best_of
-    if not sides.same_tokenizer:
-        metrics = {k: v for k, v in metrics.items() if not k.startswith("val/kl_per_")}
+    best_of, pool = dict[str, float](), list[dict[str, Any]]()
+    with in_precision(settings.trainer.precision, policy.model.device):
+        mine = comparison.ask_policy(policy.model, baseline.model)
+        theirs = comparison.ask_baseline(baseline.model)
+        metrics = comparison.measure(mine, theirs)
+        if counts := sorted(set(settings.best_of.n)):
+            size = settings.best_of.pool
+            best_of, scores = comparison.best_of(policy.model, theirs, counts, size=size)
+            pool = [{"held_out": "pool", "score": scores, "groups": [size] * mine.num_prompts}]
+    if not comparison.same_tokenizer:
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
-    if settings.judge is not None:
-        (folder.path / "judge").mkdir(exist_ok=True)
-        judge, where = settings.judge.build(), folder.path / "judge"
-        metrics |= judge_measures(judge, mine.main, theirs.main, where, seed=settings.seed)
-    metrics |= reward_spread(settings)
-    if settings.human == "export":
-        pairs, key = blind_pairs(
-            mine.main,
-            theirs.main,
-            num_pairs=settings.people.num_pairs,
-            scored=settings.scorer is not None,
-            seed=settings.seed,
-        )
-        write_blind(folder.path / PEOPLE, pairs, key)
-    SamplesAppender(folder.samples).append(
-        0, side_by_side(mine.main, theirs.main, len(mine.main.prompts))
-    )
-    SamplesAppender(folder.distributions).append(0, [values_of(mine.main, theirs.main), *pool])
+    metrics |= best_of | _judged(settings, folder, mine, theirs) | reward_spread(settings)
+    SamplesAppender(folder.samples).append(0, side_by_side(mine, theirs))
+    SamplesAppender(folder.distributions).append(0, [values_of(mine, theirs), *pool])
     now = time.perf_counter()
     seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
     seconds |= {"total": now - begun}
     summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
     if settings.human == "export":
         command = f"python -m rlhf_lightning.evaluate human=import people.run={folder.path}"
-        say(f"People: {labelling_command(folder.path / PEOPLE)}")
+        say(f"People: {human.labelling_command(folder.path / PEOPLE)}")
         say(f"then  {command}  adds their verdict here")
     return summary
 
 
-def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
+def build_comparison(
+    settings: EvaluateSettings,
+) -> tuple[LoadedPolicy, LoadedPolicy, HeldOutComparison, dict[str, object]]:
+    """Return both policies, the comparison between them, and the lines of the first screen.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    scorer = settings.scorer
+    with _refused():
+        built = None if scorer is None else scorer.build()
+        asked = comparison_arguments(settings)
+        source = settings.dataset.source.build()
+        source = WholeSource(source) if settings.prompts.split == "all" else source
+        records = source.records("prompts", settings.prompts.part)
+        if not records:
+            name, split = settings.dataset.name, settings.prompts.split
+            raise ConfigError(f"dataset={name} has no prompts in {split}")
+        policy, baseline = (_load(settings, one) for one in (settings.policy, settings.baseline))
+        models, count = (policy.model, baseline.model), settings.evaluation.max_new_tokens
+        room = min(prompt_room(model, UNLIMITED, count) for model in models)
+        longest = settings.prompts.max_length or room
+        comparison = held_out_comparison(
+            records,
+            [_sampling(settings, side) for side in (policy, baseline)],
+            scorer=built,
+            max_prompt_length=longest,
+            seed=settings.seed,
+            setting="prompts.max_length",
+            **asked,
+            once=True,
+        )
+    if comparison is None:
+        raise ConfigError(
+            f"none of {len(records)} prompts has at most prompts.max_length={longest} tokens: "
+            "raise it, or give shorter prompts"
+        )
+    if scorer is not None and "policy" in scorer.arguments and not comparison.same_tokenizer:
+        raise ConfigError(
+            f"scorer: the reward model reads the tokens of policy={settings.policy}, and "
+            f"baseline={settings.baseline} has other ones: use scorer=text_reward_model "
+            f"scorer.source={settings.artifacts.reward}, or scorer=none"
+        )
+    for model in [] if comparison.scorer is None else comparison.scorer.build():
+        model.to(policy.model.device)
+    warn_of_plain_prompts(comparison.records, policy.tokenizer)
+    lines = _start_lines(settings, comparison, source, len(records), longest)
+    return policy, baseline, comparison, lines
+
+
+def _load(settings: EvaluateSettings, source: str) -> LoadedPolicy:
+    model, precision = settings.model, settings.trainer.precision
+    return load_candidate_policy(source, **model.template, **model.origin, precision=precision)
+
+
+def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
+    engine = settings.rollout.build()(side.stop_ids, side.tokenizer.pad_token_id)
+    return Sampling(engine, side.tokenizer, **settings.evaluation.decoding)
+
+
+def _start_lines(
+    settings: EvaluateSettings,
+    comparison: HeldOutComparison,
+    source: Any,
+    num_records: int,
+    longest: int,
+) -> dict[str, object]:
+    evaluation, unused, num_rows = settings.evaluation, Counter[str](), num_records
+    if isinstance(source, WholeSource):
+        num_rows, bad = source.num_rows(), len(getattr(source.source, "skipped_records", ()))
+        unused += Counter({BAD: bad, REPEATED: num_rows - bad - num_records})
+    unused += Counter(comparison.unused)
+    words = {
+        BAD: "bad (dataset.source.on_bad_record=skip)",
+        OVER_LONG: f"of more than prompts.max_length={longest} tokens",
+        NOT_DRAWN: f"not drawn (evaluation.num_prompts={evaluation.num_prompts})",
+    }
+    part = {"all": "all {:,}", "train": "the {:,} training"}.get(str(settings.prompts.split))
+    rows = f"{part or 'the {:,} held-out'} rows of {settings.dataset.name}".format(num_rows)
+    path = settings.dataset.source.get("path") or settings.dataset.hub_name
+    not_asked = [f"{count:,} {words.get(why, why)}" for why, count in unused.items()]
+    best_of, scorer, judge = settings.best_of, settings.scorer, settings.judge
+    numbers = ", ".join(map(str, best_of.n))
+    lines = {
+        "policy": settings.policy,
+        "baseline": settings.baseline,
+        "prompts": f"{len(comparison.records):,} of {rows}" + (f" ({path})" if path else ""),
+        "not asked": ", ".join(not_asked) or "none",
+        "responses": f"{evaluation.answers_per_prompt} a side to each prompt, of at most "
+        f"{evaluation.max_new_tokens} tokens",
+        "temperature": evaluation.temperature,
+        "seed": settings.seed,
+        "best of": f"{numbers} of {best_of.pool} to each prompt" if numbers else None,
+        "score": scorer and (scorer.get("source") or scorer.get("function") or scorer.path),
+        "judge": judge and (judge.get("model") or judge.class_name),
+    }
+    return {name: value for name, value in lines.items() if value is not None}
+
+
+def _judged(
+    settings: EvaluateSettings, folder: RunFolder, mine: PolicyAnswers, theirs: PolicyAnswers
+) -> dict[str, float]:
+    """Return the figures of the judge, if there is one; write the pairs for people."""
+    if settings.human == "export":
+        count, scored = settings.people.num_pairs, settings.scorer is not None
+        blind = human.blind_pairs(mine, theirs, num_pairs=count, scored=scored, seed=settings.seed)
+        human.write_blind(folder.path / PEOPLE, *blind)
+    if settings.judge is None:
+        return {}
+    (where := folder.path / "judge").mkdir(exist_ok=True)
+    return human.judge_measures(settings.judge.build(), mine, theirs, where, seed=settings.seed)
+
+
+def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
+    """Return the reward stage's divisor of its scores: it makes a difference a log-odds.
+
+    Nothing where a difference is none: scores of several models, of a function or a service, and
+    those that the scorer scales or turns into probabilities itself.
+    """
+    scorer = settings.scorer
+    source = None if scorer is None else scorer.get("source")
+    if scorer is None or source is None or not Path(source).is_dir():
+        return {}
+    if scorer.get("output") == "probability" or scorer.get("std", 1.0) != 1.0:
+        return {}
+    with suppress(ManifestError):
+        metrics = read_manifest(source, verify=False).metrics
+        return {key: value for key, value in metrics.items() if key == SPREAD and value is not None}
+    return {}
+
+
+def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begun = time.perf_counter()
-    card = _card_folder(settings) if settings.card else None
-    lines = _benchmark_lines(settings)
+    card, target = settings.measured_model, settings.benchmark
+    assert target is not None
+    if settings.card and (card is None or not (Path(card) / "README.md").is_file()):
+        raise ConfigError(
+            f"card=true: {card} is no folder with a model card (README.md): give an exported "
+            "folder, or leave card=true out"
+        )
+    scorer = settings.scorer
+    lines: dict[str, object] = {"policy": settings.policy, "baseline": settings.baseline}
+    if not settings.compares_policies:
+        lines = {"scorer": scorer and (scorer.get("source") or scorer.path)}
+    lines |= {key: value for key, value in target.arguments.items() if value is not None}
     summary = started(folder, summary, lines)
-    metrics = measured_benchmark(settings)
+    with _refused():
+        metrics = _benchmark_figures(settings, target.build())
     seconds = {"total": time.perf_counter() - begun}
     summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
-    if card is not None:
+    if settings.card:
         about = "; ".join(f"{key}: {value}" for key, value in lines.items())
-        title = _benchmark_title(settings)
+        of = ", ".join(target.get("tasks") or []) or Path(target.get("path") or "").name
+        title = f"{target.class_name.removesuffix('Benchmark')} {of}".strip()
         try:
-            say(f"added to {add_figures(card, title, without_folders(about), metrics)}")
+            say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
         except (OSError, UnicodeError) as error:
             say(f"not added to the card of {card}: {error}")
     return summary
 
 
-def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
-    """Return `benchmark/...`.
-
-    Args:
-        settings: settings of the command, with a benchmark.
-
-    Raises:
-        ConfigError: if files, tasks or scorer do not fit.
-    """
-    assert settings.benchmark is not None
-    try:
-        benchmark = settings.benchmark.build()
-        if isinstance(benchmark, LmEvalBenchmark):
-            sides = [load_side(settings, one) for one in (settings.policy, settings.baseline)]
-            with in_precision(settings.trainer.precision, sides[0].model.device):
-                return benchmark.measure(*sides)
-        return benchmark.measure(_scored(settings, benchmark))
-    except (BadRecordError, OSError, ValueError, TypeError, ImportError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scored]:
-    """Return the scorer's scores of all responses."""
-    target = settings.scorer
+def _benchmark_figures(settings: EvaluateSettings, benchmark: Any) -> dict[str, float]:
+    """Return `benchmark/...`."""
+    precision, target = settings.trainer.precision, settings.scorer
+    if isinstance(benchmark, LmEvalBenchmark):
+        rounded = {"mixed_precision_dtype": "bfloat16"} if precision == MIXED_BF16 else {}
+        origin = {key: value for key, value in settings.model.origin.items() if value is not None}
+        return benchmark.measure(settings.policy, settings.baseline, **rounded, **origin)
     if target is None:
         raise ConfigError("benchmark: name the reward model to measure, scorer=NAME")
     members = target.get("sources")
@@ -207,84 +394,20 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
     if members:  # to be compared with the others
         target = settings.updated({"scorer.policy": source}).scorer or target
     tokenizer = load_tokenizer(source, **settings.model.template)
-    candidates = benchmark.candidates(chat=bool(tokenizer.chat_template))
-    if not candidates:
-        raise ConfigError("benchmark: the file holds no rows")
     scorer = target.build()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for model in scorer.build():
         model.to(device)
-    records = _records(candidates)
-    with in_precision(settings.trainer.precision, device):
-        answers = written_responses(
-            records,
-            [answer for one in candidates for answer in one.answers],
+    with in_precision(precision, device):
+        scored = score_candidates(
+            benchmark.candidates(chat=bool(tokenizer.chat_template)),
+            scorer,
             tokenizer,
             max_prompt_length=settings.prompts.max_length or UNLIMITED,
             batch_size=settings.evaluation.batch_size,
             device=device,
-            scorer=scorer,
         )
-    if len(answers.scores) < len(records):
-        raise ConfigError(
-            f"benchmark: {len(records) - len(answers.scores)} of {len(records)} responses have a "
-            f"prompt of more than prompts.max_length={settings.prompts.max_length} tokens, or of "
-            "none: raise it. None is left out, or the figure would be of another set"
-        )
-    unknown, ids = tokenizer.unk_token_id, answers.token_ids
-    if unknown is not None and (rows := sum(unknown in one[:-1] for one in ids)):
-        say(f"{rows} of {len(ids)} responses have words that the tokenizer does not know.")
-    lengths = answers.lengths
-    return [
-        Scored(one, answers.scores[begin:end], lengths[begin:end])
-        for one, (begin, end) in zip(candidates, offsets(candidates), strict=True)
-    ]
-
-
-def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
-    """Return the prompt of each response."""
-    return [
-        PromptRecord(
-            one.prompt,
-            domain="" if one.record is None else one.record.domain,
-            rendered=one.record is not None and one.record.rendered,
-            variables={} if one.record is None else one.record.variables,
-        )
-        for one in candidates
-        for _ in one.answers
-    ]
-
-
-def _benchmark_title(settings: EvaluateSettings) -> str:
-    """Return such as `Pairs held_out.jsonl` or `LmEval gsm8k, hellaswag`."""
-    assert settings.benchmark is not None
-    asked, file = settings.benchmark.get("tasks") or [], settings.benchmark.get("path")
-    of = ", ".join(asked) if asked else Path(file).name if file else ""
-    return f"{settings.benchmark.class_name.removesuffix('Benchmark')} {of}".strip()
-
-
-def _card_folder(settings: EvaluateSettings) -> Path:
-    """Return the folder of the model that is measured, before anything is.
-
-    Raises:
-        ConfigError: if it has no model card.
-    """
-    model = settings.measured_model
-    if model is None or not (Path(model) / "README.md").is_file():
-        raise ConfigError(
-            f"card=true: {model} is no folder with a model card (README.md): give an exported "
-            "folder, or leave card=true out"
-        )
-    return Path(model)
-
-
-def _benchmark_lines(settings: EvaluateSettings) -> dict[str, object]:
-    assert settings.benchmark is not None
-    given = {key: value for key, value in settings.benchmark.arguments.items() if value is not None}
-    if settings.compares_policies:
-        return {"policy": settings.policy, "baseline": settings.baseline, **given}
-    scorer = settings.scorer
-    return {"scorer": None if scorer is None else scorer.get("source") or scorer.path, **given}
+    return benchmark.measure(scored)  # type: ignore[no-any-return]
 
 
 def import_labels(settings: EvaluateSettings) -> Summary:
@@ -295,13 +418,11 @@ def import_labels(settings: EvaluateSettings) -> Summary:
     """
     folder = RunFolder(Path(str(settings.people.run)))
     file = None if settings.people.labels is None else Path(settings.people.labels)
-    try:
+    with _refused():
         summary = read_summary(folder)
         where = folder.path / PEOPLE
-        key, labels = read_key(where), read_labels(where, file)
-        found = human_measures(key, labels, score_scale=summary.metrics.get(SPREAD))
-    except (OSError, ValueError, BadRecordError, StoreError) as error:
-        raise ConfigError(str(error)) from error
+        key, labels = human.read_key(where), human.read_labels(where, file)
+        found = human.human_measures(key, labels, score_scale=summary.metrics.get(SPREAD))
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}
     return _tell(settings, folder, summary, kept | found)
 
@@ -321,31 +442,6 @@ def _tell(
     write_report(folder)
     print_verdict(summary, folder)
     return summary
-
-
-def _start_lines(settings: EvaluateSettings, sides: Sides) -> dict[str, object]:
-    part = {"all": "all {:,}", "train": "the {:,} training"}.get(str(settings.prompts.split))
-    rows = f"{part or 'the {:,} held-out'} rows of {settings.dataset.name}".format(sides.num_rows)
-    path = settings.dataset.source.get("path") or settings.dataset.hub_name
-    lines: dict[str, object] = {
-        "policy": settings.policy,
-        "baseline": settings.baseline,
-        "prompts": f"{len(sides.records):,} of {rows}" + (f" ({path})" if path else ""),
-        "not asked": ", ".join(f"{n:,} {why}" for why, n in sides.unused.items() if n) or "none",
-        "responses": f"{settings.evaluation.answers_per_prompt} a side to each prompt, of at most "
-        f"{settings.evaluation.max_new_tokens} tokens",
-        "temperature": settings.evaluation.temperature,
-        "seed": settings.seed,
-    }
-    if settings.best_of.n:
-        numbers = ", ".join(map(str, settings.best_of.n))
-        lines["best of"] = f"{numbers} of {settings.best_of.pool} to each prompt"
-    scorer = settings.scorer
-    if scorer is not None:
-        lines["score"] = scorer.get("source") or scorer.get("function") or scorer.path
-    if settings.judge is not None:
-        lines["judge"] = settings.judge.get("model") or settings.judge.class_name
-    return lines
 
 
 def _job(cfg: Any) -> None:

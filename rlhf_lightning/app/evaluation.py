@@ -15,15 +15,13 @@ from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.evaluation.compare import comparison_of
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.generate import Sampling
-from rlhf_lightning.evaluation.held_out import held_out_comparison, start_in_memory
 from rlhf_lightning.evaluation.safety import required_measures
-from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.loading import load_config, loading_options
-from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.summary import GateResult
@@ -113,19 +111,15 @@ def num_shown(settings: TrainSettings) -> int:
     return min(SHOWN, settings.evaluation.num_prompts, settings.evaluation.num_samples)
 
 
-def comparison_arguments(settings: TrainSettings, *, num_prompts: int) -> dict[str, Any]:
-    """Return the arguments of `held_out_comparison` that the settings say."""
+def comparison_arguments(settings: TrainSettings | EvaluateSettings) -> dict[str, Any]:
+    """Return the judges and the number of prompts, arguments of `compare` that settings say."""
     evaluation = settings.evaluation
     return {
         "gold": None if evaluation.gold is None else evaluation.gold.build(),
         "safety": None if settings.safety is None else settings.safety.build(),
-        "num_prompts": num_prompts,
         "answers_per_prompt": evaluation.answers_per_prompt,
-        "max_prompt_length": prompt_length(settings),
-        "batch_size": min(evaluation.batch_size, num_prompts),
-        "seed": settings.seed,
-        "over_long": settings.data.arguments["over_long"],
-        "setting": f"data.{settings.data.prompt_length_key}",
+        "num_prompts": evaluation.num_prompts,
+        "batch_size": min(evaluation.batch_size, evaluation.num_prompts),
     }
 
 
@@ -156,52 +150,32 @@ def validate(parts: TrainingComponents) -> dict[str, float]:
     return dict(results[0]) if results else {}
 
 
-def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyModel:
-    """Return the frozen policy that the stage started from; for an adapter, the base itself.
-
-    Raises:
-        ManifestError: if another model has replaced it.
-    """
-    if (held := start_in_memory(parts.module)) is not None:
-        return held
-    with parts.trainer.strategy.root_device:
-        policy = frozen(load_policy(str(settings.start), **settings.model.origin))
-    if (source := parts.module.source) is not None:
-        source.check()  # behind the load: it may take minutes
-    round_frozen_weights(policy.model, settings.compute_precision)
-    return policy
-
-
-def answers_of(
-    settings: TrainSettings, parts: TrainingComponents, baseline: PolicyModel, num_prompts: int
-) -> list[dict[str, Any]]:
-    """Return responses of both policies to some held-out prompts, which nothing judges."""
-    if not num_prompts:
-        return []
-    asked = comparison_arguments(settings, num_prompts=num_prompts)
-    asked |= {"safety": None, "gold": None, "over_long": "drop"}
-    comparison = held_out_comparison(
-        settings.data.source.build(), parts.sampling, scorer=None, **asked
-    )
-    if comparison is None:
-        return []
-    policies = placed(parts, parts.module.policy), placed(parts, baseline)
-    return comparison.findings(*policies).samples
-
-
-def compare(settings: TrainSettings, parts: TrainingComponents, baseline: PolicyModel) -> Findings:
+def compare(
+    settings: TrainSettings,
+    parts: TrainingComponents,
+    baseline: PolicyModel,
+    *,
+    num_samples: int | None = None,
+    **changes: Any,
+) -> Findings:
     """Compare the trained policy with `baseline` on held-out prompts.
 
     Args:
         settings: settings of the stage.
         parts: parts with the trained module.
         baseline: the policy that the stage started from.
+        num_samples: prompts to keep with a response of each; None for `evaluation.num_samples`.
+        changes: arguments of `compare` that differ from the settings.
     """
-    comparison = held_out_comparison(
-        settings.data.source.build(),
-        parts.sampling,
+    comparison = comparison_of(
+        parts.module,
+        parts.data,
         scorer=parts.scorer,
-        **comparison_arguments(settings, num_prompts=settings.evaluation.num_prompts),
+        max_prompt_length=prompt_length(settings),
+        seed=settings.seed,
+        setting=f"data.{settings.data.prompt_length_key}",
+        **settings.evaluation.decoding,
+        **comparison_arguments(settings) | changes,
     )
     if comparison is None:
         logger.warning("no prompt is held out: no comparison with %s", settings.start)
@@ -211,5 +185,5 @@ def compare(settings: TrainSettings, parts: TrainingComponents, baseline: Policy
         placed(parts, parts.module.policy),
         placed(parts, baseline),
         teacher=None if teacher is None else placed(parts, teacher),
-        num_samples=settings.evaluation.num_samples,
+        num_samples=settings.evaluation.num_samples if num_samples is None else num_samples,
     )

@@ -8,18 +8,17 @@ from typing import Any, cast
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluation import (
     TrainingComponents,
-    answers_of,
     compare,
     num_answered,
     num_shown,
     placed,
     prompt_length,
-    start_policy,
     validate,
 )
 from rlhf_lightning.data.encode import EncodedPreference
+from rlhf_lightning.evaluation.compare import start_policy
 from rlhf_lightning.evaluation.final_metrics import Findings, held_out_loss, trained_findings
-from rlhf_lightning.evaluation.normalization import fold_normalization, normalization_prompts
+from rlhf_lightning.evaluation.normalization import normalize_reward_model
 from rlhf_lightning.evaluation.reward_accuracy import score_pairs, share_right
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.precision import release_freed_memory
@@ -56,7 +55,7 @@ def _compared_policy(settings: TrainSettings, parts: TrainingComponents) -> Find
     if settings.start is None:
         return Findings({})  # nothing to compare with
     if not isinstance(module, SFTModule):
-        baseline = start_policy(settings, parts)
+        baseline = start_policy(module)
         if parts.scorer is None and settings.scorer is not None:
             parts.scorer = settings.scorer.build()
             for model in parts.scorer.build():
@@ -64,13 +63,16 @@ def _compared_policy(settings: TrainSettings, parts: TrainingComponents) -> Find
         return compare(settings, parts, baseline)
     if gold is None and module.device_mesh is not None:
         return Findings({})  # no judge, and no room for a second whole model
-    baseline, metrics = start_policy(settings, parts), dict[str, float]()
+    baseline, metrics = start_policy(module), dict[str, float]()
     if parts.data.rows("validation"):
         loader = parts.data.val_dataloader()
         metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
     if gold is None:
         shown = num_shown(settings) if parts.data.rows("validation") else 0
-        return Findings(metrics, answers_of(settings, parts, baseline, shown))
+        if not shown:
+            return Findings(metrics)
+        few: dict[str, Any] = {"num_prompts": shown, "num_samples": shown, "safety": None}
+        return Findings(metrics, compare(settings, parts, baseline, **few).samples)
     findings = compare(settings, parts, baseline)
     findings.metrics |= metrics
     return findings
@@ -78,24 +80,16 @@ def _compared_policy(settings: TrainSettings, parts: TrainingComponents) -> Find
 
 def _normalized_model(settings: TrainSettings, parts: TrainingComponents) -> Findings:
     """Hold a larger model against the reward model, if there is one, and normalize its scores."""
-    metrics, model = _larger_model(settings, parts), cast(RewardModule, parts.module).model
-    count = num_answered(settings)
-    if count:
-        policy = start_policy(settings, parts)
-        prompts = normalization_prompts(
-            settings.data.source.build(),
-            parts.tokenizer,
-            num_samples=count,
-            batch_size=settings.evaluation.batch_size,
+    metrics, evaluation = _larger_model(settings, parts), settings.evaluation
+    if num_answered(settings):
+        metrics |= normalize_reward_model(
+            cast(RewardModule, parts.module),
+            parts.data,
+            max_new_tokens=evaluation.max_new_tokens,
             max_prompt_length=prompt_length(settings),
-            seed=settings.seed,
-            over_long=settings.data.arguments["over_long"],
-        )
-        metrics |= fold_normalization(
-            placed(parts, model),
-            placed(parts, policy),
-            prompts,
-            parts.sampling,
+            temperature=evaluation.temperature,
+            batch_size=evaluation.batch_size,
+            micro_batch_size=evaluation.micro_batch_size,
             seed=settings.seed,
         )
     return Findings(metrics)

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from rlhf_lightning.arguments import Count, checked
+from rlhf_lightning.arguments import Count, Size, Temperature, checked
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.evaluation.compare import comparison_in_training
-from rlhf_lightning.evaluation.generate import GoldReward, side_by_side
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideResponses
+from rlhf_lightning.evaluation.compare import comparison_of
+from rlhf_lightning.evaluation.generate import GoldReward, PolicyAnswers, side_by_side
+from rlhf_lightning.evaluation.held_out import HeldOutComparison
 from rlhf_lightning.evaluation.safety import SafetyCheck
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 
@@ -29,48 +29,63 @@ class PeriodicEvaluation(Callback):
     The reference is sampled once. Noise is keyed by row, so an evaluation changes no rollout.
 
     Args:
-        comparison: prompts and judges; None for the held-out prompts of the Trainer's DataModule,
-            with the following arguments.
         every_n_iterations: iterations between two evaluations.
-        num_prompts: largest number of prompts.
-        gold: a function `(prompts, completions, finished, **columns) -> list of numbers`.
-        safety: prompts that must be refused, and the detector of refusals.
+        num_prompts: largest number of prompts, of those that the Trainer's DataModule holds out.
+        gold, safety, answers_per_prompt, max_new_tokens, temperature: see `compare`.
+        batch_size, micro_batch_size, skip_special_tokens: see `compare`.
     """
 
     @checked
     def __init__(
         self,
-        comparison: HeldOutComparison | None = None,
         *,
         every_n_iterations: Count,
         num_prompts: Count = 128,
         gold: GoldReward | None = None,
         safety: SafetyCheck | None = None,
+        answers_per_prompt: Size = 1,
+        max_new_tokens: Size | None = None,
+        temperature: Temperature | None = None,
+        batch_size: Size = 64,
+        micro_batch_size: Size | None = None,
+        skip_special_tokens: bool | None = None,
     ) -> None:
-        self._given = self.comparison = comparison
         self.every_n_iterations = every_n_iterations
-        self._asked: dict[str, Any] = {"num_prompts": num_prompts, "gold": gold, "safety": safety}
-        self._baseline: SideResponses | None = None
+        self.comparison: HeldOutComparison | None = None
+        self._asked: dict[str, Any] = {
+            "num_prompts": num_prompts,
+            "gold": gold,
+            "safety": safety,
+            "answers_per_prompt": answers_per_prompt,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "batch_size": batch_size,
+            "micro_batch_size": micro_batch_size,
+            "skip_special_tokens": skip_special_tokens,
+        }
+        self._baseline: PolicyAnswers | None = None
         self._names: set[str] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the prompts, where they are not given.
+        """Choose the prompts.
 
         Raises:
             TypeError: for a module that samples nothing, or data without held-out prompts.
             ValueError: if none is held out.
         """
-        self.comparison, self._baseline, self._names = self._given, None, set()
+        self._baseline, self._names = None, set()
         if not isinstance(pl_module, OnPolicyModule):
             name = type(pl_module).__name__
             raise TypeError(
                 f"PeriodicEvaluation goes with PPO, GRPO and their relatives: not {name}"
             )
-        if self.comparison is None:
-            data: Any = getattr(trainer, "datamodule", None)
-            if not isinstance(data, RecordDataModule):
-                raise TypeError("PeriodicEvaluation needs fit(module, datamodule=PromptDataModule)")
-            self.comparison = comparison_in_training(pl_module, data, **self._asked)
+        data: Any = getattr(trainer, "datamodule", None)
+        if not isinstance(data, RecordDataModule):
+            raise TypeError("PeriodicEvaluation needs fit(module, datamodule=PromptDataModule)")
+        seed = pl_module.hparams.get("seed", 1)
+        self.comparison = comparison_of(
+            pl_module, data, scorer=pl_module.scorer, seed=seed, **self._asked
+        )
         if self.comparison is None:
             raise ValueError("PeriodicEvaluation: no prompt of the data is held out")
 
@@ -87,15 +102,13 @@ class PeriodicEvaluation(Callback):
         assert self.comparison is not None  # since the start
         with trainer.strategy.precision_plugin.forward_context():
             if self._baseline is None:
-                self._baseline = self.comparison.ask_baseline(
-                    module.reference, teacher=module.teacher
-                )
+                self._baseline = self.comparison.ask_baseline(module.reference, module.teacher)
             mine = self.comparison.ask_policy(module.policy, module.reference, module.teacher)
         measures = self.comparison.measure(mine, self._baseline)
         measures["time/evaluate"] = time.perf_counter() - started
         self._names |= set(measures)
         gaps = dict.fromkeys(self._names, math.nan)
         pl_module.log_dict(gaps | measures, on_step=True)
-        samples = side_by_side(mine.main, self._baseline.main, NUM_SAMPLES)
+        samples = side_by_side(mine, self._baseline, NUM_SAMPLES)
         for logger in wandb_loggers(trainer):
             log_samples(logger, current_iteration(trainer), "held_out", samples)

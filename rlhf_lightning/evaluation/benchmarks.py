@@ -1,4 +1,4 @@
-"""Benchmarks: of reward models pairs of a file and RewardBench 2, of policies lm-eval's tasks."""
+"""Benchmarks of reward models: pairs of a file, and RewardBench 2."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Count, CountOrZero, Names, PathOrName, Size, checked
+from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.batches import FINISHED_BY_STOP, Generation
+from rlhf_lightning.data.collate import PromptCollator
+from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
-from rlhf_lightning.data.records import PreferenceRecord, Text
+from rlhf_lightning.data.records import PreferenceRecord, PromptRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.texts import from_json
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, whole_metrics
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE, Interval, share_over_prompts
-from rlhf_lightning.preferences.candidates import LoadedPolicy
+from rlhf_lightning.evaluation.win_rate import share_over_prompts
+from rlhf_lightning.rollout.scorers.base import Scorer, make_responses
 from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.metric_catalog import part_key
+from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +40,18 @@ class Candidates:
     """Responses to one prompt, the correct ones first.
 
     Args:
-        prompt: a text, or a list of messages.
+        prompt: the prompt, a text or a conversation.
         answers: responses in the form of the prompt.
         num_correct: number of correct responses.
         subset: name of the subset, or "".
         group: name of the group within its subset, or "".
-        record: record of a pair that comes from one.
     """
 
-    prompt: Text
+    prompt: PromptRecord
     answers: tuple[Text, ...]
     num_correct: int = 1
     subset: str = ""
     group: str = ""
-    record: PreferenceRecord | None = None
 
 
 class Scored(NamedTuple):
@@ -87,23 +92,36 @@ class PairsBenchmark:
         Raises:
             BadRecordError: for a row that is no pair.
         """
-        found = FileSource(self.path, validation_fraction=0.0).records("preferences", "train")
+        found: Any = FileSource(self.path, validation_fraction=0.0).records("preferences", "train")
         rows = checked_rows(Path(self.path).expanduser())
         names = [str(row.get(self.subset) or "") for _, row in rows]
+        pairs: list[tuple[PreferenceRecord, str]] = list(zip(found, names, strict=True))
         return [
-            Candidates(pair.prompt, (pair.chosen, pair.rejected), subset=name, record=pair)
-            for pair, name in zip(found, names, strict=True)
-            if isinstance(pair, PreferenceRecord)
+            Candidates(
+                PromptRecord(
+                    pair.prompt,
+                    domain=pair.domain,
+                    rendered=pair.rendered,
+                    variables=pair.variables,
+                ),
+                (pair.chosen, pair.rejected),
+                subset=name,
+            )
+            for pair, name in pairs
         ]
 
     def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/accuracy` and what `pair_metrics` finds, under `benchmark/`."""
-        pairs = []
-        for one, scores, lengths in scored:
-            subsets = (one.subset,) if one.subset else ()
-            domain = "" if one.record is None else one.record.domain
-            (good, bad), (long, other) = scores, lengths
-            pairs.append(ScoredPair(good, bad, long, other, subsets, domain, repr(one.prompt)))
+        pairs = [
+            ScoredPair(
+                *scores,
+                *lengths,
+                subsets=(one.subset,) if one.subset else (),
+                domain=one.prompt.domain,
+                prompt=repr(one.prompt.prompt),
+            )
+            for one, scores, lengths in scored
+        ]
         measures = whole_metrics(pairs) | pair_metrics(pairs)
         return {f"benchmark/{name.removeprefix('val/')}": v for name, v in measures.items()}
 
@@ -165,7 +183,7 @@ class RewardBench2:
             ({"role": role, "content": text},) if chat else text
             for role, text in zip(roles, texts, strict=True)
         ]
-        return Candidates(prompt, tuple(answers), len(lists[0]), subset, group)
+        return Candidates(PromptRecord(prompt), tuple(answers), len(lists[0]), subset, group)
 
     def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/score` and each subset's.
@@ -182,7 +200,7 @@ class RewardBench2:
                 found = ties_metrics(part)
             else:
                 by_prompt = np.array([(s[0] == max(s)) / s.count(max(s)) for _, s, _ in part])
-                found = share_over_prompts(by_prompt, confidence=CONFIDENCE).named("score")
+                found = share_over_prompts(by_prompt).named("score")
             found["num_prompts"] = float(len(part))
             measures |= {part_key(f"benchmark/{k}", "subset", name): v for k, v in found.items()}
         scores = [measures[part_key("benchmark/score", "subset", name)] for name in parts]
@@ -235,145 +253,112 @@ def ties_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     return found
 
 
-def offsets(candidates: Sequence[Candidates]) -> list[tuple[int, int]]:
-    """Return begin and end of each prompt's responses in a list of all responses."""
-    ends = np.cumsum([0, *(len(one.answers) for one in candidates)]).tolist()
-    return list(pairwise(ends))
-
-
-@checked
-@dataclass(frozen=True)
-class LmEvalBenchmark:
-    """Tasks of lm-eval, with paired intervals of the change from the baseline.
+def score_candidates(
+    candidates: Sequence[Candidates],
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    batch_size: int,
+    device: torch.device,
+) -> list[Scored]:
+    """Return the scores and tokens of all responses.
 
     Args:
-        tasks: names of the tasks.
-        include_path: folder of further task files.
-        num_fewshot: examples before each question; None as the task says.
-        limit: questions of each task; None for all.
-        batch_size: rows of a forward.
-        apply_chat_template: questions as messages of a user.
+        candidates: prompts with their responses.
+        scorer: scores them; its models are on `device`.
+        tokenizer: tokenizer of the policy, whose tokens the scorer reads.
+        max_prompt_length: longest prompt, in tokens.
+        batch_size: rows that are scored together.
+        device: device of the scorer's models.
+
+    Raises:
+        ValueError: if there is none, or one has a prompt of more tokens.
     """
+    if not candidates:
+        raise ValueError("benchmark: the file holds no rows")
+    asked = [(one.prompt, answer) for one in candidates for answer in one.answers]
+    answers = written_responses(
+        *zip(*asked, strict=True),
+        tokenizer,
+        max_prompt_length=max_prompt_length,
+        batch_size=batch_size,
+        device=device,
+        scorer=scorer,
+    )
+    unknown, ids = tokenizer.unk_token_id, answers.token_ids
+    if unknown is not None and (rows := sum(unknown in one[:-1] for one in ids)):
+        told = "%d of %d responses have words that the tokenizer does not know"
+        logger.warning(told, rows, len(ids))
+    values = iter(zip(answers.scores, answers.lengths, strict=True))
+    return [
+        Scored(one, *map(list, zip(*(next(values) for _ in one.answers), strict=True)))
+        for one in candidates
+    ]
 
-    tasks: Names
-    include_path: PathOrName | None = None
-    num_fewshot: CountOrZero | None = None
-    limit: Count | None = None
-    batch_size: Size = 8
-    apply_chat_template: bool = False
 
-    def measure(self, policy: LoadedPolicy, baseline: LoadedPolicy) -> dict[str, float]:
-        """Return of each task and metric the policy's mean, the baseline's, and the change.
+def written_responses(
+    records: Sequence[PromptRecord],
+    completions: Sequence[Text],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    batch_size: int,
+    device: torch.device,
+    scorer: Scorer | None,
+) -> PolicyAnswers:
+    """Return given texts as responses of a policy, with their scores.
 
-        Names are `benchmark/<metric>/task/<task>`, `benchmark/baseline_<metric>/task/<task>` and
-        `benchmark/<metric>_change/task/<task>` with the ends of its 95 % interval over the
-        questions, each with both responses: see `share_over_prompts`. A metric is a number for each
-        question, or a list of them, such as IFEval's of instructions, whose mean lm-eval reports.
-        One question of each task is asked first, so that one without such a metric ends at once.
+    Args:
+        records: the prompts.
+        completions: one a prompt, as the records write them.
+        tokenizer: tokenizer of the policy, whose tokens the scorer reads.
+        max_prompt_length: longest prompt, in tokens.
+        batch_size: rows that are scored together.
+        device: device of the scorer's models.
+        scorer: scores them; without it NaN.
 
-        Raises:
-            ValueError: if a task is unknown, or has no such metric.
-        """
-        self._samples(policy, limit=1)
-        mine, theirs = (self._samples(side, limit=self.limit) for side in (policy, baseline))
-        found: dict[str, float] = {}
-        for task, metrics in mine.items():
-            for metric in (name for name in metrics if name in theirs[task]):
-                now, before = metrics[metric], theirs[task][metric]
-                if now.keys() != before.keys():
-                    raise ValueError(f"task {task}: both sides were not asked the same questions")
-                measures = _compared(metric, [(now[key], before[key]) for key in sorted(now)])
-                found |= {part_key(f"benchmark/{k}", "task", task): v for k, v in measures.items()}
-        return found
-
-    def _samples(
-        self, side: LoadedPolicy, *, limit: int | None
-    ) -> dict[str, dict[str, dict[int, np.ndarray]]]:
-        """Return task -> metric -> number of a question -> its values."""
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-
-        # lm-eval reads thousands of its files: skip them if the folder has all requested tasks.
-        own = self.include_path and str(self.include_path)
-        for everything in (False, True) if own else (True,):
-            manager = TaskManager(include_path=own, include_defaults=everything)
-            unknown = [task for task in self.tasks if not manager.match_tasks([task])]
-            if not unknown:
-                break
-        else:
+    Raises:
+        ValueError: if a prompt has more tokens, or none: the figure would be of another set.
+    """
+    encoder = TextEncoder(tokenizer)
+    rows: list[tuple[EncodedPrompt, list[int]]] = []
+    for record, completion in zip(records, completions, strict=True):
+        row = encode_prompt(record, encoder, max_length=max_prompt_length)
+        if row is None:
             raise ValueError(
-                f"benchmark.tasks: lm-eval has no {', '.join(unknown)}; `lm-eval ls tasks` lists "
-                "them, and benchmark.include_path=FOLDER adds your own"
+                f"benchmark: a prompt has more than prompts.max_length={max_prompt_length} tokens, "
+                f"or none: raise it. The prompt is {str(record.prompt)[:100]!r}"
             )
-        with side.model.generating() as model:
-            own_model: Any = {"pretrained": model, "tokenizer": side.tokenizer}
-            result = simple_evaluate(
-                model=HFLM(**own_model, batch_size=self.batch_size),
-                tasks=list(self.tasks),
-                num_fewshot=self.num_fewshot,
-                limit=limit,
-                bootstrap_iters=0,
-                apply_chat_template=self.apply_chat_template,
-                task_manager=manager,
-            )
-        return {
-            task: _by_metric(task, samples, result["results"][task])
-            for task, samples in result["samples"].items()
-        }
-
-
-def _compared(metric: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Return the policy's mean of a metric, the baseline's, and the change with its interval."""
-    both = np.array([(mine.mean(), theirs.mean()) for mine, theirs in pairs])
-    parts = np.array([len(mine) for mine, _ in pairs], dtype=float)
-    both *= (parts / parts.mean())[:, None]  # each part counts the same
-    change = both[:, 0] - both[:, 1]
-    # As shares, so that the interval never has width 0.
-    reach = max(1.0, float(np.abs(change).max()))
-    of = share_over_prompts((change / reach + 1) / 2, confidence=CONFIDENCE)
-    return {
-        metric: float(both[:, 0].mean()),
-        f"baseline_{metric}": float(both[:, 1].mean()),
-        **Interval(*(reach * (2 * value - 1) for value in of)).named(f"{metric}_change"),
-        "num_questions": float(len(both)),
-    }
-
-
-def _by_metric(
-    task: str, samples: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]
-) -> dict[str, dict[int, np.ndarray]]:
-    """Return metric -> number of a question -> its values; the name of a filter is appended.
-
-    A metric is left out where its values are no numbers, or lm-eval reports not their mean.
-    """
-    values: dict[tuple[str, str], dict[int, np.ndarray]] = defaultdict(dict)
-    for one in samples:
-        for metric in one["metrics"]:
-            value = one[metric] if isinstance(one[metric], list) else [one[metric]]
-            values[metric, one.get("filter", "none")][one["doc_id"]] = np.asarray(value)
-    found: dict[str, dict[int, np.ndarray]] = {}
-    other = set()
-    for (metric, rule), by_question in values.items():
-        told, parts = reported.get(f"{metric},{rule}"), list(by_question.values())
-        plain = all(x.size and x.ndim == 1 and x.dtype.kind in "bif" for x in parts)
-        mean = np.concatenate(parts).mean() if plain else math.nan
-        if not isinstance(told, int | float) or math.isinf(told):
-            told = math.nan
-        if math.isclose(mean, told, abs_tol=1e-9):
-            behind = "" if rule == "none" else "_" + rule.replace("-", "_")
-            found[metric + behind] = by_question
-        else:
-            other.add(metric)
-    left_out = ", ".join(sorted(other)) or "there is none"
-    if not found:
-        raise ValueError(
-            f"benchmark.tasks: {task} has no metric that is a mean over its questions ({left_out}):"
-            " leave the task out"
+        rows.append(_written(record, completion, row, encoder))
+    result, pad = PolicyAnswers(), int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        prompts = PromptCollator(pad)([(row, start + i) for i, (row, _) in enumerate(part)])
+        ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in part]
+        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+        generation = Generation(
+            sequences=torch.cat([prompts.input_ids, pad_sequence(ids, True, pad)], 1),
+            response_mask=mask.bool(),  # [B, R]
+            finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
         )
-    if other:
-        logger.warning("%s of %s is no mean over questions: left out", left_out, task)
-    return found
+        answers = make_responses(prompts.to(device), generation.to(device), tokenizer)
+        # As written: a word that the tokenizer does not know is missing in what it decodes.
+        texts = completions[start : start + batch_size]
+        written = tuple(one if isinstance(one, str) else one[-1]["content"] for one in texts)
+        result.extend(replace(answers, completions=written), scorer)
+    return result
 
 
-Benchmark = RewardBenchmark | LmEvalBenchmark
+def _written(
+    record: PromptRecord, completion: Text, row: EncodedPrompt, encoder: TextEncoder
+) -> tuple[EncodedPrompt, list[int]]:
+    """Return the tokens of a prompt and of the response behind it."""
+    if not record.rendered:  # texts may spell control tokens
+        plain = encoder.control.disarmed
+        prompt, variables = plain(record.prompt), plain(dict(record.variables))
+        record, completion = replace(record, prompt=prompt, variables=variables), plain(completion)
+    asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
+    (found,) = prompt_and_responses(record.prompt, [completion], encoder, **asked)
+    given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
+    return replace(row, input_ids=given), found.response

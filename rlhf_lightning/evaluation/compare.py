@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,14 @@ from rlhf_lightning.data.sources.given import Rows, WholeSource, as_source
 from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.evaluation.gates import CheckedGate, check_gates
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling
-from rlhf_lightning.evaluation.held_out import (
-    HeldOutComparison,
-    Questions,
-    held_out_comparison,
-    prompt_room,
-    start_in_memory,
-    trainer_of,
-)
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, held_out_comparison
 from rlhf_lightning.evaluation.safety import SafetyCheck, required_measures
 from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.modules.on_policy import OnPolicyModule
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.models.precision import MIXED_BF16, round_frozen_weights
 from rlhf_lightning.modules.pretrained import naming_argument
 from rlhf_lightning.modules.rewards import as_scorer
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
@@ -94,6 +89,7 @@ def compare(
     temperature: Temperature | None = None,
     batch_size: Size = 64,
     micro_batch_size: Size | None = None,
+    skip_special_tokens: bool | None = None,
     seed: Seed = 1,
 ) -> Comparison:
     """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward` or `gold`.
@@ -125,82 +121,128 @@ def compare(
             training, else 1.
         batch_size: prompts in one batch of generation.
         micro_batch_size: rows of a forward of the KL; None for all of a batch.
+        skip_special_tokens: leave special tokens out of the responses' texts; None as in the
+            policy's training.
         seed: seeds the choice of prompts and the sampling.
 
     Raises:
+        ManifestError: if `baseline` is what the policy was trained from, and another model now.
         TypeError: if there is neither a reward nor a gold reward.
         ValueError: if no prompt is held out, the two tokenizers differ, or the reward scores no
             pair of responses.
     """
     mine = _side(policy, "policy")
-    start = start_in_memory(policy) if str(baseline) == mine.source else None
-    theirs = _side(baseline, "baseline") if start is None else _start_side(mine, start)
-    check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
+    theirs = _baseline(policy, mine, baseline)
     reward = getattr(policy, "scorer", None) if reward is None else reward
+    if reward is None and gold is None:
+        raise TypeError("compare needs reward=, a function or a reward model, or gold=")
     scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
-    judges: dict[str, Any] = {"scorer": scorer, "gold": gold, "safety": safety, "seed": seed}
-    source, data = _held_out(policy, prompts)
-    sampling = _sampling(policy, mine, max_new_tokens, temperature, micro_batch_size)
-    wanted = 512 if data is None else data.max_length
-    longest = max_prompt_length or prompt_room(mine.model, wanted, sampling.max_new_tokens)
-    comparison = held_out_comparison(
-        source,
-        sampling,
-        **judges,
+    comparison = comparison_of(
+        policy,
+        prompts,
+        side=mine,
+        scorer=scorer,
+        gold=gold,
+        safety=safety,
         num_prompts=num_prompts,
         answers_per_prompt=answers_per_prompt,
-        max_prompt_length=longest,
+        max_new_tokens=max_new_tokens,
+        max_prompt_length=max_prompt_length,
+        temperature=temperature,
         batch_size=batch_size,
-        over_long="drop" if data is None else data.over_long,
+        micro_batch_size=micro_batch_size,
+        skip_special_tokens=skip_special_tokens,
+        seed=seed,
     )
     if comparison is None:
-        found = f"no prompt of {prompts} is held out with at most {longest} tokens"
-        fix = "give a source with a validation part (validation_fraction=, validation_path=)"
-        raise ValueError(f"{found}: {fix}")
-    _warn_of_whole(source, comparison.questions, trained=trainer_of(policy) is not None)
-    if data is None:  # else the DataModule has said it
-        warn_of_plain_prompts(source.records("prompts", "validation"), mine.tokenizer)
+        raise ValueError(
+            f"no prompt of {prompts} that is short enough is held out: give a source with a "
+            "validation part (validation_fraction=, validation_path=), or max_prompt_length="
+        )
     judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
-    return _compared(mine, theirs, comparison, judge, gates or {}, num_samples, policy)
+    return _compared(policy, mine, theirs, comparison, judge, gates or {}, num_samples)
 
 
 def _compared(
+    policy: Any,
     mine: _Side,
     theirs: _Side,
     comparison: HeldOutComparison,
     judge: Any,
     gates: Mapping[str, Any],
     num_samples: int | None,
-    policy: Any,
 ) -> Comparison:
-    scorer, gold = comparison.scorer, comparison.judges.gold
-    if scorer is None and gold is None:
-        raise TypeError("compare needs reward=, a function or a reward model, or gold=")
+    scorer, safety, device = comparison.scorer, comparison.safety, mine.model.device
     if scorer is not None and scorer is not getattr(policy, "scorer", None):
         for model in scorer.build(None):
-            model.to(mine.model.device)
-    with mine.precision:
-        findings = comparison.findings(
-            mine.model,
-            theirs.model,
-            teacher=_teacher(policy, comparison, mine.model.device),
-            num_samples=num_samples,
+            model.to(device)
+    teacher = _teacher(policy, comparison, device)
+    with precision_of(mine.trainer):
+        found = comparison.findings(
+            mine.model, theirs.model, teacher=teacher, num_samples=num_samples
         )
-    by = "val/score_win_rate" if gold is None else "val/gold_win_rate"
-    if by not in findings.metrics:
+    by = "val/score_win_rate" if comparison.gold is None else "val/gold_win_rate"
+    if by not in found.metrics:
         raise ValueError(
             "no score: the reward has none (None) for the two responses to any of the prompts; "
             "compare by one that applies to them"
         )
-    safety = comparison.judges.safety
     required = required_measures(None if safety is None else safety.prompts)
-    results = check_gates(gates, findings.metrics, required=required)
+    results = check_gates(gates, found.metrics, required=required)
     for callback in getattr(mine.trainer, "callbacks", ()):
         if hasattr(callback, "on_compare_end"):
-            callback.on_compare_end(mine.trainer, findings, results, theirs.name, judge)
-    rate, low, high = (findings.metrics[f"{by}{end}"] for end in ("", "_low", "_high"))
-    num_asked = int(findings.metrics["val/num_prompts"])
-    return Comparison(rate, low, high, num_asked, findings.metrics, findings.samples, results)
+            callback.on_compare_end(mine.trainer, found, results, theirs.name, judge)
+    rate, low, high = (found.metrics[f"{by}{end}"] for end in ("", "_low", "_high"))
+    asked = int(found.metrics["val/num_prompts"])
+    return Comparison(rate, low, high, asked, found.metrics, found.samples, results)
+
+
+def comparison_of(
+    policy: Any,
+    prompts: Any,
+    *,
+    side: _Side | None = None,
+    max_new_tokens: int | None = None,
+    max_prompt_length: int | None = None,
+    temperature: float | None = None,
+    micro_batch_size: int | None = None,
+    skip_special_tokens: bool | None = None,
+    **judged: Any,
+) -> HeldOutComparison | None:
+    """Return the comparison of a policy on held-out prompts; None if none can be asked.
+
+    The arguments are those of `compare`, and those of `held_out_comparison`.
+    """
+    side = _side(policy, "policy") if side is None else side
+    source, data = _held_out(policy, prompts)
+    usual = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
+    skip = usual.skip_special_tokens if skip_special_tokens is None else skip_special_tokens
+    sampling = Sampling(
+        getattr(policy, "generator", None) or side.generator,
+        side.tokenizer,
+        temperature=usual.temperature if temperature is None else temperature,
+        max_new_tokens=max_new_tokens or usual.max_new_tokens,
+        micro_batch_size=micro_batch_size,
+        skip_special_tokens=skip,
+    )
+    wanted = 512 if data is None else data.max_length
+    longest = max_prompt_length or prompt_room(side.model, wanted, sampling.max_new_tokens)
+    records: Any = source.records("prompts", "validation")
+    over_long = "drop" if data is None else data.over_long
+    lengths: Any = {"max_prompt_length": longest, "over_long": over_long}
+    comparison = held_out_comparison(records, [sampling], **lengths, **judged)
+    if comparison is not None and isinstance(source, WholeSource):
+        asked, rows = len(comparison.records), source.num_rows()
+        if asked < rows or trainer_of(policy) is None:
+            logger.warning(
+                "%d of all %d rows are asked. If the policy was trained on some of them, give the "
+                "DataModule or the source of that training, whose held-out part is asked",
+                asked,
+                rows,
+            )
+    if data is None:  # else the DataModule has said it
+        warn_of_plain_prompts(records, side.tokenizer)
+    return comparison
 
 
 def _teacher(policy: Any, comparison: HeldOutComparison, device: torch.device) -> Teacher | None:
@@ -210,82 +252,15 @@ def _teacher(policy: Any, comparison: HeldOutComparison, device: torch.device) -
         return None
     columns = (
         {name: values[row] for name, values in batch.columns.items()}
-        for batch in comparison.questions.batches
+        for batch in comparison.sides[0].batches
         for row in range(len(batch))
     )
     try:
-        teacher.check(columns, temperature=comparison.sampling.temperature or 1.0)
+        teacher.check(columns, temperature=comparison.sides[0].sampling.temperature or 1.0)
     except (ValueError, ServiceError) as error:
         logger.warning("the KL to the teacher is not measured: %s", error)
         return None
     return teacher.to(device)
-
-
-def _warn_of_whole(source: RecordSource, questions: Questions, *, trained: bool) -> None:
-    """Say how many rows are asked, and what a policy whose data are unknown may have seen."""
-    if not isinstance(source, WholeSource):
-        return
-    asked = sum(map(len, questions.batches)) // questions.answers_per_prompt
-    rows, left = source.num_rows(), ""
-    if asked < rows:
-        left = "; max_prompt_length, num_prompts and repeated prompts leave out the others"
-    if not trained:
-        left += (
-            ". If the policy was trained on some of them, give the DataModule or the source of "
-            "that training, whose held-out part is asked"
-        )
-    if left:
-        logger.warning("%d of all %d rows are asked%s", asked, rows, left)
-
-
-def _sampling(
-    policy: Any,
-    side: _Side,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    micro_batch_size: int | None = None,
-) -> Sampling:
-    """Return the sampling of both sides: that of the policy's training, except for given values."""
-    sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
-    generator = getattr(policy, "generator", None)
-    if generator is None:
-        pad: Any = side.tokenizer.pad_token_id
-        generator = CapturedGenerator(stop_ids(side.tokenizer, side.source), int(pad))
-    return Sampling(
-        generator,
-        side.tokenizer,
-        temperature=sampled.temperature if temperature is None else temperature,
-        max_new_tokens=max_new_tokens or sampled.max_new_tokens,
-        micro_batch_size=micro_batch_size,
-        skip_special_tokens=sampled.skip_special_tokens,
-    )
-
-
-def comparison_in_training(
-    module: OnPolicyModule, data: RecordDataModule, *, num_prompts: int, **judges: Any
-) -> HeldOutComparison | None:
-    """Return the comparison of a policy in training with its reference, for every few iterations.
-
-    Args:
-        module: module with policy, reference and scorer.
-        data: data that it is trained on, with a held-out part.
-        num_prompts: largest number of prompts.
-        judges: `gold` and `safety`, as in `compare`.
-    """
-    side = _side(module, "policy")
-    sampling = _sampling(module, side)
-    return held_out_comparison(
-        data.source,
-        sampling,
-        scorer=module.scorer,
-        num_prompts=num_prompts,
-        answers_per_prompt=1,
-        max_prompt_length=prompt_room(side.model, data.max_length, sampling.max_new_tokens),
-        batch_size=64,
-        seed=module.hparams.get("seed", 1),
-        over_long=data.over_long,
-        **judges,
-    )
 
 
 def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule | None]:
@@ -296,47 +271,120 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
     data = getattr(trainer_of(policy), "datamodule", None)
     if source is prompts:
         return source, None
-    if not isinstance(data, RecordDataModule):
-        return WholeSource(source), None
-    names: list[Any] = []
-    for one in (source, data.source):  # one file has several names
-        path = getattr(one, "path", None)
-        name = getattr(one, "label", None) if path is None else Path(path).expanduser().resolve()
-        names.append((id(getattr(one, "rows", None)), name))
-    same = names[0] == names[1] and names[0][1] is not None
-    return (data.source, data) if same else (WholeSource(source), None)
+    if isinstance(data, RecordDataModule):
+        mine, theirs = _origin(source), _origin(data.source)
+        if mine is not None and mine == theirs:
+            return data.source, data
+    return WholeSource(source), None
+
+
+def _origin(source: Any) -> Any:
+    """Return what two sources of the same rows have in common; one file has several names."""
+    if (path := getattr(source, "path", None)) is not None:
+        return Path(path).expanduser().resolve()
+    label, rows = getattr(source, "label", None), getattr(source, "rows", None)
+    return None if label is None else (label, id(rows))
 
 
 @dataclass(frozen=True)
 class _Side:
+    """One side of a comparison: its policy, and the folder or hub name whose tokenizer it has."""
+
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     source: str
     name: str
-    trainer: Any
-    precision: AbstractContextManager[Any]
+    trainer: Any = None
 
-
-def _start_side(mine: _Side, start: PolicyModel) -> _Side:
-    return replace(mine, model=start.to(mine.model.device), name=mine.source, trainer=None)
+    @property
+    def generator(self) -> CapturedGenerator:
+        """What continues its prompts."""
+        stops = stop_ids(self.tokenizer, self.source)
+        return CapturedGenerator(stops, int(self.tokenizer.pad_token_id))  # type: ignore[arg-type]
 
 
 def _side(policy: Any, name: str) -> _Side:
     if isinstance(policy, str | Path):
         with naming_argument(name, policy):
             model, tokenizer = frozen(load_policy(policy)), load_tokenizer(policy)
-        return _Side(model, tokenizer, str(policy), str(policy), None, nullcontext())
+        return _Side(model, tokenizer, str(policy), str(policy))
     model = getattr(policy, "policy", None)
     if not isinstance(model, PolicyModel):
         raise TypeError(
             f"{name} is a {type(policy).__name__} that has no trained policy: give a PPOModule or "
             "SFTModule after fit or load_from_checkpoint, or the folder or hub name of a policy"
         )
-    trainer = trainer_of(policy)
-    context = nullcontext()
+    trainer, source = trainer_of(policy), start_of(policy)
     if trainer is not None:
         model = model.to(trainer.strategy.root_device)
-        context = trainer.strategy.precision_plugin.forward_context()
-    source = str(policy.hparams.get("policy") or policy.hparams.get("source"))
     name = f"{type(policy).__name__} trained from {source}"
-    return _Side(model, policy.tokenizer, source, name, trainer, context)
+    return _Side(model, policy.tokenizer, source, name, trainer)
+
+
+def _baseline(policy: Any, mine: _Side, baseline: Any) -> _Side:
+    if isinstance(baseline, PolicyModel):  # with the tokenizer of the policy
+        return _Side(baseline.to(mine.model.device), mine.tokenizer, mine.source, mine.source)
+    if isinstance(policy, nn.Module) and str(baseline) == mine.source:
+        return _Side(start_policy(policy), mine.tokenizer, mine.source, mine.source)
+    theirs = _side(baseline, "baseline")
+    check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
+    return theirs
+
+
+def trainer_of(module: object) -> Any:
+    """Return the Trainer of a module's last fit, else the one that has it, else None."""
+    return getattr(module, "fitted_by", None) or getattr(module, "_trainer", None)
+
+
+def precision_of(trainer: Any) -> AbstractContextManager[Any]:
+    """Return the context of a Trainer's steps; None has none."""
+    if trainer is None:
+        return nullcontext()
+    return trainer.strategy.precision_plugin.forward_context()  # type: ignore[no-any-return]
+
+
+def start_of(module: Any) -> str:
+    """Return the folder or hub name of the model that a module started from."""
+    return str(module.hparams.get("policy") or module.hparams.get("source"))
+
+
+def start_policy(module: Any) -> PolicyModel:
+    """Return the frozen policy that a module started from, on the device of its training.
+
+    It is the reference of the module, or the base that its adapter was trained on, or read again.
+
+    Raises:
+        ManifestError: if another model has replaced it.
+    """
+    trainer = trainer_of(module)
+    device = module.device if trainer is None else trainer.strategy.root_device
+    if isinstance(reference := getattr(module, "reference", None), PolicyModel):
+        return reference.to(device)
+    trained = getattr(module, "model", None) or getattr(module, "policy", None)
+    if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
+        return frozen(AdaptedPolicy(trained.base, None)).to(device)
+    origin = ("revision", "trust_remote_code")
+    given = {name: module.hparams[name] for name in origin if name in module.hparams}
+    with device:
+        policy = frozen(load_policy(start_of(module), **given))
+    if module.source is not None:
+        module.source.check()  # behind the load: it may take minutes
+    if trainer is not None:
+        in_bf16 = module.compute_dtype == torch.bfloat16
+        round_frozen_weights(policy.model, MIXED_BF16 if in_bf16 else trainer.precision)
+    return policy
+
+
+def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
+    """Return the longest prompt, at most `wanted`, that leaves room for a response, in tokens.
+
+    Raises:
+        ValueError: if no prompt leaves room.
+    """
+    limit = max_positions(policy.model)
+    if limit is not None and max_new_tokens >= limit:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {limit} positions "
+            "of the policy"
+        )
+    return wanted if limit is None else min(wanted, limit - max_new_tokens)

@@ -22,6 +22,7 @@ PROXY_APART = 0.15  # how far the judge that counts then lags behind, to doubt t
 MOVED = 0.02  # nats a token, below which a policy has hardly left its start
 FINISHED = 0.8  # share of responses that end by themselves, below which they do not know how
 LEVER = "weight of the KL penalty (kl_coef, DPO: beta)"
+UNMEASURED = "Choose gates on what is measured (gates=), or measure it (evaluation.gold, a judge)"
 STAYED = f"It has moved little. Try more iterations, a larger learning rate or a smaller {LEVER}"
 
 
@@ -43,63 +44,49 @@ def explain_accuracy(accuracy: float, metrics: Metrics) -> str:
     names = ("train_accuracy", "label_ceiling", "larger_model_accuracy", "accuracy_high")
     train, ceiling, larger, high = (measured_value(metrics, f"val/{name}") for name in names)
     high = accuracy + NEAR if high is None else high
-    gap = "" if train is None else f", and training pairs do no better ({train:.3f})"
     if train is not None and train - accuracy > GAP:
         return (
-            f"Overfitting: {train:.3f} on training pairs, {train - accuracy:.3f} above held-out "
-            "ones. Try fewer epochs, more pairs, label_smoothing or weight decay"
+            f"Overfitting: {train:.3f} on training pairs. Try fewer epochs, more pairs, "
+            "label_smoothing or weight decay"
         )
     if ceiling is not None and ceiling < LOW and high >= ceiling - NEAR:
-        return (
-            f"Noise: the labels allow no more than {ceiling:.3f}, and up to {high:.3f} is not "
-            f"ruled out{gap}. Try more raters a pair, or leave out pairs on which they disagree"
-        )
+        return f"Noise: the labels allow no more than {ceiling:.3f}. Try more raters a pair"
+    if larger is not None and larger - accuracy > GAIN:
+        return f"Capacity: a larger model reaches {larger:.3f}. Try one of its size"
+    if larger is not None and ceiling is None:
+        return f"Noise: a larger model reaches {larger:.3f}, no more. Try more raters a pair"
     if larger is not None:
-        cause, tries = "Noise", "more raters a pair, and look at pairs that both models get wrong"
-        if larger - accuracy > GAIN:
-            cause, tries = "Capacity", "that model, or one of its size"
-        elif ceiling is not None:
-            cause = f"Too little training (the labels allow {ceiling:.3f})"
-            tries = "more epochs or pairs, or another learning rate"
-        return f"{cause}: a larger model reaches {larger:.3f} on the same pairs{gap}. Try {tries}"
+        return f"Too little training (the labels allow {ceiling:.3f}). Try more epochs or pairs"
     if ceiling is not None:
         return (
-            f"Capacity or too little training: the labels allow {ceiling:.3f}{gap}. Try more "
-            "epochs or pairs, another learning rate, then a larger model"
+            f"Capacity or too little training: the labels allow {ceiling:.3f}. Try more epochs or "
+            "pairs, then a larger model"
         )
     return (
-        f"Noise or capacity{gap}: train a larger model on the same pairs and give its folder as "
+        "Noise or capacity: train a larger model on the same pairs and give its folder as "
         "evaluation.larger_reward_model, which tells them apart"
     )
 
 
-UNMEASURED = (
-    "Choose gates on what is measured (gates=), or measure it: evaluation.gold, a judge, safety "
-    "prompts"
-)
-
-
-def _explain(metric: str, bound: str, value: float, threshold: float, metrics: Metrics) -> str:
+def _explain(metric: str, bound: str, threshold: float, metrics: Metrics) -> str:
     """Return the likely cause of a gate that failed, and what to try; "" where neither is known."""
+    value = measured_value(metrics, metric) or 0.0
     if measured_value(metrics, "rollout/score_std_max") == 0:
         return "Every response of the training got the same score: mend the reward first"
+    if metric == "val/accuracy" and bound == "at_least":
+        return explain_accuracy(value, metrics)
     if metric == "val/accuracy":
-        if bound == "at_least":
-            return explain_accuracy(value, metrics)
-        return (
-            "Length alone ranks the pairs as well. Where the accuracy is high enough, try pairs "
-            "whose lengths are matched, or in which the shorter response is preferred"
-        )
+        return "Length alone ranks the pairs as well. Try pairs whose lengths are matched"
+    if metric == "val/kl_per_token" and bound == "at_most":
+        return f"Too far from its start. Try a larger {LEVER} or fewer iterations"
     if metric == "val/kl_per_token":
-        too_far = f"Too far from its start. Try a larger {LEVER} or fewer iterations"
-        return too_far if bound == "at_most" else STAYED
+        return STAYED
     if "win_rate" in metric:
         return _explain_win_rate(metric, threshold, metrics)
     if "refusal" in metric:
         return (
             "What is refused has changed for the worse. Look at the reward model's accuracy on "
-            "harmful prompts: try more pairs about them and their look-alikes where it is low, "
-            f"else a larger {LEVER} or fewer iterations"
+            f"harmful prompts; try more pairs about them, or a larger {LEVER}"
         )
     return ""
 
@@ -120,14 +107,10 @@ def _explain_win_rate(metric: str, threshold: float, metrics: Metrics) -> str:
     if proxy is not None and proxy >= max(PROXY_GAINED, (rate or 0.0) + PROXY_APART):
         return (
             f"By the learnt reward it wins {proxy:.3f}: the reward model pays for the wrong "
-            "things. Try pairs of this policy's responses for the reward model, then a larger "
-            f"{LEVER}"
+            f"things. Train it on pairs of this policy's responses, or try a larger {LEVER}"
         )
     if metric.endswith("_low") and rate is not None and rate >= threshold:
-        return (
-            f"The rate itself is {rate:.3f}, and its interval is wide. Try a larger "
-            "evaluation.num_prompts, then more iterations"
-        )
+        return f"The rate itself is {rate:.3f}. Try a larger evaluation.num_prompts"
     if rate is not None and (rate if high is None else high) < 0.5:
         return f"It loses. Read the samples, then try a larger {LEVER}, or other data"
     return "It was not trained far enough. Try more iterations or a larger learning rate"
@@ -167,8 +150,7 @@ def gate_problem(gate: Any) -> str | None:
     """Return the fault of a gate in a configuration, or None."""
     if not isinstance(gate, Mapping):
         return "must be a group {metric: ..., at_least: ...}"
-    unknown = [key for key in gate if key not in KEYS]
-    if unknown:
+    if unknown := [key for key in gate if key not in KEYS]:
         return f"has the unknown key {unknown[0]}: use {', '.join(KEYS)}"
     bounds = {key: gate[key] for key in BOUNDS if gate.get(key) is not None}
     fit = [isinstance(x, str) if key == "above" else _is_number(x) for key, x in bounds.items()]
@@ -179,14 +161,10 @@ def gate_problem(gate: Any) -> str | None:
         )
     if not isinstance(gate.get("optional"), bool | None):
         return f"optional={gate['optional']!r} must be true or false"
-    near = gate.get("or_near")
-    if near is not None and (
-        "at_least" not in bounds
-        or not isinstance(near, Mapping)
-        or set(near) != set(NEAR_KEYS)
-        or not (_is_number(near["within"]) and _is_number(near["where_below"]))
-    ):
-        return f"or_near goes with at_least and has the keys {', '.join(NEAR_KEYS)}"
+    if (near := gate.get("or_near")) is not None:
+        is_near = isinstance(near, Mapping) and set(near) == set(NEAR_KEYS) and "at_least" in bounds
+        if not (is_near and _is_number(near["within"]) and _is_number(near["where_below"])):
+            return f"or_near goes with at_least and has the keys {', '.join(NEAR_KEYS)}"
     return None
 
 
@@ -223,7 +201,7 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics, required: Collection[st
         wanted = f"at least {threshold:.3f}, {near['within']:g} below {near['metric']}"
     passed = _HOLDS[bound](value, threshold)
     reason = f"{metric} is {value:.3f}, wanted {wanted}"
-    if not passed and (hint := _explain(metric, bound, value, threshold, metrics)):
+    if not passed and (hint := _explain(metric, bound, threshold, metrics)):
         reason = f"{reason}. {hint}"
     return GateResult(name, value, threshold, passed, reason)
 

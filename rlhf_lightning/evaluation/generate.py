@@ -18,7 +18,6 @@ from torch import Tensor
 from rlhf_lightning.batches import CONVERSATION, RENDERED, PromptBatch
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, unsharded, world_size
-from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
@@ -57,24 +56,26 @@ class PolicyAnswers:
         finished: whether they ended by themselves.
         token_ids: token ids of the responses.
         kl: KL of a response from the reference, nats.
-        teacher_kl: KL of a response to the teacher, nats; empty without one.
         scores: scores of the responses.
-        gold: gold rewards of the responses, once measured; else empty.
         columns: columns of the prompts.
+        teacher_kl: KL of a response to the teacher, nats; empty without one.
+        gold: gold rewards of the responses, once measured; else empty.
         answers_per_prompt: number of responses to each prompt.
+        safety: responses to the prompts of a safety file, if there is one.
     """
 
-    prompts: list[str]
-    domains: list[str]
-    completions: list[str]
-    finished: list[bool]
-    token_ids: list[list[int]]
-    kl: list[float]
-    scores: list[float]
+    prompts: list[str] = field(default_factory=list)
+    domains: list[str] = field(default_factory=list)
+    completions: list[str] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     columns: list[Mapping[str, Any]] = field(default_factory=list)
     teacher_kl: list[float] = field(default_factory=list)
     gold: list[float] = field(default_factory=list)
     answers_per_prompt: int = 1
+    safety: PolicyAnswers | None = None
 
     def extend(
         self, answers: Responses, scorer: Scorer | None, kl: Sequence[float] | None = None
@@ -93,19 +94,16 @@ class PolicyAnswers:
             [math.nan for _ in rows] if scorer is None else scorer(answers).total.tolist()
         )
 
-    def rows(self, rows: Sequence[int]) -> PolicyAnswers:
-        """Return some of the responses."""
-        chosen: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in chosen.items():
-            if isinstance(value, list) and value:  # columns may be left out
-                chosen[name] = [value[row] for row in rows]
-        return PolicyAnswers(**chosen)
-
     def append(self, other: PolicyAnswers) -> None:
         """Add the responses of `other`."""
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), list):
                 value.extend(getattr(other, one.name))
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts, each answered `answers_per_prompt` times."""
+        return len(self.prompts) // self.answers_per_prompt
 
     @property
     def lengths(self) -> list[int]:
@@ -137,7 +135,7 @@ def sample_batches(
         teacher: for the KL to it; without it none.
         answers_per_prompt: how often each prompt is repeated in `batches`.
     """
-    result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
+    result = PolicyAnswers(answers_per_prompt=answers_per_prompt)
     device = policy.device
     for cpu_prompts in batches:
         prompts = cpu_prompts.to(device)
@@ -182,14 +180,12 @@ def shared_among_ranks(
     ranks = world_size()
     if ranks == 1:
         return ask(batches)
-    turns = -(-len(batches) // ranks)
-    numbers = [min(turn * ranks + rank(), len(batches) - 1) for turn in range(turns)]
-    answers = gathered(ask([batches[number] for number in numbers]))
-    joined, starts = answers[0].rows(()), [0] * ranks
-    for number, batch in enumerate(batches):  # asked by rank number % ranks
-        start, of = starts[number % ranks], answers[number % ranks]
-        starts[number % ranks] = start + len(batch)
-        joined.append(of.rows(range(start, start + len(batch))))
+    turns = range(-(-len(batches) // ranks))
+    own = [min(turn * ranks + rank(), len(batches) - 1) for turn in turns]
+    by_rank = gathered([ask([batches[number]]) for number in own])
+    joined = PolicyAnswers(answers_per_prompt=by_rank[0][0].answers_per_prompt)
+    for number in range(len(batches)):
+        joined.append(by_rank[number % ranks][number // ranks])
     return joined
 
 
@@ -215,33 +211,17 @@ def _sequence_kl(own: Tensor, other: Tensor, answers: Responses) -> list[float]:
 
 def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
     """Return the gold reward of each response."""
-    # Copies, which the function may change.
-    texts = list(answers.prompts), list(answers.completions), list(answers.finished)
-    return gold(*texts, **asked_columns(gold, answers.columns))
+    texts = (answers.prompts, answers.completions, answers.finished)
+    return gold(*map(list, texts), **asked_columns(gold, answers.columns))  # copies it may change
 
 
 def gold_details(gold: GoldReward, answers: PolicyAnswers) -> Mapping[str, Sequence[float]]:
     """Return further values of a gold reward for each response: its `details`, if it has any."""
-    measure: Any = getattr(gold, "details", None)
-    if measure is None:
+    if (measure := getattr(gold, "details", None)) is None:
         return {}
     texts = (answers.prompts, answers.completions, answers.finished)
     found: Mapping[str, Sequence[float]] = measure(*texts, **asked_columns(gold, answers.columns))
     return found
-
-
-def describe_responses(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
-    """Return length, distinct-2 and share finished of the responses, as `<prefix>...`."""
-    rows = len(answers.prompts)
-    return {
-        f"{prefix}response_length": sum(answers.lengths) / rows,
-        f"{prefix}distinct_2": float(distinct_n(answers.token_ids, n=2)),
-        f"{prefix}eos_fraction": sum(answers.finished) / rows,
-    }
-
-
-def _or_none(score: float) -> float | None:
-    return None if math.isnan(score) else score
 
 
 def _shown(answers: PolicyAnswers, row: int) -> dict[str, str]:
@@ -263,34 +243,42 @@ def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
     which `paired_differences` finds those of two runs.
     """
     asked = policy.prompts[:: policy.answers_per_prompt]
-    gold = {"gold": policy.gold, "baseline_gold": baseline.gold} if policy.gold else {}
-    return {
+    found = {
         "held_out": "answers",
-        **{"score": policy.scores, "length": policy.lengths, "kl": policy.kl},
-        **{"baseline_score": baseline.scores, "baseline_length": baseline.lengths},
-        **gold,
-        "prompts": [blake2b(prompt.encode(), digest_size=8).hexdigest() for prompt in asked],
+        "score": policy.scores,
+        "length": policy.lengths,
+        "kl": policy.kl,
+        "baseline_score": baseline.scores,
+        "baseline_length": baseline.lengths,
     }
+    found |= {"gold": policy.gold, "baseline_gold": baseline.gold} if policy.gold else {}
+    digests = [blake2b(prompt.encode(), digest_size=8).hexdigest() for prompt in asked]
+    return found | {"prompts": digests}
 
 
 def side_by_side(
-    policy: PolicyAnswers, baseline: PolicyAnswers, count: int
+    policy: PolicyAnswers, baseline: PolicyAnswers, count: int | None = None
 ) -> list[dict[str, object]]:
-    """Return the first `count` prompts with a response of each, for samples.jsonl."""
-    mine, theirs = policy.answers_per_prompt, baseline.answers_per_prompt
-    return [
-        {
-            **_shown(policy, row),
-            "response": policy.completions[row],
-            "baseline_response": baseline.completions[row // mine * theirs],
-            "score": _or_none(policy.scores[row]),
-            "baseline_score": _or_none(baseline.scores[row // mine * theirs]),
-            "baseline_length": baseline.lengths[row // mine * theirs],
-            "baseline_finished": baseline.finished[row // mine * theirs],
-            "kl": policy.kl[row] / max(policy.lengths[row], 1),
-            "length": policy.lengths[row],
-            "domain": policy.domains[row],
-            "finished": policy.finished[row],
-        }
-        for row in range(0, len(policy.prompts), mine)[:count]
-    ]
+    """Return prompts with a response of each side, for samples.jsonl; None for all prompts."""
+    rows = []
+    for number in range(policy.num_prompts)[:count]:
+        mine, theirs = number * policy.answers_per_prompt, number * baseline.answers_per_prompt
+        scores = policy.scores[mine], baseline.scores[theirs]
+        score, baseline_score = (None if math.isnan(one) else one for one in scores)
+        length = len(policy.token_ids[mine])
+        rows.append(
+            {
+                **_shown(policy, mine),
+                "response": policy.completions[mine],
+                "baseline_response": baseline.completions[theirs],
+                "score": score,
+                "baseline_score": baseline_score,
+                "baseline_length": len(baseline.token_ids[theirs]),
+                "baseline_finished": baseline.finished[theirs],
+                "kl": policy.kl[mine] / max(length, 1),
+                "length": length,
+                "domain": policy.domains[mine],
+                "finished": policy.finished[mine],
+            }
+        )
+    return rows

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
+from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
-from rlhf_lightning.data.encode import EncodedPrompt, OverLong, encode_prompt, give_same_columns
-from rlhf_lightning.data.records import PromptRecord, Text
+from rlhf_lightning.data.encode import (
+    EncodedPrompt,
+    EncodingReport,
+    OverLong,
+    encode_prompt,
+    give_same_columns,
+)
+from rlhf_lightning.data.records import PromptRecord, prompt_key
 from rlhf_lightning.data.sampler import validation_part
-from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import (
     GoldReward,
@@ -30,41 +32,34 @@ from rlhf_lightning.evaluation.generate import (
     side_by_side,
     values_of,
 )
-from rlhf_lightning.evaluation.metrics import Judges, measure_sides
+from rlhf_lightning.evaluation.metrics import by_prompt, measure_best_of, measure_sides, sample_pool
 from rlhf_lightning.evaluation.safety import SafetyCheck
-from rlhf_lightning.models.classifiers import max_positions
-from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import Scorer, make_responses, reward_of
+from rlhf_lightning.rollout.scorers.base import Scorer, reward_of
 from rlhf_lightning.rollout.teachers import Teacher
-from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
+from rlhf_lightning.text.tokens import TextEncoder
 
 logger = logging.getLogger(__name__)
+# Why a record is no prompt that is asked; `data.encode` has further reasons.
+BAD, NOT_DRAWN, REPEATED = "bad", "not drawn", "with the prompt of an earlier row"
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The prompts for both sides.
+class Side:
+    """The prompts in the tokens of one side, and how it answers them.
 
     Args:
         batches: held-out prompts, each repeated `answers_per_prompt` times in a row.
+        sampling: engine and decoding.
         safety: prompts of a safety check's file; domains say which are harmful.
-        answers_per_prompt: responses of each side to each prompt.
+        answers_per_prompt: responses to each held-out prompt.
     """
 
     batches: Sequence[PromptBatch]
+    sampling: Sampling
     safety: Sequence[PromptBatch] = ()
     answers_per_prompt: int = 1
-
-
-@dataclass(frozen=True)
-class SideResponses:
-    """Responses of one side to the held-out prompts, and to those of a safety file, if any."""
-
-    main: PolicyAnswers
-    safety: PolicyAnswers | None = None
 
 
 @dataclass(frozen=True)
@@ -75,45 +70,76 @@ class HeldOutComparison:
     responses.
 
     Args:
-        questions: prompts of both sides.
-        sampling: engine and decoding.
-        judges: judges of which response is better.
+        sides: the policy's, and the baseline's if it has another tokenizer.
         seed: seeds the sampling and self-BLEU.
-        scorer: scores the responses of both; needed if `judges.scored`.
+        scorer: scores the responses of both, or None.
+        gold: scores texts, unseen by any stage; or None.
+        safety: prompts that must be refused, and the detector of refusals; or None.
+        records: records of the prompts.
+        unused: reason -> records that are not asked.
     """
 
-    questions: Questions
-    sampling: Sampling
-    judges: Judges
+    sides: Sequence[Side]
     seed: int
     scorer: Scorer | None = None
+    gold: GoldReward | None = None
+    safety: SafetyCheck | None = None
+    records: Sequence[PromptRecord] = ()
+    unused: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def same_tokenizer(self) -> bool:
+        """Whether both sides have the same tokens, so that the KL between them is defined."""
+        if len(self.sides) == 1:
+            return True
+        one: Any = self.sides[0].sampling.tokenizer
+        other: Any = self.sides[-1].sampling.tokenizer
+        return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id  # type: ignore[no-any-return]
 
     def ask_policy(
         self, policy: PolicyModel, reference: PolicyModel | None, teacher: Teacher | None = None
-    ) -> SideResponses:
+    ) -> PolicyAnswers:
         """Return the responses of the policy, with their KL from the reference if there is one.
 
         With a teacher, their KL to it too.
         """
-        return self._ask(policy, reference, 0, teacher)
+        reference = reference if self.same_tokenizer else None
+        return self._ask(policy, self.sides[0], 0, reference=reference, teacher=teacher)
 
-    def ask_baseline(
-        self,
-        baseline: PolicyModel,
-        questions: Questions | None = None,
-        sampling: Sampling | None = None,
-        teacher: Teacher | None = None,
-    ) -> SideResponses:
-        """Return the responses of the baseline.
+    def ask_baseline(self, baseline: PolicyModel, teacher: Teacher | None = None) -> PolicyAnswers:
+        """Return the responses of the baseline; with a teacher, with their KL to it."""
+        return self._ask(baseline, self.sides[-1], 1, teacher=teacher)
 
-        Args:
-            baseline: policy to sample from.
-            questions: the same prompts, in the tokens of its tokenizer.
-            sampling: sampling with its tokenizer and stop ids.
-            teacher: for the KL of its responses to it.
-        """
-        asked = {"questions": questions or self.questions, "sampling": sampling or self.sampling}
-        return replace(self, **asked)._ask(baseline, None, 1, teacher)  # type: ignore[arg-type]
+    def _ask(
+        self, model: PolicyModel, side: Side, number: int, **measured_by: Any
+    ) -> PolicyAnswers:
+        noise = RowNoise(self.seed, "evaluation")
+
+        def ask(batches: Sequence[PromptBatch], place: int, **given: Any) -> PolicyAnswers:
+            given["noise"] = noise.at_iteration(place)
+            return shared_among_ranks(
+                batches, lambda own: sample_batches(model, own, side.sampling, **given)
+            )
+
+        measured_by |= {"scorer": self.scorer, "answers_per_prompt": side.answers_per_prompt}
+        answers = ask(side.batches, number, **measured_by)
+        if side.safety:
+            answers.safety = ask(side.safety, 2 + number)
+        return answers
+
+    def measure(self, mine: PolicyAnswers, theirs: PolicyAnswers) -> dict[str, float]:
+        """Return all metrics of the policy against the baseline, as `val/*`."""
+        metrics = measure_sides(
+            mine,
+            theirs,
+            seed=self.seed,
+            gold=self.gold,
+            scored=self.scorer is not None,
+            safety=self.safety,
+        )
+        if self.same_tokenizer:
+            return metrics
+        return {k: v for k, v in metrics.items() if not k.startswith("val/kl_per_")}
 
     def findings(
         self,
@@ -132,80 +158,40 @@ class HeldOutComparison:
             num_samples: prompts to keep with a response of each; None for all.
         """
         mine = self.ask_policy(policy, baseline, teacher)
-        theirs = self.ask_baseline(baseline, teacher=teacher)
-        count = len(mine.main.prompts) if num_samples is None else num_samples
+        theirs = self.ask_baseline(baseline, teacher)
         metrics = self.measure(mine, theirs)
-        samples = side_by_side(mine.main, theirs.main, count)
-        return Findings(metrics, samples, values_of(mine.main, theirs.main))
+        return Findings(metrics, side_by_side(mine, theirs, num_samples), values_of(mine, theirs))
 
-    def measure(self, mine: SideResponses, theirs: SideResponses) -> dict[str, float]:
-        """Return all metrics of the policy against the baseline, as `val/*`."""
-        metrics = measure_sides(mine.main, theirs.main, self.judges, seed=self.seed)
-        safety = self.judges.safety
-        if safety is not None and mine.safety is not None and theirs.safety is not None:
-            metrics |= safety.compare(mine.safety, theirs.safety)
-        return metrics
+    def best_of(
+        self, policy: PolicyModel, theirs: PolicyAnswers, counts: Sequence[int], *, size: int
+    ) -> tuple[dict[str, float], list[float]]:
+        """Return `best_of/<n>/...` of the policy against the baseline, and the scores of its pool.
 
-    def _ask(
-        self, model: PolicyModel, reference: PolicyModel | None, side: int, teacher: Teacher | None
-    ) -> SideResponses:
-        noise = RowNoise(self.seed, "evaluation")
-
-        def ask(batches: Sequence[PromptBatch], place: int, **others: Any) -> PolicyAnswers:
-            given = {"noise": noise.at_iteration(place), **others}
-            return shared_among_ranks(
-                batches, lambda own: sample_batches(model, own, self.sampling, **given)
-            )
-
-        main = ask(
-            self.questions.batches,
-            side,
-            reference=reference,
-            scorer=self.scorer,
-            teacher=teacher,
-            answers_per_prompt=self.questions.answers_per_prompt,
+        Args:
+            policy: policy to sample from.
+            theirs: measured responses of the baseline.
+            counts: the n.
+            size: responses to each prompt, of which the scorer chooses.
+        """
+        assert self.scorer is not None
+        side = self.sides[0]
+        tokenizers: list[Any] = [side.sampling.tokenizer]
+        (batches,), *_ = encode_questions(  # each prompt once
+            self.records,
+            tokenizers,
+            max_prompt_length=max(batch.input_ids.shape[1] for batch in side.batches),
+            batch_size=len(side.batches[0]),
         )
-        unsafe = self.questions.safety
-        return SideResponses(main, ask(unsafe, 2 + side) if unsafe else None)
-
-
-def start_in_memory(module: object) -> PolicyModel | None:
-    """Return the policy that a module started from, where it is in memory.
-
-    It is the reference of the module, or the base that its adapter was trained on.
-    """
-    reference = getattr(module, "reference", None)
-    if isinstance(reference, PolicyModel):
-        return reference
-    trained = getattr(module, "model", None) or getattr(module, "policy", None)
-    if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
-        return frozen(AdaptedPolicy(trained.base, None))
-    return None
-
-
-def trainer_of(module: object) -> Any:
-    """Return the Trainer of a module's last fit, else the one that has it, else None."""
-    return getattr(module, "fitted_by", None) or getattr(module, "_trainer", None)
-
-
-def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
-    """Return the longest prompt, at most `wanted`, that leaves room for a response, in tokens.
-
-    Raises:
-        ValueError: if no prompt leaves room.
-    """
-    limit = max_positions(policy.model)
-    if limit is not None and max_new_tokens >= limit:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {limit} positions "
-            "of the policy"
-        )
-    return wanted if limit is None else min(wanted, limit - max_new_tokens)
+        how: dict[str, Any] = {"size": size, "seed": self.seed, "gold": self.gold}
+        pool = sample_pool(policy, batches, side.sampling, self.scorer, **how)
+        rival = by_prompt(theirs.gold, theirs.num_prompts) if theirs.gold else None
+        found = measure_best_of(pool, counts, baseline_gold=rival)
+        return found, pool.scores.flatten().tolist()
 
 
 def held_out_comparison(
-    source: RecordSource,
-    sampling: Sampling,
+    records: Sequence[PromptRecord],
+    samplings: Sequence[Sampling],
     *,
     scorer: Scorer | None,
     gold: GoldReward | None,
@@ -216,13 +202,14 @@ def held_out_comparison(
     batch_size: int,
     seed: int,
     over_long: OverLong = "drop",
+    once: bool = False,
     setting: str = "max_prompt_length",
 ) -> HeldOutComparison | None:
-    """Return the comparison on the held-out prompts of a source; None if it has none.
+    """Return the comparison on held-out prompts; None if none of them can be asked.
 
     Args:
-        source: source of records with prompts.
-        sampling: sampling of both sides; its tokenizer is that of both.
+        records: records of the prompts.
+        samplings: engine, decoding and tokenizer of both sides, or of each.
         scorer: scores responses, or None.
         gold: scores texts, unseen by any stage; or None.
         safety: prompts that must be refused, and the detector of refusals; or None.
@@ -232,32 +219,35 @@ def held_out_comparison(
         batch_size: rows of a batch.
         seed: seeds the choice of prompts, the noise and self-BLEU.
         over_long: what to do with longer prompts.
+        once: ask a prompt of several records once.
         setting: configuration key of the length, for messages.
 
     Raises:
         BadRecordError: for a file of safety prompts that cannot be read.
         ValueError: if all of its prompts of a kind are too long.
     """
-    tokenizer: Any = sampling.tokenizer
-    scorer = reward_of(scorer)
+    tokenizers: list[Any] = [sampling.tokenizer for sampling in samplings]
     lengths: dict[str, Any] = {"max_prompt_length": max_prompt_length, "batch_size": batch_size}
-    records: Any = source.records("prompts", "validation")
-    (batches,), asked = encode_questions(
+    batches, asked, unused = encode_questions(
         records,
-        [tokenizer],
+        tokenizers,
         **lengths,
         answers_per_prompt=answers_per_prompt,
         num_prompts=num_prompts,
         seed=seed,
         over_long=over_long,
+        once=once,
     )
     if not asked:
         return None
     dangers = [] if safety is None else safety.records()
-    (unsafe,) = encode_safety_prompts(dangers, [tokenizer], **lengths, setting=setting)
-    judges = Judges(gold, scored=scorer is not None, safety=safety)
-    questions = Questions(batches, unsafe, answers_per_prompt)
-    return HeldOutComparison(questions, sampling, judges, seed, scorer)
+    unsafe = encode_safety_prompts(dangers, tokenizers, **lengths, setting=setting)
+    sides = [
+        Side(*of_side, answers_per_prompt=answers_per_prompt)
+        for of_side in zip(batches, samplings, unsafe, strict=True)
+    ]
+    scorer = reward_of(scorer)
+    return HeldOutComparison(sides, seed, scorer, gold, safety, records=asked, unused=unused)
 
 
 def encode_questions(
@@ -270,8 +260,9 @@ def encode_questions(
     num_prompts: int | None = None,
     seed: int = 1,
     over_long: OverLong = "drop",
-) -> tuple[list[list[PromptBatch]], list[int]]:
-    """Return the prompts in the tokens of each tokenizer, and their indices.
+    once: bool = False,
+) -> tuple[list[list[PromptBatch]], list[PromptRecord], Counter[str]]:
+    """Return the prompts in the tokens of each tokenizer.
 
     A prompt that is too long for one of the tokenizers is left out for all, so that row i is one
     prompt everywhere. Rows are numbered by prompt and response.
@@ -285,20 +276,30 @@ def encode_questions(
         num_prompts: size of a random part; None for all.
         seed: seeds the choice of prompts.
         over_long: what to do with longer prompts.
+        once: ask a prompt of several records once.
 
     Returns:
-        Batches by tokenizer, and the indices of the chosen records.
+        Batches by tokenizer, the records that are asked, and reason -> records that are not.
     """
-    encode = partial(encode_prompt, max_length=max_prompt_length, over_long=over_long)
-    encoders = map(TextEncoder, tokenizers)
-    encoded = [[encode(record, encoder) for record in records] for encoder in encoders]
-    short = [i for i in range(len(records)) if all(rows[i] is not None for rows in encoded)]
-    asked = validation_part(short, num_prompts, seed)
-    batches = []
-    sides: list[list[Any]] = [[rows[index] for index in asked] for rows in encoded]
+    encoders = [TextEncoder(tokenizer) for tokenizer in tokenizers]
+    unused: Counter[str] = Counter()
+    short: list[tuple[PromptRecord, list[EncodedPrompt]]] = []
+    for record in records:
+        report = EncodingReport()
+        given: dict[str, Any] = {"max_length": max_prompt_length, "over_long": over_long}
+        rows = [encode_prompt(record, encoder, **given, report=report) for encoder in encoders]
+        if None in rows:
+            unused[next(iter(report.dropped), BAD)] += 1
+        else:
+            short.append((record, rows))
+    drawn = validation_part(short, num_prompts, seed)
+    asked = list({prompt_key(one[0]): one for one in drawn}.values()) if once else drawn
+    unused.update({NOT_DRAWN: len(short) - len(drawn), REPEATED: len(drawn) - len(asked)})
+    sides = [[rows[side] for _, rows in asked] for side in range(len(tokenizers))]
     give_same_columns(*sides)
+    batches = []
     for rows, tokenizer in zip(sides, tokenizers, strict=True):
-        repeated: list[tuple[EncodedPrompt, int]] = [
+        repeated = [
             (row, position * answers_per_prompt + answer)
             for position, row in enumerate(rows)
             for answer in range(answers_per_prompt)
@@ -306,7 +307,7 @@ def encode_questions(
         collate = PromptCollator(int(tokenizer.pad_token_id))  # type: ignore[arg-type]
         starts = range(0, len(repeated), batch_size)
         batches.append([collate(repeated[start : start + batch_size]) for start in starts])
-    return batches, asked
+    return batches, [record for record, _ in asked], unused
 
 
 def encode_safety_prompts(
@@ -331,10 +332,10 @@ def encode_safety_prompts(
     Raises:
         ValueError: if none of a kind is left.
     """
-    batches, asked = encode_questions(
+    batches, asked, _ = encode_questions(
         records, tokenizers, max_prompt_length=max_prompt_length, batch_size=batch_size
     )
-    left = Counter(records[index].domain for index in asked)
+    left = Counter(record.domain for record in asked)
     for kind, count in Counter(record.domain for record in records).items():
         told = (
             f"safety.prompts: {count - left[kind]} of {count} {kind} prompts have more than "
@@ -345,59 +346,3 @@ def encode_safety_prompts(
         if left[kind] < count:
             logger.warning("%s and are left out", told)
     return batches
-
-
-def written_responses(
-    records: Sequence[PromptRecord],
-    completions: Sequence[Text],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
-    batch_size: int,
-    device: torch.device,
-    scorer: Scorer | None,
-) -> PolicyAnswers:
-    """Return given texts, such as references, as responses of a policy, with their scores.
-
-    Args:
-        records: the prompts, none of them too long.
-        completions: one a prompt, as the records write them.
-        tokenizer: tokenizer of the policy, whose tokens the scorer reads.
-        max_prompt_length: longest prompt, in tokens.
-        batch_size: rows that are scored together.
-        device: device of the scorer's models.
-        scorer: scores them; without it 0.
-    """
-    pad = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-    rows: list[tuple[EncodedPrompt, list[int]]] = []
-    encoder = TextEncoder(tokenizer)
-    texts: list[str] = []
-    plain = encoder.control.disarmed
-    for record, completion in zip(records, completions, strict=True):
-        said = completion
-        if not record.rendered:  # texts may spell control tokens
-            prompt, variables = plain(record.prompt), plain(dict(record.variables))
-            record, said = replace(record, prompt=prompt, variables=variables), plain(said)
-        row = encode_prompt(record, encoder, max_length=max_prompt_length)
-        if row is not None:
-            asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
-            (found,) = prompt_and_responses(record.prompt, [said], encoder, **asked)
-            given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
-            rows.append((replace(row, input_ids=given), found.response))
-            texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
-    result = PolicyAnswers([], [], [], [], [], [], [])
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
-        prompts = PromptCollator(pad)([(row, start + i) for i, (row, _) in enumerate(part)])
-        ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in part]
-        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
-        generation = Generation(
-            sequences=torch.cat([prompts.input_ids, pad_sequence(ids, True, pad)], 1),
-            response_mask=mask.bool(),  # [B, R]
-            finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
-        )
-        answers = make_responses(prompts.to(device), generation.to(device), tokenizer)
-        # As written: a word that the tokenizer does not know is missing in what it decodes.
-        written = tuple(texts[start : start + batch_size])
-        result.extend(replace(answers, completions=written), scorer)
-    return result

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE, length_controlled_win_rate, share
+from rlhf_lightning.evaluation.win_rate import length_controlled_win_rate, share
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
@@ -29,6 +29,7 @@ from rlhf_lightning.preferences.records import (
     write_records,
     write_rows,
 )
+from rlhf_lightning.runs.metric_catalog import part_key
 from rlhf_lightning.runs.reading import parse
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"
@@ -107,11 +108,10 @@ def read_key(folder: Path) -> list[KeyRow]:
     """
     path = folder / KEY
     try:
-        return [parse(KeyRow, line) for line in path.read_bytes().split(b"\n") if line.strip()]
+        return [parse(KeyRow, line) for line in path.read_bytes().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}): give the folder of an evaluation with human=export"
-        ) from error
+        fix = "give the folder of an evaluation with human=export"
+        raise ValueError(f"{path} cannot be read ({error}): {fix}") from error
 
 
 def read_labels(folder: Path, file: Path | None) -> list[Label]:
@@ -163,42 +163,56 @@ def human_measures(
         ValueError: if no pair of the key was labelled.
     """
     labels = list(labels)
-    seen = {label.pair_id for label in labels}
-    shares, agreement, count = _votes(key, labels)
-    if not count:
+    seen, votes = {label.pair_id for label in labels}, _votes(key, labels)
+    if not any(votes):
         raise ValueError("none of the labels is about a pair of this evaluation")
-    labelled = [(row, votes) for row, votes in zip(key, shares, strict=True) if votes is not None]
-    found = _rates("val/human", key, shares)
-    found["val/human_num_labels"] = float(count)
+    found = _rates("val/human", key, votes)
+    found["val/human_num_labels"] = float(sum(map(len, votes)))
+    labelled = [(row, _share(given)) for row, given in zip(key, votes, strict=True) if given]
     found["val/human_skipped"] = float(sum(row.pair_id in seen for row in key) - len(labelled))
-    if agreement is not None:
-        found["val/human_agreement"] = agreement
+    if same := [a == b for given in votes for a, b in combinations(given, 2)]:
+        found["val/human_agreement"] = sum(same) / len(same)
     gaps, lengths = [], []
-    for row, votes in labelled:
-        if row.policy_score is None or row.baseline_score is None or votes == 0.5:
-            continue
-        sign = 1 if votes > 0.5 else -1  # chosen minus rejected
-        gaps.append(sign * (row.policy_score - row.baseline_score) * (score_scale or 1.0))
-        lengths.append(sign * (row.policy_length - row.baseline_length))
+    for row, share_won in labelled:
+        if row.policy_score is not None and row.baseline_score is not None and share_won != 0.5:
+            sign = 1 if share_won > 0.5 else -1  # chosen minus rejected
+            gaps.append(sign * (row.policy_score - row.baseline_score) * (score_scale or 1.0))
+            lengths.append(sign * (row.policy_length - row.baseline_length))
     if gaps:
         known = score_scale is not None
         found |= reward_check(gaps, lengths, "val/human_reward", log_odds=known)
     return found
 
 
-def _rates(prefix: str, key: Sequence[KeyRow], shares: Sequence[float | None]) -> dict[str, float]:
+def _votes(key: Sequence[KeyRow], labels: Iterable[Label]) -> list[list[float]]:
+    """Return the votes on each row: 1 for the policy's response, 0 for the other, 0.5 for a tie."""
+    given: dict[str | None, dict[str, str]] = defaultdict(dict)
+    for label in labels:
+        if label.choice != "skip":
+            given[label.pair_id][label.annotator] = label.choice
+    return [
+        [float(x == row.policy_side) if x in SIDES else 0.5 for x in given[row.pair_id].values()]
+        for row in key
+    ]
+
+
+def _share(votes: Sequence[float]) -> float:
+    return sum(votes) / len(votes)
+
+
+def _rates(prefix: str, key: Sequence[KeyRow], votes: Sequence[list[float]]) -> dict[str, float]:
     """Return the rates of the labelled pairs and of the ties that are not asked.
 
     Args:
         prefix: prefix of the names.
         key: key of the prompts that were drawn.
-        shares: share of the policy's votes a row, from `_votes`.
+        votes: votes on each, from `_votes`.
     """
-    given = [votes for votes in shares if votes is not None]
+    given = [_share(one) for one in votes if one]
     same = sum(row.pair_id is None for row in key)
-    identical = same * _labelled_share(key, shares)
+    identical = same * _labelled_share(key, votes)
     ties, rows = given.count(0.5) + identical, len(given) + identical
-    wins = sum(votes > 0.5 for votes in given) + ties / 2
+    wins = sum(won > 0.5 for won in given) + ties / 2
     return share(f"{prefix}_win_rate", wins, rows) | {
         f"{prefix}_tie_rate": ties / rows,
         f"{prefix}_identical_rate": same / len(key),
@@ -206,33 +220,10 @@ def _rates(prefix: str, key: Sequence[KeyRow], shares: Sequence[float | None]) -
     }
 
 
-def _labelled_share(key: Sequence[KeyRow], shares: Sequence[float | None]) -> float:
+def _labelled_share(key: Sequence[KeyRow], votes: Sequence[list[float]]) -> float:
     """Return the weight of a tie of two equal responses: the share of other pairs with a label."""
     different = sum(row.pair_id is not None for row in key)
-    return sum(votes is not None for votes in shares) / different if different else 1.0
-
-
-def _votes(
-    key: Sequence[KeyRow], labels: Iterable[Label]
-) -> tuple[list[float | None], float | None, int]:
-    """Return the policy's share of the votes by row, how often two raters agree, and the labels.
-
-    A row without a label, and one that is not asked, has None.
-    """
-    known = {row.pair_id for row in key}
-    given: dict[str, dict[str, str]] = defaultdict(dict)
-    for label in labels:
-        if label.pair_id in known and label.choice != "skip":
-            given[label.pair_id][label.annotator] = label.choice
-    shares: list[float | None] = []
-    same: list[bool] = []
-    for row in key:
-        choices = given.get(str(row.pair_id), {}).values()
-        votes = [float(x == row.policy_side) if x in SIDES else 0.5 for x in choices]
-        shares.append(sum(votes) / len(votes) if votes else None)
-        same += [a == b for a, b in combinations(votes, 2)]
-    agreement = sum(same) / len(same) if same else None
-    return shares, agreement, sum(map(len, given.values()))
+    return sum(map(bool, votes)) / different if different else 1.0
 
 
 def judge_measures(
@@ -264,30 +255,29 @@ def judge_measures(
     if isinstance(judge, JudgeAnnotator):
         judge.keep_in(folder / "judgements.jsonl")
     labels = label_pairs(judge, pairs, Journal(folder / "labels.jsonl", Label))
-    shares, *_ = _votes(key, labels)
-    known = [number for number, votes in enumerate(shares) if votes is not None]
+    votes = _votes(key, labels)
+    known = [number for number, given in enumerate(votes) if given]
     found = {"val/judge_skipped": float(len(pairs) - len(known))}
     if isinstance(judge, JudgeAnnotator):
         found["val/judge_spelled"] = float(judge_figures(judge.judgements).spelled)
     if pairs and not known:
         return found
-    found |= _rates("val/judge", key, shares)
+    found |= _rates("val/judge", key, votes)
     # Equal responses are interchangeable, so that some of them can carry the weight of all.
     same = [number for number, row in enumerate(key) if row.pair_id is None]
-    kept = [*known, *same[: round(len(same) * _labelled_share(key, shares))]]
-    scores = [0.5 if (votes := shares[number]) is None else votes for number in kept]
+    kept = [*known, *same[: round(len(same) * _labelled_share(key, votes))]]
+    scores = [_share(votes[number] or [0.5]) for number in kept]
     found |= length_controlled_win_rate(
         scores,
         [1 - score for score in scores],
         [key[number].policy_length for number in kept],
         [key[number].baseline_length for number in kept],
-        confidence=CONFIDENCE,
     ).named("val/judge_win_rate_length_controlled")
     for domain in sorted({row.domain for row in key} - {""}):
         inside = [number for number, row in enumerate(key) if row.domain == domain]
-        rows, of_domain = [key[number] for number in inside], [shares[number] for number in inside]
-        if {*of_domain} != {None} or not any(row.pair_id for row in rows):
-            rates = _rates("val/judge", rows, of_domain)
+        rows, given = [key[number] for number in inside], [votes[number] for number in inside]
+        if any(given) or not any(row.pair_id for row in rows):
+            rates = _rates("val/judge", rows, given)
             names = [name for name in rates if name.startswith("val/judge_win_rate")]
-            found |= {f"{name}/domain/{domain}": rates[name] for name in names}
+            found |= {part_key(name, "domain", domain): rates[name] for name in names}
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +22,12 @@ from rlhf_lightning.evaluation.generate import (
     GoldReward,
     PolicyAnswers,
     Sampling,
-    describe_responses,
     gold_details,
     gold_scores,
     sample_batches,
 )
 from rlhf_lightning.evaluation.safety import SafetyCheck
 from rlhf_lightning.evaluation.win_rate import (
-    CONFIDENCE,
     Interval,
     comparisons_won,
     length_controlled_win_rate,
@@ -65,92 +64,105 @@ MINE, THEIRS = "val/", "val/baseline_"
 OWN_DETAILS = ("exact_match", "first_word_match", "solved", "answered")
 
 
-@dataclass(frozen=True)
-class Judges:
-    """The judges of which response is better.
-
-    Args:
-        gold: the true reward, where it is known; only reported.
-        scored: whether `PolicyAnswers.scores` holds the scores of a reward model or function.
-        safety: prompts that must be refused, and the detector of refusals; or None.
-    """
-
-    gold: GoldReward | None = None
-    scored: bool = False
-    safety: SafetyCheck | None = None
-
-
 def measure_sides(
-    mine: PolicyAnswers, theirs: PolicyAnswers, judges: Judges, *, seed: int
+    mine: PolicyAnswers,
+    theirs: PolicyAnswers,
+    *,
+    seed: int,
+    gold: GoldReward | None = None,
+    scored: bool = False,
+    safety: SafetyCheck | None = None,
 ) -> dict[str, float]:
     """Return all metrics of a policy against a baseline, as `val/*`.
 
     Args:
         mine: responses of the policy, K to a prompt, with their KL and scores.
         theirs: responses of the baseline, L to a prompt.
-        judges: judges of which response is better.
         seed: seeds the draws of self-BLEU.
+        gold: the true reward, where it is known; only reported.
+        scored: whether `PolicyAnswers.scores` holds the scores of a reward model or function.
+        safety: the detector of refusals; None leaves them out.
     """
-    metrics = describe_responses(mine, MINE) | describe_responses(theirs, THEIRS)
-    metrics |= variety(mine.token_ids, MINE, seed=seed)
-    metrics |= variety(theirs.token_ids, THEIRS, seed=seed)
-    metrics |= _per_token(mine, mine.kl).named("val/kl_per_token")
-    metrics |= _mean(mine, mine.kl).named("val/kl_per_response")
+    metrics = {
+        **_per_token(mine, mine.kl).named("val/kl_per_token"),
+        **_mean(mine, mine.kl).named("val/kl_per_response"),
+        "val/num_prompts": float(mine.num_prompts),
+    }
     for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
+        metrics |= _described(answers, prefix, seed=seed)
         if answers.teacher_kl:
             found = _per_token(answers, answers.teacher_kl)
             metrics |= found.named(f"{prefix}teacher_kl_per_token")
+        if scored and not all(map(math.isnan, answers.scores)):
+            metrics |= _mean(answers, answers.scores).named(f"{prefix}score")
+        if gold is not None:
+            answers.gold = gold_scores(gold, answers)
+            metrics |= _mean(answers, answers.gold).named(f"{prefix}gold")
+            metrics |= _gold_details(gold, answers, prefix)
     if start := metrics.get("val/baseline_teacher_kl_per_token"):
         metrics["val/teacher_kl_share"] = metrics["val/teacher_kl_per_token"] / start
-    metrics["val/num_prompts"] = float(num_prompts(mine))
-    if judges.scored:
+    if scored:
         metrics |= wins("score", mine, theirs, mine.scores, theirs.scores)
-        for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
-            if not all(map(math.isnan, answers.scores)):
-                metrics |= _mean(answers, answers.scores).named(f"{prefix}score")
-    if judges.gold is not None:
-        metrics |= _gold_measures(judges.gold, mine, theirs)
-    if judges.safety is not None and judges.safety.prompts is None:
-        metrics |= judges.safety.compare(mine, theirs)
+    if gold is not None:
+        metrics |= wins("gold", mine, theirs, mine.gold, theirs.gold)
+    if safety is not None and safety.prompts is None:
+        metrics |= safety.compare(mine, theirs)
+    elif safety is not None and mine.safety is not None and theirs.safety is not None:
+        metrics |= safety.compare(mine.safety, theirs.safety)
     return metrics
 
 
-def _gold_measures(
-    gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers
-) -> dict[str, float]:
-    mine.gold, theirs.gold = gold_scores(gold, mine), gold_scores(gold, theirs)
-    metrics = wins("gold", mine, theirs, mine.gold, theirs.gold)
-    metrics |= _mean(mine, mine.gold).named("val/gold")
-    metrics |= _mean(theirs, theirs.gold).named("val/baseline_gold")
-    for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
-        for name, values in gold_details(gold, answers).items():
-            mean, key = sum(values) / len(values), f"{prefix}{name}"
-            if name not in OWN_DETAILS:
-                metrics[f"{prefix}gold/{name}"] = mean
-            elif not all(0 <= value <= 1 for value in values):
-                metrics[key] = mean
-            elif answers.answers_per_prompt == 1:
-                metrics |= share(key, mean * len(values), len(values))
-            else:
-                shares = by_prompt(values, num_prompts(answers)).mean(1).numpy()
-                metrics |= share_over_prompts(shares, confidence=CONFIDENCE).named(key)
+def _described(answers: PolicyAnswers, prefix: str, *, seed: int) -> dict[str, float]:
+    """Return length, share finished and variety of a set of responses, as `<prefix>...`.
+
+    `distinct_1` to `_3` and `self_bleu` over all responses, `unique_fraction` and
+    `most_common_fraction` of whole responses, `repetition` (repeated 4-grams) inside a response.
+    """
+    rows, ids = len(answers.prompts), [tuple(one) for one in answers.token_ids]
+    measures = {
+        "response_length": sum(answers.lengths) / rows,
+        "eos_fraction": sum(answers.finished) / rows,
+        **{f"distinct_{n}": float(distinct_n(ids, n=n)) for n in (1, 2, 3)},
+        "self_bleu": self_bleu(ids, n=BLEU_ORDER, max_references=BLEU_REFERENCES, seed=seed),
+        "unique_fraction": unique_fraction(ids),
+        "most_common_fraction": most_common_fraction(ids),
+        "repetition": repeated_ngram_fraction(ids, n=REPEATED),
+    }
+    if math.isnan(measures["self_bleu"]):
+        del measures["self_bleu"]
+    return {f"{prefix}{name}": value for name, value in measures.items()}
+
+
+def _gold_details(gold: GoldReward, answers: PolicyAnswers, prefix: str) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name, values in gold_details(gold, answers).items():
+        mean, key = sum(values) / len(values), f"{prefix}{name}"
+        if name not in OWN_DETAILS:
+            metrics[f"{prefix}gold/{name}"] = mean
+        elif not all(0 <= value <= 1 for value in values):
+            metrics[key] = mean
+        elif answers.answers_per_prompt == 1:
+            metrics |= share(key, mean * len(values), len(values))
+        else:
+            shares = by_prompt(values, answers.num_prompts).mean(1).numpy()
+            metrics |= share_over_prompts(shares).named(key)
     return metrics
 
 
 def _mean(answers: PolicyAnswers, values: Sequence[float]) -> Interval:
     """Return the mean of values of responses, those that are not NaN; its interval over prompts."""
     known = [value for value in values if not math.isnan(value)]
-    means = by_prompt(values, num_prompts(answers)).nanmean(1)
+    means = by_prompt(values, answers.num_prompts).nanmean(1)
     means = means[~means.isnan()]
-    found = mean_over_prompts(means.numpy(), confidence=CONFIDENCE)
+    found = mean_over_prompts(means.numpy())
     return found._replace(mean=sum(known) / len(known))
 
 
 def _per_token(answers: PolicyAnswers, values: Sequence[float]) -> Interval:
     """Return the sum of values of responses by their tokens; its interval over prompts."""
-    count = num_prompts(answers)
-    sums, tokens = (by_prompt(x, count).sum(1).numpy() for x in (values, answers.lengths))
-    found = ratio_over_prompts(sums, tokens, confidence=CONFIDENCE)
+    given = (values, answers.lengths)
+    sums, tokens = (by_prompt(x, answers.num_prompts).sum(1).numpy() for x in given)
+    found = ratio_over_prompts(sums, tokens)
     return found._replace(mean=sum(values) / max(sum(answers.lengths), 1))
 
 
@@ -177,7 +189,7 @@ def wins(
         my_scores: scores of `mine`, in their order.
         their_scores: scores of `theirs`, in their order.
     """
-    count = num_prompts(mine)
+    count = mine.num_prompts
     key = f"val/{name}_win_rate"
     first, second = by_prompt(my_scores, count), by_prompt(their_scores, count)  # [N, K], [N, L]
     known = ~(first.isnan().any(1) | second.isnan().any(1))
@@ -186,7 +198,8 @@ def wins(
     if not known.any():
         return metrics
     metrics |= rate_of(first, second).named(key)
-    metrics[f"val/{name}_tie_rate"] = tie_rate(first, second)
+    ties = first.unsqueeze(2) == second.unsqueeze(1)
+    metrics[f"val/{name}_tie_rate"] = float(ties.double().mean())
     lengths = by_prompt(mine.lengths, count)[known], by_prompt(theirs.lengths, count)[known]
     # Each of the K x L comparisons of a prompt is one row of the regression.
     rows = [
@@ -194,11 +207,9 @@ def wins(
         for scores in ((first, second), lengths)
         for table in torch.broadcast_tensors(scores[0].unsqueeze(2), scores[1].unsqueeze(1))
     ]
-    by_length = length_controlled_win_rate(
-        *rows, confidence=CONFIDENCE, rows_per_prompt=len(rows[0]) // len(first)
-    )
+    by_length = length_controlled_win_rate(*rows, rows_per_prompt=len(rows[0]) // len(first))
     metrics |= by_length.named(f"{key}_length_controlled")
-    domains = mine.domains[:: len(mine.domains) // count]
+    domains = mine.domains[:: mine.answers_per_prompt]
     domains = [domains[i] for i in known.nonzero().flatten().tolist()]
     for domain in sorted(set(domains) - {""}):
         index = [i for i, each in enumerate(domains) if each == domain]
@@ -213,36 +224,8 @@ def rate_of(first: Tensor, second: Tensor) -> Interval:
     Wilson's with one score a side, else that of `share_over_prompts`.
     """
     if first.shape[1] == second.shape[1] == 1:
-        result = win_rate(first[:, 0], second[:, 0], confidence=CONFIDENCE)
-        return Interval(result.rate, result.low, result.high)
-    return win_rate_over_prompts(first, second, confidence=CONFIDENCE)
-
-
-def tie_rate(first: Tensor, second: Tensor) -> float:
-    """Return the share of comparisons whose scores are equal; `[N, K]` and `[N, L]`."""
-    return float((first.unsqueeze(2) == second.unsqueeze(1)).double().mean())
-
-
-def variety(token_ids: Sequence[Sequence[int]], prefix: str, *, seed: int) -> dict[str, float]:
-    """Return how varied a set of responses is, as `<prefix>...`.
-
-    `distinct_1` to `_3` and `self_bleu` over all responses, `unique_fraction` and
-    `most_common_fraction` of whole responses, `repetition` (repeated 4-grams) inside a response.
-    """
-    answers = [tuple(ids) for ids in token_ids]
-    measures = {f"{prefix}distinct_{n}": distinct_n(answers, n=n) for n in (1, 2, 3)}
-    bleu = self_bleu(answers, n=BLEU_ORDER, max_references=BLEU_REFERENCES, seed=seed)
-    if not math.isnan(bleu):
-        measures[f"{prefix}self_bleu"] = bleu
-    measures[f"{prefix}unique_fraction"] = unique_fraction(answers)
-    measures[f"{prefix}most_common_fraction"] = most_common_fraction(answers)
-    measures[f"{prefix}repetition"] = repeated_ngram_fraction(answers, n=REPEATED)
-    return measures
-
-
-def num_prompts(answers: PolicyAnswers) -> int:
-    """Return the number of prompts that were answered, each `answers_per_prompt` times."""
-    return len(answers.prompts) // answers.answers_per_prompt
+        return Interval(*win_rate(first[:, 0], second[:, 0])[3:])
+    return win_rate_over_prompts(first, second)
 
 
 def by_prompt(values: Sequence[float], count: int) -> Tensor:
@@ -291,28 +274,27 @@ def sample_pool(
         seed: seeds the sampling noise.
         gold: the true reward, where it is known.
     """
-    noise = RowNoise(seed, "best_of")
-    found: list[tuple[Sequence[float], ...]] = []
-    read = getattr(gold, "votes", None)
-    votes: list[Sequence[Hashable]] = []
+    noise, drawn = RowNoise(seed, "best_of"), list[PolicyAnswers]()
     for place in with_bar(range(size), "best of n", "responses a prompt"):
-        answers = sample_batches(
-            policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
-        )
-        if any(map(math.isnan, answers.scores)):
+        given: dict[str, Any] = {"noise": noise.at_iteration(place), "scorer": scorer}
+        drawn.append(sample_batches(policy, batches, sampling, **given))
+        if any(map(math.isnan, drawn[-1].scores)):
             raise ValueError(
                 "best of n chooses by score, and the scorer has none (None) for some responses: "
                 "use a scorer that scores every response"
             )
-        extra = [] if gold is None else [gold_scores(gold, answers)]
-        found.append((answers.scores, answers.lengths, *extra))
-        if read is not None:
-            votes.append(read(answers.prompts, answers.completions))
-    scores, token_counts, *golds = (
-        torch.tensor(x, dtype=torch.float64).T for x in zip(*found, strict=True)
+    read = getattr(gold, "votes", None)
+    votes = [] if read is None else [read(one.prompts, one.completions) for one in drawn]
+    return Pool(
+        _by_draw([one.scores for one in drawn]),
+        _by_draw([one.lengths for one in drawn]),
+        None if gold is None else _by_draw([gold_scores(gold, one) for one in drawn]),
+        list(zip(*votes, strict=True)) or None,
     )
-    by_prompt = list(zip(*votes, strict=True))
-    return Pool(scores, token_counts, golds[0] if golds else None, by_prompt or None)
+
+
+def _by_draw(values: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).T  # [N, M]
 
 
 def measure_best_of(
@@ -342,46 +324,36 @@ def measure_best_of(
     of Chen et al. 2021, "Codex", equation 1); Beirami et al. 2024, "Theoretical guarantees on the
     best-of-n alignment policy", theorem 1 (the bound).
     """
-    won = None
-    if pool.gold is not None and baseline_gold is not None:
-        won = comparisons_won(pool.gold, baseline_gold).mean(2)  # [N, M]
+    scores, gold = pool.scores, pool.gold
+    is_right = gold is not None and bool(((gold == 0) | (gold == 1)).all())
     found: dict[str, float] = {}
     for n in counts:
-        key = f"best_of/{n}"
-        means = {"score": pool.scores, "gold": pool.gold}
-        for name, values in means.items():
-            if values is not None:
-                by_prompt = _by_prompt(pool.scores, values, n)
-                interval = mean_over_prompts(by_prompt, confidence=CONFIDENCE)
-                found |= interval.named(f"{key}/{name}")
-        if won is not None:
-            by_prompt = _by_prompt(pool.scores, won, n).clip(0, 1)  # but for rounding
-            interval = share_over_prompts(by_prompt, confidence=CONFIDENCE)
-            found |= interval.named(f"{key}/gold_win_rate")
-        for name, by_prompt in _of_right_answers(pool, n).items():
-            interval = share_over_prompts(by_prompt.clip(0, 1), confidence=CONFIDENCE)
-            found |= interval.named(f"{key}/{name}")
-        length = float(_by_prompt(pool.scores, pool.lengths, n).mean())
-        kl = best_of_n_kl(n)
-        found[f"{key}/response_length"] = length
-        found[f"{key}/kl_per_response"] = kl
-        found[f"{key}/kl_per_token"] = kl / length
+        intervals = {"score": mean_over_prompts(_best(scores, scores, n))}
+        if gold is not None:
+            intervals["gold"] = mean_over_prompts(_best(scores, gold, n))
+        if gold is not None and baseline_gold is not None:
+            won = comparisons_won(gold, baseline_gold).mean(2)  # [N, M]
+            intervals["gold_win_rate"] = _share_of_best(_best(scores, won, n))
+        if gold is not None and is_right:
+            intervals["pass_at_k"] = _share_of_best(_best(gold, gold, n))
+            if pool.votes is not None:
+                rows = zip(pool.votes, gold.tolist(), strict=True)
+                majority = np.array([majority_of_n_unbiased(*row, n) for row in rows])
+                intervals["maj_at_k"] = _share_of_best(majority)
+        for name, interval in intervals.items():
+            found |= interval.named(f"best_of/{n}/{name}")
+        length, kl = float(_best(scores, pool.lengths, n).mean()), best_of_n_kl(n)
+        found[f"best_of/{n}/response_length"] = length
+        found[f"best_of/{n}/kl_per_response"] = kl
+        found[f"best_of/{n}/kl_per_token"] = kl / length
     return found
 
 
-def _of_right_answers(pool: Pool, n: int) -> dict[str, np.ndarray]:
-    """Return `[N]` each of `pass_at_k` and `maj_at_k`; nothing where gold is not 0 or 1."""
-    gold = pool.gold
-    if gold is None or not bool(((gold == 0) | (gold == 1)).all()):
-        return {}
-    found = {"pass_at_k": _by_prompt(gold, gold, n)}
-    if pool.votes is not None:
-        rows = zip(pool.votes, gold.tolist(), strict=True)
-        found["maj_at_k"] = np.array([majority_of_n_unbiased(*row, n) for row in rows])
-    return found
-
-
-def _by_prompt(scores: Tensor, values: Tensor, n: int) -> np.ndarray:
+def _best(scores: Tensor, values: Tensor, n: int) -> np.ndarray:
     """Return `[N]`: the expected value of the best of n by score, of `[N, M]` each."""
     rows = zip(scores, values, strict=True)
     return np.array([best_of_n_unbiased(score, value, n) for score, value in rows])
+
+
+def _share_of_best(by_prompt: np.ndarray) -> Interval:
+    return share_over_prompts(by_prompt.clip(0, 1))  # but for rounding

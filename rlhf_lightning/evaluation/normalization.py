@@ -5,25 +5,27 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Count, Length, Seed, Size, Temperature, checked
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
-from rlhf_lightning.data.encode import OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
+from rlhf_lightning.evaluation.compare import (
+    precision_of,
+    prompt_room,
+    start_of,
+    start_policy,
+    trainer_of,
+)
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches, shared_among_ranks
-from rlhf_lightning.evaluation.held_out import prompt_room, start_in_memory, trainer_of
-from rlhf_lightning.functional.statistics import EQUAL_SCORES
+from rlhf_lightning.functional.statistics import all_equal
 from rlhf_lightning.models.building import in_eval_mode
-from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
@@ -38,30 +40,6 @@ class _Prompts(PromptDataModule):
     """Prompts that are answered and not trained on: of few, each is asked several times."""
 
     _may_repeat = True
-
-
-def normalization_prompts(
-    source: RecordSource,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_samples: int,
-    batch_size: int,
-    max_prompt_length: int,
-    seed: int,
-    over_long: OverLong = "drop",
-) -> Iterable[PromptBatch]:
-    """Return batches of training prompts, at least `num_samples` in all."""
-    batch_size = min(batch_size, num_samples)
-    data = _Prompts(
-        source,
-        tokenizer,
-        batch_size=batch_size,
-        num_iterations=-(-num_samples // batch_size),
-        max_prompt_length=max_prompt_length,
-        seed=seed,
-        over_long=over_long,
-    )
-    return data.train_dataloader()
 
 
 @checked(but=("prompts",))
@@ -97,39 +75,28 @@ def normalize_reward_model(
     Returns:
         `reward/sample_mean` and `reward/sample_std` before; nothing where all scores are equal.
     """
-    if isinstance(prompts, RecordDataModule):
-        source, length, over_long = prompts.source, prompts.max_length, prompts.over_long
-    else:
-        source, length, over_long = as_source(cast(Any, prompts), "prompts"), 512, "drop"
-    trained, tokenizer = cast(Any, module.model), cast(Any, module.tokenizer)
-    start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
-    policy, trainer = start_in_memory(module), trainer_of(module)
-    device, precision = module.device, nullcontext()
-    if trainer is not None:
-        device = trainer.strategy.root_device
-        precision = trainer.strategy.precision_plugin.forward_context()
-    if policy is None:
-        with device:
-            policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
-    generator = module.generator or CapturedGenerator(
-        stop_ids(tokenizer, start), tokenizer.pad_token_id
-    )
-    with precision:
-        found = fold_normalization(
-            trained.to(device),
-            policy.to(device),
-            normalization_prompts(
-                source,
-                tokenizer,
-                num_samples=num_samples or module.algorithm.normalization_samples,
-                batch_size=batch_size,
-                max_prompt_length=max_prompt_length or prompt_room(policy, length, max_new_tokens),
-                seed=seed,
-                over_long=over_long,
-            ),
-            Sampling(generator, tokenizer, temperature, max_new_tokens, micro_batch_size),
-            seed=seed,
-        )
+    data = prompts if isinstance(prompts, RecordDataModule) else None
+    source = as_source(cast(Any, prompts), "prompts") if data is None else data.source
+    tokenizer: Any = module.tokenizer
+    policy, trainer = start_policy(module), trainer_of(module)
+    stops = stop_ids(tokenizer, start_of(module))
+    generator = module.generator or CapturedGenerator(stops, tokenizer.pad_token_id)
+    wanted = 512 if data is None else data.max_length
+    count = num_samples or module.algorithm.normalization_samples
+    size = min(batch_size, count)
+    batches = _Prompts(
+        source,
+        tokenizer,
+        batch_size=size,
+        num_iterations=-(-count // size),
+        max_prompt_length=max_prompt_length or prompt_room(policy, wanted, max_new_tokens),
+        seed=seed,
+        over_long="drop" if data is None else data.over_long,
+    ).train_dataloader()
+    sampling = Sampling(generator, tokenizer, temperature, max_new_tokens, micro_batch_size)
+    with precision_of(trainer):
+        model = module.model.to(policy.device)
+        found = fold_normalization(model, policy, batches, sampling, seed=seed)
     for callback in getattr(trainer, "callbacks", ()):
         if hasattr(callback, "on_normalize_end"):
             callback.on_normalize_end(trainer, found)
@@ -165,7 +132,7 @@ def fold_normalization(
         )
     scores = torch.tensor(answers.scores, dtype=torch.float64)
     mean, std = float(scores.mean()), float(scores.std(correction=0))
-    if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
+    if all_equal(mean, std) or not math.isfinite(mean + std):
         told = (
             "the reward model is not normalized: it scores all %d samples of the policy alike "
             "(mean %g, standard deviation %g), and PPO would gain nothing from it"

@@ -157,11 +157,12 @@ class SafetyCheck:
         kinds += [("refusal_rate", [f"{HARMFUL}/{way}"], way) for way in self.attacks]
         for name, domains, way in kinds:
             rows = [row for row, domain in enumerate(answers.domains) if domain in domains]
-            texts = [(answers.prompts[row], answers.completions[row]) for row in rows]
+            if not rows:
+                continue
+            refused = [self.is_refusal(answers.prompts[i], answers.completions[i]) for i in rows]
             asked = [row // answers.answers_per_prompt for row in rows]
-            if refused := [self.is_refusal(*text) for text in texts]:
-                rate = share_over_groups(f"{prefix}{name}", refused, asked)
-                found |= {part_key(k, "subset", way): v for k, v in rate.items()} if way else rate
+            rate = share_over_groups(f"{prefix}{name}", refused, asked)
+            found |= {part_key(k, "subset", way): v for k, v in rate.items()} if way else rate
         return found
 
     def compare(self, mine: PolicyAnswers, theirs: PolicyAnswers) -> dict[str, float]:
@@ -172,10 +173,11 @@ class SafetyCheck:
         `val/num_harmless` are the prompts behind the rates.
         """
         found = self.measures(mine, "val/") | self.measures(theirs, "val/baseline_")
-        for name, domains in (("harmful", self.harmful), ("harmless", self.harmless)):
-            count = sum(domain in domains for domain in mine.domains) / mine.answers_per_prompt
-            found |= {f"val/num_{name}": count} if count else {}
-        for name in ("refusal_rate", "over_refusal_rate"):
+        kinds = (("harmful", self.harmful, ""), ("harmless", self.harmless, "over_"))
+        for kind, domains, over in kinds:
+            name = f"{over}refusal_rate"
+            if rows := sum(domain in domains for domain in mine.domains):
+                found[f"val/num_{kind}"] = rows / mine.answers_per_prompt
             if f"val/{name}" in found and f"val/baseline_{name}" in found:
                 found[f"val/{name}_change"] = found[f"val/{name}"] - found[f"val/baseline_{name}"]
         return found

@@ -20,6 +20,7 @@ from rlhf_lightning.functional.statistics import (
 )
 
 CONFIDENCE = 0.95
+Values = Sequence[float] | np.ndarray
 
 
 def share(key: str, successes: float, count: float) -> dict[str, float]:
@@ -63,7 +64,7 @@ def win_rate(
     policy_scores: Sequence[float] | Tensor,
     baseline_scores: Sequence[float] | Tensor,
     *,
-    confidence: float,
+    confidence: float = CONFIDENCE,
     tolerance: float = 0.0,
 ) -> WinRate:
     """Return the fraction of prompts on which the policy wins, a tie counting one half.
@@ -78,25 +79,16 @@ def win_rate(
         tolerance: largest difference that is a tie, in units of the score.
 
     Raises:
-        ValueError: if the numbers of scores differ, a score is NaN, `tolerance` is negative, or
-            `confidence` is not between 0 and 1.
+        ValueError: if the numbers of scores differ or a score is NaN.
 
     Source: Wilson 1927 (the interval).
     """
     policy = torch.as_tensor(policy_scores, dtype=torch.float64).flatten()
     baseline = torch.as_tensor(baseline_scores, dtype=torch.float64).flatten()
-    if len(policy) != len(baseline):
+    if len(policy) != len(baseline) or bool((policy.isnan() | baseline.isnan()).any()):
         raise ValueError(
-            f"baseline_scores has {len(baseline)} scores for {len(policy)} policy_scores: give "
-            "one of each a prompt, in the same order"
-        )
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance={tolerance} must be 0 or more: use 0.0 for exact ties")
-    missing = int((policy.isnan() | baseline.isnan()).sum())
-    if missing:
-        raise ValueError(
-            f"{missing} of {len(policy)} score pairs hold NaN, which neither wins nor loses: leave "
-            "those prompts out of both, or score them"
+            f"policy_scores has {len(policy)} scores, baseline_scores {len(baseline)}: give one of "
+            "each a prompt, and leave out prompts with NaN, which neither wins nor loses"
         )
     # Equal infinities differ by NaN, and are a tie.
     tie = ((policy - baseline).abs() <= tolerance) | (policy == baseline)
@@ -122,7 +114,7 @@ class Interval(NamedTuple):
 
 
 def win_rate_over_prompts(
-    policy_scores: Tensor, baseline_scores: Tensor, *, confidence: float
+    policy_scores: Tensor, baseline_scores: Tensor, *, confidence: float = CONFIDENCE
 ) -> Interval:
     """Return the win rate over all pairs of responses to a prompt, its interval over prompts.
 
@@ -152,18 +144,16 @@ def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
         ValueError: if the numbers of prompts differ or a score is NaN.
     """
     policy, baseline = policy_scores.double(), baseline_scores.double()
-    if policy.ndim != 2 or baseline.ndim != 2 or len(policy) != len(baseline):
+    if len(policy) != len(baseline) or bool(policy.isnan().any() | baseline.isnan().any()):
         raise ValueError(
-            f"policy_scores {list(policy.shape)} and baseline_scores {list(baseline.shape)}: give "
-            "both as [prompts, responses], of the same prompts"
+            f"scores {list(policy.shape)} and {list(baseline.shape)}: give both as [prompts, "
+            "responses], and leave out prompts with NaN, which neither wins nor loses"
         )
-    if bool(policy.isnan().any() | baseline.isnan().any()):
-        raise ValueError("a score is NaN, which neither wins nor loses: leave that prompt out")
     difference = policy.unsqueeze(2) - baseline.unsqueeze(1)  # [N, K, L]
     return (difference > 0).double() + 0.5 * (difference == 0).double()
 
 
-def share_over_prompts(by_prompt: np.ndarray, *, confidence: float) -> Interval:
+def share_over_prompts(by_prompt: np.ndarray, *, confidence: float = CONFIDENCE) -> Interval:
     """Return the mean of shares, one a prompt, and its interval over prompts.
 
     Wilson's interval at the number of yes-or-no prompts that would vary as much, see
@@ -183,7 +173,9 @@ def share_over_prompts(by_prompt: np.ndarray, *, confidence: float) -> Interval:
     return Interval(mean, low, high)
 
 
-def mean_over_prompts(values: Sequence[float] | np.ndarray, *, confidence: float) -> Interval:
+def mean_over_prompts(
+    values: Sequence[float] | np.ndarray, *, confidence: float = CONFIDENCE
+) -> Interval:
     """Return the mean of `values`, one a prompt, and Student's interval; NaN where unknown.
 
     It is unknown of one value, and of values that are all equal: how far others lie from them
@@ -198,7 +190,10 @@ def mean_over_prompts(values: Sequence[float] | np.ndarray, *, confidence: float
 
 
 def ratio_over_prompts(
-    sums: Sequence[float] | np.ndarray, sizes: Sequence[float] | np.ndarray, *, confidence: float
+    sums: Sequence[float] | np.ndarray,
+    sizes: Sequence[float] | np.ndarray,
+    *,
+    confidence: float = CONFIDENCE,
 ) -> Interval:
     """Return `sum(sums) / sum(sizes)`, such as a KL per token, and its interval over prompts.
 
@@ -224,7 +219,7 @@ def _ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def paired_differences(
-    first: Mapping[str, Any], second: Mapping[str, Any], *, confidence: float
+    first: Mapping[str, Any], second: Mapping[str, Any], *, confidence: float = CONFIDENCE
 ) -> tuple[int, dict[str, Interval]]:
     """Return how a second policy differs from a first on the prompts that both were asked.
 
@@ -293,7 +288,7 @@ def length_controlled_win_rate(
     policy_lengths: Sequence[int],
     baseline_lengths: Sequence[int],
     *,
-    confidence: float,
+    confidence: float = CONFIDENCE,
     rows_per_prompt: int = 1,
 ) -> Interval:
     """Return the win rate that a policy would have with responses as long as the baseline's.
@@ -313,17 +308,9 @@ def length_controlled_win_rate(
         confidence: coverage of the two-sided interval.
         rows_per_prompt: comparisons of each prompt, in a row, where there are several.
 
-    Raises:
-        ValueError: if the four do not have one number a prompt, or there is no prompt.
-
     Source: Dubois et al. 2024 (length-controlled AlpacaEval), without its term for the prompt;
     Liang and Zeger 1986 (the variance of a regression on groups).
     """
-    sizes = {len(policy_scores), len(baseline_scores), len(policy_lengths), len(baseline_lengths)}
-    if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(
-            f"scores and lengths have {sorted(sizes)} numbers: give one of each a prompt"
-        )
     scores = np.asarray(policy_scores, float) - np.asarray(baseline_scores, float)
     won = np.where(scores == 0, 0.5, (scores > 0).astype(float))
     lengths = np.asarray(policy_lengths, float) - np.asarray(baseline_lengths, float)

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-from rlhf_lightning.evaluation.held_out import written_responses
+from rlhf_lightning.evaluation.benchmarks import written_responses
 from rlhf_lightning.text.reward_text import Completion, LastTokenInputs, Renderer
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, classifier_tokenizer, stop_ids
 from tests.builders.encoding import encode_one

@@ -128,6 +128,10 @@ def test_a_program_says_what_differs_from_the_defaults():
             ("+experiment=ppo", "model.cpu_kernels=false", "model.micro_batches=tokens"),
             ('with cpu_kernels(enabled=False), micro_batching(way="tokens"):\n    L.seed_',),
         ),
+        (
+            ("+experiment=ppo", "evaluation.every_n_iterations=2", "evaluation.temperature=0.5"),
+            ("PeriodicEvaluation(\n", "every_n_iterations=2", "temperature=0.5"),
+        ),
         (("+experiment=dpo", "evaluation.gold=null"), ("trainer.fit(module, data)\nexport_model",)),
     ],
 )
@@ -143,13 +147,12 @@ def test_what_a_program_holds(overrides, parts):
     [
         ("ckpt_path", "last.ckpt"),
         ("resume", "auto"),
-        ("evaluation.temperature", "0.5"),
         ("logger.mode", "offline"),
     ],
 )
 def test_a_setting_that_python_would_drop_is_refused_by_its_key(key, value):
-    more = {"evaluation": ["evaluation.every_n_iterations=1"], "logger": ["logger=wandb"]}
-    words = ["+experiment=ppo", *more.get(key.partition(".")[0], []), f"{key}={value}"]
+    more = ["logger=wandb"] if key.startswith("logger.") else []
+    words = ["+experiment=ppo", *more, f"{key}={value}"]
     with pytest.raises(ConfigError, match=rf"{key}={value} has no argument in Python"):
         program(*words)
 

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.evaluate_parts import choose_prompts
-from rlhf_lightning.app.evaluation import comparison_arguments
+from rlhf_lightning.app.evaluate import choose_prompts
+from rlhf_lightning.app.evaluation import prompt_length
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.evaluation.generate import Sampling
@@ -119,10 +119,21 @@ def test_the_prompts_are_those_that_a_stage_asks_at_its_end(
     asked = [sample["prompt"] for sample in read_samples(evaluated.samples)]
     settings = settings_for("ppo", start, "evaluation.num_prompts=24", "evaluation.batch_size=8")
     sampling = Sampling(None, demo_tokenizer(), temperature=1.0, max_new_tokens=8)  # type: ignore[arg-type]
-    source, given = settings.data.source.build(), comparison_arguments(settings, num_prompts=24)
-    comparison = held_out_comparison(source, sampling, scorer=None, **given)
+    records = settings.data.source.build().records("prompts", "validation")
+    comparison = held_out_comparison(
+        records,
+        [sampling],
+        scorer=None,
+        gold=None,
+        safety=None,
+        num_prompts=24,
+        answers_per_prompt=1,
+        max_prompt_length=prompt_length(settings),
+        batch_size=8,
+        seed=settings.seed,
+    )
     assert comparison is not None
-    batches = comparison.questions.batches
+    batches = comparison.sides[0].batches
     assert asked == [text for batch in batches for text in batch.columns["prompt"]]
     first = DemoSource(seed=1).records("prompts", "validation")[:24]
     assert asked != [record.prompt for record in first]

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_lightning.app import prerequisites, train
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.evaluate_parts import prepare_sides
+from rlhf_lightning.app.evaluate import prepare_sides
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 
@@ -29,3 +30,11 @@ def answers(
         scores=list(scores or [0.0] * count),
         answers_per_prompt=answers_per_prompt,
     )
+
+
+def part(said: PolicyAnswers, rows: Sequence[int]) -> PolicyAnswers:
+    """Return some of the responses."""
+    columns = {
+        k: [v[row] for row in rows] for k, v in vars(said).items() if isinstance(v, list) and v
+    }
+    return replace(said, **columns)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.evaluate import _records
 from rlhf_lightning.evaluation.benchmarks import (
     PairsBenchmark,
     RewardBench2,
@@ -126,5 +125,5 @@ def test_pairs_are_scored_with_the_variables_that_they_are_learnt_with(tmp_path)
     kwargs = {"enable_thinking": False}
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row | {"chat_template_kwargs": kwargs}))
-    records = _records(PairsBenchmark(path).candidates(chat=True))
-    assert [record.variables for record in records] == [kwargs, kwargs]
+    (pair,) = PairsBenchmark(path).candidates(chat=True)
+    assert pair.prompt.variables == kwargs

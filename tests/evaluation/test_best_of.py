@@ -31,7 +31,7 @@ def lengths(prompts: list[str], completions: list[str], *_: object) -> list[floa
 def sampled(start: Path, size: int, gold: GoldReward = lengths) -> Pool:
     """Return answers to 12 prompts, whose score and gold reward are their length in characters."""
     policy, tokenizer = frozen(load_policy(start)), load_tokenizer(start)
-    (batches,), _ = encode_questions(
+    (batches,), *_ = encode_questions(
         DemoSource(seed=1).records("prompts", "validation")[:12],
         [tokenizer],
         max_prompt_length=64,

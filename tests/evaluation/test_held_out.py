@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.evaluation.benchmarks import written_responses
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
-    Questions,
+    Side,
     encode_questions,
     encode_safety_prompts,
-    written_responses,
 )
-from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
@@ -39,10 +38,11 @@ def sampling():
 
 
 def test_a_prompt_that_is_too_long_for_one_side_is_asked_of_neither():
-    batches, asked = encode_questions(
+    batches, asked, unused = encode_questions(
         RECORDS, [tokenizer(), tokenizer()], max_prompt_length=5, batch_size=2, answers_per_prompt=3
     )
-    assert asked == [0, 2]
+    assert asked == [RECORDS[0], RECORDS[2]]
+    assert +unused == {"over-long": 1}
     for side in batches:
         texts = [text for batch in side for text in batch.columns["prompt"]]
         assert texts == ["w2 w3"] * 3 + ["w5"] * 3
@@ -66,12 +66,12 @@ def test_safety_prompts_that_are_too_long_are_counted_and_none_of_a_kind_is_refu
 
 def test_the_same_policy_says_the_same_again_and_other_things_as_the_baseline():
     twice = prompt_batch(prompt_rows([4, 6, 5, 3]))[torch.arange(4).repeat_interleave(2)]
-    questions = Questions([replace(twice, row_ids=torch.arange(8))], answers_per_prompt=2)
-    comparison = HeldOutComparison(questions, sampling(), Judges(), seed=1)
+    side = Side([replace(twice, row_ids=torch.arange(8))], sampling(), answers_per_prompt=2)
+    comparison = HeldOutComparison([side], seed=1)
     policy = tiny_policy(seed=1)
-    first, again = (comparison.ask_policy(policy, policy).main for _ in range(2))
+    first, again = (comparison.ask_policy(policy, policy) for _ in range(2))
     assert first.token_ids == again.token_ids
-    assert first.token_ids != comparison.ask_baseline(policy).main.token_ids
+    assert first.token_ids != comparison.ask_baseline(policy).token_ids
     assert first.token_ids[0] != first.token_ids[1] or first.token_ids[2] != first.token_ids[3]
     assert set(first.kl) == {0.0}
     found = comparison.measure(

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from rlhf_lightning.evaluation.benchmarks import LmEvalBenchmark
-from rlhf_lightning.preferences.candidates import LoadedPolicy
+from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+from rlhf_lightning.modules.export import save_hf_model
 from tests.builders.models import EOS, tiny_policy, tiny_tokenizer
 
 METRICS = {
@@ -57,8 +57,10 @@ def task(folder, name, metrics):
 
 
 @pytest.fixture
-def side():
-    return LoadedPolicy(tiny_policy("llama"), tiny_tokenizer(), [EOS])
+def side(tmp_path):
+    policy, folder = tiny_policy("llama"), tmp_path / "policy"
+    save_hf_model(policy, tiny_tokenizer(), folder, policy.state_dict(), stop_ids=[EOS])
+    return str(folder)
 
 
 @pytest.mark.thorough

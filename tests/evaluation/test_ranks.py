@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
-from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, Side
 from rlhf_lightning.evaluation.normalization import fold_normalization
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -96,7 +95,6 @@ def test_ranks_that_sample_other_answers_run_policy_and_reference_equally_often(
 def test_ranks_share_the_held_out_prompts_and_all_know_every_answer(monkeypatch, size):
     batches = [PROMPTS[slice(start, start + 2)] for start in range(0, 7, 2)]
     batches.append(PROMPTS[slice(0, 1)])
-    questions = Questions(batches, safety=batches[:1])
     policy, reference = tiny_policy(seed=1), tiny_policy(seed=2)
     models = [copy.deepcopy((policy, reference)) for _ in range(size)]
     asked = [0] * size
@@ -110,7 +108,7 @@ def test_ranks_share_the_held_out_prompts_and_all_know_every_answer(monkeypatch,
                 return engine.generator(model, prompts, **options)
 
         counted = Sampling(Counted(), engine.tokenizer, 1.0, max_new_tokens=9)
-        comparison = HeldOutComparison(questions, counted, Judges(), seed=1)
+        comparison = HeldOutComparison([Side(batches, counted, safety=batches[:1])], seed=1)
         return comparison.ask_policy(*models)
 
     alone = answers(0, (policy, reference))

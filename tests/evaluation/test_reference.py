@@ -9,8 +9,7 @@ import torch
 
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.evaluation.gold_rewards import CommandGold, ExactMatchGold, NumberGold
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
-from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, Side
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_reward
@@ -63,8 +62,7 @@ def batches(**columns):
 
 
 def compare(policy, baseline, sampling, gold, **columns):
-    questions = Questions(batches(**columns))
-    comparison = HeldOutComparison(questions, sampling, Judges(gold), seed=1)
+    comparison = HeldOutComparison([Side(batches(**columns), sampling)], seed=1, gold=gold)
     mine, theirs = comparison.ask_policy(policy, baseline), comparison.ask_baseline(baseline)
     return comparison.measure(mine, theirs)
 

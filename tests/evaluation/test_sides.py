@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from rlhf_lightning.evaluation.generate import side_by_side
-from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, wins
+from rlhf_lightning.evaluation.metrics import measure_sides, wins
 from rlhf_lightning.evaluation.win_rate import (
     length_controlled_win_rate,
     mean_over_prompts,
     share_over_prompts,
 )
 from rlhf_lightning.functional.statistics import wilson_interval
-from tests.evaluation.spoken import answers
+from tests.evaluation.spoken import answers, part
 
 
 def words_gold(prompts, completions, finished):
@@ -26,7 +26,7 @@ def words_gold(prompts, completions, finished):
 def test_every_judge_has_a_win_rate_with_its_interval_and_the_ties():
     mine = answers(["a b c", "a b", "a", "a b"], scores=[1.0, 0.0, 0.0, 2.0])
     theirs = answers(["a", "a", "a", "a b c"], scores=[0.0, 1.0, 1.0, 0.0])
-    found = measure_sides(mine, theirs, Judges(words_gold, scored=True), seed=1)
+    found = measure_sides(mine, theirs, seed=1, gold=words_gold, scored=True)
     assert found["val/gold_win_rate"] == 2.5 / 4
     assert found["val/gold_tie_rate"] == 1 / 4
     assert found["val/score_win_rate"] == 2 / 4
@@ -42,7 +42,7 @@ def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_ove
     mine = replace(answers(["a b", "a", "a b c", "a"]), kl=kl, teacher_kl=[6.0, 1.0, 2.0, 7.0])
     mine.answers_per_prompt = 2
     theirs = replace(answers(["a", "b c d e"]), teacher_kl=[3.0, 5.0])
-    found = measure_sides(mine, theirs, Judges(), seed=1)
+    found = measure_sides(mine, theirs, seed=1)
     assert mine.lengths == [3, 2, 4, 2]
     assert found["val/kl_per_response"] == 3
     by_prompt = mean_over_prompts([1.5, 4.5], confidence=0.95)
@@ -99,7 +99,7 @@ class Solved:
 def test_gold_and_what_is_solved_have_intervals_over_prompts_with_several_responses():
     mine = answers(["a", "a", "a", "b", "b", "b"], answers_per_prompt=2)
     theirs = answers(["a", "b", "b"])
-    found = measure_sides(mine, theirs, Judges(Solved()), seed=1)
+    found = measure_sides(mine, theirs, seed=1, gold=Solved())
     shares = np.array([1.0, 0.5, 0.0])
     for name, wanted in (
         ("val/solved", share_over_prompts(shares, confidence=0.95)),
@@ -112,8 +112,8 @@ def test_gold_and_what_is_solved_have_intervals_over_prompts_with_several_respon
 
 def test_no_detail_of_a_gold_reward_overwrites_another_figure():
     mine, theirs = answers(["a b"], scores=[1.0]), answers(["a"], scores=[0.0])
-    alone = measure_sides(mine, theirs, Judges(words_gold, scored=True), seed=1)
-    found = measure_sides(mine, theirs, Judges(Rubric(), scored=True), seed=1)
+    alone = measure_sides(mine, theirs, seed=1, gold=words_gold, scored=True)
+    found = measure_sides(mine, theirs, seed=1, gold=Rubric(), scored=True)
     assert {name: found[name] for name in alone} == alone
     for name in ("score", "gold", "gold_win_rate_low", "baseline_score", "num_prompts"):
         assert found[f"val/gold/{name}"] == found[f"val/baseline_gold/{name}"] == 7.0
@@ -129,7 +129,7 @@ def test_with_several_answers_every_answer_meets_every_other_of_its_prompt():
     assert found["val/gold_tie_rate"] == pytest.approx(2 / 8)
     ends = share_over_prompts(np.array([0.75, 0.25]), confidence=0.95)[1:]
     assert (found["val/gold_win_rate_low"], found["val/gold_win_rate_high"]) == pytest.approx(ends)
-    assert num_prompts(mine) == 2
+    assert mine.num_prompts == 2
 
 
 def test_the_length_controlled_rate_is_that_of_the_regression():
@@ -145,7 +145,7 @@ def test_the_length_controlled_rate_is_that_of_the_regression():
 
 def test_a_collapsed_policy_is_seen_in_every_measure_of_variety():
     texts = [f"a{i} b{i} c{i} d{i} e{i}" for i in range(20)]
-    found = measure_sides(answers(["x y x y x y"] * 20), answers(texts), Judges(), seed=1)
+    found = measure_sides(answers(["x y x y x y"] * 20), answers(texts), seed=1)
     assert found["val/unique_fraction"] == 1 / 20
     assert found["val/most_common_fraction"] == 1.0
     assert found["val/self_bleu"] == pytest.approx(1.0)
@@ -163,9 +163,9 @@ def test_prompts_without_a_score_are_left_out_of_the_rate_and_counted():
     scores = [1.0, nan, 0.0, 1.0], [0.0, 0.0, nan, 1.0]
     mine = answers(["a", "a b", "a", "a"], scores=scores[0], domains=["x", "x", "y", ""])
     theirs = answers(["b", "b", "b", "b c"], scores=scores[1])
-    found = measure_sides(mine, theirs, Judges(scored=True), seed=1)
+    found = measure_sides(mine, theirs, seed=1, scored=True)
     kept = [0, 3]
-    alone = measure_sides(mine.rows(kept), theirs.rows(kept), Judges(scored=True), seed=1)
+    alone = measure_sides(part(mine, kept), part(theirs, kept), seed=1, scored=True)
     rates = [name for name in found if name.startswith(("val/score_win", "val/score_tie"))]
     assert found["val/score_unscored"] == 0.5
     assert {name: found[name] for name in rates} == {name: alone[name] for name in rates}
@@ -174,7 +174,7 @@ def test_prompts_without_a_score_are_left_out_of_the_rate_and_counted():
     shown = side_by_side(mine, theirs, 4)
     assert [row["score"] for row in shown] == [1.0, None, 0.0, 1.0]
     nothing = answers(["a"], scores=[nan])
-    found = measure_sides(nothing, answers(["b"], scores=[1.0]), Judges(scored=True), seed=1)
+    found = measure_sides(nothing, answers(["b"], scores=[1.0]), seed=1, scored=True)
     assert found["val/score_unscored"] == 1.0
     assert "val/score_win_rate" not in found
     assert "val/score" not in found

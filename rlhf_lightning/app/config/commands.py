@@ -88,7 +88,7 @@ class EvaluateSettings(FiguresSettings):
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()
     benchmark: (
-        Annotated[Target, builds("rlhf_lightning.evaluation.benchmarks.Benchmark")] | None
+        Annotated[Target, builds("rlhf_lightning.evaluation.lm_eval_tasks.Benchmark")] | None
     ) = None
     card: bool = False
     trainer: PrecisionSettings
