@@ -43,7 +43,6 @@ from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
-from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import encode_safety_prompts
 from rlhf_lightning.models.attention import attention_backends as set_attention_backends
 from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
@@ -157,7 +156,6 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     tokenizer, scorer = module.tokenizer, getattr(module, "scorer", None)
     data = settings.data.build(tokenizer=tokenizer)
     data.setup()
-    sampling = Sampling(module.generator, tokenizer, **settings.evaluation.decoding)
     if stage.trains_policy and settings.safety is not None:
         encode_safety_prompts(  # of a file, asked at the end: fail before training
             settings.safety.build().records(),
@@ -168,7 +166,7 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
         )
     own = rollout_callbacks(settings) if stage.rolls_out else []
     trainer = make_trainer(settings, folder, own)
-    return TrainingComponents(settings, tokenizer, data, module, trainer, sampling, scorer, rates)
+    return TrainingComponents(settings, tokenizer, data, module, trainer, scorer, rates)
 
 
 def rollout_callbacks(settings: TrainSettings) -> list[L.Callback]:

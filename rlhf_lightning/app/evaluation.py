@@ -18,7 +18,6 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.compare import comparison_of
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.loading import load_config, loading_options
@@ -40,7 +39,6 @@ class TrainingComponents:
     data: RecordDataModule
     module: RLHFModule
     trainer: L.Trainer
-    sampling: Sampling
     scorer: Scorer | None
     rates: tuple[str, ...]  # the learning rates, with why, a line each
 

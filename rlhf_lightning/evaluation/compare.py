@@ -40,6 +40,7 @@ from rlhf_lightning.models.precision import MIXED_BF16, round_frozen_weights
 from rlhf_lightning.modules.pretrained import naming_argument
 from rlhf_lightning.modules.rewards import as_scorer
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
+from rlhf_lightning.rollout.scorers.base import reward_of
 from rlhf_lightning.rollout.scorers.http import ServiceError
 from rlhf_lightning.rollout.teachers import Teacher
 from rlhf_lightning.runs.summary import GateResult
@@ -134,9 +135,9 @@ def compare(
     mine = _side(policy, "policy")
     theirs = _baseline(policy, mine, baseline)
     reward = getattr(policy, "scorer", None) if reward is None else reward
-    if reward is None and gold is None:
-        raise TypeError("compare needs reward=, a function or a reward model, or gold=")
     scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
+    if gold is None and reward_of(scorer) is None:
+        raise TypeError("compare needs reward=, a function or a reward model, or gold=")
     comparison = comparison_of(
         policy,
         prompts,

@@ -79,14 +79,16 @@ def sft_scores(parts: Any) -> dict[str, float]:
     They are the origin and the unit of both axes.
     """
     from rlhf_lightning.data.demo.gold import gold_scores
-    from rlhf_lightning.evaluation.generate import sample_batches
+    from rlhf_lightning.evaluation.generate import Sampling, sample_batches
     from rlhf_lightning.rollout.noise import RowNoise
 
+    decoding = parts.settings.evaluation.decoding
+    sampling = Sampling(parts.module.generator, parts.tokenizer, **decoding)
     batches = list(itertools.islice(parts.data.train_dataloader(), REFERENCE_BATCHES))
     found = sample_batches(
         parts.module.reference,
         batches,
-        parts.sampling,
+        sampling,
         noise=RowNoise(1, "evaluation"),
         scorer=parts.scorer,
     )
