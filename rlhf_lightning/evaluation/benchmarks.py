@@ -21,7 +21,8 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
-from rlhf_lightning.data.records import PreferenceRecord, PromptRecord, Text
+from rlhf_lightning.data.kinds import to_kind
+from rlhf_lightning.data.records import PromptRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.texts import from_json
 from rlhf_lightning.evaluation.generate import PolicyAnswers
@@ -93,22 +94,12 @@ class PairsBenchmark:
             BadRecordError: for a row that is no pair.
         """
         found: Any = FileSource(self.path, validation_fraction=0.0).records("preferences", "train")
-        rows = checked_rows(Path(self.path).expanduser())
-        names = [str(row.get(self.subset) or "") for _, row in rows]
-        pairs: list[tuple[PreferenceRecord, str]] = list(zip(found, names, strict=True))
-        return [
-            Candidates(
-                PromptRecord(
-                    pair.prompt,
-                    domain=pair.domain,
-                    rendered=pair.rendered,
-                    variables=pair.variables,
-                ),
-                (pair.chosen, pair.rejected),
-                subset=name,
-            )
-            for pair, name in pairs
-        ]
+        candidates = []
+        for pair in found:
+            prompt: Any = replace(to_kind(pair, "prompts"), columns={})
+            subset = str(pair.origin.columns.get(self.subset) or "")
+            candidates.append(Candidates(prompt, (pair.chosen, pair.rejected), subset=subset))
+        return candidates
 
     def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/accuracy` and what `pair_metrics` finds, under `benchmark/`."""
