@@ -118,7 +118,6 @@ class PairsBenchmark:
 
 
 TIES = "Ties"
-SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", TIES)
 
 
 @checked
