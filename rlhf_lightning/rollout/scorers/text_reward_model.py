@@ -123,7 +123,8 @@ class TextRewardModelScorer:
         if unknown or (kind == "regression" and output not in (None, "logit")):
             raise ValueError(
                 f"scorer.output={output}: {self.source} has {config.num_labels} labels and "
-                f"problem_type={kind}: use scorer.output=logit for ratings, or log_odds for classes"
+                f"problem_type={kind} in its config.json: use scorer.output=logit for labels that "
+                "are ratings, log_odds or probability for classes"
             )
         return output or ("logit" if kind == "regression" else "log_odds")
 
@@ -159,10 +160,12 @@ class TextRewardModelScorer:
         over_long = torch.tensor([float(row.over_long) for row in rows], device=device)
         if self.tells_over_long and over_long.any():
             self.tells_over_long = False
-            count, longest = int(over_long.sum()), self.encode.max_length
+            told = int(over_long.sum()), self.encode.max_length, self.source, self.name
             logger.warning(
-                f"{count} responses alone are longer than the {longest} tokens that {self.source} "
-                f"reads (see {self.name}_over_long): raise scorer.max_length"
+                "%d responses are longer than the %s tokens that %s reads, by themselves, and are "
+                "scored by what fits (see %s_over_long): raise scorer.max_length or lower "
+                "module.sampling.max_new_tokens",
+                *told,
             )
         total = (reward - self.hparams.mean) / self.hparams.std  # [B]
         return Scores(total, {self.name: total, f"{self.name}_over_long": over_long})
@@ -184,11 +187,13 @@ class TextRewardModelScorer:
         if not model.reads_last_token or what != "text":
             raise ValueError(
                 f"scorer.input_format={what}, scorer.ending={ending}: {self.source} does not fit: "
-                "use input_format=text for a decoder, and no ending for any other classifier"
+                "use scorer.input_format=text for a decoder, which is read at its last token, and "
+                "leave scorer.ending out for any other classifier, whose tokenizer ends its texts"
             )
         if ending in (None, "eos") and model.model.config.pad_token_id in eos_ids(model.model):
             logger.warning(
-                f"the pad token of {self.source} is its EOS: its score is read at EOS. If it was "
-                "trained by transformers, which reads one token earlier, set scorer.ending=none"
+                "the pad token of %s is its EOS: its score is read at EOS, and by transformers one "
+                "token earlier. If it was trained to be read there, set scorer.ending=none",
+                self.source,
             )
         return LastTokenInputs(renderer, ending or "eos", max_length)
