@@ -1,8 +1,8 @@
 """All stages in a row, each judged by its gates: `python -m rlhf_lightning.pipeline`.
 
 A stage is a process with the command line that a person would type. It is done while its summary
-says `completed` with the hash of its settings, and the digests of what it read are those of
-`stages.json`.
+says `completed` with the hash of its settings, and the digests of what it read and made are those
+of `stages.json`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GATE_FAILED, STOPPED = 4, (3, 75, 130)  # exit statuses; 3: people have to label
 class FailedRunError(RuntimeError):
     """A stage did not end as it should; `code` is the exit status of the command."""
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code if code in STOPPED else 1
 
@@ -63,14 +63,21 @@ class FailedRunError(RuntimeError):
 def advance(step: Step, folder: RunFolder) -> bool:
     """Run a step that is not done; return whether it was done before.
 
-    It is done if it has completed with these settings, and what it read is unchanged: that is also
-    what the steps before it made. A run that cannot be continued gets another name: `reward`
-    becomes `reward_before_1`.
+    It is done if it has completed with these settings, and what it read and made is unchanged. A
+    run that cannot be continued gets another name: `reward` becomes `reward_before_1`.
     """
     known, summary, read = read_record(folder).get(step.name), step.summary(), step.read()
-    same = known is not None and known.items() <= read.items()
+    same = known is not None and known["read"].items() <= read.items()
     completed = summary is not None and summary.status == "completed"
-    if same and completed:
+    if known and same and completed:
+        made = step.made()
+        if known["made"] not in (None, made):
+            lost = ", ".join(k for k, digest in known["made"].items() if made.get(k) != digest)
+            raise FailedRunError(
+                f"{step.name}: what it made ({lost or 'nothing then'}) was changed since it "
+                f"completed: restore it, or remove {step.place} to run the stage again"
+            )
+        note(folder, step, {**read, **known["read"]}, made)
         return True
     if is_claimed(step.place):
         raise FolderTakenError(f"another process writes {step.place}: wait for it, or end it")
@@ -78,7 +85,7 @@ def advance(step: Step, folder: RunFolder) -> bool:
     if step.place.exists() and not (same and unfinished):
         others = (step.place.with_name(f"{step.stage}_before_{n}") for n in count(1))
         step.place.rename(next(other for other in others if not other.exists()))
-    note(folder, step, read)
+    note(folder, step, read, None)
     code, summary = _wait_for(step.command_line()), step.summary()
     if code or summary is None or summary.status != "completed":
         what = "waits for people" if code == STOPPED[0] else f"ended with status {code}"
@@ -87,7 +94,7 @@ def advance(step: Step, folder: RunFolder) -> bool:
             code,
         )
     # Models of the built-in world may have been made by the run itself.
-    note(folder, step, {**step.read(), **read})
+    note(folder, step, {**step.read(), **read}, step.made())
     return False
 
 
@@ -108,15 +115,15 @@ def _wait_for(command: Sequence[str]) -> int:
         raise
 
 
-def read_record(folder: RunFolder) -> dict[str, dict[str, str]]:
-    """Return the digests of what each stage of a pipeline has read, by its name."""
+def read_record(folder: RunFolder) -> dict[str, Any]:
+    """Return what each stage of a pipeline has read and made, by its name."""
     file = folder.path / RECORD
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
 
-def note(folder: RunFolder, step: Step, read: Mapping[str, str]) -> None:
-    """Record what a stage reads."""
-    record = read_record(folder) | {step.name: dict(read)}
+def note(folder: RunFolder, step: Step, read: Mapping[str, str], made: Any) -> None:
+    """Record what a stage reads and, at its end, what it made."""
+    record = read_record(folder) | {step.name: {"read": dict(read), "made": made}}
     write_text(folder.path / RECORD, to_json(record, indent=2) + "\n")
 
 

@@ -151,7 +151,7 @@ def ended(step: Step, folder: RunFolder, *gates: GateResult, **metrics: float) -
     made = new_summary("sft", seed=1, config_hash=step.settings.config_hash)
     made = replace(made, status="completed", metrics=metrics, gates=gates)
     write_summary(RunFolder(step.place).create(), made)
-    note(folder, step, step.read())
+    note(folder, step, step.read(), None)
 
 
 def ended_base(cfg: PipelineSettings, place: Path, *gates: GateResult) -> RunFolder:

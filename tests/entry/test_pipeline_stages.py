@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +78,7 @@ def carry_out(root: Path) -> bool:
         return advance(fake(root), RunFolder(root))
 
 
-def test_a_stage_is_done_while_what_it_read_is_unchanged(root):
+def test_a_stage_is_done_while_what_it_read_and_made_is_unchanged(root):
     assert not carry_out(root)
     assert carry_out(root)
     (root / "rows.jsonl").write_text("2")
@@ -85,6 +86,32 @@ def test_a_stage_is_done_while_what_it_read_is_unchanged(root):
     assert (root / "one/data/rows").read_text() == "2"
     assert (root / "one_before_1/data/rows").read_text() == "1"
     assert carry_out(root)
+
+
+def test_a_stage_whose_end_was_not_seen_is_done(root):
+    carry_out(root)
+    record = json.loads((root / "stages.json").read_text())
+    record["round_1/one"]["made"] = None
+    (root / "stages.json").write_text(json.dumps(record))
+    assert carry_out(root)
+    assert json.loads((root / "stages.json").read_text())["round_1/one"]["made"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "one/data/rows").write_text("of another run"),
+        lambda root: (root / "one/data").rename(root / "moved"),
+    ],
+    ids=["changed", "gone"],
+)
+def test_a_stage_whose_result_was_changed_since_is_refused_by_name(
+    root: Path, change: Callable[[Path], object]
+):
+    carry_out(root)
+    change(root)
+    with pytest.raises(FailedRunError, match=r"round_1/one: what it made .data.* remove "):
+        carry_out(root)
 
 
 @pytest.mark.parametrize(("end", "code"), [("silent", 0), ("fails", 7)])
