@@ -156,9 +156,11 @@ def test_every_command_that_computes_prepares_its_process_before_torch_is_loaded
         "import rlhf_lightning.app.start as start\n"
         "entry = types.SimpleNamespace(main=lambda: None)\n"
         "start.importlib = types.SimpleNamespace(import_module=lambda name: entry)\n"
+        "sys.argv = ['{command}', *'{words}'.split()]\n"
         "start.start('{command}')\n"
         "assert 'torch' not in sys.modules\n"
         "assert 'expandable' in os.environ['PYTORCH_ALLOC_CONF'] or sys.platform != 'linux'\n"
     )
-    for command in ("train", "evaluate", "collect"):
-        subprocess.run([sys.executable, "-c", code.format(command=command)], check=True)
+    for command, words in {"train": "+experiment=ppo", "evaluate": "", "collect": ""}.items():
+        given = code.format(command=command, words=words)
+        subprocess.run([sys.executable, "-c", given], check=True)
