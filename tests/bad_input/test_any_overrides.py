@@ -89,7 +89,7 @@ def test_any_value_is_taken_or_refused_by_its_name(place, value):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@examples(1500)
+@examples(300)
 @given(PLACES, VALUES)
 def test_very_many_values_are_taken_or_refused_by_their_names(place, value):
     set_value(*place, value)
@@ -134,7 +134,7 @@ def test_a_misspelt_key_is_never_taken_in_silence(place, edit):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@examples(1500)
+@examples(300)
 @given(PLACES, EDITS)
 def test_very_many_misspelt_keys_are_not_taken_in_silence(place, edit):
     add_misspelt(place, edit)
@@ -161,7 +161,7 @@ def test_any_text_as_an_override_composes_or_is_explained(override):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@examples(1500)
+@examples(300)
 @given(SIGNS | st.text(max_size=10) | SIGNS.map("seed={}".format) | SIGNS.map("+data={}".format))
 def test_very_many_texts_as_overrides_compose_or_are_explained(override):
     compose_any(override)

@@ -108,4 +108,4 @@ def report(steady: Endurance, killed: Endurance) -> str:
 
 def passed_over(folder: Path) -> int:
     """Return the number of damaged checkpoints that the log of a run names."""
-    return (folder / "log.txt").read_text(errors="replace").count("passing over the checkpoint")
+    return (folder / "log.txt").read_text(errors="replace").count("passing over a checkpoint")

@@ -76,7 +76,7 @@ DISEASES: dict[str, Disease] = {
         ("module.ppo.kl_coef=0.0", "module.ppo.learning_rate=1.0e-3"), ("kl_high",), 22
     ),
     "wrong_pad": Disease(
-        (f"rollout._target_={PLANTED}.PadStopGenerator",),
+        ("rollout=cached", f"rollout._target_={PLANTED}.PadStopGenerator"),
         ("missing_eos",),
         8,
         FEW_ITERATIONS,
@@ -96,7 +96,7 @@ DISEASES: dict[str, Disease] = {
     ),
     "harm_rewarded": Disease(spoilt(f"extra={PLANTED}.compliance", "weight=4.0"), ("safety",), 22),
     "top_k_sampler": Disease(
-        (f"rollout._target_={PLANTED}.TopKGenerator", "+rollout.k=3"),
+        ("rollout=cached", f"rollout._target_={PLANTED}.TopKGenerator", "+rollout.k=3"),
         ("sampler_mismatch",),
         8,
         FEW_ITERATIONS,
