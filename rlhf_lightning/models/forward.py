@@ -346,17 +346,17 @@ def response_logprobs(
 
 
 def by_micro_batch(
-    function: Callable[[Tensor], tuple[Tensor, ...]],
+    function: Callable[[Tensor], tuple[Tensor | None, ...]],
     attention_mask: Tensor,
     micro_batch_size: int | None,
     *,
     agree: Callable[[int, torch.device], int] | None = None,
     run: Callable[[Sequence[Callable[[], Any]]], list[Any]] | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """Apply `function` to the row indices of each micro-batch; return rows in their order.
 
     Args:
-        function: rows `[b]`, on the device -> tensors whose first dimension is b.
+        function: rows `[b]`, on the device -> tensors whose first dimension is b, or None.
         attention_mask: `[B, T]` bool of all rows.
         micro_batch_size: largest number of rows, see `micro_batches`.
         agree: returns the largest number of calls that a rank needs. Ranks that shard a model must
@@ -372,7 +372,8 @@ def by_micro_batch(
     for _ in range(len(parts), count):
         function(parts[0].to(device, non_blocking=True))
     back = torch.cat(parts).argsort().to(device, non_blocking=True)
-    return tuple(torch.cat(column)[back] for column in zip(*outputs, strict=True))
+    columns = zip(*outputs, strict=True)
+    return tuple(None if of[0] is None else torch.cat(of)[back] for of in columns)
 
 
 def _unpack(flat: Tensor, mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.distributed.collectives import whole
+from rlhf_lightning.distributed.collectives import global_sum, whole
+from rlhf_lightning.hparams import OnPolicyHparams
 from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.text.decoding import token_names
 
 logger = logging.getLogger(__name__)
@@ -285,3 +289,61 @@ def check_equal_shares(counts: Sequence[int]) -> None:
             f"the ranks were given {', '.join(map(str, counts))} prompts: give each as many as the "
             "others, as a PromptDataModule does"
         )
+
+
+def check_sampler(
+    rollout: RolloutBatch, generator: Generator, algorithm: OnPolicyHparams, stage: str
+) -> None:
+    """Check that the log-probabilities that the loss reads are there.
+
+    Args:
+        rollout: rollout of this rank.
+        generator: generator that sampled it.
+        algorithm: hyper-parameters, which say what the loss reads.
+        stage: name of the hyper-parameters in a configuration.
+
+    Raises:
+        RuntimeError: if some are not finite where the policy's are.
+        ValueError: if there are none.
+    """
+    if algorithm.ratio_base == "sampler":
+        setting, other = "ratio_base=sampler", "ratio_base=old"
+    elif algorithm.off_policy != "none":
+        setting, other = f"off_policy={algorithm.off_policy}", "off_policy=none"
+    else:
+        return
+    sampler = rollout.sampler_logprobs
+    if sampler is None:
+        raise ValueError(
+            f"module.{stage}.{setting} needs the log-probabilities of the sampler, and "
+            f"{type(generator).__name__} gives none: use rollout=cached, or {other}"
+        )
+    wrong = rollout.response_mask & ~sampler.isfinite() & rollout.logprobs.isfinite()
+    if count := int(global_sum(wrong.sum())):
+        name = getattr(generator, "name", type(generator).__name__)
+        raise RuntimeError(
+            f"{count} log-probabilities of {name} are not finite, and module.{stage}.{setting} "
+            f"weighs tokens by them: mend the sampler, or use {other}"
+        )
+
+
+def is_too_far(module: Any, measured: Mapping[str, Any]) -> bool:
+    """Return whether approx_kl of a minibatch exceeds `target_approx_kl`.
+
+    Args:
+        module: an `OnPolicyModule`.
+        measured: metrics of the minibatch, over all ranks.
+
+    Raises:
+        ValueError: if there is a target, and the policy's loss does not measure it.
+    """
+    name, target = f"{module.stage}/approx_kl", module.algorithm.target_approx_kl
+    if target is None:
+        return False
+    if name not in measured:
+        raise ValueError(
+            f"{type(module.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
+            f"{module.policy_loss.__qualname__} returns only {sorted(measured)}: add {name} to "
+            "its metrics, or set target_approx_kl=None"
+        )
+    return target < float(measured[name]) < math.inf

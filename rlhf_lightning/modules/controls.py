@@ -9,8 +9,6 @@ from typing import Any, Self
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.modules.checkpoint_state import log_changed
-from rlhf_lightning.rollout.collect import RewardShaping
-from rlhf_lightning.rollout.estimators import AdvantageEstimator
 
 ASKED = "asked"  # in a checkpoint: what the run that wrote it began with
 
@@ -56,21 +54,6 @@ class Controls:
             "module.sampling.temperature": sampling.temperature,
         }
         return controls
-
-    def shaping(
-        self, hparams: OnPolicyHparams, estimator: AdvantageEstimator, score_clip: float | None
-    ) -> RewardShaping:
-        """Return how the scores of the next rollout become rewards and advantages."""
-        return RewardShaping(
-            kl_coef=self.kl_coef if hparams.kl_in == "reward" else 0.0,
-            score_clip=score_clip,
-            missing_eos_penalty=hparams.missing_eos_penalty,
-            overlong_buffer=hparams.overlong_buffer,
-            estimator=estimator,
-            domain_weights=self.domain_weights,
-            diversity_bonus=self.diversity_bonus,
-            teacher_coef=hparams.teacher_coef,
-        )
 
     def adapt_kl_coef(
         self, observed_kl: float | None, hparams: OnPolicyHparams, *, num_episodes: int

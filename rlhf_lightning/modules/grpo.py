@@ -14,6 +14,7 @@ from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.hparams import GRPOHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.metrics import PhaseSeconds
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.rollout.estimators import AdvantageEstimator, GroupBaseline, Returns
@@ -97,7 +98,7 @@ class PolicyGradientModule(OnPolicyModule):
 
     def collect_rollout(
         self, prompts: PromptBatch, iteration: int
-    ) -> tuple[RolloutBatch, dict[str, float]]:
+    ) -> tuple[RolloutBatch, PhaseSeconds]:
         """Sample, evaluate and score; return the rollout and the seconds of its phases.
 
         Raises:

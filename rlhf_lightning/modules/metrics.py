@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.distributed.collectives import gathered, global_moments, global_sum, rank
 from rlhf_lightning.functional.advantages import informative_groups
-from rlhf_lightning.functional.diversity import distinct_n
+from rlhf_lightning.functional.diversity import distinct_n, novel_ngram_shares
 from rlhf_lightning.functional.kl import MAX_LOG_RATIO, kl_k1
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.off_policy import (
@@ -27,12 +29,24 @@ from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.functional.statistics import explained_variance
 from rlhf_lightning.functional.surrogates import MaskingSurrogate, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams
+from rlhf_lightning.rollout.scorers.base import Responses
 
 logger = logging.getLogger(__name__)
 MANY_CLIPPED = 0.25  # share of the first scores; the doctor's `clipped_warn` too
 RATIO_BINS = 80  # of width 0.025 over [0, 2]
 CLIPPED = "rollout/clipped"
 TRUST_REGION = "trust_region_sums"  # not logged
+
+
+class PhaseSeconds(dict[str, float]):
+    """Seconds of the phases of an iteration, by name."""
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Add the seconds that are spent inside to a phase."""
+        started = time.perf_counter()
+        yield
+        self[phase] = self.get(phase, 0.0) + time.perf_counter() - started
 
 
 class RunningMeans:
@@ -224,6 +238,17 @@ def _group_metrics(
         measures["rollout/resampled_groups"] = float(global_sum(rollout.resampled.sum())) / rows
         measures["rollout/resampling_rounds"] = rollout.resampling_rounds
     return measures
+
+
+def novelty(responses: Responses) -> list[float]:
+    """Return the share of each response's bigrams that no other response of any rank has, `[B]`."""
+    mask = responses.response_mask.cpu()
+    ids = responses.sequences[:, -mask.shape[1] :].cpu()
+    own = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+    ranks = gathered(own)
+    start = sum(len(rows) for rows in ranks[: rank()])
+    shares = novel_ngram_shares([row for rows in ranks for row in rows], n=2)
+    return shares[start : start + len(own)]
 
 
 def warn_of_clip(

@@ -1,43 +1,60 @@
-"""The part that PPO and its relatives share: rollout, optimizer steps, bookkeeping.
+"""The loop of PPO and its relatives, in one file and in the order in which it happens.
 
-Read `OnPolicyModule.training_step` first.
+A rollout: 1 sample responses, 2 score them, 3 log-probabilities and values by the training forward,
+4 KL and rewards, 5 advantages. Its optimizer steps: 6 minibatches, 7 the loss of micro-batches,
+8 clip and step. At the end 9 metrics, KL controller, learning rate.
 
-Legend: B rows of a rank, P padded prompt, R response.
+Four parts are objects of their own: the generator (1), the scorer (2), the estimator of advantages
+(5) and the surrogate, the loss (7). What PPO, the group methods and distillation differ in stands
+in `modules.ppo`, `modules.grpo` and `modules.distillation`.
+
+Legend: B rows of a rank, P padded prompt, R response, H hidden size.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import PathOrName, checked
-from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.data.datamodules import PromptDataModule
-from rlhf_lightning.distributed.collectives import gathered, global_sum, unsharded, world_size
+from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
+from rlhf_lightning.distributed.collectives import (
+    agreed_max,
+    gathered,
+    global_sum,
+    unsharded,
+    world_size,
+)
+from rlhf_lightning.functional.distillation import distillation_advantages
+from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.losses import loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
-from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
-from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
-from rlhf_lightning.models.building import place_on_ranks
-from rlhf_lightning.models.forward import group_micro_batches, response_statistics
-from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
-from rlhf_lightning.models.ppo_models import PolicyModels
+from rlhf_lightning.functional.rewards import adjust_scores, overlong_penalty, shape_rewards
+from rlhf_lightning.models.cpu_kernels import side_by_side
+from rlhf_lightning.models.forward import (
+    by_micro_batch,
+    group_micro_batches,
+    response_statistics,
+    response_values,
+)
+from rlhf_lightning.models.heads import TokenStatistics
 from rlhf_lightning.models.precision import release_freed_memory
-from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.modules.checkpoint_state import Stateful
-from rlhf_lightning.modules.checks import check_equal_shares, check_whole_groups
-from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.checks import (
+    check_equal_shares,
+    check_sampler,
+    check_whole_groups,
+    is_too_far,
+)
 from rlhf_lightning.modules.metrics import (
     CLIPPED,
+    PhaseSeconds,
     RunningMeans,
+    novelty,
     ratio_counts,
     rollout_metrics,
     sampler_metrics,
@@ -53,170 +70,263 @@ from rlhf_lightning.modules.optimization import (
     accumulate_gradients,
     clip_and_step,
 )
-from rlhf_lightning.modules.options import ModuleParts
-from rlhf_lightning.modules.rewards import check_objects, check_reward, score_clip_of
-from rlhf_lightning.modules.sampler_logprobs import (
-    base_logprobs,
-    check_sampler,
-    corrected_advantages,
-)
-from rlhf_lightning.modules.step_0 import Step0
-from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
-from rlhf_lightning.rollout.estimators import AdvantageEstimator
-from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
-from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.pending import PendingGeneration
-from rlhf_lightning.rollout.scorers.base import Scorer
-from rlhf_lightning.rollout.scorers.hparams import is_address
-from rlhf_lightning.rollout.teachers import ModelTeacher, Teacher, TeacherPrompt
+from rlhf_lightning.modules.policy import PolicyModule
+from rlhf_lightning.rollout.estimators import corrected_advantages
+from rlhf_lightning.rollout.generators.base import gathers_layers
+from rlhf_lightning.rollout.resampling import resampled
+from rlhf_lightning.rollout.scorers.base import Responses, Scores, make_responses
 
 
-class OnPolicyModule(RLHFModule):
+class Forwards(NamedTuple):
+    """What the models find in responses, `[B, R]` each and 0 off the mask; see `RolloutBatch`."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    ref_logprobs: Tensor
+    values: Tensor | None
+    teacher_logprobs: Tensor | None = None
+    teacher_states: Tensor | None = None  # [B, R, H]
+
+
+class OnPolicyModule(PolicyModule):
     """Samples responses of a policy, scores them, and learns from them.
 
-    Args:
-        algorithm: coefficients of the algorithm.
-        models: builder of policy and reference, and of a value model if there is one.
-        default_estimator: estimator of advantages, if no other one is given.
-        parts: further parts, see `OnPolicyParts` and `ModuleParts`.
-
-    Attributes:
-        whole_groups: whether a minibatch holds all responses to a prompt.
-        whole_groups_in_micro_batches: whether a micro-batch does, for a loss that compares them.
-        learns_distributions: whether the teacher's whole distributions are learnt.
-        controls: values that change during a run; see `Controls`.
-        value: the critic; None without one.
-        teacher: says how likely it finds the responses; None without one.
-        score_clip: that of the hyper-parameters, with "auto" resolved.
+    See `PolicyModule` for its parts.
     """
-
-    data = PromptDataModule
-    batch = PromptBatch
-    whole_groups: ClassVar[bool] = False
-    whole_groups_in_micro_batches: ClassVar[bool | None] = None
-    learns_distributions: bool = False
-    algorithm: OnPolicyHparams
-    policy: PolicyModel  # None before configure_model
-    tokenizer: PreTrainedTokenizerBase
-    reference: PolicyModel
-    value: ScalarHeadModel | None
-    teacher: Teacher | None = None
-    score_clip: float | None = None
-    trained_roots: tuple[nn.Module, ...] = ()
-    frozen_models: tuple[nn.Module, ...] = ()
-
-    def __init__(
-        self,
-        algorithm: OnPolicyHparams,
-        models: Callable[[], PolicyModels],
-        default_estimator: AdvantageEstimator,
-        *,
-        sampling: SamplingHparams,
-        scorer: Scorer,
-        generator: Generator,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        surrogate: Surrogate | None = None,
-        estimator: AdvantageEstimator | None = None,
-        teacher: Teacher | None = None,
-        teacher_prompt: TeacherPrompt | None = None,
-        **parts: Unpack[ModuleParts],
-    ) -> None:
-        super().__init__(algorithm, models, **parts)
-        self.teacher, self.teacher_prompt = teacher, teacher_prompt
-        made = SURROGATES[algorithm.surrogate]
-        named = {item.name: getattr(algorithm, item.name) for item in fields(made)}
-        self.surrogate: Surrogate = surrogate or made(**named)
-        self.estimator = estimator or default_estimator
-        self.sampling = sampling
-        self.scorer = scorer
-        self.generator: Generator = generator
-        self.tokenizer = tokenizer
-        self.noise = RowNoise(seed, "rollout")
-        self.order = RowNoise(seed, "minibatches")
-        self.controls = Controls.from_hparams(algorithm, sampling, f"module.{self.stage}")
-        self.said_clipped = False
-        self.step_0 = Step0()
-        self.pending = PendingGeneration()
-        self.policy = None
-        self.value = None
-
-    # -- an iteration -----------------------------------------------------------------------
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Run one iteration; the callbacks get its rollout, and how many tokens have which ratio.
 
-        1. sample responses, evaluate and score them, estimate advantages
-        2. cut the rollout into minibatches, several times
-        3. take an optimizer step on each: `loss_terms`, first of all `policy_loss`
-        4. log, and adapt the KL coefficient
+        1 to 5. sample responses, evaluate and score them, estimate advantages
+        6. cut the rollout into minibatches, several times
+        7, 8. take an optimizer step on each: `loss_terms`, first of all `policy_loss`
+        9. log, and adapt the KL coefficient
         """
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
-        started, steps = time.perf_counter(), RunningMeans()
-        for epoch, minibatch in self.usable_minibatches(rollout, batch_idx):
-            if not self.update(minibatch, steps, iteration=batch_idx, epoch=epoch):
-                break  # the policy has moved far enough on this rollout
-        release_freed_memory()  # the activations
-        seconds["update"] = time.perf_counter() - started
+        steps = RunningMeans()
+        with seconds.of("update"):
+            for epoch, minibatch in self.usable_minibatches(rollout, batch_idx):
+                if not self.update(minibatch, steps, iteration=batch_idx, epoch=epoch):
+                    break  # the policy has moved far enough on this rollout
+            release_freed_memory()  # the activations
         self.finish_iteration(rollout, steps, seconds, batch_idx)
         return {"rollout": rollout.detach(), "ratio_counts": steps.totals.get("ratio_counts")}
 
+    # -- the rollout ------------------------------------------------------------------------
+
+    @torch.no_grad()
     def collect_rollout(
         self, prompts: PromptBatch, iteration: int
-    ) -> tuple[RolloutBatch, dict[str, float]]:
-        """Sample, evaluate and score; return the rollout and the seconds of its phases.
+    ) -> tuple[RolloutBatch, PhaseSeconds]:
+        """Sample, score and evaluate responses; return the rollout and the seconds of its phases.
 
         With `rollout_lag=1` the responses were sampled in the iteration before, and those of the
         next one, whose prompts are in `prompts` as spares, are begun here: the weights that sample
-        for iteration i are those after the update of iteration i - 2. An engine in processes of
-        its own writes them while this one scores and trains.
+        for iteration i are those after the update of iteration i - 2.
+
+        Args:
+            prompts: `[B, P]`, with spare ones where there is resampling or a lag.
+            iteration: of the run, from 0; the sampling noise is a function of it.
 
         Raises:
             ValueError: if ranks have another number of prompts, or if there is to be a correction,
                 and the generator gives no log-probabilities.
         """
         check_equal_shares(gathered(len(prompts)))
-        parts = RolloutParts(
-            generator=self.generator,
-            policy=self.policy,
-            reference=self.reference,
-            value_model=self.value,
-            scorer=self.scorer,
-            tokenizer=self.tokenizer,
-            unsharded=partial(unsharded, layers=gathers_layers(self.generator)),
-            micro_batch_size=self.algorithm.micro_batch_size,
-            skip_special_tokens=self.sampling.skip_special_tokens,
-            teacher=self.teacher,
-            teacher_states=self.learns_distributions,
-        )
-        how: dict[str, Any] = {
-            "temperature": self.controls.temperature,
-            "max_new_tokens": self.sampling.max_new_tokens,
-        }
-        started, generation = time.perf_counter(), None
+        seconds = PhaseSeconds(generate=0.0, score=0.0)
+        ahead: Generation | None = None
         if self.algorithm.rollout_lag:
             is_last = iteration + 1 >= int(self.trainer.estimated_stepping_batches)
-            prompts, generation = self.pending.exchange(
-                parts, prompts, self.noise, iteration, is_last=is_last, **how
+            with seconds.of("generate"):
+                prompts, ahead = self.pending.exchange(
+                    prompts, iteration, self.begin_sampling, is_last=is_last
+                )
+
+        def sample_and_score(prompts: PromptBatch) -> tuple[Responses, Scores]:
+            # 1. Sample a response to each prompt, from the policy as it is now.
+            with seconds.of("generate"):
+                sampled = self.begin_sampling(prompts, iteration)() if ahead is None else ahead
+            # 2. Score it.
+            with seconds.of("score"):
+                skip = self.sampling.skip_special_tokens
+                responses = make_responses(
+                    prompts, sampled, self.tokenizer, skip_special_tokens=skip
+                )
+                return responses, self.scorer(responses)
+
+        spares: dict[str, Any] = {}
+        if rounds := self.algorithm.num_resampling_rounds:
+            responses, scores, used = resampled(
+                sample_and_score, prompts, max_rounds=rounds, score_clip=self.score_clip
             )
-        waited = time.perf_counter() - started
-        rollout, seconds = collect_rollout(
-            parts,
-            prompts,
-            noise=self.noise.at_iteration(iteration),
-            shaping=self.controls.shaping(self.algorithm, self.estimator, self.score_clip),
-            max_resampling_rounds=self.algorithm.num_resampling_rounds,
-            generation=generation,
-            **how,
-        )
-        seconds["generate"] += waited
+            spares = {"resampled": responses.prompts.spare, "resampling_rounds": used}
+        else:
+            responses, scores = sample_and_score(prompts)
+        with seconds.of("score"):
+            # 3. Log-probabilities of policy and reference, and values, by the training forward.
+            found = self.evaluate(responses)
+            # 4. KL and rewards. 5. Advantages.
+            rollout = self.estimate(responses, scores, found, **spares)
+            release_freed_memory()
         check_sampler(rollout, self.generator, self.algorithm, self.stage)
         return rollout, seconds
+
+    def begin_sampling(
+        self, prompts: PromptBatch, iteration: int, *, ahead: bool = False
+    ) -> Callable[[], Generation]:
+        """Sample a response to each prompt, and return a function that gives them.
+
+        With `ahead` a generator in processes of its own (`begin`) writes them in the background,
+        and that function waits for them.
+        """
+        begin = getattr(self.generator, "begin", None) if ahead else None
+        sample: Callable[..., Any] = begin or self.generator
+        with torch.no_grad(), self._unsharded(self.policy.root), self.policy.generating() as model:
+            found = sample(
+                model,
+                prompts,
+                noise=self.noise.at_iteration(iteration),
+                temperature=self.controls.temperature,
+                max_new_tokens=self.sampling.max_new_tokens,
+            )
+        release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
+        return found if begin else lambda: found  # type: ignore[no-any-return]
+
+    def _unsharded(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Gather a sharded model: to generate, and once for all its micro-batches."""
+        return unsharded(model, layers=gathers_layers(self.generator))
+
+    def evaluate(self, responses: Responses) -> Forwards:
+        """Return what policy, reference, value model and teacher find in the responses."""
+        temperature, value = self.controls.temperature, self.value
+        micro_batch_size = self.algorithm.micro_batch_size
+        # As the updates compute, whose bits these are to have.
+        alone = value is not None and world_size() == 1
+        beside = side_by_side(self.policy, value) if alone else None
+
+        def forward(function: Callable[[Any], tuple[Tensor | None, ...]]) -> Any:
+            return by_micro_batch(
+                lambda rows: function(responses.rows(rows)),
+                responses.attention_mask,
+                micro_batch_size,
+                agree=agreed_max,
+                run=None if beside is None else beside.run,
+            )
+
+        statistics = partial(response_statistics, temperature=temperature)
+        with self._unsharded(self.policy.root):  # there is room: it was gathered to generate
+            policy = TokenStatistics(*forward(partial(statistics, self.policy)))
+        with self._unsharded(self.reference.root):
+            of_reference = partial(statistics, self.reference, with_entropy=False)
+            reference = TokenStatistics(*forward(of_reference))
+        taught: tuple[Tensor | None, ...] = ()
+        if self.teacher is not None:
+            taught = self.teacher(
+                responses,
+                temperature=temperature,
+                micro_batch_size=micro_batch_size,
+                with_states=self.learns_distributions,
+                unsharded=self._unsharded,
+            )
+        values = None
+        if value is not None:
+            (values,) = forward(lambda rows: (response_values(value, rows),))
+        assert policy.entropy is not None  # asked for
+        return Forwards(policy.logprobs, policy.entropy, reference.logprobs, values, *taught)
+
+    def estimate(
+        self, responses: Responses, scores: Scores, found: Forwards, **spares: Any
+    ) -> RolloutBatch:
+        """Return the rollout: rewards of tokens from scores and KL, and their advantages.
+
+        Args:
+            responses: prompts with responses.
+            scores: their scores, `[B]`; `applies` is False on rows without one.
+            found: see `evaluate`.
+            spares: fields of the rollout where spare prompts were asked.
+        """
+        prompts, mask, estimator = responses.prompts, responses.response_mask, self.estimator
+        scored = torch.ones_like(mask[:, 0]) if scores.applies is None else scores.applies
+        learnt = mask & scored.unsqueeze(-1)  # [B, R]
+        by_domain = [self.controls.domain_weights.get(name, 1.0) for name in prompts.domains]
+        weights = scores.total.new_tensor(by_domain)  # [B]
+
+        # 4. KL (k1) on every token, and the score on the last one.
+        factors = torch.ones_like(weights) if estimator.scale_free else weights
+        adjusted = self.adjusted_scores(scores.total, factors, responses)
+        kl = kl_k1(found.logprobs, found.ref_logprobs)  # [B, R]
+        kl_coef = self.controls.kl_coef if self.algorithm.kl_in == "reward" else 0.0
+        rewards = shape_rewards(adjusted, kl, learnt, kl_coef=kl_coef)
+
+        # 5. Advantages, and targets of the value model where there is one.
+        rows = torch.arange(len(mask), device=mask.device)
+        groups = prompts.group_ids.where(scored, -1 - rows)  # a row without a score is in none
+        advantages, returns = estimator(rewards, found.values, learnt, groups)
+        if estimator.scale_free:
+            advantages = advantages * weights.unsqueeze(-1)
+        taught = self.teacher is not None and self.algorithm.teacher_coef != 0
+        if taught:  # about rows without a score, too
+            advantages = zero_off_mask(advantages, learnt)
+        if taught and found.teacher_states is None:  # else its distributions are the loss
+            advantages = distillation_advantages(
+                found.logprobs,
+                found.teacher_logprobs,
+                mask,
+                teacher_coef=self.algorithm.teacher_coef,
+                advantages=advantages,
+            )
+
+        return RolloutBatch(
+            sequences=responses.sequences,
+            attention_mask=responses.attention_mask,
+            response_mask=mask,
+            **found._asdict(),
+            scores=scores.total,
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+            finish_reason=responses.generation.finish_reason,
+            row_ids=prompts.row_ids,
+            prompt_length=prompts.input_ids.shape[1],
+            domains=prompts.domains,
+            score_components=dict(scores.components),
+            group_ids=prompts.group_ids,
+            scored=scored,
+            sampler_logprobs=responses.generation.logprobs,
+            has_reward=getattr(self.scorer, "is_reward", True),
+            taught=taught,
+            **spares,
+        )
+
+    def adjusted_scores(self, scores: Tensor, weights: Tensor, responses: Responses) -> Tensor:
+        """Return `[B]` what each response is worth, before the KL penalty.
+
+        A weight above 1 widens the clip: scores that the clip tells apart stay apart.
+        """
+        algorithm, clip, bonus = self.algorithm, self.score_clip, self.controls.diversity_bonus
+        worth = scores * weights
+        if bonus:
+            worth = worth + bonus * worth.new_tensor(novelty(responses))
+        adjusted = adjust_scores(
+            worth,
+            responses.finished,
+            clip=None if clip is None else clip * weights.abs().clamp(min=1),
+            missing_eos_penalty=algorithm.missing_eos_penalty,
+        )
+        if algorithm.overlong_buffer is None:
+            return adjusted
+        return adjusted + overlong_penalty(
+            responses.response_mask.sum(-1),
+            max_length=self.sampling.max_new_tokens,
+            buffer=algorithm.overlong_buffer,
+        )
+
+    # -- the optimizer steps ----------------------------------------------------------------
 
     def usable_minibatches(
         self, rollout: RolloutBatch, iteration: int
     ) -> Iterator[tuple[int, RolloutBatch]]:
-        """Yield each pass and its minibatches, of `num_passes` over the rollout, in new orders.
+        """6. Yield each pass and its minibatches: `num_passes` over the rollout, in new orders.
 
         A rollout that is not finite yields nothing. A minibatch in which no row has a score is
         left out, unless a teacher teaches.
@@ -254,12 +364,18 @@ class OnPolicyModule(RLHFModule):
             epoch: pass over the rollout, from 0.
 
         Raises:
-            ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it.
+            ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it;
+                if a class with a loss of its own does not say whether it compares responses.
         """
+        # 7. The loss of the minibatch, over micro-batches and ranks; its gradients.
         models, terms = self.models_by_norm(), self.loss_terms(iteration, epoch)
         sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.loss_mask.any(-1).sum()])
         counts = StepCounts(*global_sum(sizes))
-        parts = self.micro_batches(minibatch)
+        check_whole_groups(type(self), minibatch.group_size)
+        group_size = minibatch.group_size if self.whole_groups_in_micro_batches else 1
+        parts = group_micro_batches(
+            minibatch.attention_mask, group_size, self.algorithm.micro_batch_size
+        )
         measured = accumulate_gradients(
             self, minibatch, parts, terms, counts, list(models.values())
         )
@@ -267,12 +383,13 @@ class OnPolicyModule(RLHFModule):
         is_old = self.algorithm.ratio_base == "old"
         cliprange = getattr(self.surrogate, "cliprange", math.inf) if is_old else 0.0
         self.step_0.check_ratio(measured, self, cliprange)
-        if self.policy_loss in terms and self._is_too_far(measured):  # else the critic warms up
+        if self.policy_loss in terms and is_too_far(self, measured):  # else the critic warms up
             self.optimizers().zero_grad()
             distance = (f"{self.stage}/{name}" for name in ("approx_kl", "clipfrac"))
             found = {name: measured[name] for name in distance if name in measured}
             steps.add(found, took_step=False)
             return False
+        # 8. Clip the gradient of each model, and step.
         norms = clip_and_step(
             self,
             models,
@@ -282,29 +399,6 @@ class OnPolicyModule(RLHFModule):
         if norms is not None:
             steps.add(measured | norms)
         return True
-
-    def micro_batches(self, minibatch: RolloutBatch) -> list[Tensor]:
-        """Return the rows of each micro-batch, of whole groups where the class asks for them.
-
-        Raises:
-            ValueError: if a class with a loss of its own does not say whether it does.
-        """
-        check_whole_groups(type(self), minibatch.group_size)
-        size = minibatch.group_size if self.whole_groups_in_micro_batches else 1
-        rows = self.algorithm.micro_batch_size
-        return group_micro_batches(minibatch.attention_mask, size, rows)
-
-    def _is_too_far(self, measured: Measured) -> bool:
-        name, target = f"{self.stage}/approx_kl", self.algorithm.target_approx_kl
-        if target is None:
-            return False
-        if name not in measured:
-            raise ValueError(
-                f"{type(self.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
-                f"{self.policy_loss.__qualname__} returns only {sorted(measured)}: add {name} to "
-                "its metrics, or set target_approx_kl=None"
-            )
-        return target < float(measured[name]) < math.inf
 
     def models_by_norm(self) -> dict[str, nn.Module]:
         """Return the models that are trained, by the names of their gradient norms."""
@@ -326,7 +420,8 @@ class OnPolicyModule(RLHFModule):
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
         """Return a micro-batch's share of the surrogate loss, with its entropy and KL terms."""
         algorithm, mask = self.algorithm, micro_batch.loss_mask
-        base = base_logprobs(micro_batch, algorithm)
+        sampler = algorithm.ratio_base == "sampler"
+        base: Any = micro_batch.sampler_logprobs if sampler else micro_batch.logprobs
         new = self.statistics(micro_batch)
         divisor = loss_divisor(
             mask,
@@ -367,14 +462,16 @@ class OnPolicyModule(RLHFModule):
             **trust_region_sums(self.surrogate, new.logprobs, base, mask),
         }
 
+    # -- the end of the iteration -----------------------------------------------------------
+
     def finish_iteration(
         self,
         rollout: RolloutBatch,
         steps: RunningMeans,
-        seconds: Mapping[str, float],
+        seconds: PhaseSeconds,
         iteration: int,
     ) -> None:
-        """Log the iteration, counted from 0; adapt the KL coefficient and the learning rate."""
+        """9. Log the iteration, counted from 0; adapt the KL coefficient and the learning rate."""
         sampled = rollout_metrics(rollout, self.stage, score_clip=self.score_clip)
         tokens = float(global_sum(rollout.response_mask.sum()))
         sampled |= sampler_metrics(rollout, self.algorithm, tokens)
@@ -397,104 +494,3 @@ class OnPolicyModule(RLHFModule):
             num_episodes=len(rollout) * world_size(),
         )
         self.lr_schedulers().step()
-
-    # -- models, Trainer, checkpoints -------------------------------------------------------
-
-    def on_fit_start(self) -> None:
-        """Check the Trainer and the data, and that a teacher can be asked about them.
-
-        Raises:
-            ValueError: also if a teacher's prompt is made of prompts that the policy sees cut.
-        """
-        super().on_fit_start()
-        if self.teacher is None:
-            return
-        data: Any = getattr(self.trainer, "datamodule", None)
-        rows: list[Any] = []
-        if isinstance(data, PromptDataModule):
-            rows = [row for split in ("train", "validation") for row in data.rows(split)]
-            if self.teacher.prompt is not None and data.over_long == "truncate_left":
-                raise ValueError(
-                    "teacher_prompt is made of whole prompts, and over_long=truncate_left cuts "
-                    "those of the policy: use over_long=drop"
-                )
-        columns = (row.columns for row in rows)
-        self.teacher.check(columns, temperature=self.controls.temperature)
-
-    def take(self, built: PolicyModels) -> None:
-        """Take the models, and those of the scorer; shard each if ranks share them.
-
-        Frozen models stay out of the module tree: not in checkpoints, not in `parameters()`, never
-        in train mode.
-        """
-        frozen = (*built.frozen, *self.scorer.build(built.base))
-        self.score_clip = score_clip_of(self.algorithm.score_clip, self.scorer)
-        self.policy, self.trained_roots = built.policy, built.trained
-        self.step_0.same_source = built.same_source
-        object.__setattr__(self, "reference", built.reference)
-        if built.teacher is not None:
-            self.teacher = ModelTeacher(built.teacher, self.teacher_prompt)
-        object.__setattr__(self, "frozen_models", frozen)
-        for model in built.trained:
-            place_on_ranks(model)
-        for model in frozen:
-            place_on_ranks(model, frozen=True)
-
-    @property
-    def roots(self) -> Sequence[nn.Module]:
-        """Models that the module itself moves to the device."""
-        return [*self.trained_roots, *self.frozen_models]
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of an iteration, at most."""
-        return self.algorithm.num_passes * self.algorithm.num_minibatches
-
-    @property
-    def learning_rate_factor(self) -> float:
-        """Factor on the learning rates of the schedule."""
-        return self.controls.learning_rate_factor
-
-    def stateful(self) -> dict[str, Stateful]:
-        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-        found: dict[str, Stateful] = {"controls": self.controls, **super().stateful()}
-        return found | ({"pending": self.pending} if self.algorithm.rollout_lag else {})
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the state back; the ratio of the next step need not be 1."""
-        super().on_load_checkpoint(checkpoint)
-        self.step_0.resumed()
-
-    # -- read from checkpoints --------------------------------------------------------------------
-
-    @classmethod
-    @checked(but=("reward",))
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: PathOrName, reward: Any = None, **changes: Any
-    ) -> Self:
-        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
-
-        Args:
-            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
-            reward: as there; needed where it was a function or a scorer.
-            changes: other arguments of `from_pretrained` that are to differ.
-
-        Raises:
-            ValueError: if the checkpoint holds no hyper-parameters, or no reward is known.
-        """
-        changes |= {} if reward is None else {"reward": reward}
-        return cls._restored(checkpoint_path, changes)
-
-    @classmethod
-    def check_kept(
-        cls, path: PathOrName, given: Mapping[str, Any], changes: Mapping[str, Any]
-    ) -> None:
-        """Check that a reward is known, and that no checkpoint names code or a server."""
-        teacher = given.get("teacher")
-        if is_address(teacher) and "teacher" not in changes:
-            raise ValueError(
-                f"{path} was trained with the teacher {teacher}, and no checkpoint sends anything "
-                "to a server: give load_from_checkpoint(path, teacher=...)"
-            )
-        check_reward(path, given.get("reward"), is_given="reward" in changes)
-        check_objects(path, {key: given.get(key) for key in ("surrogate", "estimator")})

@@ -21,6 +21,7 @@ from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_values
 from rlhf_lightning.models.ppo_models import PPOModels, freeze_but, ppo_models
 from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.metrics import PhaseSeconds
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.optimization import Measured, StepCounts, Term, parameter_group
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
@@ -117,7 +118,7 @@ class PPOModule(OnPolicyModule):
 
     def collect_rollout(
         self, prompts: PromptBatch, iteration: int
-    ) -> tuple[RolloutBatch, dict[str, float]]:
+    ) -> tuple[RolloutBatch, PhaseSeconds]:
         """Sample, evaluate and score; warn if the first responses are too short for lambda."""
         rollout, seconds = super().collect_rollout(prompts, iteration)
         alpha = getattr(self.estimator, "length_alpha", None)

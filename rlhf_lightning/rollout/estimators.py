@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.distributed.collectives import global_moments
 from rlhf_lightning.functional.advantages import (
     compute_gae,
@@ -18,6 +19,8 @@ from rlhf_lightning.functional.advantages import (
     token_returns,
 )
 from rlhf_lightning.functional.masked import masked_whiten, zero_off_mask
+from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
+from rlhf_lightning.hparams import OnPolicyHparams
 
 
 class AdvantageEstimator(Protocol):
@@ -147,3 +150,20 @@ class Returns:
         """Return advantages, and no targets."""
         advantages = token_returns(rewards, mask, gamma=1.0)  # [B, R]
         return whitened(advantages, mask) if self.whiten else advantages, None
+
+
+def corrected_advantages(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> Tensor:
+    """Return `[B, R]` advantages times the importance weights, old policy over sampler.
+
+    Weights are not negative, so this weighs the loss of each token, whatever the surrogate. The
+    divisor of the loss stays the count of all tokens or responses, also of those that weigh 0.
+    """
+    old, sampler, mask = rollout.logprobs, rollout.sampler_logprobs, rollout.response_mask
+    if algorithm.off_policy == "none" or sampler is None:
+        return rollout.advantages
+    if algorithm.off_policy == "truncated":
+        weights = truncated_weights(old, sampler, mask, cap=algorithm.off_policy_cap)
+    else:
+        low, high = algorithm.off_policy_low, algorithm.off_policy_high
+        weights = masked_weights(old, sampler, mask, low=low, high=high)
+    return rollout.advantages * weights

@@ -6,7 +6,7 @@ Legend: B rows, P padded prompt, R response.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,16 @@ from torch.nn.functional import pad
 
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered
-from rlhf_lightning.rollout.collect import RolloutParts, begin_responses, sample_responses
-from rlhf_lightning.rollout.noise import RowNoise
 
 _PER_TOKEN = ("responses", "response_mask", "logprobs")
+
+
+class BeginSampling(Protocol):
+    """Samples a response to each prompt, and returns a function that gives, or waits for, them."""
+
+    def __call__(  # noqa: D102
+        self, prompts: PromptBatch, iteration: int, *, ahead: bool = False
+    ) -> Callable[[], Generation]: ...
 
 
 class PendingGeneration:
@@ -33,23 +39,19 @@ class PendingGeneration:
 
     def exchange(
         self,
-        parts: RolloutParts,
         prompts: PromptBatch,
-        noise: RowNoise,
         iteration: int,
+        begin: BeginSampling,
         *,
         is_last: bool,
-        **how: Any,
     ) -> tuple[PromptBatch, Generation]:
         """Return prompts and responses of an iteration; start sampling those of the next one.
 
         Args:
-            parts: the models and functions of the rollout.
             prompts: prompts of the iteration, and those of the next one as spares.
-            noise: sampling noise of the run.
             iteration: number of the iteration, from 0.
+            begin: samples from the policy as it is now.
             is_last: no other iteration follows.
-            how: keyword arguments of `sample_responses`.
 
         Raises:
             ValueError: if the two iterations differ in their number of prompts.
@@ -69,10 +71,9 @@ class PendingGeneration:
                     f"the responses of iteration {iteration + 1} are missing, and rollout_lag=1 "
                     "samples them one iteration ahead: start again with resume=never"
                 )
-            generation = sample_responses(parts, own, noise=noise.at_iteration(0), **how)
+            generation = begin(own, iteration)()
         if not is_last:
-            noise = noise.at_iteration(iteration + 1)
-            begun = begin_responses(parts, following, noise=noise, **how)
+            begun = begin(following, iteration + 1, ahead=True)
             self.iteration, self._waiting = iteration + 1, (following, begun)
         return own, generation
 

@@ -7,7 +7,7 @@ import pytest
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, responses_of
 from rlhf_lightning.doctor.metrics import response_metrics
-from rlhf_lightning.rollout.collect import novelty
+from rlhf_lightning.modules.metrics import novelty
 from tests.builders.models import tiny_tokenizer
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import (

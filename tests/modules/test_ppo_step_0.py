@@ -18,7 +18,6 @@ from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PPOModels
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.step_0 import Step0Error
-from rlhf_lightning.rollout import collect
 from tests.builders.models import MODEL_TYPES, config_fields, tiny_policy
 from tests.builders.stages import (
     RecordedPPO,
@@ -107,13 +106,13 @@ def test_a_response_of_one_token_alone_in_its_micro_batch_has_a_ratio_of_exactly
 
 def test_logprobs_taken_from_generation_would_not_give_a_ratio_of_1_in_bf16(monkeypatch):
     # The mutation: what the sampler saw, in place of a forward of the training module.
-    evaluate = collect.evaluate_responses
+    evaluate = WithRatios.evaluate
 
-    def with_sampled_logprobs(parts, answers, *, temperature):
-        evaluated = evaluate(parts, answers, temperature=temperature)
-        return evaluated._replace(logprobs=answers.generation.logprobs)
+    def with_sampled_logprobs(module, responses):
+        found = evaluate(module, responses)
+        return found._replace(logprobs=responses.generation.logprobs)
 
-    monkeypatch.setattr(collect, "evaluate_responses", with_sampled_logprobs)
+    monkeypatch.setattr(WithRatios, "evaluate", with_sampled_logprobs)
     module = tiny_module(cls=WithRatios, models=lambda: replace(tiny_models(), same_source=False))
     with pytest.raises(Step0Error, match="the ratio must start at 1"):
         fit(module, 1, precision="bf16-mixed")

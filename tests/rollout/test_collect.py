@@ -1,23 +1,18 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.functional.masked import masked_whiten
-from rlhf_lightning.rollout import collect
-from rlhf_lightning.rollout.collect import (
-    RewardShaping,
-    RolloutParts,
-    assemble_rollout,
-    collect_rollout,
-)
+from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.ppo_models import PPOModels
+from rlhf_lightning.modules import metrics, on_policy
+from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.models import (
     EOS,
     PAD,
@@ -25,45 +20,59 @@ from tests.builders.models import (
     prompt_rows,
     tiny_policy,
     tiny_scalar_model,
-    tiny_tokenizer,
 )
+from tests.builders.stages import built, ppo_hparams, tiny_module
 from tests.rollout.answers import responses_of
 from tests.rollout.test_score import ConstantScorer
 
 PROMPTS = prompt_rows([3, 7, 1, 5, 2, 4], seed=3)
 RESPONSES = [[7, 8, EOS], [9, 10, 11, 12, 13], [EOS], [5, PAD, 6, EOS], [4, 4, 4, 4, 4], [20, EOS]]
 SCORES = [1.0, -2.0, 0.5, 9.0, 3.0, -1.0]
-MAX_NEW_TOKENS = 5
-SHAPING = RewardShaping(
-    kl_coef=0.2, score_clip=5.0, missing_eos_penalty=1.5, estimator=GAE(1.0, 0.95)
-)
+KL_COEF = 0.2
+USUAL, FULL_RETURNS = GAE(1.0, 0.95), GAE(1.0, 1.0)
+# A value model of 0 leaves the returns as the advantages.
+NO_VALUES = {"value": lambda: tiny_scalar_model(init_std=0.0)}
 
 
-def parts(scores: list[float] | None = None, **changes) -> RolloutParts:
-    defaults = {
-        "generator": CachedGenerator([EOS], PAD),
-        "policy": tiny_policy(seed=0),
-        "reference": tiny_policy(seed=7),
-        "value_model": tiny_scalar_model(),
-        "scorer": ConstantScorer(scores or SCORES),
-        "tokenizer": tiny_tokenizer(),
-        "unsharded": lambda model: nullcontext(),
-        "micro_batch_size": 2,
-    }
-    return RolloutParts(**(defaults | changes))
-
-
-def assembled(prompts=None, *, shaping=SHAPING, temperature=0.8, **changes):
-    the_parts, answers = parts(**changes), responses_of(prompts or prompt_batch(PROMPTS), RESPONSES)
-    with torch.no_grad():
-        return assemble_rollout(
-            the_parts,
-            answers,
-            the_parts.scorer(answers),
-            temperature=temperature,
-            shaping=shaping,
-            max_new_tokens=MAX_NEW_TOKENS,
+def module(
+    scores: list[float] | None = None,
+    *,
+    temperature: float = 0.8,
+    reference: Any = None,
+    value: Any = tiny_scalar_model,
+    estimator: GAE = USUAL,
+    domain_weights: dict[str, float] | None = None,
+    diversity_bonus: float = 0.0,
+    **ppo: Any,
+) -> PPOModule:
+    usual = {"kl_coef": KL_COEF, "score_clip": 5.0, "missing_eos_penalty": 1.5}
+    models = PPOModels(
+        policy=tiny_policy(seed=0), value=value(), reference=reference or tiny_policy(seed=7)
+    )
+    made: PPOModule = built(
+        tiny_module(
+            cls=PPOModule,
+            ppo=ppo_hparams(**(usual | {"micro_batch_size": 2} | ppo)),
+            sampling=SamplingHparams(max_new_tokens=5, temperature=temperature),
+            models=lambda: models,
+            scorer=ConstantScorer(scores or SCORES),
+            generator=CachedGenerator([EOS], PAD),
+            estimator=estimator,
         )
+    )
+    made.controls.domain_weights = domain_weights or {}
+    made.controls.diversity_bonus = diversity_bonus
+    return made
+
+
+@torch.no_grad()
+def assembled(prompts=None, **changes):
+    the_module, answers = (
+        module(**changes),
+        responses_of(prompts or prompt_batch(PROMPTS), RESPONSES),
+    )
+    found = the_module.evaluate(answers)
+    return the_module.estimate(answers, the_module.scorer(answers), found)
 
 
 def assert_rewards_add_up(rollout, adjusted: list[float], kl_coef: float) -> None:
@@ -80,10 +89,10 @@ ADJUSTED = [1.0, -3.5, 0.5, 5.0, 1.5, -1.0]  # clipped to 5, then 1.5 less witho
 
 def test_rewards_are_the_clipped_penalised_score_minus_the_kl():
     rollout = assembled()
-    assert_rewards_add_up(rollout, ADJUSTED, SHAPING.kl_coef)
+    assert_rewards_add_up(rollout, ADJUSTED, KL_COEF)
     assert rollout.scores.tolist() == SCORES, "the rollout keeps the scorer's own numbers"
     # The score stands on the last action, every other reward is the KL penalty alone.
-    penalty = -SHAPING.kl_coef * (rollout.logprobs - rollout.ref_logprobs)
+    penalty = -KL_COEF * (rollout.logprobs - rollout.ref_logprobs)
     for row, response in enumerate(RESPONSES):
         last = len(response) - 1
         extra = rollout.rewards[row] - penalty[row]
@@ -93,13 +102,13 @@ def test_rewards_are_the_clipped_penalised_score_minus_the_kl():
 
 
 def test_a_flipped_kl_sign_does_not_pass_the_check_of_the_rewards(monkeypatch):
-    monkeypatch.setattr(collect, "kl_k1", lambda policy, reference: reference - policy)
+    monkeypatch.setattr(on_policy, "kl_k1", lambda policy, reference: reference - policy)
     with pytest.raises(AssertionError):
-        assert_rewards_add_up(assembled(), ADJUSTED, SHAPING.kl_coef)
+        assert_rewards_add_up(assembled(), ADJUSTED, KL_COEF)
 
 
 def test_with_gamma_and_lambda_1_the_first_return_is_the_sum_of_the_rewards():
-    rollout = assembled(shaping=replace(SHAPING, estimator=GAE(1.0, 1.0)))
+    rollout = assembled(estimator=FULL_RETURNS)
     torch.testing.assert_close(rollout.returns[:, 0], rollout.rewards.sum(-1), rtol=0, atol=1e-5)
 
 
@@ -141,25 +150,22 @@ def test_extra_padding_and_micro_batches_change_nothing(micro_batch_size):
 
 
 def test_a_constant_added_to_all_scores_leaves_the_advantages_without_critic_alone():
-    shaping = replace(SHAPING, estimator=GAE(1.0, 1.0), score_clip=None)
-    zero = tiny_scalar_model(init_std=0.0)
-    base = assembled(shaping=shaping, value_model=zero)
+    how = {"estimator": FULL_RETURNS, "score_clip": None, **NO_VALUES}
     higher = [score + 5.0 for score in SCORES]
-    shifted = assembled(scores=higher, shaping=shaping, value_model=zero)
+    base, shifted = assembled(**how), assembled(scores=higher, **how)
     torch.testing.assert_close(shifted.advantages, base.advantages, rtol=0, atol=1e-5)
     assert not torch.allclose(shifted.returns, base.returns, atol=1.0)
     # With lambda below 1 credit fades backwards, and the offset of the scores with it.
-    fading = replace(shaping, estimator=GAE(1.0, 0.95))
-    a, b = (assembled(scores=s, shaping=fading, value_model=zero) for s in (SCORES, higher))
+    fading = {**how, "estimator": GAE(1.0, 0.95)}
+    a, b = (assembled(scores=s, **fading) for s in (SCORES, higher))
     assert (a.advantages - b.advantages).abs().max() > 0.01
 
 
 def test_domain_weights_multiply_the_scores_before_they_are_shaped():
     prompts = prompt_batch(PROMPTS, domains=["maths"] * 3 + [""] * 3)
-    shaping = replace(SHAPING, domain_weights={"maths": 0.5})
-    rollout = assembled(prompts, shaping=shaping)
+    rollout = assembled(prompts, domain_weights={"maths": 0.5})
     weighted = [0.5, -1.0 - 1.5, 0.25, *ADJUSTED[3:]]
-    assert_rewards_add_up(rollout, weighted, SHAPING.kl_coef)
+    assert_rewards_add_up(rollout, weighted, KL_COEF)
 
 
 @pytest.mark.parametrize(
@@ -170,48 +176,40 @@ def test_domain_weights_multiply_the_scores_before_they_are_shaped():
     ],
 )
 def test_a_weight_of_a_domain_does_not_make_scores_equal_that_the_clip_tells_apart(weight, worth):
-    shaping = replace(SHAPING, domain_weights={"maths": weight})
     prompts = prompt_batch(PROMPTS, domains=["maths"] * 6)
-    rollout = assembled(prompts, scores=[4.0, -4.0, 4.5, 9.0, -5.0, -8.0], shaping=shaping)
-    assert_rewards_add_up(rollout, worth, SHAPING.kl_coef)
+    scores = [4.0, -4.0, 4.5, 9.0, -5.0, -8.0]
+    rollout = assembled(prompts, scores=scores, domain_weights={"maths": weight})
+    assert_rewards_add_up(rollout, worth, KL_COEF)
 
 
 def test_the_diversity_bonus_pays_for_bigrams_that_no_other_answer_has():
     # All bigrams here stand in one answer only; the third answer has none.
-    rollout = assembled(shaping=replace(SHAPING, diversity_bonus=0.2))
+    rollout = assembled(diversity_bonus=0.2)
     paid = [1.2, -1.8 - 1.5, 0.5, 5.0, 3.2 - 1.5, -0.8]  # before clip and penalty
-    assert_rewards_add_up(rollout, paid, SHAPING.kl_coef)
+    assert_rewards_add_up(rollout, paid, KL_COEF)
     assert rollout.scores.tolist() == SCORES, "the rollout keeps the scorer's own numbers"
 
 
 def test_novelty_is_judged_among_the_answers_of_all_ranks(monkeypatch):
     answers = responses_of(prompt_batch(PROMPTS), RESPONSES)
-    assert collect.novelty(answers) == [1, 1, 0, 1, 1, 1]
+    assert metrics.novelty(answers) == [1, 1, 0, 1, 1, 1]
     # The other rank has said (7, 8) and (4, 4) too, and this one is the second of the two.
-    monkeypatch.setattr(collect, "gathered", lambda own: [[[7, 8], [4, 4]], own])
-    monkeypatch.setattr(collect, "rank", lambda: 1)
-    assert collect.novelty(answers) == [0.5, 1, 0, 1, 0, 1]
+    monkeypatch.setattr(metrics, "gathered", lambda own: [[[7, 8], [4, 4]], own])
+    monkeypatch.setattr(metrics, "rank", lambda: 1)
+    assert metrics.novelty(answers) == [0.5, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(temperature):
-    the_parts = parts()
-    prompts = prompt_batch(PROMPTS)
-    rollout, seconds = collect_rollout(
-        the_parts,
-        prompts,
-        noise=RowNoise(0),
-        temperature=temperature,
-        max_new_tokens=5,
-        shaping=SHAPING,
-    )
+    the_module = module(temperature=temperature)
+    rollout, seconds = the_module.collect_rollout(prompt_batch(PROMPTS), 0)
     assert set(seconds) == {"generate", "score"}
-    assert the_parts.policy.training, "generation must leave the policy in train mode"
+    assert the_module.policy.training, "generation must leave the policy in train mode"
     assert rollout.row_ids.tolist() == list(range(6))
     for row, prompt in enumerate(PROMPTS):
         response = rollout.response_tensors[row][rollout.response_mask[row]].tolist()
         with torch.no_grad():
-            logits = the_parts.policy.model(torch.tensor([prompt + response])).logits[0]
+            logits = the_module.policy.model(torch.tensor([prompt + response])).logits[0]
         logprobs = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         picked = logprobs[torch.arange(len(response)), torch.tensor(response)]
         got = rollout.logprobs[row, : len(response)]
@@ -220,8 +218,12 @@ def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(tempera
 
 
 def test_equal_scores_without_kl_and_critic_give_advantages_of_exactly_0():
-    shaping = replace(SHAPING, kl_coef=0.0, missing_eos_penalty=0.0, estimator=GAE(1.0, 1.0))
-    zero = tiny_scalar_model(init_std=0.0)
-    rollout = assembled(scores=[0.7] * 6, shaping=shaping, value_model=zero)
+    rollout = assembled(
+        scores=[0.7] * 6,
+        kl_coef=0.0,
+        missing_eos_penalty=0.0,
+        estimator=FULL_RETURNS,
+        **NO_VALUES,
+    )
     assert (rollout.advantages == 0).all()
     assert rollout.rewards.sum(-1).tolist() == pytest.approx([0.7] * 6)

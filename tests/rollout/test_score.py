@@ -32,7 +32,7 @@ class ConstantScorer:
     def __init__(self, values: list[float]) -> None:
         self.values = values
 
-    def build(self) -> list[torch.nn.Module]:
+    def build(self, base=None) -> list[torch.nn.Module]:
         return []
 
     def __call__(self, answers) -> Scores:
