@@ -75,7 +75,7 @@ class DPOModule(RLHFModule):
         self, *, dpo: DPOHparams, policy: Callable[[], PolicyModel], **parts: Unpack[ModuleParts]
     ) -> None:
         super().__init__(dpo, policy, **parts)
-        self.references = ReferenceLogprobs(self.fingerprint, policy, dpo.micro_batch_size)
+        self.references = ReferenceLogprobs(policy, dpo.micro_batch_size)
         self.policy = None
         names = ("pairs", *MEASURES)
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
@@ -109,7 +109,7 @@ class DPOModule(RLHFModule):
         return pretrained.of_one_model(cls, start, load_policy, "policy", hparams)
 
     def on_train_start(self) -> None:
-        """Look up what the reference says of the pairs, or compute it."""
+        """Compute what the reference says of the pairs."""
         if self.algorithm.kind == "kto":
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             warn_of_weights(self.algorithm, [row.label for row in data.rows("train")])
@@ -213,7 +213,7 @@ class DPOModule(RLHFModule):
         return by_label(measured)
 
     def on_validation_start(self) -> None:
-        """Start the clock and place the base; before or without training, look up the reference."""
+        """Start the clock and place the base; before or without training, ask the reference."""
         super().on_validation_start()
         self.validated, self.prompts = [], []
         if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:

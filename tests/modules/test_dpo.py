@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -21,25 +20,15 @@ from rlhf_lightning import (
     trainer_arguments,
 )
 from rlhf_lightning.batches import PreferenceBatch
-from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import base, dpo
-from rlhf_lightning.modules.reference_logprobs import (
-    FOLDER,
-    data_key,
-    pair_logprobs,
-)
+from rlhf_lightning.modules.reference_logprobs import pair_logprobs
 from tests.builders.models import EOS, MODEL_TYPES, flat_gradients, flat_parameters
 from tests.builders.record_files import row_text, write_material
 from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
 
 ITERATIONS = 4
-
-
-def reference_file(run: Path) -> Path:
-    (file,) = (run / FOLDER).iterdir()
-    return file
 
 
 def with_references(module: Any, offset: float = 0.0) -> Any:
@@ -66,27 +55,6 @@ def step(module: Any, batch: PreferenceBatch) -> tuple[dict[str, float], torch.T
         module.training_step(batch, 0)
     measures = {name: float(value) for name, value in module.logged[-1].items()}
     return measures, captured["gradient"]
-
-
-def test_the_key_of_reference_log_probabilities_changes_with_all_that_they_depend_on():
-    def key(chosen=(3, 4, 5), rejected=(3, 4, 6), prompt_length=2, split="train", **of):
-        ids = [np.array(side, dtype=np.int32) for side in (chosen, rejected)]
-        row = EncodedPreference(*ids, prompt_length=prompt_length)
-        rows = {"train": [], "validation": []} | {split: [row]}
-        return data_key(rows, **{"fingerprint": "f", "precision": "32-true"} | of)
-
-    keys = [
-        key(),
-        key(prompt_length=1),
-        key(chosen=(3, 4, 7)),
-        key(rejected=(3, 4, 7)),
-        key(chosen=(3, 4), rejected=(5, 3, 4, 6)),
-        key(split="validation"),
-        key(fingerprint="g"),
-        key(precision="bf16-mixed"),
-    ]
-    assert len(set(keys)) == len(keys)
-    assert key() == keys[0]
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -249,26 +217,9 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trai
     whole, _, folder, lora = trained
     with pytest.raises(RuntimeError, match="the power went"):
         train(material, tmp_path, lora=lora, checkpoint_every_n_iterations=1, callbacks=Stop())
-    before = reference_file(tmp_path).stat()
     module, _ = train(material, tmp_path, lora=lora, ckpt_path="last")
-    assert reference_file(tmp_path).stat().st_mtime_ns == before.st_mtime_ns, "it was computed anew"
     assert rows(tmp_path) == rows(folder)
     assert len(rows(folder)) == ITERATIONS
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize(
-    "damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-8])]
-)
-def test_a_resumed_run_whose_file_is_gone_or_cut_computes_it_from_the_start_not_the_checkpoint(
-    material, trained, tmp_path, damage
-):
-    whole, _, _, lora = trained
-    with pytest.raises(RuntimeError, match="the power went"):
-        train(material, tmp_path, lora=lora, checkpoint_every_n_iterations=1, callbacks=Stop())
-    damage(reference_file(tmp_path))
-    module, _ = train(material, tmp_path, lora=lora, ckpt_path="last")
     for name, value in whole.state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
 
@@ -319,21 +270,6 @@ def test_a_finished_run_that_is_extended_goes_on_at_the_rates_of_the_longer_sche
     assert rates.seen == [1e-3 * factor for factor in (1.0, 0.5, 0.5, 0.25)]
     assert "this run has 4 iterations, that of the checkpoint had 2: the learning" in caplog.text
     assert "at 0.5 of its full value where it would have been 0" in caplog.text
-
-
-def test_another_compute_dtype_has_a_file_of_its_own(material, tmp_path):
-    """FSDP2Strategy computes in bf16 while the Trainer's precision is 32-true."""
-    for dtype in (None, torch.bfloat16):
-        module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
-        module.compute_dtype = dtype
-        data = PreferenceDataModule(
-            material["pairs"], module.tokenizer, batch_size=8, num_iterations=1
-        )
-        L.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, default_root_dir=tmp_path,
-        ).fit(module, data)  # fmt: skip
-    assert len(list((tmp_path / FOLDER).iterdir())) == 2
 
 
 def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_lightning.modules.reference_logprobs import FOLDER
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.ranks import ROOT, run_ranks
 from tests.builders.record_files import write_material
@@ -66,12 +65,6 @@ def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strate
     for ours, theirs in zip(rows, read_metrics(one / "metrics.csv"), strict=True):
         for name in (*MEASURES, "kl") if how == "kto" else MEASURES:
             assert ours[f"dpo/{name}"] == pytest.approx(theirs[f"dpo/{name}"], rel=1e-3, abs=1e-4)
-    tables = [load_file(file) for run in (one, two) for file in (run / FOLDER).iterdir()]
-    for split in ("train", "validation"):
-        torch.testing.assert_close(
-            *(table[split] for table in tables), rtol=0, atol=1e-4, equal_nan=True
-        )
-        assert tables[0][split].isfinite().any()
     exported = [load_file(run / "export/model.safetensors") for run in (one, two)]
     start = load_file(material / "policy/model.safetensors")
     for name, value in exported[0].items():
