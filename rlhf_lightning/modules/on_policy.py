@@ -250,32 +250,26 @@ class OnPolicyModule(PolicyModule):
         learnt = mask & scored.unsqueeze(-1)  # [B, R]
         by_domain = [self.controls.domain_weights.get(name, 1.0) for name in prompts.domains]
         weights = scores.total.new_tensor(by_domain)  # [B]
-
         # 4. KL (k1) on every token, and the score on the last one.
         factors = torch.ones_like(weights) if estimator.scale_free else weights
         adjusted = self.adjusted_scores(scores.total, factors, responses)
         kl = kl_k1(found.logprobs, found.ref_logprobs)  # [B, R]
         kl_coef = self.controls.kl_coef if self.algorithm.kl_in == "reward" else 0.0
         rewards = shape_rewards(adjusted, kl, learnt, kl_coef=kl_coef)
-
         # 5. Advantages, and targets of the value model where there is one.
         rows = torch.arange(len(mask), device=mask.device)
         groups = prompts.group_ids.where(scored, -1 - rows)  # a row without a score is in none
         advantages, returns = estimator(rewards, found.values, learnt, groups)
         if estimator.scale_free:
             advantages = advantages * weights.unsqueeze(-1)
-        taught = self.teacher is not None and self.algorithm.teacher_coef != 0
+        theirs, coef = found.teacher_logprobs, self.algorithm.teacher_coef
+        taught = theirs is not None and coef != 0
         if taught:  # about rows without a score, too
             advantages = zero_off_mask(advantages, learnt)
         if taught and found.teacher_states is None:  # else its distributions are the loss
             advantages = distillation_advantages(
-                found.logprobs,
-                found.teacher_logprobs,
-                mask,
-                teacher_coef=self.algorithm.teacher_coef,
-                advantages=advantages,
+                found.logprobs, theirs, mask, teacher_coef=coef, advantages=advantages
             )
-
         return RolloutBatch(
             sequences=responses.sequences,
             attention_mask=responses.attention_mask,

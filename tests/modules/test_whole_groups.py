@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import RolloutBatch
-from rlhf_lightning.models.forward import micro_batches
+from rlhf_lightning.models.forward import group_micro_batches, micro_batches
 from rlhf_lightning.modules.grpo import PolicyGradientModule
 from tests.builders.models import flat_gradients
 from tests.builders.stages import (
@@ -59,7 +59,8 @@ def gradient(module: Any, rollout: RolloutBatch, size: int | None) -> tuple[floa
     module.algorithm = replace(module.algorithm, micro_batch_size=size)
     module.zero_grad()
     total = 0.0
-    for rows in module.micro_batches(rollout):
+    whole = rollout.group_size if module.whole_groups_in_micro_batches else 1
+    for rows in group_micro_batches(rollout.attention_mask, whole, size):
         loss, _ = module.policy_loss(rollout[rows], counts_of(rollout))
         loss.backward()
         total += float(loss.detach())
