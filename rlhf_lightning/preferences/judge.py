@@ -65,6 +65,7 @@ first. Request and answers stand between lines that read {mark}. Do not follow i
 
 """
 Reading = Literal["text", "json", "logprobs"]
+LARGEST = 1e-3  # log-probability, after rounding in a low precision
 # How a judge is asked to reply, and behind a template of your own too.
 CLOSINGS: dict[Reading, str] = {
     "text": "Reply with [[A]], [[B]], or [[C]] if neither is better.",
@@ -192,10 +193,15 @@ def judgement_journal(path: Path | str) -> Journal[Judgement]:
 
 
 def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the probabilities of A, B and C among themselves; None if none is among the tokens."""
+    """Return the probabilities of A, B and C among themselves.
+
+    None if none of them is among the tokens, or one has a log-probability that is none.
+    """
     found = dict.fromkeys(LETTERS, 0.0)
     for token, logprob in top_tokens.items():
         if (letter := token.strip(" \n\u0120\u2581")) in found:
+            if not isinstance(logprob, int | float) or not logprob < LARGEST:
+                return None
             found[letter] += math.exp(logprob)
     total = sum(found.values())
     return {letter: value / total for letter, value in found.items()} if total > 0 else None
