@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rlhf_lightning.functional.masked import at_least_float32
 
+LARGEST = 1e-3  # log-probability that others give, after rounding in a low precision
+
 
 def token_logprobs(logits: Tensor, tokens: Tensor, *, temperature: float) -> Tensor:
     """Return `log_softmax(logits / temperature)[tokens]`, in nats.

@@ -373,7 +373,7 @@ def by_micro_batch(
         function(parts[0].to(device, non_blocking=True))
     back = torch.cat(parts).argsort().to(device, non_blocking=True)
     columns = zip(*outputs, strict=True)
-    return tuple(None if of[0] is None else torch.cat(of)[back] for of in columns)
+    return tuple(None if each[0] is None else torch.cat(each)[back] for each in columns)
 
 
 def _unpack(flat: Tensor, mask: Tensor) -> Tensor:

@@ -327,7 +327,7 @@ def check_sampler(
         )
 
 
-def is_too_far(module: Any, measured: Mapping[str, Any]) -> bool:
+def exceeds_target_kl(module: Any, measured: Mapping[str, Any]) -> bool:
     """Return whether approx_kl of a minibatch exceeds `target_approx_kl`.
 
     Args:

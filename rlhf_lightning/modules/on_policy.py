@@ -48,7 +48,7 @@ from rlhf_lightning.modules.checks import (
     check_equal_shares,
     check_sampler,
     check_whole_groups,
-    is_too_far,
+    exceeds_target_kl,
 )
 from rlhf_lightning.modules.metrics import (
     CLIPPED,
@@ -77,8 +77,8 @@ from rlhf_lightning.rollout.resampling import resampled
 from rlhf_lightning.rollout.scorers.base import Responses, Scores, make_responses
 
 
-class Forwards(NamedTuple):
-    """What the models find in responses, `[B, R]` each and 0 off the mask; see `RolloutBatch`."""
+class ResponseFigures(NamedTuple):
+    """Figures of the models about responses, `[B, R]`, 0 off the mask; see `RolloutBatch`."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -164,9 +164,9 @@ class OnPolicyModule(PolicyModule):
             responses, scores = sample_and_score(prompts)
         with seconds.of("score"):
             # 3. Log-probabilities of policy and reference, and values, by the training forward.
-            found = self.evaluate(responses)
+            found = self.evaluate_responses(responses)
             # 4. KL and rewards. 5. Advantages.
-            rollout = self.estimate(responses, scores, found, **spares)
+            rollout = self.assemble_rollout(responses, scores, found, **spares)
             release_freed_memory()
         check_sampler(rollout, self.generator, self.algorithm, self.stage)
         return rollout, seconds
@@ -196,7 +196,7 @@ class OnPolicyModule(PolicyModule):
         """Gather a sharded model: to generate, and once for all its micro-batches."""
         return unsharded(model, layers=gathers_layers(self.generator))
 
-    def evaluate(self, responses: Responses) -> Forwards:
+    def evaluate_responses(self, responses: Responses) -> ResponseFigures:
         """Return what policy, reference, value model and teacher find in the responses."""
         temperature, value = self.controls.temperature, self.value
         micro_batch_size = self.algorithm.micro_batch_size
@@ -232,17 +232,17 @@ class OnPolicyModule(PolicyModule):
         if value is not None:
             (values,) = forward(lambda rows: (response_values(value, rows),))
         assert policy.entropy is not None  # asked for
-        return Forwards(policy.logprobs, policy.entropy, reference.logprobs, values, *taught)
+        return ResponseFigures(policy.logprobs, policy.entropy, reference.logprobs, values, *taught)
 
-    def estimate(
-        self, responses: Responses, scores: Scores, found: Forwards, **spares: Any
+    def assemble_rollout(
+        self, responses: Responses, scores: Scores, found: ResponseFigures, **spares: Any
     ) -> RolloutBatch:
         """Return the rollout: rewards of tokens from scores and KL, and their advantages.
 
         Args:
             responses: prompts with responses.
             scores: their scores, `[B]`; `applies` is False on rows without one.
-            found: see `evaluate`.
+            found: see `evaluate_responses`.
             spares: fields of the rollout where spare prompts were asked.
         """
         prompts, mask, estimator = responses.prompts, responses.response_mask, self.estimator
@@ -377,7 +377,8 @@ class OnPolicyModule(PolicyModule):
         is_old = self.algorithm.ratio_base == "old"
         cliprange = getattr(self.surrogate, "cliprange", math.inf) if is_old else 0.0
         self.step_0.check_ratio(measured, self, cliprange)
-        if self.policy_loss in terms and is_too_far(self, measured):  # else the critic warms up
+        # Without the policy's loss the critic warms up.
+        if self.policy_loss in terms and exceeds_target_kl(self, measured):
             self.optimizers().zero_grad()
             distance = (f"{self.stage}/{name}" for name in ("approx_kl", "clipfrac"))
             found = {name: measured[name] for name in distance if name in measured}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlhf_lightning.arguments import AtLeast0, JsonObject, PathStr, Seed, Size, checked
+from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
@@ -176,7 +177,7 @@ def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | 
     found = dict.fromkeys(LETTERS, 0.0)
     for token, logprob in top_tokens.items():
         if (letter := token.strip(" \n\u0120\u2581")) in found:
-            if not isinstance(logprob, int | float) or not logprob < LARGEST:
+            if not isinstance(logprob, int | float) or not logprob <= LARGEST:
                 return None
             found[letter] += math.exp(logprob)
     total = sum(found.values())

@@ -195,14 +195,18 @@ def _reply(answer: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool
             )
         top = {each.token: each.logprob for each in choice.logprobs.content[0].top_logprobs}
     sent = "".join(message["content"] for message in messages)
-    counts = [len(each.encode(errors="replace")) // BYTES_PER_TOKEN + 1 for each in (sent, text)]
-    if answer.usage is not None:
-        counts = [int(answer.usage.prompt_tokens), int(answer.usage.completion_tokens)]
+    usage = answer.usage
+    counts = [] if usage is None else [usage.prompt_tokens, usage.completion_tokens]
+    estimated = not counts or not all(isinstance(each, int) and each >= 0 for each in counts)
+    if estimated:
+        counts = [
+            len(each.encode(errors="replace")) // BYTES_PER_TOKEN + 1 for each in (sent, text)
+        ]
     return Reply(
         text,
         cut_off=choice.finish_reason in ("length", "content_filter"),
         input_tokens=counts[0],
         output_tokens=counts[1],
         top_tokens=top,
-        estimated=answer.usage is None,
+        estimated=estimated,
     )

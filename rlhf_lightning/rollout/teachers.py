@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION, RENDERED
 from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.scorers.base import Responses, response_texts_of
@@ -29,7 +30,6 @@ from rlhf_lightning.text.messages import as_text, fields_of
 from rlhf_lightning.text.tokens import TextEncoder, prompt_ids
 
 VLLM_MINUS_INFINITY = -9999.0  # what vLLM writes for it, which JSON cannot hold
-LARGEST = 1e-3  # log-probability, after rounding in a low precision
 NUM_PROBED = 4096  # tokens whose text a server must read as the policy's tokenizer does
 KEY = "VLLM_API_KEY"
 SECONDS = 600.0  # of a request: the server queues what it is sent at once

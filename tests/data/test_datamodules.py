@@ -3,10 +3,13 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
+from rlhf_lightning.data.datamodules import balanced_by_length
+from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.records import PreferenceRecord
 from tests.data.stages import (
     STAGES,
@@ -233,6 +236,19 @@ def test_balance_by_length_repeats_the_rarer_kind_evenly(tokenizer):
         if len(r.chosen_input_ids) < len(r.rejected_input_ids)
     )
     assert sorted(short.values()) == [5, 5, 5]
+
+
+def test_balance_by_length_draws_the_rest_where_the_counts_do_not_divide():
+    def row(first: int, chosen: int, rejected: int) -> EncodedPreference:
+        sides = (np.arange(first, first + n, dtype=np.int32) for n in (chosen, rejected))
+        return EncodedPreference(*sides, prompt_length=1)
+
+    rows = [*(row(i, 3, 2) for i in range(8)), *(row(10 + i, 2, 3) for i in range(3))]
+    even = balanced_by_length(rows, seed=1)
+    counts = Counter(int(each.chosen_input_ids[0]) for each in even[11:])
+    assert len(even) == 16
+    assert sorted(counts) == [10, 11, 12]
+    assert sorted(counts.values()) == [1, 2, 2]
 
 
 @pytest.mark.parametrize("option", ["group_by_prompt", "balance_length"])

@@ -330,7 +330,7 @@ def test_a_held_out_pair_that_is_not_finite_is_not_left_out_of_the_loss(monkeypa
     assert measures["val/accuracy"] == 7 / 8
 
 
-def test_lightnings_sanity_check_finds_the_references_that_training_then_uses(material, tmp_path):
+def test_lightnings_sanity_check_and_the_training_have_their_references(material, tmp_path):
     changes = {"num_sanity_val_steps": 1, "max_iterations": 1, "callbacks": None}
     pairs = PreferenceFolder(material["pairs"], validation_fraction=0.5)
     module, _ = train(material | {"pairs": pairs}, tmp_path, **changes)

@@ -106,13 +106,13 @@ def test_a_response_of_one_token_alone_in_its_micro_batch_has_a_ratio_of_exactly
 
 def test_logprobs_taken_from_generation_would_not_give_a_ratio_of_1_in_bf16(monkeypatch):
     # The mutation: what the sampler saw, in place of a forward of the training module.
-    evaluate = WithRatios.evaluate
+    evaluate = WithRatios.evaluate_responses
 
     def with_sampled_logprobs(module, responses):
         found = evaluate(module, responses)
         return found._replace(logprobs=responses.generation.logprobs)
 
-    monkeypatch.setattr(WithRatios, "evaluate", with_sampled_logprobs)
+    monkeypatch.setattr(WithRatios, "evaluate_responses", with_sampled_logprobs)
     module = tiny_module(cls=WithRatios, models=lambda: replace(tiny_models(), same_source=False))
     with pytest.raises(Step0Error, match="the ratio must start at 1"):
         fit(module, 1, precision="bf16-mixed")

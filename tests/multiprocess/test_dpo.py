@@ -65,6 +65,11 @@ def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strate
     for ours, theirs in zip(rows, read_metrics(one / "metrics.csv"), strict=True):
         for name in (*MEASURES, "kl") if how == "kto" else MEASURES:
             assert ours[f"dpo/{name}"] == pytest.approx(theirs[f"dpo/{name}"], rel=1e-3, abs=1e-4)
+        held_out = {name for name in theirs if name.startswith("val/") and theirs[name] is not None}
+        assert {name: ours[name] for name in held_out} == pytest.approx(
+            {name: theirs[name] for name in held_out}, rel=1e-3, abs=1e-4
+        )
+    assert "val/loss" in held_out, "the last row has the figures of the held-out pairs"
     exported = [load_file(run / "export/model.safetensors") for run in (one, two)]
     start = load_file(material / "policy/model.safetensors")
     for name, value in exported[0].items():

@@ -71,8 +71,8 @@ def assembled(prompts=None, **changes):
         module(**changes),
         responses_of(prompts or prompt_batch(PROMPTS), RESPONSES),
     )
-    found = the_module.evaluate(answers)
-    return the_module.estimate(answers, the_module.scorer(answers), found)
+    found = the_module.evaluate_responses(answers)
+    return the_module.assemble_rollout(answers, the_module.scorer(answers), found)
 
 
 def assert_rewards_add_up(rollout, adjusted: list[float], kl_coef: float) -> None:

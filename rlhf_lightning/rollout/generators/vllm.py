@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from rlhf_lightning.arguments import AtLeast0, Program, Seconds, StopIds, TokenId, checked
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
-from rlhf_lightning.functional.logprobs import token_logprobs
+from rlhf_lightning.functional.logprobs import LARGEST, token_logprobs
 from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.generators.vllm_engine import Completion
 from rlhf_lightning.rollout.generators.vllm_server import ServerPool
@@ -57,20 +57,27 @@ class Request(NamedTuple):
 def check_responses(responses: Sequence[Completion], request: Request) -> None:
     """Check that every response ends at its first stop token or at `max_new_tokens`.
 
+    No log-probability may be above 0; those that are not a number are left to who reads them.
+
     Args:
         responses: tokens and their log-probabilities, a row each.
         request: the request that they respond to.
 
     Raises:
-        RuntimeError: if one does not, naming vLLM and the row.
+        RuntimeError: if one does not, naming vLLM and the row, or for such a log-probability.
     """
     longest, stops = request.settings["max_new_tokens"], request.settings["stop_ids"]
-    for row, (tokens, _) in enumerate(responses):
+    for row, (tokens, logprobs) in enumerate(responses):
         ends = [place for place, token in enumerate(tokens, 1) if token in stops]
         if len(tokens) != min([*ends, longest]):
             raise RuntimeError(
                 f"vLLM's response to row {row} has {len(tokens)} tokens, with stop tokens at "
                 f"{ends[:4]} and max_new_tokens={longest}: raise rollout.engine.max_model_len"
+            )
+        if any(logprob > LARGEST for logprob in logprobs):
+            raise RuntimeError(
+                f"vLLM's response to row {row} has a log-probability of {max(logprobs):g}, and "
+                "none is above 0: the server computes wrong ones, use another release of vLLM"
             )
 
 
