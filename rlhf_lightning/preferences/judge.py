@@ -47,7 +47,6 @@ _FIXES = {
 SYSTEM = "You compare two answers to a request, fairly and in a few words."
 TEMPLATE = Path(__file__).with_name("judge_template.txt").read_text("utf-8")
 Reading = Literal["text", "json", "logprobs"]
-LARGEST = 1e-3  # log-probability, after rounding in a low precision
 # How a judge is asked to reply, and behind a template of your own too.
 CLOSINGS: dict[Reading, str] = {
     "text": "Reply with [[A]], [[B]], or [[C]] if neither is better.",
