@@ -29,6 +29,7 @@ from rlhf_lightning.models.loading import (
     load_whole,
     loading_options,
     mended_settings,
+    not_replaced,
     outside_trunk,
     reward_normalization,
 )
@@ -297,7 +298,8 @@ def _load(
     cls: Any, source: str | Path, dropout: float, options: dict[str, Any], **extra: Any
 ) -> Any:
     """Return what `load_whole` returns: fp32, its dropout set."""
-    config = set_dropout(load_config(source, options), dropout)
-    if "num_labels" in extra:
-        config.num_labels = extra.pop("num_labels")
-    return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)
+    with not_replaced(source):
+        config = set_dropout(load_config(source, options), dropout)
+        if "num_labels" in extra:
+            config.num_labels = extra.pop("num_labels")
+        return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)

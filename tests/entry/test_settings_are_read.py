@@ -63,6 +63,8 @@ def test_a_key_that_nobody_reads_is_refused_in_every_group(experiment):
             read_settings(TrainSettings, changed).check_targets()
 
 
+# Words of rlhf-evaluate with which it trains nothing first.
+BUILT_IN_NOWHERE = "policy=a baseline=a scorer=none"
 # Read where something refers to them, and what only a training reads of a model.
 BY_REFERENCE = ("dataset.lengths", "model.base")
 MADE = ("name", "source", "license", "num_parameters", "tokenizer", "from_scratch", "base", "shape")
@@ -110,10 +112,10 @@ def test_a_key_counts_as_read_where_another_value_changes_what_the_command_is_gi
     [
         ("+experiment=dpo model.ppo.learning_rate=1.0e-4", "train", "model.dpo.learning_rate"),
         ("+experiment=sft dataset.num_iterations=7", "train", "dataset.num_iterations"),
-        ("model.ppo.batch_size=64", "evaluate", "model.ppo.batch_size"),
+        (f"{BUILT_IN_NOWHERE} model.ppo.batch_size=64", "evaluate", "model.ppo.batch_size"),
         ("best_of.pool=7", "evaluate", "best_of.pool"),
         ("adversarial.num_pairs=7", "collect", "adversarial.num_pairs"),
-        ("model.activation_checkpointing=true", "evaluate", "model.activation_checkpointing"),
+        (f"{BUILT_IN_NOWHERE} model.activation_checkpointing=true", "evaluate", "model.activation"),
     ],
 )
 def test_a_key_of_another_stage_is_refused_with_the_one_that_is_read(words, entry, wanted):
@@ -142,7 +144,7 @@ OF_SFT = "model.sft.batch_size=64"
     ("words", "entry", "kinds"),
     [
         ("+experiment=ppo model.sft.batch_size=64", "train", ["sft", "reward"]),
-        ("policy=a baseline=a scorer=none model.ppo.batch_size=64", "evaluate", []),
+        (f"{BUILT_IN_NOWHERE} model.ppo.batch_size=64", "evaluate", []),
     ],
 )
 def test_a_word_is_for_what_is_trained_first_if_that_or_its_start_reads_it(words, entry, kinds):

@@ -238,7 +238,9 @@ def _check_training(settings: TrainSettings) -> None:
     _check_batch_divides(settings)
     if scorer is None and spec.rolls_out:
         names = ", ".join(choices("scorer"))
-        raise ConfigError(f"scorer=null: {settings.title} needs one: scorer=NAME, one of {names}")
+        raise ConfigError(
+            f"scorer=null: {settings.title} needs a scorer: scorer=NAME, one of {names}"
+        )
     adapter = scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter"
     if adapter and not spec.rolls_out:
         raise ConfigError("scorer=reward_adapter needs the base of PPO's policy: use reward_model")
