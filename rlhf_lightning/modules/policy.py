@@ -88,6 +88,12 @@ class PolicyModule(RLHFModule):
         **parts: Unpack[ModuleParts],
     ) -> None:
         super().__init__(algorithm, models, **parts)
+        buffer, longest = algorithm.overlong_buffer, sampling.max_new_tokens
+        if buffer is not None and buffer > longest:
+            raise ValueError(
+                f"{type(algorithm).__name__}.overlong_buffer={buffer} must be at most "
+                f"SamplingHparams.max_new_tokens={longest}: use about a fifth of it"
+            )
         self.teacher, self.teacher_prompt = teacher, teacher_prompt
         made = SURROGATES[algorithm.surrogate]
         named = {item.name: getattr(algorithm, item.name) for item in fields(made)}

@@ -137,6 +137,8 @@ def test_an_overlong_buffer_takes_up_to_1_of_the_scores_of_the_longest():
     assert {0.0, 1.0} < set(expected.tolist())
     torch.testing.assert_close(taken, expected, rtol=0, atol=1e-6)
     assert torch.equal(before.scores, rollout.scores)
+    with pytest.raises(ValueError, match=r"GRPOHparams\.overlong_buffer=10 .*max_new_tokens=9"):
+        tiny_grpo(grpo=grpo_hparams(overlong_buffer=10))
 
 
 def test_the_responses_of_a_group_differ_and_do_not_depend_on_how_prompts_are_shared():

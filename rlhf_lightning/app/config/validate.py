@@ -29,6 +29,7 @@ from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
 from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
+from rlhf_lightning.rollout.scorers.hparams import is_address
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 _HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
@@ -186,8 +187,8 @@ def plain_settings(
         if key not in known:
             raise ConfigError(f"unknown top-level key {key!r}{_top_level_hint(settings, key)}")
     if issubclass(settings, TrainSettings) and written.get("stage") is None:
-        known = listed(choices("experiment"))
-        raise ConfigError(f"stage=None: choose what to train with +experiment=NAME, one of {known}")
+        named = listed(choices("experiment"))
+        raise ConfigError(f"stage=None: choose what to train with +experiment=NAME, one of {named}")
     found = settings.of(_with_models_apart(written))
     if not saved:
         check_keys_are_known(found)
@@ -241,9 +242,28 @@ def _check_training(settings: TrainSettings) -> None:
         raise ConfigError(
             f"scorer=null: {settings.title} needs a scorer: scorer=NAME, one of {names}"
         )
+    _check_server_teaches(settings)
     adapter = scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter"
     if adapter and not spec.rolls_out:
         raise ConfigError("scorer=reward_adapter needs the base of PPO's policy: use reward_model")
+
+
+def _check_server_teaches(settings: TrainSettings) -> None:
+    """Refuse what a teacher behind a server cannot say: the evaluation asks it after training.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    if not is_address(teacher := settings.module.get("teacher")):
+        return
+    server = f"the server at artifacts.teacher={teacher} gives log-probabilities of given tokens"
+    if (kind := getattr(settings.hparams, "divergence", "sampled")) != "sampled":
+        key = f"module.{settings.stage}.divergence"
+        raise ConfigError(f"{key}={kind}: {server} alone: use sampled")
+    drawn, asked = settings.all_hparams["sampling"].temperature, settings.evaluation.temperature
+    for key, value in (("module.sampling", drawn), ("evaluation", asked or None)):  # 0 is greedy
+        if value not in (None, 1.0):
+            raise ConfigError(f"{key}.temperature={value:g}: {server} at temperature 1: use 1")
 
 
 def _check_is_read(settings: TrainSettings) -> None:
