@@ -1,4 +1,4 @@
-"""`rlhf-study` was errors: it names what to write instead."""
+"""`rlhf-study` is gone: it names what to write instead."""
 
 from rlhf_lightning.app.config import errors
 

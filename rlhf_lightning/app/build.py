@@ -16,12 +16,13 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.pytorch.callbacks import EarlyStopping
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_lightning.app.config.compose import ConfigError, texts
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import LOOKUPS, Node, nodes
+from rlhf_lightning.app.config.targets import LOOKUPS, Node, check_arguments, nodes
 from rlhf_lightning.app.evaluation import (
     TrainingComponents,
     check_context_length,
@@ -387,6 +388,9 @@ def check_run(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
+    if (stops := settings.select(place := "callbacks.early_stopping")) is not None:
+        node = Node("EarlyStopping", EarlyStopping, call=EarlyStopping, arguments=stops)
+        check_arguments(node, place)
     checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
     if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
         raise ConfigError(
@@ -412,6 +416,22 @@ def check_run(settings: TrainSettings) -> None:
         with built("safety", settings.safety):
             settings.safety.build()
     check_scorer(settings)
+
+
+def check_devices(settings: TrainSettings) -> None:
+    """Check that this machine has the accelerator that is asked for.
+
+    Raises:
+        ConfigError: if it has none, or fewer devices.
+    """
+    kind, count = settings.trainer.accelerator, settings.trainer.devices
+    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    found["gpu"] = max(found.values())
+    if count > found.get(kind, count):
+        raise ConfigError(
+            f"trainer.accelerator={kind} trainer.devices={count}, and torch finds {found[kind]} on "
+            "this machine: use fewer, or trainer.accelerator=cpu"
+        )
 
 
 def check_scorer(settings: TrainSettings) -> None:

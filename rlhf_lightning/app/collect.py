@@ -211,7 +211,10 @@ def _preferences(
     settings: CollectSettings, folder: RunFolder, summary: Summary
 ) -> tuple[Summary, dict[str, float], list[str]]:
     """Write preference records; return the summary begun, the metrics, and lines for the end."""
-    lab = build_lab(settings, folder.path)
+    try:
+        lab = build_lab(settings, folder.path)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
     prompts = [] if lab.worst else read_prompts(settings)
     given = settings.adversarial
     lines: dict[str, object] = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -386,7 +387,12 @@ def _benchmark_figures(settings: EvaluateSettings, benchmark: Any) -> dict[str, 
     if isinstance(benchmark, LmEvalBenchmark):
         rounded = {"mixed_precision_dtype": "bfloat16"} if precision == MIXED_BF16 else {}
         origin = {key: value for key, value in settings.model.origin.items() if value is not None}
-        return benchmark.measure(settings.policy, settings.baseline, **rounded, **origin)
+        model, sides = settings.model, (settings.policy, settings.baseline)
+        with TemporaryDirectory() as folder:
+            tokenizers = [str(Path(folder, side)) for side in ("policy", "baseline")]
+            for source, kept in zip(sides, tokenizers, strict=True):
+                load_tokenizer(source, **model.template, **model.origin).save_pretrained(kept)
+            return benchmark.measure(*sides, tokenizers=tokenizers, **rounded, **origin)
     if target is None:
         raise ConfigError("benchmark: name the reward model to measure, scorer=NAME")
     members = target.get("sources")
@@ -394,13 +400,14 @@ def _benchmark_figures(settings: EvaluateSettings, benchmark: Any) -> dict[str, 
     if members:  # to be compared with the others
         target = settings.updated({"scorer.policy": source}).scorer or target
     tokenizer = load_tokenizer(source, **settings.model.template)
+    candidates = benchmark.candidates(chat=bool(tokenizer.chat_template))  # before a model is read
     scorer = target.build()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for model in scorer.build():
         model.to(device)
     with in_precision(precision, device):
         scored = score_candidates(
-            benchmark.candidates(chat=bool(tokenizer.chat_template)),
+            candidates,
             scorer,
             tokenizer,
             max_prompt_length=settings.prompts.max_length or UNLIMITED,

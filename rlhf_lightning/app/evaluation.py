@@ -168,6 +168,7 @@ def compare(
     comparison = comparison_of(
         parts.module,
         parts.data,
+        source=settings.data.source.build(),
         scorer=parts.scorer,
         max_prompt_length=prompt_length(settings),
         seed=settings.seed,

@@ -72,6 +72,7 @@ def _compared_policy(settings: TrainSettings, parts: TrainingComponents) -> Find
         if not shown:
             return Findings(metrics)
         few: dict[str, Any] = {"num_prompts": shown, "num_samples": shown, "safety": None}
+        few["over_long"] = "drop"
         return Findings(metrics, compare(settings, parts, baseline, **few).samples)
     findings = compare(settings, parts, baseline)
     findings.metrics |= metrics
@@ -84,7 +85,8 @@ def _normalized_model(settings: TrainSettings, parts: TrainingComponents) -> Fin
     if num_answered(settings):
         metrics |= normalize_reward_model(
             cast(RewardModule, parts.module),
-            parts.data,
+            settings.data.source.build(),  # and not the pairs of `data.path`
+            over_long=parts.data.over_long,
             max_new_tokens=evaluation.max_new_tokens,
             max_prompt_length=prompt_length(settings),
             temperature=evaluation.temperature,

@@ -266,13 +266,16 @@ def export_checkpoint(
     try:
         trained = _trained_model(settings, checkpoint)
         card = _card_of_checkpoint(settings, folder, checkpoint, trained)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot export {checkpoint}: {error}") from error
+    try:
         with replacing_folder(target, ours=True) as staging:
             if adapter_only:
                 trained.write_adapter(staging)
                 _describe(settings, staging, card)
             else:
                 write_model_folder(settings, staging, trained, card, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except ValueError as error:  # such as an adapter of a run without one
         raise ConfigError(f"cannot export {checkpoint}: {error}") from error
 
 

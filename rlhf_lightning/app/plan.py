@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -42,8 +43,8 @@ from rlhf_lightning.rollout.generators.captured import (
 GIB = 2**30
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
-# Rows of the table, in its order; docs/scaling.md says what each is.
 POLICY, SCALAR = "policy", "value"  # kinds of models that are trained
+# Rows of the table, in its order; docs/scaling.md says what each is.
 PARTS = (
     *("weights", "optimizer", "gradients", "gathered", "copies", "captured", "activations"),
     *("logits", "cache", "runtime"),
@@ -332,10 +333,13 @@ def _device(settings: TrainSettings, group: PlanGroup) -> str:
 
 def _parse_bytes(given: str | float) -> int:
     try:
-        return TypeAdapter(ByteSize).validate_python(given)
-    except ValidationError as error:
+        found = TypeAdapter(ByteSize).validate_python(given)
+    except ValidationError:
+        found = ByteSize(0)
+    if found <= 0 or not re.fullmatch(r"\s*[\d.e+]+\s*\w*\s*", str(given)):
         wanted = "write 80GiB, 24GB or a number of bytes"
-        raise ConfigError(f"plan.device_memory={given!r} is no size: {wanted}") from error
+        raise ConfigError(f"plan.device_memory={given!r} is no size: {wanted}")
+    return found
 
 
 def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -55,9 +55,9 @@ def start(command: str, module: str | None = None) -> None:
         register()
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(id)()
         return
+    prepare_process()
     if command != "pipeline":  # its words may be of one stage: `app/pipeline.py` reads them
         check_words(command)
-    prepare_process()
     # Imports make half a million objects that stay. The collector looks through those that are
     # there after every 700 new ones by default: a seventh of the time to import torch.
     gc.set_threshold(10_000)

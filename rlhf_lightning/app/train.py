@@ -19,7 +19,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlhf_lightning.app.as_python import as_python
-from rlhf_lightning.app.build import assemble, check_run, computing
+from rlhf_lightning.app.build import assemble, check_devices, check_run, computing
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
@@ -97,6 +97,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         RunFailedError: if memory or disk ran out, with what to change.
     """
     check_run(settings)
+    check_devices(settings)
     first = global_rank() == 0  # which alone writes
     if first:
         check_folder(settings, folder)
@@ -180,6 +181,8 @@ def _train(
         gates = gates_of(settings, findings.metrics)
         times.append(time.perf_counter())
         # 4 export and publish
+        if parts.trainer.is_global_zero:
+            findings.write(folder, current_iteration(parts.trainer))
         export_trained(settings, folder, parts, findings, gates)
         times.append(time.perf_counter())
         # 5 summary, report, last screen
@@ -191,7 +194,6 @@ def _train(
             summary, status="completed", metrics=metrics, gates=gates, seconds=seconds
         )
         if parts.trainer.is_global_zero:
-            findings.write(folder, current_iteration(parts.trainer))
             summary = replace(summary, next=after_training(settings, folder, overrides))
             write_summary(folder, summary)
             write_report(folder)

@@ -21,7 +21,6 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
-from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import PromptRecord, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.texts import from_json
@@ -95,9 +94,10 @@ class PairsBenchmark:
         """
         found: Any = FileSource(self.path, validation_fraction=0.0).records("preferences", "train")
         candidates = []
-        for pair in found:
-            prompt: Any = replace(to_kind(pair, "prompts"), columns={})
-            subset = str(pair.origin.columns.get(self.subset) or "")
+        for pair, (_, row) in zip(found, checked_rows(Path(self.path).expanduser()), strict=True):
+            given: dict[str, Any] = {"variables": pair.variables, "origin": pair.origin}
+            prompt = PromptRecord(pair.prompt, pair.domain, rendered=pair.rendered, **given)
+            subset = str(row.get(self.subset) or "")
             candidates.append(Candidates(prompt, (pair.chosen, pair.rejected), subset=subset))
         return candidates
 
@@ -313,7 +313,8 @@ def written_responses(
     """
     encoder = TextEncoder(tokenizer)
     rows: list[tuple[EncodedPrompt, list[int]]] = []
-    for record, completion in zip(records, completions, strict=True):
+    for given in zip(records, completions, strict=True):
+        record, completion = _disarmed(*given, encoder)
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is None:
             raise ValueError(
@@ -340,14 +341,21 @@ def written_responses(
     return result
 
 
+def _disarmed(
+    record: PromptRecord, completion: Text, encoder: TextEncoder
+) -> tuple[PromptRecord, Text]:
+    """Return both with the control tokens that they spell as plain text."""
+    if record.rendered:
+        return record, completion
+    plain = encoder.control.disarmed
+    prompt, variables = plain(record.prompt), plain(dict(record.variables))
+    return replace(record, prompt=prompt, variables=variables), plain(completion)
+
+
 def _written(
     record: PromptRecord, completion: Text, row: EncodedPrompt, encoder: TextEncoder
 ) -> tuple[EncodedPrompt, list[int]]:
     """Return the tokens of a prompt and of the response behind it."""
-    if not record.rendered:  # texts may spell control tokens
-        plain = encoder.control.disarmed
-        prompt, variables = plain(record.prompt), plain(dict(record.variables))
-        record, completion = replace(record, prompt=prompt, variables=variables), plain(completion)
     asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
     (found,) = prompt_and_responses(record.prompt, [completion], encoder, **asked)
     given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)

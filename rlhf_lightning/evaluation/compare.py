@@ -23,6 +23,7 @@ from rlhf_lightning.arguments import (
     Temperature,
     checked,
 )
+from rlhf_lightning.data.encode import OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, WholeSource, as_source
@@ -208,14 +209,17 @@ def comparison_of(
     temperature: float | None = None,
     micro_batch_size: int | None = None,
     skip_special_tokens: bool | None = None,
+    source: RecordSource | None = None,
+    over_long: OverLong | None = None,
     **judged: Any,
 ) -> HeldOutComparison | None:
     """Return the comparison of a policy on held-out prompts; None if none can be asked.
 
-    The arguments are those of `compare`, and those of `held_out_comparison`.
+    The arguments are those of `compare`, and those of `held_out_comparison`. A `source` is asked in
+    place of that of a DataModule `prompts`, which may read other pairs (`path`).
     """
     side = _side(policy, "policy") if side is None else side
-    source, data = _held_out(policy, prompts)
+    source, data = _held_out(policy, prompts) if source is None else (source, prompts)
     usual = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
     skip = usual.skip_special_tokens if skip_special_tokens is None else skip_special_tokens
     sampling = Sampling(
@@ -229,18 +233,18 @@ def comparison_of(
     wanted = 512 if data is None else data.max_length
     longest = max_prompt_length or prompt_room(side.model, wanted, sampling.max_new_tokens)
     records: Any = source.records("prompts", "validation")
-    over_long = "drop" if data is None else data.over_long
-    lengths: Any = {"max_prompt_length": longest, "over_long": over_long}
+    usually = "drop" if data is None else data.over_long
+    lengths: Any = {"max_prompt_length": longest, "over_long": over_long or usually}
     comparison = held_out_comparison(records, [sampling], **lengths, **judged)
     if comparison is not None and isinstance(source, WholeSource):
         asked, rows = len(comparison.records), source.num_rows()
-        if asked < rows or trainer_of(policy) is None:
-            logger.warning(
-                "%d of all %d rows are asked. If the policy was trained on some of them, give the "
-                "DataModule or the source of that training, whose held-out part is asked",
-                asked,
-                rows,
-            )
+        left = "; long and repeated prompts, and num_prompts, leave out the others"
+        unknown = (
+            ". If the policy was trained on some of them, give the DataModule or the source of "
+            "that training, whose held-out part is asked"
+        )
+        if told := left * (asked < rows) + unknown * (trainer_of(policy) is None):
+            logger.warning("%d of all %d rows are asked%s", asked, rows, told)
     if data is None:  # else the DataModule has said it
         warn_of_plain_prompts(records, side.tokenizer)
     return comparison

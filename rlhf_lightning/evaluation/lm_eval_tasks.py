@@ -41,7 +41,14 @@ class LmEvalBenchmark:
     batch_size: Size = 8
     apply_chat_template: bool = False
 
-    def measure(self, policy: str, baseline: str, **model_args: Any) -> dict[str, float]:
+    def measure(
+        self,
+        policy: str,
+        baseline: str,
+        *,
+        tokenizers: Sequence[str] = (),
+        **model_args: Any,
+    ) -> dict[str, float]:
         """Return of each task and metric the policy's mean, the baseline's, and the change.
 
         Names are `benchmark/<metric>/task/<task>`, `benchmark/baseline_<metric>/task/<task>` and
@@ -53,6 +60,7 @@ class LmEvalBenchmark:
         Args:
             policy: folder of an exported model, or hub name.
             baseline: the same of the other side.
+            tokenizers: folders of the tokenizers of both; those of the models where it is empty.
             model_args: further arguments of lm-eval's model `hf`.
 
         Raises:
@@ -75,6 +83,8 @@ class LmEvalBenchmark:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model_args = {"device": device, "dtype": "float32", **model_args}
         sides = [model_args | {"pretrained": source} for source in (policy, baseline)]
+        for side, tokenizer in zip(sides, tokenizers, strict=False):
+            side["tokenizer"] = tokenizer
         self._samples(sides[0], manager, limit=1)
         mine, theirs = (self._samples(side, manager, limit=self.limit) for side in sides)
         found: dict[str, float] = {}

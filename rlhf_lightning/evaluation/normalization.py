@@ -13,6 +13,7 @@ import torch
 from rlhf_lightning.arguments import Count, Length, Seed, Size, Temperature, checked
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.encode import OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
@@ -53,6 +54,7 @@ def normalize_reward_model(
     temperature: Temperature = 1.0,
     batch_size: Size = 128,
     micro_batch_size: Size | None = None,
+    over_long: OverLong | None = None,
     seed: Seed = 1,
 ) -> dict[str, float]:
     """Give a trained reward model mean 0 and std 1 over samples of the policy it started from.
@@ -70,6 +72,7 @@ def normalize_reward_model(
         temperature: sampling temperature.
         batch_size: prompts in one batch of generation.
         micro_batch_size: rows of a forward of the reward model; None for all of a batch.
+        over_long: what to do with longer prompts; None for what the DataModule does, else "drop".
         seed: seeds the sampling.
 
     Returns:
@@ -91,7 +94,7 @@ def normalize_reward_model(
         num_iterations=-(-count // size),
         max_prompt_length=max_prompt_length or prompt_room(policy, wanted, max_new_tokens),
         seed=seed,
-        over_long="drop" if data is None else data.over_long,
+        over_long=over_long or ("drop" if data is None else data.over_long),
     ).train_dataloader()
     sampling = Sampling(generator, tokenizer, temperature, max_new_tokens, micro_batch_size)
     with precision_of(trainer):

@@ -195,10 +195,10 @@ class RLHFModule(L.LightningModule):
         """Return the training in words, with these hyper-parameters."""
         return cls.title or cls.stage
 
-    @property
-    def record_kinds(self) -> Sequence[str]:
-        """The kinds of records that the objective learns from."""
-        return self.data.kinds
+    @classmethod
+    def kinds_of_records(cls, algorithm: Any) -> Sequence[str]:
+        """Return the kinds of records that it learns from, with these hyper-parameters."""
+        return cls.data.kinds
 
     @property
     def trained(self) -> Any:
@@ -261,7 +261,7 @@ class RLHFModule(L.LightningModule):
             self,
             getattr(self.trainer, "datamodule", None),
             fitting=self.data,
-            kinds=self.record_kinds,
+            kinds=self.kinds_of_records(self.algorithm),
             tokenizer=self.tokenizer,
             max_new_tokens=self.sampling.max_new_tokens,
         )

@@ -89,10 +89,10 @@ class DPOModule(RLHFModule):
         """Return IPO or KTO, if it is one of these."""
         return {"ipo": "IPO", "kto": "KTO"}.get(algorithm.kind, cls.title)
 
-    @property
-    def record_kinds(self) -> tuple[str, ...]:
-        """The kind of the records that the objective is of."""
-        return ("unpaired",) if self.algorithm.kind == "kto" else ("preferences",)
+    @classmethod
+    def kinds_of_records(cls, algorithm: Any) -> tuple[str, ...]:
+        """Return the kind of the records that the objective is of."""
+        return ("unpaired",) if algorithm.kind == "kto" else ("preferences",)
 
     @classmethod
     @checked

@@ -53,7 +53,6 @@ class RewardModule(RLHFModule):
     rate = "reward"
     trains_policy = False
     objective = "val/accuracy"
-    record_kinds = ("preferences",)
     algorithm: RewardHparams
 
     @checked
@@ -93,6 +92,11 @@ class RewardModule(RLHFModule):
         hparams = {"reward": reward or RewardHparams()}
         start = pretrained.Start.read(source, "source", options)
         return pretrained.of_one_model(cls, start, load, "model", hparams, dropout=dropout)
+
+    @classmethod
+    def kinds_of_records(cls, algorithm: Any) -> tuple[str, ...]:
+        """Return pairs alone."""
+        return ("preferences",)
 
     @property
     def trained(self) -> Any:

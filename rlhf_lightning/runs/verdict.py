@@ -148,6 +148,9 @@ def _headline(metrics: Metrics, by: str) -> tuple[str, Verdict]:
         return _against_before(metrics, TEACHER, "nats a token, KL to the teacher")
     for judge, who in JUDGES.items():
         if figure(metrics, name := f"val/{judge}_win_rate") is not None:
+            if judge == "score" and figure(metrics, "val/score_tie_rate") == 1:
+                alike = "No win rate: on every held-out prompt both responses have the same score."
+                return "", Verdict("bad", sentence=alike)
             told = by if judge == "score" else who
             return _compared(metrics, name, "The policy answers", told, _skipped(metrics, judge))
     for phase in ("val", "benchmark"):

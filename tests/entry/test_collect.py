@@ -18,7 +18,7 @@ from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair, read_records
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, read_samples
 from tests.builders.command_lines import settings_of
 from tests.builders.processes import ForkedPython, run_python
 from tests.builders.runs import completed
@@ -128,6 +128,25 @@ def test_the_reward_stage_trains_on_the_records_and_reports_their_ceiling(
     }
     assert sum(by_domain.values()) == figures["records"]["validation"]["kept"] == len(held_out)
     assert 0.0 <= metrics["val/accuracy"] <= 1.0
+
+
+@pytest.mark.thorough
+def test_a_policy_of_other_pairs_is_compared_on_the_prompts_of_the_data_set(
+    tmp_path: Path, start: Path
+) -> None:
+    """As `rlhf-pipeline` trains on the pairs that were collected: the figures stay comparable."""
+    held_out = {r.prompt for r in DemoSource(seed=1).records("prompts", "validation")}
+    pairs = DemoSource(seed=1, num_preferences=24).records("preferences", "train")
+    rows = [
+        {"prompt": f"{r.prompt} {r.prompt}", "chosen": r.chosen, "rejected": r.rejected}
+        for r in pairs
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = completed(tmp_path / "run", "dpo", start, f"data.path={file}")
+    samples = read_samples(made.samples)
+    assert samples
+    assert {sample["prompt"] for sample in samples} <= held_out
 
 
 def test_prompts_may_be_conversations(

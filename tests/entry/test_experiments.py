@@ -32,6 +32,13 @@ def test_gates_and_refusals_are_those_of_the_data_set(stage):
     assert none.safety is None
 
 
-def test_a_weight_of_kto_is_refused_in_dpo():
-    with pytest.raises(ConfigError, match="kind=kto alone"):
-        settings_of("+experiment=dpo", "module.dpo.desirable_weight=2")
+@pytest.mark.parametrize(
+    ("experiment", "override", "wanted"),
+    [
+        ("kto", "data.kind=preferences", "data.kind=unpaired"),
+        ("dpo", "module.dpo.desirable_weight=2", "kind=kto alone"),
+    ],
+)
+def test_objective_and_rows_of_dpo_go_together(experiment, override, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        settings_of(f"+experiment={experiment}", override)

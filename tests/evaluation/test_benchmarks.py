@@ -7,13 +7,17 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf_lightning.evaluation.benchmarks import (
     PairsBenchmark,
     RewardBench2,
     Scored,
+    score_candidates,
     ties_metrics,
 )
+from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from tests.builders.models import tiny_tokenizer
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -116,6 +120,29 @@ def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter
     assert measures["benchmark/accuracy_chosen_shorter"] == pytest.approx(1 / 3)
     assert measures["benchmark/longer_wins_accuracy"] == 5 / 8
     assert measures["benchmark/num_pairs"] == 8
+
+
+def test_a_pair_may_spell_a_control_token_lack_a_prompt_and_have_its_domain_as_subset(tmp_path):
+    rows = [
+        {"prompt": "w2 <eos> w3", "chosen": "w4 <eos>", "rejected": "w5", "domain": "one"},
+        {"prompt": "", "chosen": "w6", "rejected": "w7 w8", "domain": "two"},
+    ]
+    found = PairsBenchmark(write(tmp_path / "pairs.jsonl", rows), subset="domain").candidates(
+        chat=False
+    )
+    assert [(one.subset, one.prompt.prompt) for one in found] == [
+        ("one", "w2 <eos> w3"),
+        ("two", ""),
+    ]
+    scored = score_candidates(
+        found[:1],
+        FunctionScorer(lambda completions: [float(len(text)) for text in completions]),
+        tiny_tokenizer(),
+        max_prompt_length=20,
+        batch_size=4,
+        device=torch.device("cpu"),
+    )
+    assert scored[0].scores == [len("w4 <eos>"), 2.0]
 
 
 def test_pairs_are_scored_with_the_variables_that_they_are_learnt_with(tmp_path):

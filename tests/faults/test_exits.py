@@ -7,6 +7,9 @@ import json
 import pytest
 
 from rlhf_lightning.app.command_line import ended_in_one_line
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.build import check_devices
 from rlhf_lightning.app.evaluate import run as evaluate
 from rlhf_lightning.app.failures import (
     STOPPED,
@@ -42,3 +45,24 @@ def test_a_signal_ends_an_evaluation_with_a_word(start, tmp_path, name, capsys):
     (line,) = (text for text in capsys.readouterr().err.splitlines() if "stopped" in text)
     assert name == "SIGINT" or name in line
     assert read_summary(folder).status == "stopped"
+
+
+def on(kind: str, devices: int) -> TrainSettings:
+    found: TrainSettings = settings_of(
+        "+experiment=base",
+        f"trainer.accelerator={kind}",
+        f"trainer.devices={devices}",
+        "data.batch_size=24",
+    )
+    return found
+
+
+def test_more_devices_than_there_are_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    check_devices(on("gpu", 2))
+    check_devices(on("cpu", 8))
+    with pytest.raises(ConfigError, match=r"trainer\.devices=3"):
+        check_devices(on("gpu", 3))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"trainer\.accelerator=gpu"):
+        check_devices(on("gpu", 1))

@@ -48,6 +48,9 @@ def test_without_a_gold_reward_the_verdict_rests_on_the_score_and_is_never_good(
     result = verdict(Summary("ppo", "completed", 1, metrics=metrics))
     assert (result.tone, result.number) == ("neutral", "90.0 %")
     assert "reward it was trained on" in result.sentence
+    same = {"val/score_win_rate": 0.5, "val/score_tie_rate": 1.0}
+    result = verdict(Summary("ppo", "completed", 1, metrics=metrics | same))
+    assert (result.tone, result.number) == ("bad", "")
     lost = metrics | {"val/score_win_rate_low": 0.45}
     open_ = verdict(Summary("ppo", "completed", 1, metrics=lost | {"val/score_win_rate_high": 1.0}))
     assert open_.tone == open_.number_tone == "undecided"

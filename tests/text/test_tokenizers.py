@@ -164,3 +164,6 @@ def test_an_adapter_as_a_reward_model_is_named(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"is an adapter on base.*merge it"):
         check_same_tokenizer(build_tokenizer(), tmp_path, fix="give another one")
+    (tmp_path / "adapter_config.json").write_text('{"base_model')
+    with pytest.raises(ValueError, match=r"adapter_config\.json is damaged"):
+        check_same_tokenizer(build_tokenizer(), tmp_path, fix="give another one")

@@ -274,7 +274,7 @@ class TrainSettings(RunSettings):
     evaluation: EvaluationSettings
     safety: Safety | None = None
     gates: Gates = Field(default_factory=dict)
-    module: Annotated[Target, builds("lightning.LightningModule")]
+    module: Annotated[Target, builds("rlhf_lightning.modules.base.RLHFModule")]
     lora: hparams_of(LoraHparams, "lora") | None = None  # type: ignore[valid-type]
     data: Annotated[DataSettings, builds("lightning.LightningDataModule")]
     rollout: Rollout
@@ -286,7 +286,7 @@ class TrainSettings(RunSettings):
     def _build_hparams(self) -> Self:
         for key, node in self.module.arguments.items():
             name = str(node.get("_target_")) if isinstance(node, Mapping) else ""
-            if name.endswith("Hparams"):
+            if name.endswith("Hparams") or (name and key in (self.stage, "sampling")):
                 cls = resolve(name, f"module.{key}")
                 if issubclass(cls, Checked):
                     self._hparams[key] = build_hparams(cls, node, f"module.{key}")
@@ -367,8 +367,12 @@ class TrainSettings(RunSettings):
     @property
     def sequences_per_row(self) -> int:
         """Sequences that go through a model for each row of the data: two of a pair."""
-        kind = self.data.get("kind") or self.spec.data.kinds[0]
-        return 2 if kind == "preferences" else 1
+        return 2 if self.data_kind == "preferences" else 1
+
+    @property
+    def data_kind(self) -> str:
+        """The kind of records that it is trained on."""
+        return str(self.data.get("kind") or self.spec.data.kinds[0])
 
     @property
     def batch_unit(self) -> int:

@@ -242,6 +242,12 @@ def _check_training(settings: TrainSettings) -> None:
         raise ConfigError(
             f"scorer=null: {settings.title} needs a scorer: scorer=NAME, one of {names}"
         )
+    kind, wanted = settings.data_kind, spec.kinds_of_records(settings.hparams)
+    if kind not in wanted:
+        raise ConfigError(
+            f"data.kind={kind}: {settings.title} learns from {' or '.join(wanted)}: use "
+            f"data.kind={wanted[0]}"
+        )
     _check_server_teaches(settings)
     adapter = scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter"
     if adapter and not spec.rolls_out:
@@ -272,8 +278,14 @@ def _check_is_read(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the first one.
     """
+    doctor = settings.doctor
+    usual = None if doctor is None else type(doctor)(thresholds={}).model_dump()
     for key in sorted(settings.unread):
-        if "." in key and (value := settings.select(key)) is not None:
+        value = settings.select(key)
+        idle = (
+            "." in key if key != "doctor" else doctor is not None and doctor.model_dump() != usual
+        )
+        if idle and value is not None:
             raise ConfigError(f"{key}={value}: {settings.title} does not read it; leave it out")
 
 
