@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from rlhf_lightning.app.build import check_devices
 from rlhf_lightning.app.command_line import ended_in_one_line
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.build import check_devices
 from rlhf_lightning.app.evaluate import run as evaluate
 from rlhf_lightning.app.failures import (
     STOPPED,
