@@ -140,7 +140,7 @@ def run_id_of(name: str) -> str:
 
 
 def require_login() -> None:
-    """Check that a login to Weights & Biases is found.
+    """Check that a login to Weights & Biases is found; without one the panels are named.
 
     Raises:
         ConfigError: if there is none.
@@ -149,6 +149,9 @@ def require_login() -> None:
     from rlhf_lightning.callbacks.wandb_logger import is_logged_in
 
     if not is_logged_in():
+        for title, metrics in sections().items():
+            names = (m.rpartition("/")[2] if m in MEDIA else quantity(m).label for m in metrics)
+            say(f"{title}: {', '.join(names)}")
         raise ConfigError(
             "no login to Weights & Biases: run `wandb login` or set WANDB_API_KEY; "
             "action=print shows the workspace without it"

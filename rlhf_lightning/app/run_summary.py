@@ -13,6 +13,7 @@ from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.plan import Plan, readable
+from rlhf_lightning.callbacks.wandb_logger import shown_in_wandb
 from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
 
@@ -57,6 +58,7 @@ def start_settings(
         f"data.batch_size, or more data.{_length_key(settings)}"
         if steps < FEW_STEPS and limit is None
         else None,
+        "W&B": shown_in_wandb(parts.trainer),
         "publishes": None if settings.paths.publish else "nothing: it stays in the run folder",
         "continues": checkpoint,
     }

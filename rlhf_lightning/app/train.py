@@ -47,7 +47,11 @@ from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.run_record import about_run
-from rlhf_lightning.callbacks.wandb_logger import early_end_alerted, wandb_loggers
+from rlhf_lightning.callbacks.wandb_logger import (
+    early_end_alerted,
+    shown_in_wandb,
+    wandb_loggers,
+)
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     as_single_run,
@@ -198,7 +202,8 @@ def _train(
             write_summary(folder, summary)
             write_report(folder)
             finish_tracking(settings, folder, parts, findings, summary)
-            print_verdict(read_summary(folder), folder)  # with what the doctor said
+            told = read_summary(folder)  # with what the doctor said
+            print_verdict(told, folder, wandb=shown_in_wandb(parts.trainer))
     return summary
 
 

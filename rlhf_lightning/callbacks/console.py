@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,13 +19,15 @@ from rich.text import Text
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
 from rlhf_lightning.reports.charts import looked_at_first
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
-from rlhf_lightning.runs.folder import RunFolder, from_here
+from rlhf_lightning.runs.folder import RunFolder, from_here, read_samples
 from rlhf_lightning.runs.metric_catalog import counted, duration, quantity
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
 
 KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and messages need the room
 _SHOWN = 6  # metrics of a bar or a line
+_SHOWN_ANSWERS = 5
+_LONGEST_ANSWER = 300  # characters
 _COLOURS = {"good": "green", "bad": "red", "neutral": "yellow", "undecided": "bright_black"}
 
 
@@ -107,8 +110,21 @@ def print_start(
     _print_place("run folder", folder.path, console)
 
 
-def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | None = None) -> None:
-    """Print the last screen: what was learnt, the gates, and where everything is."""
+def print_verdict(
+    summary: Summary,
+    folder: RunFolder,
+    *,
+    wandb: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print the last screen: what was learnt, the gates, and where everything is.
+
+    Args:
+        summary: of the run.
+        folder: of the run.
+        wandb: where Weights & Biases shows it.
+        console: None for standard output.
+    """
     console = console or Console(highlight=False)
     result = verdict(summary)
     colour = _COLOURS[result.tone]
@@ -136,6 +152,7 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
         head.append(f" {result.caption}\n")
     head.append(f"{result.sentence}\n")
     _print_panel(f"{summary.title}: {summary.status}", Group(head, table), colour, console)
+    _print_answers(folder, console)
     places = {
         "report": folder.report,
         "samples": folder.samples,
@@ -145,6 +162,26 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     }
     for name in (name for name, path in places.items() if path.exists()):
         _print_place(name, places[name], console)
+    if wandb is not None:
+        _print_line("W&B", wandb, console)
+
+
+def _print_answers(folder: RunFolder, console: Console) -> None:
+    """Print the baseline's and the policy's responses to the first few held-out prompts."""
+    compared = [s for s in read_samples(folder.samples) if s.get("baseline_response") is not None]
+    last = max((sample["iteration"] for sample in compared), default=0)
+    for sample in [one for one in compared if one["iteration"] == last][:_SHOWN_ANSWERS]:
+        table = _grid()
+        for name, key, score in (
+            ("prompt", "prompt", None),
+            ("baseline", "baseline_response", "baseline_score"),
+            ("policy", "response", "score"),
+        ):
+            value = None if score is None else sample.get(score)
+            scored = "" if value is None else f" {value:.2f}"
+            text = " ".join(str(sample[key]).split())
+            table.add_row(Text(f"{name}{scored}"), Text(shorten(text, _LONGEST_ANSWER)))
+        console.print(table, Text(""))
 
 
 def _print_panel(title: str, body: RenderableType, colour: str, console: Console) -> None:
@@ -152,11 +189,15 @@ def _print_panel(title: str, body: RenderableType, colour: str, console: Console
 
 
 def _print_place(name: str, path: Path, console: Console) -> None:
-    """Print a path on a separate line that no box breaks.
+    _print_line(name, from_here(path), console)
+
+
+def _print_line(name: str, text: str, console: Console) -> None:
+    """Print what one copies on a separate line that no box breaks.
 
     A terminal that is too narrow wraps such a line itself, and copies it as one.
     """
-    console.print(Text.assemble((f"{name:<16}", "dim"), from_here(path)), soft_wrap=True)
+    console.print(Text.assemble((f"{name:<16}", "dim"), text), soft_wrap=True)
 
 
 def _grid() -> Table:

@@ -31,7 +31,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.run_tables import describe_rollout
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.folder import ITERATION, RunFolder, to_json
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, from_here, to_json
 from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES
 from rlhf_lightning.runs.public_config import name_secrets
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -96,6 +96,21 @@ class IterationWandbLogger(WandbLogger):
         super().__init__(**settings)
         self._wandb_init.pop("anonymous", None)  # deprecated by wandb, and warned about
         self._id_file = id_file
+        self._url: str | None = None  # once it is shown there
+        self._has_failed = False
+
+    @property
+    def shown_in(self) -> str:
+        """Where one sees this run, in a line: its address, or what uploads it."""
+        mode = str(self._wandb_init.get("mode"))
+        if self._has_failed:
+            return "off: it did not work; metrics.csv has the numbers"
+        if mode == "disabled":
+            return "off"
+        if mode == "offline":
+            place = from_here(self._id_file.parent.resolve())
+            return f"offline: wandb sync {place}/offline-run-*"
+        return f"online: {self._url or self._wandb_init.get('project')}"
 
     @property
     @rank_zero_experiment
@@ -111,6 +126,7 @@ class IterationWandbLogger(WandbLogger):
     def _start(self, **settings: Any) -> Any:
         run = wandb.init(**settings)
         write_text(self._id_file, f"{run.id}\n")
+        self._url = run.url
         run.define_metric(ITERATION)
         # Each by its name: then the workspace shows its x-axis, and a new name has it too.
         families = [f for f in FAMILIES if f.index("*") == len(f) - 1]  # as W&B wants them
@@ -123,6 +139,7 @@ class IterationWandbLogger(WandbLogger):
             f"Weights & Biases does not work ({error!r}): the run goes on without it, its numbers "
             "are in metrics.csv; logger.mode=offline records them for wandb sync"
         )
+        self._has_failed = True
         self._experiment = DummyExperiment()  # type: ignore[assignment]
 
     @rank_zero_only
@@ -310,6 +327,13 @@ def wandb_loggers(trainer: Trainer) -> Iterator[IterationWandbLogger]:
     for logger in trainer.loggers:
         if isinstance(logger, IterationWandbLogger):
             yield logger
+
+
+def shown_in_wandb(trainer: Trainer) -> str:
+    """Return where W&B shows the run of a Trainer, in a line for the first and the last screen."""
+    return next(
+        (logger.shown_in for logger in wandb_loggers(trainer)), "off: logger=wandb shows it"
+    )
 
 
 @contextmanager

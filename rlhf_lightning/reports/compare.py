@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE, paired_differences
-from rlhf_lightning.reports.charts import Figure, Series, line_chart, render
+from rlhf_lightning.reports.charts import (
+    Figure,
+    Point,
+    Series,
+    line_chart,
+    looked_at_first,
+    render,
+)
 from rlhf_lightning.reports.page import saved_config
-from rlhf_lightning.runs.folder import RunFolder, read_samples, write_text
-from rlhf_lightning.runs.metric_catalog import bound_keys, ends, quantity, show
+from rlhf_lightning.runs.folder import (
+    ITERATION,
+    RunFolder,
+    read_metrics,
+    read_samples,
+    write_text,
+)
+from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import FEW
 
@@ -21,6 +35,7 @@ COLUMNS = (
     *("val/gold_win_rate", "val/score_win_rate", "val/accuracy", "val/loss", "val/score"),
     *("val/kl_per_token", "val/kl_per_response", "val/response_length", "val/distinct_2"),
 )
+NUM_CURVES = 6
 _HEAD = 250  # characters with which each page of ours begins
 
 
@@ -55,7 +70,7 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     runs = []
     for folder, config in zip(folders, shown, strict=True):
         settings = {key: config[key] for key in different}
-        short = " ".join(f"{k.rpartition('.')[2]}={value}" for k, value in settings.items())
+        short = _named(settings.items())
         parts = folder.path.resolve().parts
         name = "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
         label = short if 0 < len(settings) <= 3 and len(short) <= 80 else name
@@ -99,6 +114,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         exported=next((run for run in runs if run.folder.export.is_dir()), None),
         paired=paired_with_first(runs),
         chart=_chart(runs),
+        curves=curves_of(runs),
     )
     title = f"{len(runs)} runs of {stages}"
     return str(render("page.html", title=title, body=body, footer="rlhf_lightning"))
@@ -145,6 +161,51 @@ def _chart(runs: Sequence[Run]) -> Figure | None:
         return None
     chart = line_chart(title, series, unit="share", whole=False)
     return Figure(title, chart, legends=[one.label for one in series])
+
+
+def curves_of(runs: Sequence[Run]) -> list[Figure]:
+    """Return a chart of each metric that one looks at first.
+
+    A line is a run, or the mean of runs that differ in the seed alone, with a bar from the lowest
+    of them to the highest at each iteration that all of them have.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        others = _named(item for item in run.settings.items() if item[0] != "seed")
+        groups.setdefault(others if "seed" in run.settings else run.label, []).append(run)
+    lines = {
+        group[0].label if len(group) == 1 else f"{others or 'all runs'}, {len(group)} seeds": [
+            read_metrics(run.folder.metrics) for run in group
+        ]
+        for others, group in groups.items()
+    }
+    every = (name for group in lines.values() for rows in group for row in rows for name in row)
+    found, labels = [], list(lines)
+    for name in looked_at_first(dict.fromkeys(every))[:NUM_CURVES]:
+        series = [
+            _line(label, [_points(rows, name) for rows in group]) for label, group in lines.items()
+        ]
+        about = quantity(name)
+        if chart := line_chart(about.label, series, unit=about.unit, band=about.healthy):
+            found.append(Figure(capitalized(about.label), chart, code=name, legends=labels))
+    return found
+
+
+def _points(rows: Sequence[Mapping[str, float]], name: str) -> dict[float, float]:
+    return {row[ITERATION]: row[name] for row in rows if math.isfinite(row.get(name, math.nan))}
+
+
+def _line(label: str, runs: Sequence[Mapping[float, float]]) -> Series:
+    shared = [x for x in runs[0] if all(x in points for points in runs)]
+    values = [[points[x] for points in runs] for x in shared]
+    means: list[Point] = [(x, sum(of) / len(of)) for x, of in zip(shared, values, strict=True)]
+    if len(runs) == 1:
+        return Series(label, means)
+    return Series(label, means, "marks", [(min(of), max(of)) for of in values])
+
+
+def _named(settings: Iterable[tuple[str, str]]) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings)
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_lightning.callbacks.console import ProgressBar, print_start, print_verdict
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, read_samples
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from tests.builders.run_folders import fake_ppo_run
 from tests.callbacks.tiny_run import KilledError, run
@@ -49,8 +49,15 @@ def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
     folder = fake_ppo_run(tmp_path / "run", 3)
     folder.export.mkdir()
     out = io.StringIO()
-    print_verdict(read_summary(folder), folder, console=Console(file=out, width=200))
+    console = Console(file=out, width=200)
+    print_verdict(read_summary(folder), folder, wandb="offline: wandb sync x", console=console)
     text = out.getvalue()
+    assert re.search(r"^W&B +offline: wandb sync x$", text, re.MULTILINE)
+    compared = [s for s in read_samples(folder.samples) if s.get("baseline_response")]
+    last = [s for s in compared if s["iteration"] == compared[-1]["iteration"]]
+    assert text.count("prompt ") == min(len(last), 5)
+    assert f"policy {last[0]['score']:.2f}" in text
+    assert last[0]["baseline_response"][:40] in text
     for part in (
         "81.2 % of comparisons with the baseline won (95 % interval 77.1 to 84.8 %)",
         "The policy answers better than the baseline",

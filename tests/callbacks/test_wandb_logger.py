@@ -46,6 +46,7 @@ def test_a_run_without_a_key_is_offline_asks_nothing_and_can_be_read_back(
     logger = wandb_logger(folder, project="p", tags=["t"], config={"ppo": {"kl_coef": 0.05}})
     run(folder.path, num_iterations=4, logger=logger)
     logger.finish({"val/gold_win_rate": 0.8})
+    assert logger.shown_in == f"offline: wandb sync {folder.wandb}/offline-run-*"
     rows = read_metrics(folder.metrics)
     found = records(folder.path)
     history = [r["history"]["item"] for r in found if "history" in r]
@@ -77,7 +78,8 @@ def test_a_run_goes_on_when_wandb_cannot_start(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(wandb, "init", broken)
     folder = RunFolder(tmp_path / "run")
     with caplog.at_level(logging.WARNING):
-        run(folder.path, num_iterations=2, logger=wandb_logger(folder))
+        run(folder.path, num_iterations=2, logger=(logger := wandb_logger(folder)))
+    assert logger.shown_in.startswith("off: it did not work")
     assert len(read_metrics(folder.metrics)) == 2
     assert caplog.text.count("goes on without it") == 1
     assert "no space left" in caplog.text

@@ -8,6 +8,8 @@ import pytest
 
 from rlhf_lightning.app.report import run
 from rlhf_lightning.reports.compare import (
+    curves_of,
+    read_runs,
     render_comparison,
     write_comparison,
 )
@@ -58,10 +60,26 @@ def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_pat
     page = render_comparison(folders)
     places = [page.index(part) for part in ("4 runs of", "Runs<", "Win rate against KL")]
     assert places == sorted(places)
+    places = [page.index(part) for part in ("What differs<", "Runs<", "Curves<")]
+    assert places == sorted(places)
     assert "module.ppo.kl_coef" in page
     assert "kl_coef=0.05" in page  # a label
     assert "/home/me" not in page
     assert not re.search(r"(https?:)?//[a-z]|url\(|<script|<img|<link", page, re.I)
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_line_with_a_bar_from_lowest_to_highest(
+    tmp_path,
+):
+    folders = [job(tmp_path / str(i), 0.05, 0.8, 0.2) for i in range(3)]
+    for seed, folder in enumerate(folders):
+        folder.config.write_text(folder.config.read_text().replace("seed: 1", f"seed: {seed}"))
+    other = job(tmp_path / "other", 0.2, 0.7, 0.1)
+    curve = next(f for f in curves_of(read_runs([*folders, other])) if f.code == "rollout/score")
+    assert list(curve.legends) == ["kl_coef=0.05, 3 seeds", "seed=1 kl_coef=0.2"]
+    # Eight iterations: a bar each of the three runs, none of the one.
+    assert curve.chart.count("faint s0") == 8
+    assert curve.chart.count("faint s1") == 0
 
 
 def test_the_command_writes_each_report_and_one_comparison_beside_the_runs(tmp_path):

@@ -173,11 +173,30 @@ def test_none_is_nan_and_said_not_to_apply():
         assert found.components["one"] is found.total
 
 
+def test_a_dict_has_further_figures_that_are_parts_of_the_score_alone_and_in_a_sum():
+    answers = responses_of(prompt_batch(ROWS), RESPONSES)
+    given = {"score": [1.0, None], "one": [0.5, 0.25]}
+    one = FunctionScorer(lambda prompts, completions: given, name="one")
+    found = one(answers)
+    assert found.total[0] == 1
+    assert found.applies.tolist() == [True, False]
+    assert found.components["one"] is found.total
+    assert found.components["one_one"].tolist() == [0.5, 0.25]
+    summed = WeightedScorer({"first": one, "two": FunctionScorer(right)}, weights={"first": 2.0})
+    parts = summed(answers).components
+    assert set(parts) == {"first", "first_one_one", "two"}
+    assert parts["first_one_one"].tolist() == [0.5, 0.25]
+    given["length"] = [1, 2]
+    with pytest.raises(ValueError, match=r"keys \['length', 'one', 'score'\].*same in every call"):
+        one(answers)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({0.5, 1.5}, "set"),
-        ({1: 1, 2: 2}, "dict"),
+        ({1: 1, 2: 2}, "a dict with the keys"),
+        ({"score": [1.0, 2.0], "length": [1.0]}, "1 scores for 2"),
         ("12", "str"),
         ((value for value in (1, 2)), "generator"),
         (None, "NoneType"),

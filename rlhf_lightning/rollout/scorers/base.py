@@ -38,6 +38,7 @@ from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
 
 RewardFunction = Callable[..., Any]
 OURS = ("prompts", "completions")
+SCORE = "score"  # in a dict that a reward function returns
 LARGEST = torch.finfo(torch.float32).max
 SLOW_SECONDS = 30.0  # after which a call that still runs is named
 
@@ -312,8 +313,10 @@ class FunctionScorer(ModelFree):
 
     Prompts and completions are lists of texts, columns have the types of the data. All are passed
     by keyword: those that the function names, or all if it has `**columns`. It may be async. It may
-    return None for a response to which it does not apply; the response is then not trained on. A
-    call that takes 30 seconds is named, and again each time that this doubles.
+    return None for a response to which it does not apply; the response is then not trained on. In
+    place of the list it may return `{"score": the list, NAME: another one}`: the others are only
+    logged, as `rollout/score/FUNCTION_NAME`. A call that takes 30 seconds is named, and again each
+    time that this doubles.
 
     Args:
         function: the callable, or `path.py:name`, or a dotted name.
@@ -345,6 +348,7 @@ class FunctionScorer(ModelFree):
                 "by keyword: write def NAME(prompts, completions, **columns)"
             )
         self._names = None if takes_any else names
+        self._returned: set[str] | None = None  # the keys, which every call and rank must return
 
     @torch.no_grad()
     def __call__(self, responses: Responses) -> Scores:
@@ -353,7 +357,7 @@ class FunctionScorer(ModelFree):
         Raises:
             RuntimeError: if it raises.
             ValueError: if it returns something else than a finite number or None for each
-                completion.
+                completion, or a dict with other keys than before.
         """
         values = self._values(responses)
         given = {k: v for k, v in values.items() if self._names is None or k in self._names}
@@ -371,9 +375,22 @@ class FunctionScorer(ModelFree):
             ) from error
         finally:
             done.set()
-        scores = self._scores(returned, responses.completions)
-        total = torch.tensor(scores, dtype=torch.float32).to(responses.sequences.device)
-        return Scores(total, {self.name: total}, ~total.isnan())
+        parts = dict(returned) if isinstance(returned, Mapping) else {SCORE: returned}
+        if SCORE not in parts or self._returned not in (None, set(parts)):
+            wanted = sorted(self._returned or {SCORE})
+            raise ValueError(
+                f"{self._what} returned a dict with the keys {sorted(map(str, parts))}: return "
+                f"{wanted}, the same in every call"
+            )
+        self._returned = set(parts)
+        found = {
+            self.name if key == SCORE else f"{self.name}_{key}": torch.tensor(
+                self._scores(value, responses.completions), dtype=torch.float32
+            ).to(responses.sequences.device)
+            for key, value in parts.items()
+        }
+        total = found[self.name]
+        return Scores(total, found, ~total.isnan())
 
     def _scores(self, returned: Any, completions: Sequence[str]) -> list[float]:
         """Return one number a completion, NaN where the function returned None."""
@@ -465,6 +482,8 @@ class WeightedScorer:
         for name, scorer in self.scorers.items():
             part = scorer(responses)
             components[name] = part.total
+            more = {k: v for k, v in part.components.items() if v is not part.total}
+            components |= {k if k.startswith(name) else f"{name}_{k}": v for k, v in more.items()}
             usual = self.weights.get(name, 1.0)
             weights = torch.tensor([own.get(name, usual) for own in of_domains], device=device)
             weighted, applies = part.total * weights, part.applies
