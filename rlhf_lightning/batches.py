@@ -18,9 +18,6 @@ from torch import Tensor
 
 FINISHED_BY_STOP = 0
 FINISHED_BY_LENGTH = 1
-# A prompt's column that holds its conversation as JSON; a plain prompt has none, or None.
-CONVERSATION = "prompt_messages"
-RENDERED = "true"  # its value for a prompt whose special tokens are tokens
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class PromptBatch(TensorBatch):
             of it.
         domains: "" where there is none.
         columns: values for scorers in their own types, None where a row lacks one: at least the
-            text `prompt`, of conversations `CONVERSATION` too.
+            text `prompt`, of conversations `prompt_messages` too.
         group_ids: `[B]` int64, equal for the rows of one prompt, which are adjacent; by default
             every row is a group.
         spare: `[B]` bool, True on the rows of prompts that are only asked where another prompt of

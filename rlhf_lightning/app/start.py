@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import re
 import sys
 import warnings
@@ -58,6 +59,11 @@ def start(command: str, module: str | None = None) -> None:
     prepare_process()
     if command != "pipeline":  # its words may be of one stage: `app/pipeline.py` reads them
         check_words(command)
+    if command == "preview":
+        # Tokenizers of transformers import it where it is installed, and do without: 3 seconds.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        # Else transformers says that torch is missing.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Imports make half a million objects that stay. The collector looks through those that are
     # there after every 700 new ones by default: a seventh of the time to import torch.
     gc.set_threshold(10_000)
@@ -127,13 +133,35 @@ def words_of(command: str) -> list[str]:
 
 
 def with_run(entry: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with bare paths as `run=`, if the command takes it."""
+    """Return the arguments with bare paths as `run=`, or `path=`, if the command takes it."""
+    if entry == "preview":
+        arguments = with_model(arguments)
     paths = [one for one in arguments if _is_path(one)]
-    if not paths or "run" not in primary(entry):
+    key = next((key for key in ("run", "path") if key in primary(entry)), None)
+    if not paths or key is None:
         return list(arguments)
-    quoted = ["'" + path.replace("'", "\\'") + "'" for path in paths]
-    run = quoted[0] if len(quoted) == 1 else f"[{','.join(quoted)}]"
-    return [f"run={run}", *(one for one in arguments if not _is_path(one))]
+    texts = [quoted(path) for path in paths]
+    value = texts[0] if len(texts) == 1 else f"[{','.join(texts)}]"
+    return [f"{key}={value}", *(one for one in arguments if not _is_path(one))]
+
+
+def with_model(words: Sequence[str]) -> list[str]:
+    """Return the words with `model=NAME` and `--model NAME` as `model.source=`.
+
+    Hydra takes `model=` for the choice of a group.
+    """
+    found = list(words)
+    if "--model" in found[:-1]:
+        at = found.index("--model")
+        found[at : at + 2] = [f"model={found[at + 1]}"]
+    return [
+        f"model.source={quoted(word[6:])}" if word.startswith("model=") else word for word in found
+    ]
+
+
+def quoted(path: str) -> str:
+    """Return a path as a value of an override."""
+    return "'" + path.replace("'", "\\'") + "'"
 
 
 def _is_path(argument: str) -> bool:

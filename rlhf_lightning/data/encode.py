@@ -32,19 +32,19 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION, RENDERED
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.progress import with_progress
 from rlhf_lightning.data.records import (
     ROW_KEYS,
     DemonstrationRecord,
+    LossOn,
     PreferenceRecord,
     PromptRecord,
     Record,
     TextRecord,
     UnpairedRecord,
 )
-from rlhf_lightning.text.messages import WEIGHT, BadValueError, Text
+from rlhf_lightning.text.messages import CONVERSATION, RENDERED, WEIGHT, BadValueError, Text
 from rlhf_lightning.text.render import unread_keys, write_chat
 from rlhf_lightning.text.tokens import (
     Rendered,
@@ -56,7 +56,6 @@ from rlhf_lightning.text.tokens import (
 )
 
 OverLong = Literal["drop", "truncate_left"]
-LossOn = Literal["last", "all"]
 OVER_LONG = "over-long"
 RESPONSE_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"

@@ -21,11 +21,11 @@ from rlhf_lightning.data.records import (
     RecordKind,
     TextRecord,
     UnpairedRecord,
+    Value,
     both_responses,
     kind_of,
 )
 
-Value = str | int | float | bool
 EVERY = "learn all rows alike with columns={label: null}"
 GOOD = (
     "name the value of good responses with dataset.source.label_good=VALUE (in Python "

@@ -36,12 +36,11 @@ from rlhf_lightning.arguments import (
 from rlhf_lightning.data.encode import (
     Encoded,
     EncodingReport,
-    LossOn,
     OverLong,
     encode_all,
     give_same_columns,
 )
-from rlhf_lightning.data.records import KINDS, Record, RecordKind, Split
+from rlhf_lightning.data.records import KINDS, LossOn, Record, RecordKind, Split
 from rlhf_lightning.data.sampler import (
     SequentialBatchSampler,
     StreamBatchSampler,

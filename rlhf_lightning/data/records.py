@@ -17,6 +17,8 @@ from rlhf_lightning.text.messages import SYSTEM, THOUGHT, Text, as_text
 
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
+LossOn = Literal["last", "all"]  # responses of a conversation that are learnt
+Value = str | int | float | bool  # of a label
 
 SIDES = ("chosen", "rejected")
 VARIABLES = ("tools", "documents", "chat_template_kwargs")  # columns, of the chat template

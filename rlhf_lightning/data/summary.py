@@ -10,17 +10,17 @@ import io
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text as Coloured
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.encode import (
     Encoded,
     EncodedPreference,
@@ -28,14 +28,14 @@ from rlhf_lightning.data.encode import (
     EncodedSequence,
     EncodingReport,
 )
-from rlhf_lightning.data.records import (
-    Record,
-    TextRecord,
-)
-from rlhf_lightning.text.decode import text_behind
-from rlhf_lightning.text.messages import SYSTEM, Text
+from rlhf_lightning.data.records import Record, TextRecord
+from rlhf_lightning.text.decode import UNFINISHED, text_behind
+from rlhf_lightning.text.messages import CONVERSATION, SYSTEM, Text
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
+# Neighbouring tokens have the two shades by turns.
+TRAINED = ("black on green3", "black on dark_sea_green3")
+MASKED = ("bright_white on grey30", "bright_white on grey42")
 
 
 def length_summary(lengths: Sequence[int]) -> tuple[int, float, int, int]:
@@ -71,11 +71,12 @@ class DataSummary(EncodingReport):
     num_contradictions: int
     missing_columns: Mapping[str, int]
 
-    def render(self) -> str:
-        """Return a compact table as text; what counts nothing is left out."""
+    def lines(self) -> dict[str, str]:
+        """Return what there is to say by its name; what counts nothing is left out."""
         domains = {name or "(none)": n for name, n in self.domains.items()}
         contradictions = "pairs that another one contradicts (A > B and B > A)"
         rows: dict[str, Any] = {
+            "rows": f"{self.num_rows}",
             "domains": domains if set(self.domains) - {""} else {},
             "labels": {str(label).lower(): n for label, n in self.labels.items()},
             **{
@@ -98,13 +99,16 @@ class DataSummary(EncodingReport):
             **{f"dropped: {reason}": count for reason, count in self.dropped.items()},
             "bad records skipped": len(self.skipped),
         }
-        table = Table(title=self.name, show_header=False, title_justify="left")
-        table.add_row("rows", f"{self.num_rows}")
         for name, value in rows.items():
             if isinstance(value, Mapping):
-                value = ", ".join(f"{key} {count}" for key, count in value.items())
-            if value:
-                table.add_row(name, str(value))
+                rows[name] = ", ".join(f"{key} {count}" for key, count in value.items())
+        return {name: str(value) for name, value in rows.items() if value}
+
+    def render(self) -> str:
+        """Return the lines as a compact table."""
+        table = Table(title=self.name, show_header=False, title_justify="left")
+        for row in self.lines().items():
+            table.add_row(*row)
         width = min(shutil.get_terminal_size((100, 24)).columns, 100)
         console = Console(file=io.StringIO(), width=width, color_system=None)
         console.print(table)
@@ -162,8 +166,37 @@ def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBa
     A preference shows both sides, with the scored responses in the brackets; an unpaired row its
     response, with its label: its other side is a response to another prompt.
     """
-    lines = []
-    for number, row in enumerate(encoded[:n], start=1):
+    shown = _sides(encoded[:n])
+    return "\n".join(f"{title}: {_marked(ids, mask, tokenizer)}" for title, ids, mask in shown)
+
+
+def coloured_examples(
+    encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase, longest: int | None = None
+) -> Iterator[Coloured]:
+    """Yield each side of the rows, a colour for tokens that are learnt and one for the others.
+
+    Args:
+        encoded: the rows.
+        tokenizer: decodes them.
+        longest: most tokens of one colour that are shown in a row; the middle of more is left out.
+    """
+    for title, ids, mask in _sides(encoded):
+        text = Coloured.assemble((f"{title}:\n", "bold"))
+        for start, end in _runs(ids, mask):
+            cut = (end, end)
+            if longest is not None and end - start > longest:
+                cut = (start + longest // 2, end - longest // 2)
+            for first, last in ((start, cut[0]), (cut[1], end)):
+                if first == cut[1] < end:
+                    text.append(f" ... {cut[1] - cut[0]:,} tokens ... ", "italic")
+                for number, token in enumerate(_tokens(ids, first, last, tokenizer)):
+                    text.append(token, (TRAINED if mask[start] else MASKED)[number % 2])
+        yield text
+
+
+def _sides(encoded: Sequence[Encoded]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield title, ids and mask of what is learnt of each side of the rows."""
+    for number, row in enumerate(encoded, start=1):
         label = getattr(row, "label", None)
         title = "" if label is None else f", label {str(label).lower()}"
         if isinstance(row, EncodedPreference):
@@ -174,18 +207,32 @@ def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBa
             learnt = getattr(row, "loss_mask", np.zeros(len(row), dtype=bool))
             sides = {title: row.input_ids}
         for side, ids in sides.items():
-            lines.append(f"example {number}{side}: {_marked(ids, learnt, tokenizer)}")
-    return "\n".join(lines)
+            yield f"example {number}{side}", ids, learnt
+
+
+def _runs(ids: Any, mask: Any) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the runs of tokens with the same mask."""
+    changes = np.flatnonzero(np.diff(mask[: len(ids)])) + 1
+    return pairwise([0, *changes.tolist(), len(ids)])
+
+
+def _tokens(ids: Any, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the text of each token; several are one text where they write one character."""
+    for stop in range(start + 1, end + 1):
+        text = text_behind(ids[:start].tolist(), ids[start:stop].tolist(), tokenizer)
+        if stop == end or not text.endswith(UNFINISHED):
+            start = stop
+            yield "".join(
+                "\\n\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text
+            )
 
 
 def _marked(ids: Any, mask: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     """Decode runs of tokens with the same mask, so that the marks are at token boundaries."""
-    text, start = "", 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or bool(mask[end]) != bool(mask[start]):
-            run = text_behind(ids[:start].tolist(), ids[start:end].tolist(), tokenizer)
-            text += f"{LEARNT_OPEN}{run}{LEARNT_CLOSE}" if mask[start] else run
-            start = end
+    text = ""
+    for start, end in _runs(ids, mask):
+        run = text_behind(ids[:start].tolist(), ids[start:end].tolist(), tokenizer)
+        text += f"{LEARNT_OPEN}{run}{LEARNT_CLOSE}" if mask[start] else run
     return text
 
 
@@ -217,18 +264,32 @@ def _identity(row: Encoded, *, contrary: bool = False) -> tuple[Any, ...]:
 # -- warnings ----------------------------------------------------------------------------------
 
 
+def _warn(text: str) -> None:
+    # Brings torch, which the rest of this module does without.
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+    rank_zero_warn(text)
+
+
 def warn_of_rows(
-    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, summary: DataSummary
+    records: Sequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    summary: DataSummary,
+    warn: Callable[[str], None] = _warn,
 ) -> None:
     """Say once what is odd in the training rows."""
-    warn_of_plain_prompts(records, tokenizer)
-    warn_of_repeated_prompts(records)
+    warn_of_plain_prompts(records, tokenizer, warn)
+    warn_of_repeated_prompts(records, warn)
     for name, count in summary.missing_columns.items():
         found = f"{count} of {summary.num_rows} training prompts lack the column {name!r}"
-        rank_zero_warn(f"{found}, which is None to the reward: fill it, or leave them out")
+        warn(f"{found}, which is None to the reward: fill it, or leave them out")
 
 
-def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> None:
+def warn_of_plain_prompts(
+    records: Iterable[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    warn: Callable[[str], None] = _warn,
+) -> None:
     """Warn where prompts are plain text and the tokenizer has a chat template."""
     asked = [record for record in records if not isinstance(record, TextRecord)]
     has_template = bool(tokenizer.chat_template)
@@ -236,14 +297,16 @@ def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokeni
     if plain and has_template:
         found = f"{plain} of {len(asked)} rows are plain text, written without the chat template"
         fix = 'give messages ([{"role": "user", "content": ...}]) where the model is to chat'
-        rank_zero_warn(f"{found} that the tokenizer has: {fix}")
+        warn(f"{found} that the tokenizer has: {fix}")
 
 
-def warn_of_repeated_prompts(records: Sequence[Record]) -> None:
+def warn_of_repeated_prompts(
+    records: Sequence[Record], warn: Callable[[str], None] = _warn
+) -> None:
     """Warn where a response of every row begins with its prompt, which is then read twice."""
     if len(records) > 1 and all(map(_repeats_prompt, records)):
         found = f"in all {len(records)} rows a response begins with its prompt, which is read twice"
-        rank_zero_warn(f"{found}: take it out of the responses")
+        warn(f"{found}: take it out of the responses")
 
 
 def _repeats_prompt(record: Record) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate
 import torch
 from torch import Tensor
 
-from rlhf_lightning.batches import CONVERSATION, RENDERED, PromptBatch
+from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, unsharded, world_size
 from rlhf_lightning.functional.kl import kl_k1
@@ -27,7 +27,7 @@ from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
 from rlhf_lightning.rollout.teachers import Teacher
-from rlhf_lightning.text.messages import read_by_people
+from rlhf_lightning.text.messages import CONVERSATION, RENDERED, read_by_people
 
 # (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
 GoldReward = Callable[Concatenate[Any, Any, Any, ...], list[float]]

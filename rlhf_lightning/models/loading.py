@@ -13,12 +13,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.runs.hub import check_on_hub
 from rlhf_lightning.runs.manifest import (
     ADAPTER_CONFIG,
@@ -30,12 +28,16 @@ from rlhf_lightning.runs.manifest import (
     read_manifest,
 )
 
+if TYPE_CHECKING:  # a tokenizer is loaded without them
+    import torch
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 NAMED = 4  # of the tensors that are not as they should be
 # Where transformers looks for an adapter to apply.
 _NO_ADAPTER = {"subfolder": "no-adapter"}
-Exempt = Callable[[PreTrainedModel], Collection[str]]
+Exempt = Callable[["PreTrainedModel"], Collection[str]]
 NOTHING: Exempt = lambda model: ()  # noqa: E731
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST_REASON = 300
@@ -205,6 +207,10 @@ def load_whole(
         ValueError: if a tensor is missing or has another shape than the configuration says.
         ManifestError: if an artifact is not what its manifest says.
     """
+    import torch
+
+    from rlhf_lightning.models.building import reads_weights
+
     if not reads_weights() and "quantization_config" not in extra:
         # On the meta device; its dtypes are those of the rank that has read it.
         held = torch.float32 if dtype == "auto" else dtype

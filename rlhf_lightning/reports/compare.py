@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE, paired_differences
 from rlhf_lightning.reports.charts import (
     Figure,
     Point,
@@ -126,11 +125,13 @@ def paired_with_first(runs: Sequence[Run]) -> list[dict[str, Any]]:
     `num_prompts`, and `rows` of name, value, interval and whether that excludes no difference; no
     rows with fewer than 30 prompts. A run without responses by prompt is left out.
     """
+    from rlhf_lightning.evaluation.win_rate import paired_differences  # brings torch
+
     found, first = [], _values(runs[0])
     for run in runs[1:] if first else ():
         if not (values := _values(run)):
             continue
-        count, differences = paired_differences(first, values, confidence=CONFIDENCE)
+        count, differences = paired_differences(first, values)
         rows = []
         for name, (value, low, high) in differences.items() if count >= FEW else ():
             key, is_rate = f"val/{name}", name.endswith("_win_rate")

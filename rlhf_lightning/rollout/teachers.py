@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION, RENDERED
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
@@ -26,7 +25,7 @@ from rlhf_lightning.rollout.scorers.base import Responses, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, check_url
 from rlhf_lightning.rollout.scorers.http import ServiceError, ask_service, on_every_rank
 from rlhf_lightning.text.decode import decoded
-from rlhf_lightning.text.messages import as_text, fields_of
+from rlhf_lightning.text.messages import CONVERSATION, RENDERED, as_text, fields_of
 from rlhf_lightning.text.tokens import TextEncoder, prompt_ids
 
 VLLM_MINUS_INFINITY = -9999.0  # what vLLM writes for it, which JSON cannot hold

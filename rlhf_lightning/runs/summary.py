@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -164,10 +164,10 @@ def spent_seconds(folder: RunFolder) -> float:
     return 0.0 if summary is None else summary.seconds.get("total", 0.0)
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide results."""
+def installed_versions(others: Iterable[str] = ()) -> dict[str, str]:
+    """Return the versions of Python, of the packages that decide results, and of others."""
     versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *others):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

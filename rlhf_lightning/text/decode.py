@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.models.loading import listed
 
 NUM_BEFORE = 16  # tokens of a prompt that a response is decoded with
-_UNFINISHED = "\ufffd"  # what a part of a character is decoded as
+UNFINISHED = "\ufffd"  # what a part of a character is decoded as
 
 
 class Completion(NamedTuple):
@@ -114,7 +114,7 @@ class _ResponseDecoder:
         whole = decoded([*tail, *response], self.tokenizer)
         if whole.startswith(before):
             return whole[len(before) :]
-        before = before.rstrip(_UNFINISHED)
+        before = before.rstrip(UNFINISHED)
         return (
             whole[len(before) :] if whole.startswith(before) else decoded(response, self.tokenizer)
         )
@@ -123,7 +123,7 @@ class _ResponseDecoder:
         """Return the prompt's last tokens, more where they begin within a character, as text."""
         if self._before[0] is not prompt:
             count = NUM_BEFORE
-            while _UNFINISHED in (text := decoded(prompt[-count:], self.tokenizer)):
+            while UNFINISHED in (text := decoded(prompt[-count:], self.tokenizer)):
                 if count >= len(prompt):
                     break
                 count *= 4

@@ -15,6 +15,9 @@ THOUGHT = "reasoning_content"
 THOUGHTS = (THOUGHT, "reasoning", "thinking")
 WEIGHT = "weight"  # 0 for a response that is not trained on
 SYSTEM = ("system", "developer")
+# A prompt's column that holds its conversation as JSON; a plain prompt has none, or None.
+CONVERSATION = "prompt_messages"
+RENDERED = "true"  # its value for a prompt whose special tokens are tokens
 READ_BY_US = frozenset(("role", "content", "tool_calls", THOUGHT, WEIGHT))
 
 

@@ -39,7 +39,7 @@ def test_the_file_of_a_command_and_its_settings_have_the_same_keys(command):
     assert (set(written) | groups) - {"hydra"} == set(COMMANDS[command].model_fields)
 
 
-@pytest.mark.parametrize("command", ["train", "report"])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_the_version_is_our_own(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"rlhf-{command}", "--version"])
     import_module(f"rlhf_lightning.{command}").main()

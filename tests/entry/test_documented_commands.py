@@ -28,6 +28,7 @@ from rlhf_lightning.app.pipeline_steps import as_overrides
 from rlhf_lightning.app.start import with_run
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.M | re.S)
 ASSIGNMENT = re.compile(r"^([A-Z]+)=\(([^)]*)\)", re.M)
@@ -37,7 +38,7 @@ PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/b
 # Behind a program two spaces line a column up; a word there is meant as a comment.
 SET_APART = re.compile(r" {2,}([^\s#+$-].*)")
 TAKES_A_WORD = ("--config-dir", "--cfg")
-TAKES_FOLDERS = ("report", "export")
+TAKES_FOLDERS = ("report", "export", "preview")
 BUILT_IN = ("sft", "reward", "ppo")
 
 
@@ -78,19 +79,27 @@ def arguments_of(text: str, variables: dict[str, str]) -> tuple[str, ...]:
     return tuple(word for word in shlex.split(text, comments=True) if word != "...")
 
 
+def module_of(ours: re.Match[str]) -> str:
+    """Return the module of a command: `preview` of `rlhf-data`."""
+    target = SCRIPTS.get(f"rlhf-{ours.group(3)}", ours.group(1) or ours.group(3))
+    return target.partition(":")[0].rpartition(".")[2]
+
+
 def stray_words(line: str, variables: dict[str, str]) -> list[str]:
     """Return what a shell would hand to the command of a line although it is not meant for it."""
     ours = OURS.search(line)
     if ours is None:
         apart = SET_APART.search(line.partition("#")[0]) if PROGRAMS.match(line) else None
         return [apart.group(1)] if apart else []
-    module = ours.group(1) or ours.group(3)
+    module = module_of(ours)
     words = arguments_of(ours.group(2) if ours.group(1) else ours.group(4), variables)
     return [
         word
         for before, word in zip(("", *words), words, strict=False)
         if not (OVERRIDE.fullmatch(word) or word.startswith("-") or before in TAKES_A_WORD)
-        and not (module in TAKES_FOLDERS and ("/" in word or word == "RUN"))
+        and not (
+            module in TAKES_FOLDERS and ("/" in word or word == "RUN" or word.endswith(".jsonl"))
+        )
     ]
 
 
@@ -101,7 +110,7 @@ def commands() -> list[Command]:
             match = OURS.search(line)
             if match is None:
                 continue
-            module = match.group(1) or match.group(3)
+            module = module_of(match)
             rest = match.group(2) if match.group(1) else match.group(4)
             command = Command(page.name, module, arguments_of(rest, variables))
             found.setdefault((module, command.arguments), command)
@@ -232,14 +241,13 @@ def test_another_documented_command_composes_with_the_settings_it_is_given(comma
 
 
 def test_every_documented_console_script_and_make_target_exists():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     targets = set(re.findall(r"^([a-z-]+):.*?##", (ROOT / "Makefile").read_text(), re.M))
     targets |= {"ppo", "sft", "reward"}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         # `rlhf-lightning` is the package's own name.
         named = set(re.findall(r"(?<![\w/-])(rlhf-[a-z]+)", text)) - {"rlhf-lightning"}
-        assert named <= set(scripts), f"{page.name} names {sorted(named - set(scripts))}"
+        assert named <= set(SCRIPTS), f"{page.name} names {sorted(named - set(SCRIPTS))}"
         made = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M))
         assert made <= targets, f"{page.name} names {sorted(made - targets)}"
 

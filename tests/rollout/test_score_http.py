@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.rollout.scorers import http
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
 from rlhf_lightning.rollout.scorers.http import HttpScorer, ServiceError
+from rlhf_lightning.text.messages import CONVERSATION
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.reward_server import failing, hanging_up, lengths, serving, slow
 from tests.rollout.reward_models import text_answers

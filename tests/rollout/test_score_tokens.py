@@ -8,11 +8,11 @@ import logging
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, response_texts_of
+from rlhf_lightning.text.messages import CONVERSATION
 from rlhf_lightning.text.reward_text import (
     ClassifierInputs,
     Completion,

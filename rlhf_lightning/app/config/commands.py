@@ -33,7 +33,8 @@ from rlhf_lightning.app.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from rlhf_lightning.arguments import Count
+from rlhf_lightning.arguments import Count, CountOrZero
+from rlhf_lightning.data.records import LossOn, RecordKind, Value
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.text.thoughts import Thoughts
 
@@ -290,6 +291,43 @@ class DashboardSettings(CommandSettings):
         return runs
 
 
+class PreviewModelSettings(Settings):
+    """The model whose tokenizer encodes the records."""
+
+    source: str
+    chat_template: str | None = None
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    revision: str | None = None
+
+
+class PreviewSettings(CommandSettings):
+    """Settings of `rlhf-data`: what is read of a file before anything is trained.
+
+    Args:
+        path: file of records, or folder of split files.
+        num_rows: most records that are encoded; None for all.
+        num_examples: records that are shown.
+        html: page with the same, and with whole records.
+    """
+
+    path: FilePath
+    model: PreviewModelSettings
+    kind: RecordKind | None = None
+    columns: dict[str, str | None] | None = None
+    label_good: Value | None = None
+    rendered: bool = False
+    system_into_user: bool = False
+    loss_on: LossOn = "last"
+    max_length: Count | None = None
+    num_rows: Count | None = 2000
+    num_examples: CountOrZero = 5
+    html: OptionalPath = None
+
+
+class EnvSettings(CommandSettings):
+    """Settings of `rlhf-env`: it has none."""
+
+
 class PageSettings(Settings):
     """The page where people label pairs."""
 
@@ -346,4 +384,6 @@ COMMANDS: dict[str, type[CommandSettings]] = {
     "report": ReportSettings,
     "dashboard": DashboardSettings,
     "annotate": AnnotateSettings,
+    "preview": PreviewSettings,
+    "env": EnvSettings,
 }

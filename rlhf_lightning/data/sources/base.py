@@ -39,13 +39,14 @@ from rlhf_lightning.data.files import (
     split_files,
 )
 from rlhf_lightning.data.formats import RowParser, parse_rows
-from rlhf_lightning.data.kinds import Labels, Value
+from rlhf_lightning.data.kinds import Labels
 from rlhf_lightning.data.records import (
     PreferenceRecord,
     Record,
     RecordKind,
     Split,
     TextRecord,
+    Value,
     check_split,
     kind_of,
     prompt_key,
@@ -101,7 +102,7 @@ class RowSource:
         self._parser()  # checks the columns
         self._skipped = SkippedRecords(self.on_bad_record)
         self._splits: dict[Split, list[Record]] | None = None
-        self._labels = Labels(None)
+        self.labels = Labels(None)
         self._features: Mapping[str, Any] = {}  # of `datasets`, known once the rows are read
 
     @property
@@ -129,7 +130,7 @@ class RowSource:
         if kind == "prompts" and given and kind_of(given[0]) != "prompts":
             first = {prompt_key(one) + repr(one.variables): one for one in reversed(given)}
             given = list(first.values())[::-1]
-        labels, records = self._labels, []
+        labels, records = self.labels, []
         if kind == "demonstrations" and "label" not in (self.columns or ()):
             labels.check_unread(given)
         for record in given:
@@ -145,7 +146,7 @@ class RowSource:
 
     def _placed(self, record: Record) -> Record:
         """Return a record with what becomes of it where its chat template does not write it."""
-        skip, unread = self.on_bad_record == "skip", self._labels.unread(record)
+        skip, unread = self.on_bad_record == "skip", self.labels.unread(record)
         record = replace(record, origin=replace(record.origin, skip=skip, unread=unread))
         if self.system_into_user and not isinstance(record, TextRecord):
             return replace(record, prompt=with_system_in_user(record.prompt))
@@ -165,7 +166,7 @@ class RowSource:
             for split, rows in given.items()
             if rows is not None
         }
-        self._labels = self._find_labels([one for records in splits.values() for one in records])
+        self.labels = self._find_labels([one for records in splits.values() for one in records])
         if "validation" in splits:
             self._warn_of_shared_prompts(**splits)
             return splits

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, checked
-from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
+from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.text.decode import response_texts
+from rlhf_lightning.text.messages import CONVERSATION
 from rlhf_lightning.text.reward_text import Completion
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer

@@ -14,7 +14,6 @@ import torch
 from pydantic import Field
 
 from rlhf_lightning.arguments import JsonObject, Name, checked
-from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.scorers.base import (
     LARGEST,
@@ -24,7 +23,7 @@ from rlhf_lightning.rollout.scorers.base import (
     response_texts_of,
 )
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, key_in
-from rlhf_lightning.text.messages import as_text
+from rlhf_lightning.text.messages import CONVERSATION, as_text
 from rlhf_lightning.text.reward_text import Completion
 
 Result = TypeVar("Result")

@@ -1,0 +1,106 @@
+"""What is read of a source, before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.data.encode import encode_all
+from rlhf_lightning.data.preview import preview
+from rlhf_lightning.data.records import DemonstrationRecord
+from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.data.summary import MASKED, TRAINED, coloured_examples
+
+PAIR = {"prompt": "why?", "chosen": " so", "rejected": " no"}
+PAIRS = {"prompts", "demonstrations", "unpaired"}
+
+
+def source(rows, **options):
+    return GivenRows(rows, validation_fraction=0.0, on_bad_record="skip", **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "others"),
+    [
+        ({"text": "a text"}, "texts", set()),
+        ({"prompt": "why?", "answer": "4"}, "prompts", set()),
+        ({"prompt": "why?", "completion": " so"}, "demonstrations", {"prompts"}),
+        ({"prompt": "why?", "completion": " so", "label": True}, "unpaired", PAIRS - {"unpaired"}),
+        (PAIR, "preferences", PAIRS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_kind_is_that_of_the_keys_and_the_others_can_be_asked_for(tokenizer, row, kind, others):
+    found = preview(source([row]), tokenizer)
+    lines = dict(found.lines)
+    assert found.kind == kind
+    assert lines[kind] == "1 train"
+    assert set(lines.get("kind= may also be", "").split(", ")) - {""} == others
+    assert lines.get("columns that a reward function is given") == (
+        "answer, prompt" if kind == "prompts" else None
+    )
+    for other in others:
+        assert len(preview(source([row]), tokenizer, kind=other).rows) >= 1
+
+
+def test_a_kind_that_the_records_are_not_is_an_error_with_the_fix(tokenizer):
+    with pytest.raises(ValueError, match="preferences were asked for, but the records are prompts"):
+        preview(source([{"prompt": "why?"}]), tokenizer, kind="preferences")
+
+
+def test_lengths_are_whole_rows_and_max_length_drops_what_the_stage_drops(tokenizer):
+    rows = [{"prompt": "a" * n, "completion": "b"} for n in (10, 100, 200)]  # and EOS
+    lines = dict(preview(source(rows), tokenizer).lines)
+    assert lines["whole row tokens, min / median / 95 % / max"] == "12 / 102 / 202 / 202"
+    assert lines["max_length"] == "64 drops 2, 128 drops 1, 256 drops 0"
+    records = source(rows).records("demonstrations", "train")
+    for limit in (64, 101, 102, 256):
+        kept, _ = encode_all(records, tokenizer, max_length=limit)
+        told = dict(preview(source(rows), tokenizer, max_length=limit).lines)["max_length"]
+        assert told == f"{limit} drops {3 - len(kept)}"
+
+
+def test_each_fault_has_its_first_place_and_its_count(tokenizer):
+    lacking = {"prompt": "why?", "chosen": " so"}
+    rows = [PAIR, lacking, PAIR | {"chosen": " no"}, lacking, PAIR | {"rater": "me"}]
+    lines = dict(preview(source(rows), tokenizer).lines)
+    assert "row 2: the key 'rejected' is missing" in lines["refused, 2"]
+    assert "row 3: 'chosen' and 'rejected' are the same" in lines["refused, 1"]
+    assert lines["columns that are not read (map them with columns=)"] == "rater 1"
+
+
+def test_what_training_warns_of_is_told(tokenizer):
+    lines = dict(preview(source([PAIR]), tokenizer).lines)
+    assert "plain text, written without the chat template" in lines["look at this"]
+
+
+def test_of_many_records_some_are_encoded_evenly_spaced(tokenizer):
+    rows = [{"prompt": f"{n:03d}"} for n in range(100)]
+    found = preview(source(rows), tokenizer, num_rows=30)
+    assert dict(found.lines)["prompts"] == "100 train, 25 encoded"
+    assert [row.columns["prompt"] for row in found.rows] == [f"{n:03d}" for n in range(0, 100, 4)]
+    assert len(preview(source(rows), tokenizer, num_rows=None).rows) == 100
+
+
+def shades(text):
+    return [(text.plain[span.start : span.end], span.style) for span in text.spans[1:]]
+
+
+def test_tokens_are_coloured_by_whether_they_are_learnt_and_nothing_in_them_is_read_by_the_terminal(
+    tokenizer,
+):
+    rows, _ = encode_all([DemonstrationRecord("a[b]", "\x1b[1m\n")], tokenizer, max_length=99)
+    (text,) = coloured_examples(rows, tokenizer)
+    learnt = [part for part, style in shades(text) if style in TRAINED]
+    masked = [part for part, style in shades(text) if style in MASKED]
+    assert "".join(masked) == "a[b]"
+    assert "".join(learnt) == "\\x1b[1m\\n\n<|im_end|>"
+    assert len(masked) > 1
+    assert all(
+        one[1] != other[1] for one, other in zip(shades(text), shades(text)[1:], strict=False)
+    )
+
+
+def test_the_middle_of_a_long_part_is_left_out_and_counted(tokenizer):
+    rows, _ = encode_all([DemonstrationRecord("ab" * 20, "c")], tokenizer, max_length=99)
+    (text,) = coloured_examples(rows, tokenizer, longest=10)
+    assert "ababa ... 30 tokens ... babab" in text.plain

@@ -1,0 +1,93 @@
+"""`rlhf-data`: what is read of a file, at once and without weights."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_lightning.data.demo.source import DemoSource
+from tests.builders.command_lines import environment
+
+LIMIT_SECONDS = 5.0  # of user and system time
+MISTAKE_SECONDS = 3.0
+
+
+def rlhf_data(folder, *words, limit=LIMIT_SECONDS, **changes):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_lightning.preview", *map(str, words)],
+        cwd=folder,
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent <= limit
+    return done
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    records = DemoSource(seed=1).records("preferences", "train")[:20]
+    rows = [
+        {"question": r.prompt, "chosen": r.chosen, "rejected": r.rejected, "<b>": n}
+        for n, r in enumerate(records)
+    ]
+    del rows[3]["rejected"]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "no json\n")
+    return file
+
+
+@pytest.mark.thorough
+def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(start, pairs, tmp_path):
+    words = ("pairs.jsonl", "--model", start, "columns={prompt: question}", "html=page.html")
+    done = rlhf_data(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "preferences: 19 train\n" in done.stdout
+    assert "refused, 1: pairs.jsonl, line 4: the key 'rejected'" in done.stdout
+    assert "refused, 1: pairs.jsonl, line 21: it cannot be read as JSON" in done.stdout
+    assert "<b> 19" in done.stdout
+    examples = [line for line in done.stdout.splitlines() if line.startswith("example ")]
+    assert len(examples) == 10
+    assert all("<eos>]]" in line for line in examples)
+    assert done.stderr == ""
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;b&gt; 19" in page
+    assert "<b>" not in page
+    assert page.count("example 5, ") == 2
+
+
+@pytest.mark.thorough
+def test_a_terminal_has_colours_and_another_kind_can_be_asked_for(start, pairs, tmp_path):
+    words = (pairs, f"model={start}", "columns={prompt: question}", "kind=prompts")
+    done = rlhf_data(tmp_path, *words, "num_examples=1", FORCE_COLOR="1", TERM="xterm-256color")
+    assert done.returncode == 0, done.stderr
+    assert "prompts" in done.stdout
+    assert "\x1b[" in done.stdout
+    assert "masked" in done.stdout
+    assert "[[" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--help", "rlhf_lightning.preview"),
+        ("pairs.jsonl model=M kidn=prompts", "did you mean kind"),
+        ("pairs.jsonl", "model.source is not set"),
+        ("pairs.jsonl model=M max_length=0", "max_length=0 must be >= 1"),
+        ("pairs.jsnol model=M", "did you mean pairs.jsonl?"),
+        ("pairs.jsonl model=./M", "./M"),
+    ],
+)
+def test_help_and_mistakes_are_answered_at_once(pairs, words, told):
+    done = rlhf_data(pairs.parent, *words.split(), limit=MISTAKE_SECONDS)
+    assert told in done.stdout + done.stderr
+    assert done.returncode == (0 if words == "--help" else 2)
+    assert done.stderr.count("\n") == (0 if words == "--help" else 1)
