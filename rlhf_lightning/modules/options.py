@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import (
     FLOATING,
     ChatTemplate,
+    CodeName,
     Default,
     Line,
     PathOrName,
@@ -114,7 +115,8 @@ class OnPolicyOptions(ModuleOptions, total=False):
         reward_weights: one weight per reward of a list; 1 by default.
         sampling: settings of the rollouts; the defaults of `SamplingHparams`.
         surrogate: the loss of the policy; None for that of the hyper-parameters.
-        estimator: estimator of advantages; None for the module's default.
+        estimator: estimator of advantages, or `path.py:Class` of one that takes no arguments; None
+            for the module's default.
     """
 
     start: PathOrName | None
@@ -123,4 +125,4 @@ class OnPolicyOptions(ModuleOptions, total=False):
     reward_weights: Sequence[float] | None
     sampling: SamplingHparams | None
     surrogate: Surrogate | None
-    estimator: AdvantageEstimator | None
+    estimator: AdvantageEstimator | CodeName | None

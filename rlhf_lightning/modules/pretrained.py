@@ -28,8 +28,10 @@ from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.checks import TRAINED_IN
 from rlhf_lightning.modules.rewards import as_scorer, named_reward
 from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
+from rlhf_lightning.rollout.scorers.base import load_function
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
 from rlhf_lightning.rollout.teachers import ServerTeacher, TeacherPrompt
@@ -145,6 +147,9 @@ def of_policy(
     onward = _onward(start, options["start"], lora)
     hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
     taught, teaching = _teacher(cls, start, options, hparams)
+    if isinstance(estimator := options["estimator"], str):
+        built_by_name = load_function(estimator, "estimator")()
+        estimator = fitting(f"{estimator}()", built_by_name, AdvantageEstimator)
     more = {} if taught is None else {"teacher": taught.name}
 
     def models() -> Any:
@@ -157,7 +162,8 @@ def of_policy(
         scorer=scorer,
         generator=start.generator(),
         tokenizer=start.tokenizer,
-        **{name: options[name] for name in ("seed", "surrogate", "estimator")},
+        **{name: options[name] for name in ("seed", "surrogate")},
+        estimator=estimator,
         **teaching,
         **hparams,
         **start.parts,

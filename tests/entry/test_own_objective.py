@@ -15,7 +15,13 @@ import lightning as L
 import pytest
 import torch
 
-from rlhf_lightning import PromptDataModule, SamplingHparams, compare, trainer_arguments
+from rlhf_lightning import (
+    PolicyGradientModule,
+    PromptDataModule,
+    SamplingHparams,
+    compare,
+    trainer_arguments,
+)
 from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.compose import ConfigError
@@ -26,6 +32,17 @@ from tests.builders.command_lines import ROOT, SMALL, overrides_of, settings_of
 from tests.own.online_dpo import OnlineDPOHparams, OnlineDPOModule
 from tests.own.words import WordScorer
 
+ESTIMATOR = """
+class Halved:
+    scale_free = False
+
+    def __call__(self, rewards, values, mask, group_ids):
+        return (rewards.sum(-1, keepdim=True) / 2).expand_as(rewards) * mask, None
+
+
+class NoEstimator:
+    pass
+"""
 SHORT = SamplingHparams(max_new_tokens=6)
 SIZES: Any = {
     "batch_size": 4,
@@ -142,6 +159,35 @@ def test_the_example_of_a_loss_is_trained_by_a_command(start, tmp_path, monkeypa
     train.run(settings_of(*words), made, [])
     assert (read_summary(made).status, read_summary(made).title) == ("completed", "Online DPO")
     assert figures(made)[0]["grpo/policy_loss"] <= math.log(2)
+
+
+@pytest.mark.thorough
+def test_an_estimator_is_named_by_its_file(start, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(ESTIMATOR)
+    named = f"{tmp_path}/mine.py:Halved"
+    made = RunFolder(tmp_path / "run").create()
+    words = [*overrides_of("grpo", start), f"module.estimator={named}"]
+    train.run(settings_of(*words), made, [])
+    assert (read_summary(made).status, len(figures(made))) == ("completed", 3)
+    assert f'estimator="{named}"' in as_python(settings_of(*words), words)
+    checkpoint = made.checkpoints / "last.ckpt"
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, estimator="):
+        PolicyGradientModule.load_from_checkpoint(checkpoint, reward=WordScorer(wanted=3))
+    read = PolicyGradientModule.load_from_checkpoint(
+        checkpoint, reward=WordScorer(wanted=3), estimator=named
+    )
+    assert type(read.estimator).__name__ == "Halved"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("Nowhere", "estimator .*'Nowhere'"), ("NoEstimator", "AdvantageEstimator")]
+)
+def test_a_file_without_such_an_estimator_is_refused(start, tmp_path, name, told) -> None:
+    (tmp_path / "mine.py").write_text(ESTIMATOR)
+    with pytest.raises((TypeError, ValueError), match=told):
+        PolicyGradientModule.from_pretrained(
+            start, WordScorer(wanted=3), estimator=f"{tmp_path}/mine.py:{name}"
+        )
 
 
 @pytest.mark.thorough

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_lightning import PPOHparams, PromptDataModule, SamplingHparams, trainer_arguments
+from rlhf_lightning import (
+    PPOHparams,
+    PromptDataModule,
+    SamplingHparams,
+    SFTModule,
+    trainer_arguments,
+)
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests.builders.processes import run_python
 from tests.builders.record_files import write_material
 
@@ -23,9 +31,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_material(tmp_path_factory.mktemp("material"))
 
 
-def run(example: str, *arguments: object) -> str:
+def run(example: str, *arguments: object, iterations: Sequence[str] = ("--iterations", "2")) -> str:
     script = ROOT / "examples" / f"{example}.py"
-    two = ["2"] if example == "online_dpo" else ["--iterations", "2"]
+    two = ["2"] if example == "online_dpo" else iterations
     done = run_python(script, *arguments, *two, folder=ROOT, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -40,8 +48,8 @@ def completed(folder: Path, stage: str) -> dict[str, float]:
     return summary["metrics"]
 
 
-def test_examples_are_short_and_seven():
-    assert len(EXAMPLES) == 7
+def test_examples_are_short_and_nine():
+    assert len(EXAMPLES) == 9
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) < 40, example.name
 
@@ -67,6 +75,27 @@ def test_a_reward_model_and_ppo_against_it(material, tmp_path):
 def test_ppo_with_a_function(example, material, tmp_path):
     run(example, material["policy"], material["prompts"], tmp_path / "run")
     completed(tmp_path / "run", "ppo")
+
+
+def test_the_kl_coefficient_follows_its_schedule(material, tmp_path):
+    run("kl_schedule", material["policy"], material["prompts"], tmp_path / "run")
+    completed(tmp_path / "run", "ppo")
+    rows = read_metrics(RunFolder(tmp_path / "run").metrics)
+    assert [row["ppo/kl_coef"] for row in rows] == [0.2, pytest.approx(0.02)]
+
+
+def test_lightnings_command_line_trains_resumes_and_writes_its_settings(material, tmp_path):
+    pytest.importorskip("jsonargparse", reason="needs jsonargparse[signatures]")
+    words = [f"--model.source={material['policy']}", f"--data.path={material['demonstrations']}"]
+    words += [f"--trainer.folder={tmp_path / 'run'}", "--trainer.iterations"]
+    shown = run("lightning_cli", "fit", *words, "2", "--print_config", iterations=())
+    (tmp_path / "run.yaml").write_text(shown)
+    run("lightning_cli", "fit", "--config", tmp_path / "run.yaml", iterations=())
+    completed(tmp_path / "run", "sft")
+    SFTModule.load_from_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
+    more = ["3", "--ckpt_path=last", "--weights_only=true"]
+    run("lightning_cli", "fit", *words, *more, iterations=())
+    assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) == 4
 
 
 class Keep(L.Callback):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.builders.command_lines import FEW
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.launch_files import LAUNCH, torchrun_words
+from tests.builders.processes import fresh_python
+from tests.builders.ranks import ROOT, free_port, run_ranks
 
 TRAIN = ["-m", "rlhf_lightning.train"]
 SETTINGS = [
@@ -86,6 +90,52 @@ def test_under_torchrun_all_ranks_share_one_run_folder(tmp_path):
     (folder,) = runs_below(tmp_path / "outputs")
     check_run(folder)
     assert stray_folders(tmp_path / "outputs") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_nodes_share_one_run_and_continue_it_after_both_were_lost(tmp_path):
+    """By the torchrun line of a file of `examples/launch`, on the loopback."""
+    folder = tmp_path / "runs/sft"
+    own = ["trainer.devices=1", "trainer.num_nodes=2", "trainer.limit_train_batches=30"]
+    own += ["+dataset.source.num_texts=400", "callbacks.checkpoint.every_n_iterations=1"]
+    words = [*TRAIN, "+experiment=base", "strategy=fsdp", *SETTINGS[:-2], *own]
+    words += ["resume=auto", f"hydra.run.dir={folder}", f"paths.artifacts={tmp_path}/artifacts"]
+    (tmp_path / "programs").mkdir()
+    line = torchrun_words(LAUNCH / "jobset.yaml", tmp_path / "programs")
+    options = dict(word.split("=") for word in line[: line.index("-m")])
+
+    def log(number: int, node: int = 0) -> Path:
+        return tmp_path / f"start_{number}_node_{node}.log"
+
+    def start(number: int) -> list[subprocess.Popen[bytes]]:
+        changed = {"--nproc-per-node": "1", "--master-addr": "127.0.0.1"}
+        changed["--master-port"] = str(free_port())
+        started = []
+        for node in range(2):
+            of_node = options | changed | {"--node-rank": str(node)}
+            command = ["-m", "torch.distributed.run", *map("=".join, of_node.items())]
+            env = {**os.environ, **TWO, "PYTHONPATH": str(ROOT)}
+            started.append(fresh_python([*command, *words], tmp_path, env, log(number, node)))
+        return started
+
+    def ends(nodes: list[subprocess.Popen[bytes]]) -> list[int]:
+        return [node.wait(timeout=150) for node in nodes]
+
+    lost = start(1)
+    while not list(folder.glob("checkpoints/*.ckpt/checksums.json")):
+        assert all(node.poll() is None for node in lost), log(1).read_text()
+        time.sleep(0.05)
+    for node in lost:  # torchrun gives each rank a session of its own
+        for rank in Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split():
+            os.kill(int(rank), signal.SIGKILL)
+    assert 0 not in ends(lost)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "running"
+    assert ends(start(2)) == [0, 0], log(2).read_text()
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    with (folder / "metrics.csv").open() as file:
+        assert [int(row["iteration"]) for row in csv.DictReader(file)] == list(range(1, 31))
+    assert runs_below(tmp_path) == [folder]
 
 
 @pytest.mark.slow

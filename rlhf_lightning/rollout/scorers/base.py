@@ -277,8 +277,12 @@ def _watch(what: str, done: threading.Event) -> None:
         wait, passed = passed, 2 * passed
 
 
-def load_function(path: CodeName) -> RewardFunction:
+def load_function(path: CodeName, what: str = "reward function") -> RewardFunction:
     """Return the callable that `path.py:name` or `package.module.name` names.
+
+    Args:
+        path: its file or module, and its name.
+        what: what it is, for the errors.
 
     Raises:
         ValueError: if there is no such file, module or callable, or it cannot be read.
@@ -289,9 +293,9 @@ def load_function(path: CodeName) -> RewardFunction:
         function = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         fix = "give 'path.py:name' or 'package.module.name'"
-        raise ValueError(f"reward function {path!r}: {error_line(error)}; {fix}") from error
+        raise ValueError(f"{what} {path!r}: {error_line(error)}; {fix}") from error
     if not callable(function):
-        raise ValueError(f"reward function {path!r}: {name!r} is no callable there")
+        raise ValueError(f"{what} {path!r}: {name!r} is no callable there")
     return function  # type: ignore[no-any-return]
 
 
