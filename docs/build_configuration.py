@@ -73,8 +73,9 @@ Experiments override several of them.
   warning, an impossible one an error.
 - Other commands have further settings, with their meanings, in
   `conf/plan.yaml`, `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`,
-  `conf/pipeline.yaml`, `conf/dashboard.yaml`, `conf/export.yaml` and
-  `conf/report.yaml`. For `rlhf-export` and `rlhf-report` a bare path is `run=PATH`.
+  `conf/pipeline.yaml`, `conf/dashboard.yaml`, `conf/export.yaml`,
+  `conf/chat.yaml` and `conf/report.yaml`. For `rlhf-export`, `rlhf-chat` and `rlhf-report` a
+  bare path is `run=PATH`.
 """
 
 
