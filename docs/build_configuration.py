@@ -74,8 +74,8 @@ Experiments override several of them.
 - Other commands have further settings, with their meanings, in
   `conf/plan.yaml`, `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`,
   `conf/pipeline.yaml`, `conf/dashboard.yaml`, `conf/export.yaml`, `conf/preview.yaml`
-  (`rlhf-data`) and `conf/report.yaml`. For `rlhf-export` and `rlhf-report` a bare path is
-  `run=PATH`, for `rlhf-data` it is `path=FILE`.
+  (`rlhf-data`), `conf/chat.yaml` and `conf/report.yaml`. For `rlhf-export`, `rlhf-chat` and
+  `rlhf-report` a bare path is `run=PATH`, for `rlhf-data` it is `path=FILE`.
 """
 
 

@@ -30,7 +30,7 @@ LAYERS = (
     {"callbacks"},
     {"app"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"}
-    | {"pipeline", "study", "preview", "env"},
+    | {"chat", "pipeline", "study", "preview", "env"},
 )
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 ENTRY_POINTS = {part for part, rank in RANKS.items() if rank > RANKS["app"]}

@@ -24,12 +24,14 @@ from tests.builders.command_lines import FEW, overrides_of, settings_of
 TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
 
 
-def make_start(folder: Path, *, eos_scale: float = 1.0, **changes: Any) -> Path:
-    """Write a tiny policy with the built-in world's tokenizer, a model card and a licence.
+def make_start(
+    folder: Path, *, eos_scale: float = 1.0, tokenizer: Any = None, **changes: Any
+) -> Path:
+    """Write a tiny policy with a model card and a licence; by default it knows the built-in world.
 
     `eos_scale` multiplies the output weights of EOS, `changes` are fields of the configuration.
     """
-    tokenizer = demo_tokenizer()
+    tokenizer = tokenizer or demo_tokenizer()
     fields = {
         "model_type": "llama",
         "vocab_size": len(tokenizer),

@@ -38,7 +38,7 @@ PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/b
 # Behind a program two spaces line a column up; a word there is meant as a comment.
 SET_APART = re.compile(r" {2,}([^\s#+$-].*)")
 TAKES_A_WORD = ("--config-dir", "--cfg")
-TAKES_FOLDERS = ("report", "export", "preview")
+TAKES_FOLDERS = ("report", "export", "chat", "preview")
 BUILT_IN = ("sft", "reward", "ppo")
 
 

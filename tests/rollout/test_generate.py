@@ -217,3 +217,23 @@ def test_weights_cast_to_bf16_for_one_generation_do_not_outlive_it(engine):
         # A forward with a graph must cast anew: a cast made without one would hide the gradient.
         model(input_ids=prompts.input_ids).logits.float().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_watcher_sees_every_token_and_changes_none(model_type):
+    model, seen = eval_model(model_type), []
+    prompts = prompt_batch(ROWS[:3])
+    expected = responses(CachedGenerator, model, prompts)
+
+    def watched(*arguments):
+        engine = CachedGenerator(*arguments)
+        engine.watch = lambda tokens: seen.append(tokens.tolist())
+        return engine
+
+    assert responses(watched, model, prompts) == expected
+    assert [len(rows[0]) for rows in seen] == list(range(1, max(map(len, expected.values())) + 1))
+    for row, ids in expected.items():
+        place = prompts.row_ids.tolist().index(row)
+        assert [rows[place][: len(ids)] for rows in seen] == [
+            ids[: number + 1] for number in range(len(seen))
+        ]

@@ -52,6 +52,15 @@ def test_the_steps_give_the_tokens_of_the_cached_generator(model_type, check_eve
     assert generated(model, prompt_batch(rows), engine=engine) == expected
 
 
+def test_a_watcher_is_given_the_first_tokens_again_and_again():
+    model, prompts, seen = tiny("llama"), prompt_batch(ROWS[:2]), []
+    engine = Steps((), PAD, check_every=3)
+    engine.watch = lambda tokens: seen.append(tokens.tolist())
+    result = call(engine, model, prompts)
+    written = result.sequences[:, prompts.input_ids.shape[1] :]
+    assert seen == [written[:, :t].tolist() for t in (3, 6, 9, 12)]
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", *LLAMAS])
 def test_log_probabilities_are_those_of_the_cached_generator(model_type):
     model, prompts = tiny(model_type), prompt_batch(ROWS)

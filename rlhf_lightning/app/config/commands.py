@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_lightning.app.config.groups import (
     Annotator,
@@ -33,8 +34,10 @@ from rlhf_lightning.app.config.settings import (
     RunSettings,
     TrainSettings,
 )
-from rlhf_lightning.arguments import Count, CountOrZero
+from rlhf_lightning.arguments import Count, CountOrZero, Seed, Temperature
 from rlhf_lightning.data.records import LossOn, RecordKind, Value
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.text.thoughts import Thoughts
 
@@ -274,6 +277,39 @@ class ReportSettings(CommandSettings):
     output: OptionalPath = None
 
 
+def _is_policy(name: str) -> str:
+    if not (RunFolder(Path(name)).config.is_file() or is_available(name)):
+        raise ValueError(
+            f"={name} is no run and no model: give a run folder (runs are in outputs/), a folder "
+            "with a config.json, or a hub name ORG/NAME"
+        )
+    return name
+
+
+class ChatSettings(CommandSettings):
+    """Settings of `rlhf-chat`: talk to a policy, or to two side by side.
+
+    Args:
+        run: one or two run folders, model folders or hub names.
+        temperature: sampling temperature, 0 for the likeliest token.
+        seed: seeds the sampling noise.
+        max_new_tokens: longest response; None for 512, or half of the model's positions.
+        reward: reward model or `FILE.py:NAME` that scores responses; None for the run's.
+        save: file that `/save` appends preferences to.
+    """
+
+    run: Annotated[
+        list[Annotated[str, AfterValidator(_is_policy)]],
+        Field(min_length=1, max_length=2),
+        BeforeValidator(_as_list),
+    ]
+    temperature: Temperature = 1.0
+    seed: Seed = 1
+    max_new_tokens: Count | None = None
+    reward: str | None = None
+    save: FilePath = Path("preferences.jsonl")
+
+
 class DashboardSettings(CommandSettings):
     """Settings of `rlhf-dashboard`: a project's workspace in Weights & Biases."""
 
@@ -382,6 +418,7 @@ COMMANDS: dict[str, type[CommandSettings]] = {
     "plan": PlanSettings,
     "export": ExportSettings,
     "report": ReportSettings,
+    "chat": ChatSettings,
     "dashboard": DashboardSettings,
     "annotate": AnnotateSettings,
     "preview": PreviewSettings,

@@ -79,6 +79,10 @@ class CachedGenerator:
         stop_ids: ids that end a response.
         pad_token_id: fills what follows a response.
         prefill_tokens: prompt tokens in one forward at most; bounds the memory.
+
+    Attributes:
+        watch: called with the tokens so far, `[B, t]`, while they are written; behind a row's stop
+            token they mean nothing. None calls nothing.
     """
 
     @checked
@@ -88,6 +92,7 @@ class CachedGenerator:
         self.stop_ids = tuple(stop_ids)
         self.pad_token_id = pad_token_id
         self.prefill_tokens = prefill_tokens
+        self.watch: Callable[[Tensor], None] | None = None
 
     @torch.no_grad()
     @weights_cast_once()
@@ -140,6 +145,8 @@ class CachedGenerator:
             going = (tokens.unsqueeze(-1) != stops).all(-1)
             finite, going = torch.stack([sampled.finite, going]).cpu()  # the only wait of a token
             check_finite(finite)
+            if self.watch is not None:
+                self.watch(responses[:, : t + 1])
             tokens = running.keep(going, tokens)
             if t + 1 == max_new_tokens or not len(tokens):
                 break

@@ -88,7 +88,7 @@ class CapturedGenerator(CachedGenerator):
         stop_ids: ids that end a response.
         pad_token_id: fills what follows a response.
         prefill_tokens: prompt tokens in one forward at most; bounds the memory.
-        check_every: tokens between two looks at which rows have ended.
+        check_every: tokens between two looks at which rows have ended, and two calls of `watch`.
         capture: None captures where it can; True refuses where it cannot; False runs the same
             steps one kernel at a time, on any device.
 
@@ -156,6 +156,7 @@ class CapturedGenerator(CachedGenerator):
                 prefill_tokens=self.prefill_tokens,
                 check_every=self.check_every,
                 capture=self.capture is not False,
+                watch=self.watch,
             )
         return as_generation(
             prompts.input_ids, responses, self.stop_ids, self.pad_token_id, logprobs
@@ -221,6 +222,7 @@ class _Engine:
         prefill_tokens: int,
         check_every: int,
         capture: bool,
+        watch: Callable[[Tensor], None] | None,
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probabilities `[B, R]`; behind a stop they mean nothing."""
         width, (rows, length) = prompts.input_ids.shape[1], uniform.shape
@@ -236,6 +238,8 @@ class _Engine:
             for t in range(1, length):
                 step.fit_columns(width + t)
                 if t % check_every == 0:
+                    if watch is not None:
+                        watch(step.responses[:rows, :t])
                     going = ended.look()
                     if going is not None:
                         if not bool(going.any()):

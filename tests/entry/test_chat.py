@@ -1,0 +1,292 @@
+"""`rlhf-chat`: what it answers, scores, saves and refuses, and how it looks in a real terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_lightning import SFTModule
+from rlhf_lightning.app.chat import Chat, load_side
+from rlhf_lightning.app.config.commands import ChatSettings
+from rlhf_lightning.app.config.saved import write_settings
+from rlhf_lightning.app.prerequisites import write_untrained
+from rlhf_lightning.chat import main
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
+from rlhf_lightning.data.sources.base import FileSource
+from rlhf_lightning.models.factory import load_scalar_model
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.modules.reward import RewardModule
+from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.command_lines import environment, overrides_of, settings_of
+from tests.builders.runs import make_start
+from tests.builders.tokenizers import build_tokenizer
+
+TURNS = "{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}"
+WIDTH, HEIGHT = 80, 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A policy that writes words of the built-in world, and ends most responses itself."""
+    return make_start(tmp_path_factory.mktemp("models") / "model", eos_scale=8.0)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> Path:
+    """The same with a chat template."""
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = TURNS
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    return make_start(folder, eos_scale=8.0, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def talk(working_folder, monkeypatch, capsys) -> Callable[..., str]:
+    """Run the command in this process with lines on its input; return what it prints."""
+
+    def run(*words: object, lines: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["rlhf-chat", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def responses_of(said: str) -> list[str]:
+    """Return the responses in what a session with one policy prints."""
+    return re.findall(r"^> (.*)\n\d+ tokens?", said, re.M)
+
+
+def saved(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "preferences.jsonl").read_text().splitlines()]
+
+
+def test_a_response_is_the_one_that_the_module_generates_and_a_session_repeats_itself(model, talk):
+    said = talk(model, "seed=3", "max_new_tokens=12", lines="who\nname a tool\nwho\n")
+    first, _, again = responses_of(said)
+    module = SFTModule.from_pretrained(str(model))
+    assert [first] == module.generate(["who"], max_new_tokens=12, seed=3)
+    assert again != first
+    assert talk(model, "seed=3", "max_new_tokens=12", lines="who\nname a tool\nwho\n") == said
+
+
+def test_a_conversation_goes_on_with_the_better_response_and_pairs_are_records(chat_model, talk):
+    lines = "what is a tool\nwho\n/save\n2\nname a tool\n/save\n1\n/new\nwho\n/save\n\n/quit\nwho\n"
+    said = talk(chat_model, lines=lines)
+    first, second = saved(Path())
+    assert [m["role"] for m in first["prompt"]] == ["user", "assistant", "user"]
+    assert second["prompt"] == [
+        *first["prompt"],
+        *first["chosen"],
+        {"role": "user", "content": "name a tool"},
+    ]
+    records = FileSource("preferences.jsonl", validation_fraction=0).records("preferences", "train")
+    assert [list(r.chosen) for r in records] == [first["chosen"], second["chosen"]]
+    assert said.count("saved in preferences.jsonl") == 2
+    assert said.rstrip().endswith("Enter saves nothing:")  # nothing follows /quit
+
+
+def test_what_is_no_preference_is_not_saved(model, talk):
+    said = talk(model, "max_new_tokens=2", "temperature=0", lines="/save\n/sav\nwho\n/save\n")
+    assert "there is nothing to save" in said
+    assert "/sav is no command" in said
+    assert "not saved: equal responses" in said
+    assert not Path("preferences.jsonl").exists()
+
+
+def test_two_policies_answer_one_conversation_and_the_first_as_if_alone(model, talk):
+    alone = responses_of(talk(model, lines="who\nname a tool\n"))
+    said = talk(model, model, lines="who\nname a tool\n/save\n1\n")
+    (row,) = saved(Path())
+    assert row["prompt"] == "name a tool"
+    assert row["chosen"] == alone[1]
+    assert row["rejected"] != alone[1]
+    assert max(map(len, said.splitlines()[3:])) <= WIDTH
+
+
+def run_folder(folder: Path, start: Path, *words: str) -> Path:
+    """Write a run as a training leaves it, with `start` as what it has trained."""
+    settings = settings_of(*words, "artifacts.publish=null", "logger=none")
+    made = RunFolder(folder)
+    made.config.parent.mkdir(parents=True)
+    write_settings(made.config, settings)
+    shutil.copytree(start, made.export)
+    return folder
+
+
+def test_the_reward_model_of_a_run_scores_its_responses(model, talk):
+    words = (
+        "+experiment=ppo",
+        f"artifacts.sft={model}",
+        f"artifacts.reward={Path('r').absolute()}",
+    )
+    write_untrained(RewardModule, Path("r"), settings_of(*words))
+    run = run_folder(Path("outputs/ppo/1"), model, *words)
+    said = talk(run, lines="who\n")
+    response, score = re.findall(r"^> (.*)\nscore (\S+), \d+ tokens$", said, re.M)[0]
+    tokenizer = demo_tokenizer()
+    ids = torch.tensor([tokenizer(f"who {response} <eos>")["input_ids"]])
+    expected = sequence_scores(load_scalar_model("r"), ids, torch.ones_like(ids).bool())
+    assert float(score) == pytest.approx(float(expected), abs=0.006)
+
+
+def test_a_reward_function_of_a_run_is_not_called_until_it_is_named_again(model, talk):
+    run = run_folder(Path("outputs/ppo/1"), model, *overrides_of("ppo", model))
+    said = talk(run, lines="who\n")
+    assert "no scores: the run's reward is code, {'scorer.function':" in said
+    (text,) = responses_of(said)
+    said = talk(run, f"reward={model.parent}/reward.py:score", lines="who\n")
+    assert f"> {text}\nscore {len(text) / 10:.2f}, " in said
+
+
+def test_a_run_without_a_policy_or_its_export_is_refused(model, talk, capsys):
+    reward = ("+experiment=reward", f"artifacts.sft={model}")
+    folders = [
+        run_folder(Path("1"), model, *reward),
+        run_folder(Path("2"), model, *overrides_of("sft", model)),
+    ]
+    shutil.rmtree(folders[1] / "export")
+    for folder, told in zip(folders, ("give the run of a policy", "rlhf-export 2"), strict=True):
+        with pytest.raises(SystemExit) as ended:
+            talk(folder, lines="")
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_template_on_one_side_alone_is_refused(model, chat_model, talk, capsys):
+    with pytest.raises(SystemExit):
+        talk(model, chat_model, lines="")
+    assert "one has a chat template" in capsys.readouterr().err
+
+
+def test_no_part_of_a_character_is_shown(tmp_path):
+    folder = make_start(tmp_path / "bytes", tokenizer=build_tokenizer(), initializer_range=0.02)
+    chat = Chat(ChatSettings(run=[str(folder)], max_new_tokens=60), [load_side(str(folder))], None)
+    shown: list[str] = []
+    response = chat._write("who", 0, chat.sides[0], shown.append)
+    assert len(set(shown)) > 20
+    assert not any(text.endswith("\ufffd") for text in shown)
+    assert all(response.text.startswith(text) for text in shown)
+    assert any(len(text.encode()) > len(text) for text in shown)  # some have two bytes
+
+
+def test_a_conversation_that_is_too_long_is_an_error_that_ends_nothing(chat_model, talk):
+    said = talk(chat_model, "max_new_tokens=100", lines=f"{'who ' * 40}\nwho\n")
+    assert "error: the conversation has more than 28 tokens: /new starts over" in said
+    assert len(responses_of(said)) == 1
+
+
+class Terminal:
+    """A session on a pseudo-terminal of 80 columns."""
+
+    def __init__(self, folder: Path, *words: object) -> None:
+        self.master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (HEIGHT, WIDTH))
+        command = [sys.executable, "-m", "rlhf_lightning.chat", *map(str, words)]
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment(TERM="xterm"), start_new_session=True,
+            stdin=slave, stdout=slave, stderr=slave,
+        )  # fmt: skip
+        os.close(slave)
+        self.output = ""
+
+    def read(self, wanted: str, timeout: float = 120) -> str:
+        """Return the output up to what is wanted, which is taken from it."""
+        end = time.monotonic() + timeout
+        while wanted not in self.output:
+            assert time.monotonic() < end, f"no {wanted!r} in {self.output!r}"
+            if select.select([self.master], [], [], 1)[0]:
+                self.output += os.read(self.master, 1 << 16).decode(errors="replace")
+        before, _, self.output = self.output.partition(wanted)
+        return before
+
+    def type(self, line: str) -> None:
+        os.write(self.master, line.encode())
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_in_a_terminal_a_response_grows_and_ctrl_d_ends(model, tmp_path):
+    terminal = Terminal(tmp_path, model)
+    try:
+        terminal.read("> ")
+        terminal.type("name a tool\n")
+        said = terminal.read(" tokens")
+        words = said.splitlines()[-2].split()
+        frames = [len(frame.split()) for frame in said.split("\x1b[2K")]
+        assert len(frames) > len(words) > 3  # at least a frame for each word
+        terminal.read("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.master)
+
+
+@pytest.fixture
+def tmux(tmp_path) -> Iterator[Callable[..., str]]:
+    """Call tmux with a server of its own."""
+    if shutil.which("tmux") is None:
+        pytest.skip("needs tmux: only a terminal emulator shows what is on a screen")
+    socket = str(tmp_path / "tmux")
+
+    def call(*words: str) -> str:
+        command = ["tmux", "-S", socket, "-f", "/dev/null", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    yield call
+    subprocess.run(["tmux", "-S", socket, "kill-server"], check=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_two_policies_are_side_by_side_on_the_screen_and_save_writes_the_pair(
+    model, tmp_path, tmux
+):
+    other = make_start(tmp_path / "other", eos_scale=6.0)
+    command = [sys.executable, "-m", "rlhf_lightning.chat", str(model), str(other), "seed=2"]
+    variables = [f"{k}={v}" for k, v in environment().items() if k in ("PYTHONPATH", "PATH")]
+    size = ("-x", str(WIDTH), "-y", str(HEIGHT), "-c", str(tmp_path))
+    tmux("new-session", "-d", *size, shlex.join(["env", "LC_ALL=C.UTF-8", *variables, *command]))
+
+    def screen(wanted: str) -> str:
+        end = time.monotonic() + 120
+        while wanted not in (text := tmux("capture-pane", "-p")):
+            assert time.monotonic() < end, text
+            time.sleep(0.2)
+        return text
+
+    screen("\n>")
+    tmux("send-keys", "name a tool", "Enter")
+    lines = screen(" token").splitlines()
+    heads = next(line for line in lines if re.search(r"1  .* 2  ", line))
+    assert heads.index("2  ") == WIDTH // 2
+    tmux("send-keys", "/save", "Enter")
+    screen("1 or 2?")
+    tmux("send-keys", "2", "Enter")
+    screen("saved in preferences.jsonl")
+    (row,) = saved(tmp_path)
+    assert row["prompt"] == "name a tool"
+    told = " ".join(line[: WIDTH // 2].strip() for line in lines)
+    assert row["rejected"] in told
+    tmux("send-keys", "/quit", "Enter")
+    end = time.monotonic() + 60
+    while subprocess.run(["tmux", "-S", str(tmp_path / "tmux"), "ls"], check=False).returncode == 0:
+        assert time.monotonic() < end
+        time.sleep(0.2)
