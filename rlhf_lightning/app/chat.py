@@ -100,8 +100,9 @@ def load_scorer(reward: str | None, sides: Sequence[Side]) -> Scorer | None:
     target = side.scorer if reward is None else None
     if target is not None:
         node = target.read("scorer")
-        if code := {key: value for one in nodes(node) for key, value in one.named_again.items()}:
-            say(f"no scores: the run's reward is code, {code}; allow it with reward=FILE.py:NAME")
+        code = [f"{key}={at}" for one in nodes(node) for key, at in one.named_again.items()]
+        if code:
+            say(f"no scores: the run has {', '.join(code)}: name it again, reward=FILE.py:NAME")
             return None
         if getattr(node.call, "holds", None) == "adapter":  # the artifact has it merged
             reward, target = target.get("source"), None
@@ -262,15 +263,15 @@ def run(settings: ChatSettings) -> None:
     quieten()
     sides = [load_side(name) for name in settings.run]
     chat = Chat(settings, sides, load_scorer(settings.reward, sides))
-    way = "" if chat.has_turns else "; without a chat template each line is a prompt of its own"
-    say(f"seed={settings.seed} max_new_tokens={chat.length}{way}\n{HELP}")
+    way = "" if chat.has_turns else "without a chat template each line is a prompt of its own\n"
+    say(f"seed={settings.seed} max_new_tokens={chat.length}\n{way}{HELP}")
     with suppress(EOFError):
         while (line := input("\n> ").strip()) != "/quit":
             try:
                 chat.take(line)
             except KeyboardInterrupt:
                 say("stopped")
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, TypeError, RuntimeError) as error:
                 say(f"error: {error}")
 
 
