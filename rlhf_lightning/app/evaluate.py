@@ -28,7 +28,7 @@ from rlhf_lightning.app.config.inherit import read_training
 from rlhf_lightning.app.config.saved import keep_configuration, working_folder
 from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
 from rlhf_lightning.app.failures import record_failure
-from rlhf_lightning.app.prerequisites import check_world, is_available, prepare_inputs
+from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import OVER_LONG
@@ -57,7 +57,7 @@ from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_p
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
-from rlhf_lightning.runs.manifest import ManifestError, content_digest, read_manifest
+from rlhf_lightning.runs.manifest import ManifestError, content_digest, is_available, read_manifest
 from rlhf_lightning.runs.model_card import add_figures
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals

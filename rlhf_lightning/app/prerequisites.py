@@ -5,7 +5,6 @@ Where a run only shows that it runs, what is missing is made of random weights.
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -45,7 +44,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, replacing_folder
 from rlhf_lightning.runs.manifest import (
     ManifestError,
-    is_adapter,
+    is_available,
     read_manifest,
     source_fingerprint,
     write_manifest,
@@ -53,7 +52,6 @@ from rlhf_lightning.runs.manifest import (
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, vocabulary_of, with_template
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def prepare_inputs(
@@ -147,15 +145,6 @@ def check_world(settings: Any, policies: Iterable[str | None]) -> None:
                 "own records, with dataset=files dataset.name=NAME dataset.path=FILE and "
                 "model=pretrained, or another dataset="
             )
-
-
-def is_available(source: str) -> bool:
-    """Return whether a folder holds a model, or the text can be a hub name."""
-    folder = Path(source)
-    if folder.is_dir():
-        return (folder / "config.json").is_file() or is_adapter(folder)  # named when it is loaded
-    # A hub name: transformers looks for it, in its cache first.
-    return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
 
 
 def _check_made_with(settings: RunSettings, overrides: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from rlhf_lightning.runs.summary import GateResult
 MANIFEST = "manifest.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _CHUNK_BYTES = 1 << 22
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FIX = "make it with the experiment that publishes it: rlhf-train +experiment=NAME"
 
 
@@ -289,6 +291,15 @@ def is_adapter(folder: Path | str) -> bool:
     """Return whether a folder holds an adapter of PEFT and no model."""
     folder = Path(folder)
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def is_available(source: str) -> bool:
+    """Return whether a folder holds a model, or the text can be a hub name."""
+    folder = Path(source)
+    if folder.is_dir():
+        return (folder / "config.json").is_file() or is_adapter(folder)  # named when it is loaded
+    # A hub name: transformers looks for it, in its cache first.
+    return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
 
 
 def of_adapter(folder: Path) -> str:

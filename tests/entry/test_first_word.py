@@ -20,6 +20,11 @@ LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning al
         ("+experiment=ppo module.ppo.kl_coeff=1", "did you mean module.ppo.kl_coef"),
         ("+experiment=ppo module.ppo.kl_coef=-1", "module.ppo.kl_coef=-1 must be >= 0"),
         ("+experiment=ppo trainer.devices=0", "trainer.devices=0 must be >= 1"),
+        ("dpoo org/m file.jsonl", "did you mean dpo"),
+        ("dpo org/m", "write rlhf-train dpo MODEL FILE"),
+        ("dpo org/m file.jsonl", "file.jsonl does not exist"),
+        ("--config run.yaml", "run.yaml"),
+        ("--recipe dpoo", "did you mean dpo"),
     ],
 )
 def test_help_and_mistakes_that_need_no_torch_are_answered_at_once(words, told, tmp_path):
