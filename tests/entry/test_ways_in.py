@@ -207,6 +207,14 @@ def test_a_file_may_be_nested_and_the_command_line_comes_behind_it(tmp_path, mon
     assert (settings.seed, settings.model.name) == (4, "qwen3_0_6b")
 
 
+@pytest.mark.parametrize("command", ["evaluate", "collect", "pipeline"])
+def test_other_commands_with_a_run_folder_take_its_file_too(command, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("seed: 2\nconfig_dir: [/a/b]\npaths: {outputs: o}\n")
+    monkeypatch.setattr(sys, "argv", [f"rlhf-{command}", "--config", "run.yaml", "name=mine"])
+    words = ["seed=2", "--config-dir=/a/b", "++paths.outputs=o", "name=mine"]
+    assert words_of(command) == words
+
+
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto", "grpo", "ppo", "distillation"])
 def test_a_recipe_runs_and_its_comments_are_the_defaults(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rlhf-train", "--recipe", name])

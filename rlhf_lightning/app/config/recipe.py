@@ -20,7 +20,7 @@ _HEAD = """\
 # Give MODEL, a folder or hub name, and FILE, which has records ({}); the names are of folders.
 # Then  rlhf-train --config THIS_FILE
 """
-_DEFAULTS = "\n# Defaults: remove the # of a line to change it. All keys: docs/configuration.md\n"
+_DEFAULTS = "\n# The defaults. Remove a # to change one; docs/configuration.md has every key.\n"
 
 
 def recipe(name: str, further: Sequence[str]) -> str:

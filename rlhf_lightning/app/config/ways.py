@@ -141,10 +141,11 @@ def spelled_out(words: Sequence[str]) -> list[str]:
         and before not in _HYDRA_TAKES_A_WORD
         and ("=" not in one or one.startswith(("/", ".")))
     ]
-    is_long = not bare or any(one.startswith("+experiment=") for one in others)
-    if is_long and not (functions or models):
+    if not bare or any(one.startswith("+experiment=") for one in others):
+        if functions or models:
+            raise ConfigError("--reward and --reward-model are of rlhf-train EXPERIMENT MODEL FILE")
         return list(words)
-    one = read_experiment(" ".join(bare[:1]))
+    one = read_experiment(bare[0])
     others = [each for each in others if each not in bare]
     model, file = _model_and_file(one, bare[1:], others)
     names = model_name(model), _folder_name(_ENDINGS.sub("", Path(file).name))
