@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
+from rlhf_lightning.app.config.recipe import meanings_of  # noqa: E402
 from rlhf_lightning.hparams import Usual  # noqa: E402
 from rlhf_lightning.misfit import is_union  # noqa: E402
 
@@ -65,6 +66,7 @@ prints the values of a run; add your settings to the same line.
 *default* is that of the dataclass, which `from_pretrained` uses, or of the group's file.
 Experiments override several of them.
 
+- `rlhf-train --recipe dpo` prints those that people change as a file for `--config`.
 - `GROUP=CHOICE` replaces a group: `logger=none`, `scorer=text_reward_model`, `debug=fast`.
 - `KEY=VALUE` sets one value: `module.ppo.kl_coef=0.1`. `null` is none, `???` must be
   given. Write `1.0e-5`: `1e-5` is text in YAML.
@@ -77,15 +79,6 @@ Experiments override several of them.
   (`rlhf-data`), `conf/chat.yaml` and `conf/report.yaml`. For `rlhf-export`, `rlhf-chat` and
   `rlhf-report` a bare path is `run=PATH`, for `rlhf-data` it is `path=FILE`.
 """
-
-
-def arguments(docstring: str) -> dict[str, str]:
-    """Return the descriptions of a Google docstring's `Args:`, by name."""
-    found: dict[str, str] = {}
-    section = docstring.partition("Args:")[2]
-    for match in re.finditer(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.M):
-        found[match.group(1)] = re.sub(r"\s+", " ", match.group(2)).strip()
-    return found
 
 
 def shown(value: Any) -> str:
@@ -124,9 +117,7 @@ def hparams_section() -> Iterator[str]:
     """Yield one table for each dataclass of hyper-parameters."""
     for name, where in WHERE.items():
         cls = HPARAMS[name]
-        meanings, hints = {}, get_type_hints(cls, include_extras=True)
-        for base in reversed(cls.__mro__):
-            meanings |= arguments(base.__doc__ or "")
+        meanings, hints = meanings_of(cls), get_type_hints(cls, include_extras=True)
         yield f"\n## {TITLES[name]}\n\n`{where}.*`\n"
         yield "| key | type | default | possible | usual | meaning |\n|---|---|---|---|---|---|"
         for item in fields(cls):

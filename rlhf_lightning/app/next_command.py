@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.config.compose import ConfigError, at, choices, given
+from rlhf_lightning.app.config.compose import ConfigError, at, choices, given, word
 from rlhf_lightning.app.config.inherit import named_again
 from rlhf_lightning.app.config.saved import saved_config
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
@@ -19,7 +18,6 @@ from rlhf_lightning.app.prerequisites import has_records, words_for
 from rlhf_lightning.runs.folder import RunFolder, from_here
 from rlhf_lightning.runs.reading import read_yaml
 
-_PLAIN = re.compile(r"[\w./:@+-]*/[\w./:@+-]*")  # a path that Hydra reads as it is
 _COMPARE = "Read the samples. This compares it again on the prompts that training held out:"
 
 
@@ -110,5 +108,4 @@ def _told(told: str, command: str, words: list[str]) -> str:
 
 
 def _word(key: str, path: Path) -> str:
-    where = from_here(path)
-    return f"{key}={where}" if _PLAIN.fullmatch(where) else given(key, where)
+    return word(key, from_here(path))

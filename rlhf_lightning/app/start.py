@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -29,12 +30,14 @@ from rlhf_lightning.app.config.compose import (
     primary,
     register,
 )
+from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.distributed.process import prepare_process
 
 AS_PYTHON = "--as-python"
 MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
 _HYPHENS = re.compile(r"--(?!(?:cfg|package|info)=)[\w.]+=")  # those are Hydra's
+_SHORT = ("train", "plan")  # commands that take EXPERIMENT MODEL FILE
 
 
 def start(command: str, module: str | None = None) -> None:
@@ -56,9 +59,16 @@ def start(command: str, module: str | None = None) -> None:
         register()
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(id)()
         return
+    typed = sys.argv[1:]
+    if command == "train" and any(word.partition("=")[0] == "--recipe" for word in typed):
+        print_recipe(typed)
+        return
     prepare_process()
     if command != "pipeline":  # its words may be of one stage: `app/pipeline.py` reads them
         check_words(command)
+    short = any(w.startswith("+experiment=") and w not in typed for w in sys.argv[1:])
+    if short and not global_rank():  # on the stream that nobody reads as a program or as JSON
+        sys.stderr.write(f"rlhf-{command} {shlex.join(sys.argv[1:])}\n")
     if command == "preview":
         # Tokenizers of transformers import it where it is installed, and do without: 3 seconds.
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -68,6 +78,21 @@ def start(command: str, module: str | None = None) -> None:
     # there after every 700 new ones by default: a seventh of the time to import torch.
     gc.set_threshold(10_000)
     importlib.import_module(f"rlhf_lightning.app.{module or command}").main()
+
+
+def print_recipe(words: Sequence[str]) -> None:
+    """Print the file of settings that `--recipe EXPERIMENT` asks for, or end the process."""
+    # here: help needs no settings
+    from rlhf_lightning.app.config.recipe import recipe
+    from rlhf_lightning.app.config.ways import values_of
+
+    register()
+    try:
+        names, others = values_of("--recipe", words)
+        further = [word for word in others if not word.startswith("-")]
+        print(recipe(names[-1], further), end="", flush=True)  # noqa: T201
+    except ConfigError as error:
+        fail(str(error))
 
 
 def check_words(command: str) -> None:
@@ -106,14 +131,29 @@ def has_flags(words: Sequence[str]) -> bool:
 def words_of(command: str) -> list[str]:
     """Return the words of the command line as the command's configuration takes them.
 
-    A command that makes no run folder reads a bare path as `run=`. A `~` at the beginning of a path
+    `--config FILE` and the short `EXPERIMENT MODEL FILE` become the overrides they stand for. A
+    command that makes no run folder reads a bare path as `run=`. A `~` at the beginning of a path
     is the home folder, which a shell does not see behind `=`.
     """
     # here: help needs no errors
     from rlhf_lightning.app.config.errors import withdrawn
+    from rlhf_lightning.app.config.run_file import with_file
+    from rlhf_lightning.app.config.ways import spelled_out
 
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
+    flag = CONFIG_DIR.rstrip("=")
+    words = [flag if word == "-cd" else word for word in words]
+    while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs
+        at = words.index(flag)
+        words[at : at + 2] = [CONFIG_DIR + words[at + 1]]
+    sys.argv[1:] = words
+    register()
+    try:
+        words = with_file(words)
+        words = spelled_out(words) if command in _SHORT else words
+    except ConfigError as error:
+        fail(str(error))
     if gone := withdrawn(words):
         fail(gone)
     if wrong := next(filter(_HYPHENS.match, words), None):
@@ -121,11 +161,6 @@ def words_of(command: str) -> list[str]:
             f"{wrong}: settings are written KEY=VALUE without hyphens (${{args_no_hyphens}} in the "
             "command of a W&B sweep)"
         )
-    flag = CONFIG_DIR.rstrip("=")
-    words = [flag if word == "-cd" else word for word in words]
-    while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs
-        at = words.index(flag)
-        words[at : at + 2] = [CONFIG_DIR + words[at + 1]]
     sys.argv[1:] = words
     if command in ("train", "evaluate", "collect", "pipeline"):
         return words

@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_lightning.runs.atomic import write_text
 
 ITERATION = "iteration"
+RUN_YAML = "run.yaml"
 # Beside `config`, without interpolations and what is private: for the page.
 RESOLVED = "resolved.yaml"
 
@@ -76,6 +77,8 @@ class RunFolder:
     traceback = _Below("traceback.txt")
     #: `wandb/`: what Weights & Biases writes.
     wandb = _Below("wandb")
+    #: `run.yaml`: what its command line set; `--config run.yaml` runs it again.
+    run_yaml = _Below(RUN_YAML)
     #: `.hydra/config.yaml`: the composed configuration.
     config = _Below(".hydra", "config.yaml")
 

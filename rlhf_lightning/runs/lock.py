@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import lock_descriptor, unlock_descriptor
 
 from rlhf_lightning.runs.atomic import sync_folder, write_text
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RUN_YAML, RunFolder
 from rlhf_lightning.runs.summary import summary_or_none
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def check_free(
     """
     summary, ours = summary_or_none(folder), {LOCK, *loggers}
     if begun or (folder.path / LOCK).is_file():  # by a run that ended before its summary
-        ours |= {HYDRA, log}
+        ours |= {HYDRA, RUN_YAML, log}
     if summary is None:
         found = sorted(set(os.listdir(folder.path)) - ours) if folder.path.exists() else []
     elif summary.status == "completed" or summary.stage != stage:
@@ -148,7 +148,7 @@ def check_free(
 
 
 def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool = False) -> None:
-    """Remove a folder that has nothing but Hydra's files, whose run continues in another.
+    """Remove a folder that has nothing but Hydra's files and ours, whose run continues in another.
 
     Args:
         folder: folder that the command has taken.
@@ -156,7 +156,7 @@ def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool =
         log: name of Hydra's log.
         link: leave a link to it, for a sweep that counts the runs in its folder.
     """
-    if folder.path.is_dir() and set(os.listdir(folder.path)) <= {LOCK, HYDRA, log}:
+    if folder.path.is_dir() and set(os.listdir(folder.path)) <= {LOCK, HYDRA, RUN_YAML, log}:
         shutil.rmtree(folder.path)
     if link and not folder.path.exists():
         folder.path.symlink_to(os.path.relpath(instead.path, folder.path.parent))

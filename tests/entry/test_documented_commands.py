@@ -21,9 +21,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.config.compose import CONFIG_DIR, choices, composed, register
+from rlhf_lightning.app.config.compose import CONFIG_DIR, choices, composed, register, word
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.config.ways import read_experiment, replaced, values_of
 from rlhf_lightning.app.pipeline_steps import as_overrides
 from rlhf_lightning.app.start import with_run
 
@@ -37,7 +38,7 @@ OURS = re.compile(r"-m rlhf_lightning\.(\w+)(.*)|^rlhf-(\w+)(.*)")
 PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/bin/time|rlhf-\w+) ")
 # Behind a program two spaces line a column up; a word there is meant as a comment.
 SET_APART = re.compile(r" {2,}([^\s#+$-].*)")
-TAKES_A_WORD = ("--config-dir", "--cfg")
+TAKES_A_WORD = ("--config-dir", "--cfg", "--config", "--recipe", "--reward", "--reward-model")
 TAKES_FOLDERS = ("report", "export", "chat", "preview")
 BUILT_IN = ("sft", "reward", "ppo")
 
@@ -93,6 +94,8 @@ def stray_words(line: str, variables: dict[str, str]) -> list[str]:
         return [apart.group(1)] if apart else []
     module = module_of(ours)
     words = arguments_of(ours.group(2) if ours.group(1) else ours.group(4), variables)
+    words = words[3:] if set(words[:1]) & set(choices("experiment")) else words
+    words = words[: words.index(">")] if ">" in words else words
     return [
         word
         for before, word in zip(("", *words), words, strict=False)
@@ -101,6 +104,20 @@ def stray_words(line: str, variables: dict[str, str]) -> list[str]:
             module in TAKES_FOLDERS and ("/" in word or word == "RUN" or word.endswith(".jsonl"))
         )
     ]
+
+
+def written_out(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the overrides of `EXPERIMENT MODEL FILE`, whose files need not exist."""
+    if not words or words[0] not in choices("experiment"):
+        return words
+    register()
+    one, (model, file, *rest) = read_experiment(words[0]), words[1:]
+    functions, rest = values_of("--reward", rest)
+    models, rest = values_of("--reward-model", rest)
+    ours = one.words(model, "mine", file, "mine")
+    ours += one.reward_words(functions) if functions else []
+    ours += [word("artifacts.reward", each) for each in models]
+    return tuple(replaced(ours, rest))
 
 
 def commands() -> list[Command]:
@@ -112,7 +129,7 @@ def commands() -> list[Command]:
                 continue
             module = module_of(match)
             rest = match.group(2) if match.group(1) else match.group(4)
-            command = Command(page.name, module, arguments_of(rest, variables))
+            command = Command(page.name, module, written_out(arguments_of(rest, variables)))
             found.setdefault((module, command.arguments), command)
     return list(found.values())
 

@@ -20,6 +20,11 @@ LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning al
         ("train", "+experiment=ppo module.ppo.kl_coeff=1", "did you mean module.ppo.kl_coef"),
         ("train", "+experiment=ppo module.ppo.kl_coef=-1", "module.ppo.kl_coef=-1 must be >= 0"),
         ("train", "+experiment=ppo trainer.devices=0", "trainer.devices=0 must be >= 1"),
+        ("train", "dpoo org/m file.jsonl", "did you mean dpo"),
+        ("train", "dpo org/m", "write rlhf-train dpo MODEL FILE"),
+        ("train", "dpo org/m file.jsonl", "file.jsonl does not exist"),
+        ("train", "--config run.yaml", "run.yaml"),
+        ("train", "--recipe dpoo", "did you mean dpo"),
         ("chat", "./missing", "run[0]=./missing is no run and no model"),
     ],
 )

@@ -30,6 +30,10 @@ WORDS: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
     OmegaConf.load(Path(__file__).with_name("words.yaml"))
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+# A text that Hydra reads as it is.
+_PLAIN = re.compile(
+    r"(?!(?:null|true|false|nan|inf)\Z)[a-z_./][\w./:@+-]*", re.ASCII | re.IGNORECASE
+)
 
 
 class ConfigError(ValueError):
@@ -246,6 +250,13 @@ def quoted(text: str) -> str:
 def given(key: str, value: object) -> str:
     """Return `key=value` as Hydra reads it: a path, or a value of JSON."""
     return f"{key}={_written(value)}"
+
+
+def word(key: str, value: object) -> str:
+    """Return `key=value` as `given`, with quotes only where Hydra needs them."""
+    text = str(value)
+    is_plain = isinstance(value, str | Path) and _PLAIN.fullmatch(text)
+    return f"{key}={text}" if is_plain else given(key, value)
 
 
 def _written(value: object) -> str:

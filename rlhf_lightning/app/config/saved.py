@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from rlhf_lightning.app.config.compose import ConfigError, at
+from rlhf_lightning.app.config.run_file import HEAD, run_yaml
 from rlhf_lightning.app.config.settings import OF_A_JOB, RunSettings, with_environment
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
 from rlhf_lightning.runs.atomic import write_text
@@ -87,13 +88,16 @@ def best_of_early_stopping(folder: RunFolder) -> Path | None:
 def keep_configuration(settings: RunSettings, folder: RunFolder) -> None:
     """Write the configuration as pages show it, without interpolations and secrets.
 
-    What the configuration reads from the environment is saved as its value, unless it is a secret:
-    reading the folder later must not need the environment.
+    `run.yaml` has what the command line set, and starts the run again. What the configuration
+    reads from the environment is saved as its value, unless it is a secret: reading the folder
+    later must not need the environment.
     """
     if folder.config.parent.is_dir():
         shown = public_config(settings.resolved, settings.written)
         text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
         write_text(folder.config.with_name(RESOLVED), text)
+    if (words := folder.config.with_name("overrides.yaml")).is_file():
+        write_text(folder.run_yaml, HEAD + run_yaml(read_yaml(words)))
     if folder.config.is_file() and "${oc.env" in folder.config.read_text("utf-8"):
         write_settings(folder.config, settings)
 

@@ -1,0 +1,215 @@
+"""The short way in, `rlhf-train EXPERIMENT MODEL FILE`: the overrides that it stands for.
+
+What MODEL and FILE stand for is read in the configuration of the experiment, without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from rlhf_lightning.app.config.compose import ConfigError, at, choices, config_dirs, given, word
+from rlhf_lightning.app.config.errors import composition
+from rlhf_lightning.app.config.targets import listed
+from rlhf_lightning.misfit import did_you_mean
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import is_available
+from rlhf_lightning.runs.reading import read_yaml
+
+_ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
+_HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+_REWARD = re.compile(
+    r"((?P<file>[^=]+\.py):)?(?P<name>(?!\S*\.py(=|$))[\w.]+)(=(?P<weight>-?\d*\.?\d+))?"
+)
+
+
+class Experiment(NamedTuple):
+    """What the words of a short command line stand for.
+
+    Args:
+        name: its name.
+        start: key of the model that it starts from.
+        records: kind of the records in its file.
+        module: settings of its module, with their interpolations.
+        scorer: those of its scorer; None without one.
+        needs_reward: whether that is a reward model.
+    """
+
+    name: str
+    start: str
+    records: str
+    module: Mapping[str, Any]
+    scorer: Mapping[str, Any] | None
+    needs_reward: bool
+
+    def words(self, model: str, model_name: str, file: str, file_name: str) -> list[str]:
+        """Return the words of a model and of a file of records; without a file those of a model."""
+        found = [f"+experiment={self.name}", "model=pretrained", word("model.name", model_name)]
+        named = ["dataset=files", word("dataset.path", file), word("dataset.name", file_name)]
+        return [*found, word(self.start, model), *(named if file else ())]
+
+    def reward_words(self, functions: Sequence[str]) -> list[str]:
+        """Return the words of reward functions, `FILE.py:NAME` or `FILE.py:NAME=WEIGHT`.
+
+        Raises:
+            ConfigError: if one is neither, or if two have one name.
+        """
+        scorers: dict[str, Any] = {}
+        weights = {}
+        for text in functions:
+            found = _REWARD.fullmatch(text)
+            name = found["name"].rpartition(".")[2] if found else ""
+            if found is None or name in scorers:
+                told = "another is called so" if found else "write FILE.py:NAME or FILE.py:NAME=0.2"
+                raise ConfigError(f"--reward {text}: {told}")
+            if found["weight"]:
+                weights[name] = float(found["weight"])
+            function = text.partition("=")[0]
+            scorers[name] = {"_target_": "rlhf_lightning.FunctionScorer", "function": function}
+        own = ["artifacts.reward=null", *["module.value_head=zero"] * ("value_head" in self.module)]
+        if len(functions) == 1 and not weights:
+            return ["scorer=function", word("scorer.function", functions[0]), *own]
+        summed = [given("scorer.scorers", scorers), given("scorer.weights", weights)]
+        return ["scorer=weighted", *summed, *own]
+
+
+def read_experiment(name: str) -> Experiment:
+    """Return what an experiment's short command line stands for.
+
+    Raises:
+        ConfigError: if there is no such experiment, or if it starts from no model.
+    """
+    known = choices("experiment")
+    if name not in known:
+        told = f"{name!r} is no experiment{did_you_mean(name, known)}"
+        raise ConfigError(f"{told} (rlhf-train EXPERIMENT MODEL FILE, with one of {listed(known)})")
+    cfg = composition("train", [*config_dirs(), f"+experiment={name}"])
+    node: Any = OmegaConf.to_container(cfg, resolve=False)
+    module, records = node["module"], node["data"].get("kind", "prompts")
+    start = re.fullmatch(r"\$\{(\S+)\}", str(module.get("source", module.get("policy"))))
+    if start is None:
+        raise ConfigError(f"{name} starts from no model: write +experiment={name}")
+    needs_reward = "${artifacts.reward}" in str(scorer := node.get("scorer"))
+    return Experiment(name, start[1], records, module, scorer, needs_reward)
+
+
+def values_of(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of a flag, `FLAG VALUE` or `FLAG=VALUE`, and the other words.
+
+    Raises:
+        ConfigError: if one has no value.
+    """
+    values, others, left = [], [], iter(words)
+    for one in left:
+        name, equals, value = one.partition("=")
+        if name != flag:
+            others.append(one)
+        elif value := value if equals else next(left, ""):
+            values.append(value)
+        else:
+            raise ConfigError(f"{flag} needs a value behind it")
+    return values, others
+
+
+def replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
+    """Return words without those that others set, nor the name of a group they choose, and those.
+
+    A plain word of a group or value would be read twice, and a name would rename another model.
+    """
+    keys = {one.lstrip("+~").partition("=")[0] for one in by}
+    keys |= {f"{key}.name" for key in keys}
+    return [*(one for one in words if one.lstrip("+~").partition("=")[0] not in keys), *by]
+
+
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """Return the overrides that a short command line stands for; other words as they are.
+
+    Raises:
+        ConfigError: for a wrong experiment, model, file or reward, with what to write.
+    """
+    functions, others = values_of("--reward", words)
+    models, others = values_of("--reward-model", others)
+    bare = [
+        one
+        for before, one in zip(("", *others), others, strict=False)
+        if not one.startswith(("-", "+", "~"))
+        and before not in _HYDRA_TAKES_A_WORD
+        and ("=" not in one or one.startswith(("/", ".")))
+    ]
+    if not bare or any(one.startswith("+experiment=") for one in others):
+        if functions or models:
+            raise ConfigError("--reward and --reward-model are of rlhf-train EXPERIMENT MODEL FILE")
+        return list(words)
+    one = read_experiment(bare[0])
+    others = [each for each in others if each not in bare]
+    model, file = _model_and_file(one, bare[1:], others)
+    names = model_name(model), _folder_name(_ENDINGS.sub("", Path(file).name))
+    ours = one.words(model, names[0], file, names[1])
+    return replaced([*ours, *_reward_words(one, functions, models, others)], others)
+
+
+def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) -> tuple[str, str]:
+    """Return a model that can be loaded, and a file that exists; "" where `dataset=` is given."""
+    has_own = any(each.startswith("dataset=") for each in others)
+    if len(words) != 2 - has_own:
+        got = " ".join(words) or f"nothing (+experiment={one.name} is of the built-in world)"
+        wanted = f"a model{'' if has_own else f' and a file of records ({one.records})'}"
+        usage = f"write rlhf-train {one.name} MODEL{'' if has_own else ' FILE'}"
+        raise ConfigError(f"{one.name} takes {wanted}, got {got}: {usage}")
+    model, file = _available(words[0]), "".join(words[1:])
+    if not Path(file).exists():
+        raise ConfigError(
+            f"{file} does not exist: give a file of records ({one.records}), or in its place "
+            "dataset=hub dataset.hub_name=NAME dataset.name=NAME"
+        )
+    return model, file
+
+
+def _available(source: str) -> str:
+    """Return the folder or hub name of a model; of a run, the folder that it has exported."""
+    exported = RunFolder(Path(source)).export
+    found = str(exported) if exported.is_dir() else source
+    if not is_available(found):
+        raise ConfigError(
+            f"{source} is no model: give a folder with a config.json, or OWNER/NAME on the hub"
+        )
+    return found
+
+
+def model_name(source: str) -> str:
+    """Return what a model is called: as its training called it, or by the end of its path."""
+    named = None
+    with suppress(OSError, ValueError):
+        named = at(read_yaml(Path(source, "training_config.yaml")), "model.name")
+    return _folder_name(named or Path(source).absolute().name)
+
+
+def _folder_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]+|\.{2,}", "_", text).lstrip("+.-")[:60] or "mine"
+
+
+def _reward_words(
+    one: Experiment, functions: list[str], models: list[str], others: Sequence[str]
+) -> list[str]:
+    """Return the words of `--reward` or `--reward-model`."""
+    has_own = any(each.lstrip("+").startswith(("scorer", "artifacts.reward=")) for each in others)
+    wants = one.needs_reward and not has_own
+    if (functions or models) and one.scorer is None:
+        raise ConfigError(f"{one.name} learns from records alone: leave --reward out")
+    if len(models) + bool(functions) > 1 or (wants and not (functions or models)):
+        raise ConfigError(
+            f"{one.name} needs a reward: --reward FILE.py:NAME, several of them, or one "
+            "--reward-model FOLDER"
+        )
+    for text in functions:
+        file = text.partition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            raise ConfigError(f"--reward {text}: there is no file {file}")
+    if models:
+        return [word("artifacts.reward", _available(models[0]))]
+    return one.reward_words(functions) if functions else []

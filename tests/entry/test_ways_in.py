@@ -1,0 +1,281 @@
+"""`rlhf-train EXPERIMENT MODEL FILE`, `--config` and `--recipe`: ways to one command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from rlhf_lightning.app.command_line import check_command_line
+from rlhf_lightning.app.config.compose import choices, composed, register
+from rlhf_lightning.app.config.recipe import recipe
+from rlhf_lightning.app.config.run_file import run_yaml, with_file
+from rlhf_lightning.app.config.ways import read_experiment, spelled_out
+from rlhf_lightning.app.start import print_recipe, words_of
+from tests.builders.command_lines import settings_of, train
+
+LONG = "model=pretrained dataset=files"
+NAMED = "model.name=small"
+REWARDS = """\
+def length(prompts, completions):
+    return [float(len(text)) for text in completions]
+
+def short(prompts, completions):
+    return [-float(len(text)) for text in completions]
+"""
+TINY = (
+    *("logger=none", "trainer.precision=32-true", "data.batch_size=4", "paths.publish=false"),
+    *("trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.validations=1"),
+    *("evaluation.num_prompts=4", "evaluation.max_new_tokens=4", "evaluation.num_samples=2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a model, a reward model, an exported run, records and rewards."""
+    register()
+    monkeypatch.chdir(tmp_path)
+    for place in ("small", "run/export"):
+        shutil.copytree(start, tmp_path / place)
+    (tmp_path / "run/export/training_config.yaml").write_text("model: {name: ours}\n")
+    rows = [{"prompt": f"what is {n} ?", "chosen": "sum", "rejected": "list"} for n in range(40)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for name in ("preferences.jsonl", "prompts.jsonl", "my pairs (1).jsonl.gz", "2026.csv"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "reward.py").write_text(REWARDS)
+
+
+def both(functions: str, weights: str = "{}") -> str:
+    parts = [
+        f"{name}: {{_target_: 'rlhf_lightning.FunctionScorer', function: 'reward.py:{name}'}}"
+        for name in functions.split()
+    ]
+    return f"scorer=weighted \"scorer.scorers={{{', '.join(parts)}}}\" 'scorer.weights={weights}'"
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (
+            "sft small preferences.jsonl",
+            f"+experiment=sft {LONG} dataset.path=preferences.jsonl dataset.name=preferences "
+            f"{NAMED} artifacts.base=small",
+        ),
+        (
+            "dpo org/small preferences.jsonl module.dpo.beta=0.2",
+            f"+experiment=dpo {LONG} dataset.path=preferences.jsonl dataset.name=preferences "
+            f"{NAMED} artifacts.sft=org/small module.dpo.beta=0.2",
+        ),
+        (
+            "seed=3 kto run 'my pairs (1).jsonl.gz' lora=lora",  # a run's export, by its name
+            f"+experiment=kto {LONG} dataset.path=\"'my pairs (1).jsonl.gz'\" "
+            "dataset.name=my_pairs_1_ model.name=ours artifacts.sft=run/export seed=3 lora=lora",
+        ),
+        (
+            "reward small 2026.csv dataset.name=chat model=smollm2_135m",
+            "+experiment=reward model=smollm2_135m dataset=files dataset.path=2026.csv "
+            "dataset.name=chat artifacts.sft=small",
+        ),
+        (
+            "dpo small dataset=ultrafeedback",
+            f"+experiment=dpo model=pretrained {NAMED} artifacts.sft=small dataset=ultrafeedback",
+        ),
+        (
+            "grpo small --reward reward.py:length prompts.jsonl",
+            f"+experiment=grpo {LONG} dataset.path=prompts.jsonl dataset.name=prompts {NAMED} "
+            "artifacts.sft=small scorer=function scorer.function=reward.py:length "
+            "artifacts.reward=null",
+        ),
+        (
+            "ppo small prompts.jsonl --reward=reward.py:length --reward reward.py:short=0.2",
+            f"+experiment=ppo {LONG} dataset.path=prompts.jsonl dataset.name=prompts {NAMED} "
+            f"artifacts.sft=small {both('length short', '{short: 0.2}')} "
+            "artifacts.reward=null module.value_head=zero",
+        ),
+        (
+            "ppo small prompts.jsonl --reward-model org/reward",
+            f"+experiment=ppo {LONG} dataset.path=prompts.jsonl dataset.name=prompts {NAMED} "
+            "artifacts.sft=small artifacts.reward=org/reward",
+        ),
+    ],
+)
+def test_the_short_way_is_the_configuration_of_the_overrides(short, long):
+    words = spelled_out(shlex.split(short))
+    ours, theirs = settings_of(*words), settings_of(*shlex.split(long))
+    assert ours.config_hash == theirs.config_hash
+    assert ours.resolved == theirs.resolved
+    assert spelled_out(words) == words
+
+
+def test_a_sweep_and_flags_go_with_the_short_way():
+    line = "-m dpo small preferences.jsonl module.dpo.beta=0.1,0.2"
+    words = spelled_out(line.split())
+    assert words[-2:] == ["-m", "module.dpo.beta=0.1,0.2"]
+    assert spelled_out(["+experiment=ppo", "--cfg", "job"]) == ["+experiment=ppo", "--cfg", "job"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "base"])
+def test_model_and_records_are_those_of_the_class(name):
+    one = read_experiment(name)
+    settings = settings_of(f"+experiment={name}", *OWN_FILES.get(name, ()))
+    assert one.start == f"artifacts.{settings.spec.starts_from}"
+    assert one.records == (settings.data.get("kind") or settings.spec.data.kinds[0])
+
+
+OWN_FILES = {name: ["dataset.path=f.jsonl"] for name in choices("experiment") if "smollm2" in name}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("dpoo small preferences.jsonl", "did you mean dpo"),
+        ("base small preferences.jsonl", "write +experiment=base"),
+        ("dpo", "write rlhf-train dpo MODEL FILE"),
+        (
+            "dpo small",
+            "a file of records (preferences), got small: write rlhf-train dpo MODEL FILE",
+        ),
+        ("dpo small preferences.jsonl more", "write rlhf-train dpo MODEL FILE"),
+        ("dpo small nowhere.jsonl", "nowhere.jsonl does not exist"),
+        ("dpo preferences.jsonl small", "preferences.jsonl is no model"),
+        ("dpo smal preferences.jsonl", "smal is no model"),
+        ("dpo small preferences.jsonl --reward reward.py:length", "leave --reward out"),
+        ("ppo small prompts.jsonl", "ppo needs a reward: --reward FILE.py:NAME"),
+        ("ppo small prompts.jsonl --reward-model nowhere", "nowhere is no model"),
+        ("grpo small prompts.jsonl --reward none.py:length", "there is no file none.py"),
+        ("grpo small prompts.jsonl --reward reward.py", "write FILE.py:NAME"),
+        ("grpo small prompts.jsonl --reward reward.py:length=much", "FILE.py:NAME=0.2"),
+        ("grpo small prompts.jsonl --reward", "--reward needs a value"),
+        ("+experiment=grpo --reward reward.py:length", "EXPERIMENT MODEL FILE"),
+        ("dpo small preferences.jsonl module.dpo.betta=1", "did you mean module.dpo.beta"),
+        ("--config nowhere.yaml", "nowhere.yaml"),
+        ("--config prompts.jsonl", "write KEY: VALUE"),
+    ],
+)
+def test_a_mistake_is_one_line(line, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rlhf-train", *shlex.split(line)])
+    with pytest.raises(SystemExit) as caught:
+        check_command_line("train")
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+experiment=dpo", "lora=lora", "module.dpo.beta=0.2", "seed=2", "debug=fast"],
+        ["+experiment=ppo", "+dataset.source.num_texts=24", "~callbacks.samples"],
+        ["+experiment=sft", "dataset=files", "dataset.path='a, b.jsonl'", "dataset.name='2026'"],
+        ["+experiment=sft", "dataset.name='1e-5'", "data.max_length=null", "logger.tags=[a,'1']"],
+        ["+experiment=grpo", *shlex.split(both("length short", "{short: 1e-3}"))],
+        ["+experiment=ppo", "+sweeps=ppo_kl_coef", "hydra.mode=RUN", "model.license='it\\'s'"],
+        ["+experiment=ppo", "module.ppo.learning_rate=${model.ppo.learning_rate}"],
+    ],
+)
+def test_the_file_of_a_run_composes_to_its_configuration(words, tmp_path):
+    (tmp_path / "run.yaml").write_text(run_yaml(words))
+    again = with_file(["--config", "run.yaml"])
+    ours, theirs = (OmegaConf.to_container(composed("train", w)) for w in (words, again))
+    assert isinstance(ours, dict)
+    assert ours.pop("hydra")["mode"] == theirs.pop("hydra")["mode"]  # type: ignore[union-attr]
+    assert ours == theirs
+
+
+def test_a_file_may_be_nested_and_the_command_line_comes_behind_it(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(
+        "experiment: dpo\nmodel: smollm2_135m\nmodule: {dpo: {beta: 0.2, label_smoothing: 0.1}}\n"
+        "module.dpo.learning_rate: 1e-5\nseed: 4\n"
+    )
+    line = ["rlhf-train", "--config=run.yaml", "module.dpo.beta=0.3", "model=qwen3_0_6b"]
+    monkeypatch.setattr(sys, "argv", line)
+    words = words_of("train")
+    assert sys.argv[1:] == words  # which ranks and jobs are started with
+    settings = settings_of(*words)
+    dpo = settings.hparams
+    assert (dpo.beta, dpo.label_smoothing, dpo.learning_rate) == (0.3, 0.1, 1e-5)
+    assert (settings.seed, settings.model.name) == (4, "qwen3_0_6b")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "collect", "pipeline"])
+def test_other_commands_with_a_run_folder_take_its_file_too(command, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("seed: 2\nconfig_dir: [/a/b]\npaths: {outputs: o}\n")
+    monkeypatch.setattr(sys, "argv", [f"rlhf-{command}", "--config", "run.yaml", "name=mine"])
+    words = ["seed=2", "--config-dir=/a/b", "++paths.outputs=o", "name=mine"]
+    assert words_of(command) == words
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto", "grpo", "ppo", "distillation"])
+def test_a_recipe_runs_and_its_comments_are_the_defaults(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rlhf-train", "--recipe", name])
+    print_recipe(["--recipe", name])
+    text = capsys.readouterr().out.replace("FILE\n", "prompts.jsonl\n").replace("MODEL", "small")
+    lines = [line for line in text.splitlines() if re.match(r"# [\w.]+: ", line)]
+    assert len(lines) >= 10
+    assert any(f"module.{name}" in line or "module.dpo" in line for line in lines)
+    assert any("# peak learning rate" in line or "policy's rate" in line for line in lines)
+    (tmp_path / "run.yaml").write_text(text)
+    every = re.sub(r"^# ([\w.]+: )", r"\1", text, flags=re.M)
+    (tmp_path / "every.yaml").write_text(every)
+    found = [
+        composed("train", with_file(["--config", f"{file}.yaml"])) for file in ("run", "every")
+    ]
+    bare, full = [OmegaConf.to_container(_without_hydra(cfg), resolve=True) for cfg in found]
+    assert bare == full
+
+
+def _without_hydra(cfg: Any) -> Any:
+    cfg.hydra = None
+    return cfg
+
+
+def test_a_recipe_takes_further_words_and_refuses_what_is_none():
+    content = yaml.safe_load(recipe("dpo", ["lora=lora", "module.dpo.beta=0.2"]))
+    assert (content["lora"], content["module.dpo.beta"]) == ("lora", 0.2)
+
+
+@pytest.mark.thorough
+def test_a_run_of_the_short_way_says_what_it_stands_for_and_its_file_runs_it_again(tmp_path):
+    line = ("dpo", "small", "preferences.jsonl", "module.dpo.beta=0.2", *TINY)
+    first = train(tmp_path, *line, "hydra.run.dir=first")
+    assert first.returncode == 0, first.stderr
+    told = first.stderr.splitlines()[0]
+    assert told.startswith("rlhf-train +experiment=dpo model=pretrained model.name=small ")
+    file = tmp_path / "first/run.yaml"
+    content = yaml.safe_load(file.read_text())
+    assert content["artifacts.sft"] == "small"
+    assert content["module.dpo.beta"] == 0.2
+    assert "hydra.run.dir" not in content
+    second = train(tmp_path, "--config", "first/run.yaml", "hydra.run.dir=second")
+    assert second.returncode == 0, second.stderr
+    before, after = (
+        json.loads((tmp_path / run / "summary.json").read_text()) for run in ("first", "second")
+    )
+    assert before["config_hash"] == after["config_hash"]
+    assert before["metrics"] == after["metrics"]
+    assert (tmp_path / "second/run.yaml").read_text() == file.read_text()
+    resumed = train(tmp_path, *shlex.split(told)[1:], "hydra.run.dir=first")
+    assert resumed.returncode == 2  # the line that was printed is the same run
+
+
+@pytest.mark.thorough
+def test_several_rewards_are_one_sum(tmp_path):
+    small = ("data.num_generations=2", "module.grpo.num_minibatches=1", *TINY[:-3])
+    small += ("module.sampling.max_new_tokens=4", "evaluation.num_prompts=4")
+    rewards = ("--reward", "reward.py:length", "--reward", "reward.py:short=0.5")
+    done = train(tmp_path, "grpo", "small", "prompts.jsonl", *rewards, *small)
+    assert done.returncode == 0, done.stderr
+    (metrics,) = tmp_path.glob("outputs/grpo_small/*/metrics.csv")
+    head, row = metrics.read_text().splitlines()[:2]
+    values = dict(zip(head.split(","), row.split(","), strict=True))
+    assert float(values["rollout/score"]) == pytest.approx(0.5 * float(values["rollout/length"]))
