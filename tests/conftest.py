@@ -117,8 +117,16 @@ def fixed_seeds() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_command() -> Iterator[None]:
-    """Forget the command that a test has called in this process: Hydra keeps its configuration."""
+    """Forget the command that a test has called in this process.
+
+    Hydra keeps its configuration, and the variables on which ranks agree, such as the time at which
+    a run was started, would be those of every later run.
+    """
+    before = set(os.environ)
     yield
+    for name in set(os.environ) - before:
+        if name.startswith("RLHF_"):
+            del os.environ[name]
     HydraConfig.instance().cfg = None
     GlobalHydra.instance().clear()
 
