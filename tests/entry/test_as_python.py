@@ -175,7 +175,7 @@ def test_the_command_prints_the_program_and_trains_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_program_of_a_whole_ppo_trains_what_the_command_trains_to_the_bit(tmp_path):
-    given = ("+experiment=ppo", "logger=none")
+    given = ("+experiment=ppo", "logger=none", "data.num_iterations=12")
     (tmp_path / "program.py").write_text(train(tmp_path, *given, "--as-python").stdout)
     for argv in (command(*given), [sys.executable, "program.py"]):
         subprocess.run(argv, cwd=tmp_path, env=environment(), check=True, timeout=3000)
