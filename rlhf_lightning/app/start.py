@@ -98,21 +98,19 @@ def print_recipe(words: Sequence[str]) -> None:
 def check_words(command: str) -> None:
     """End the process for a mistake in the command line that is seen without importing torch."""
     # here: help needs no settings
-    from rlhf_lightning.app.config.commands import COMMANDS
-    from rlhf_lightning.app.config.errors import composition
-    from rlhf_lightning.app.config.validate import plain_settings
+    from rlhf_lightning.app.config import commands, errors, validate
 
     words = [word for word in words_of(command) if word != AS_PYTHON]
     if has_flags(words):
         return
     register()
     try:
-        cfg = composition("train" if command == "plan" else command, words)
+        cfg = errors.composition("train" if command == "plan" else command, words)
         takes_over = command in ("evaluate", "collect") and cfg.run is not None
         if cfg.hydra.mode != RunMode.MULTIRUN and not takes_over:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the run itself will warn
-                plain_settings(COMMANDS[command], cfg)
+                validate.plain_settings(commands.COMMANDS[command], cfg)
     except ConfigError as error:
         fail(str(error))
 
@@ -136,9 +134,7 @@ def words_of(command: str) -> list[str]:
     is the home folder, which a shell does not see behind `=`.
     """
     # here: help needs no errors
-    from rlhf_lightning.app.config.errors import withdrawn
-    from rlhf_lightning.app.config.run_file import with_file
-    from rlhf_lightning.app.config.ways import spelled_out
+    from rlhf_lightning.app.config import errors, run_file, ways
 
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
@@ -150,11 +146,11 @@ def words_of(command: str) -> list[str]:
     sys.argv[1:] = words
     register()
     try:
-        words = with_file(words)
-        words = spelled_out(words) if command in _SHORT else words
+        words = run_file.with_file(words)
+        words = ways.spelled_out(words) if command in _SHORT else words
     except ConfigError as error:
         fail(str(error))
-    if gone := withdrawn(words):
+    if gone := errors.withdrawn(words):
         fail(gone)
     if wrong := next(filter(_HYPHENS.match, words), None):
         fail(

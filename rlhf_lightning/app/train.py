@@ -171,10 +171,7 @@ def _train(
     summary = replace(summary, about=about)
     if parts.trainer.is_global_zero:
         write_summary(folder, summary)
-        named = settings.name == settings.stage
-        lines = start_settings(settings, parts, checkpoint)
-        print_start(settings.title if named else settings.name, folder, lines)
-        say(parts.data.render_summary())
+        _print_start(folder, parts, checkpoint)
     times.append(time.perf_counter())
     # 2 fit
     parts = _fit(folder, parts, checkpoint)
@@ -205,6 +202,13 @@ def _train(
             told = read_summary(folder)  # with what the doctor said
             print_verdict(told, folder, wandb=shown_in_wandb(parts.trainer))
     return summary
+
+
+def _print_start(folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None) -> None:
+    settings = parts.settings
+    title = settings.title if settings.name == settings.stage else settings.name
+    print_start(title, folder, start_settings(settings, parts, checkpoint))
+    say(parts.data.render_summary())
 
 
 class DropsOptimizerState(Checkpoint):

@@ -234,11 +234,11 @@ def load_whole(
     shapes = sorted(entry for entry in info["mismatched_keys"] if entry[0] not in spare)
     unexpected = listed(sorted(set(info["unexpected_keys"]) - spare))
     if missing:
-        others = f" (it holds {unexpected})" if unexpected else ""
         raise ValueError(
             not_stored(missing)
-            or f"cannot load {source}: its weights lack {listed(missing)}{others}, which would be "
-            "random numbers: give a complete checkpoint in the names of transformers"
+            or f"cannot load {source}: its weights lack {listed(missing)}"
+            f"{f' (it holds {unexpected})' if unexpected else ''}, which would be random numbers: "
+            "give a complete checkpoint in the names of transformers"
         )
     if shapes:
         told = (f"{name} is {list(got)} and not {list(want)}" for name, got, want in shapes)

@@ -26,7 +26,7 @@ SCORERS = {
     "http": "scorer.url=http://x/y",
     "text_reward_model": "scorer.source=org/name",
     "reward_ensemble": "scorer.sources=[org/one,org/two]",
-    "weighted": "scorer.scorers={a: {_target_: rlhf_lightning.FunctionScorer, function: f.py:g}}",
+    "weighted": "scorer.scorers={a:{_target_:rlhf_lightning.FunctionScorer,function:f.py:g}}",
 }
 
 

@@ -25,7 +25,7 @@ LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning al
         ("train", "dpo org/m file.jsonl", "file.jsonl does not exist"),
         ("train", "--config run.yaml", "run.yaml"),
         ("train", "--recipe dpoo", "did you mean dpo"),
-        ("chat", "./missing", "run[0]=./missing is no run and no model"),
+        ("chat", "./missing", "run=./missing is no run and no model"),
     ],
 )
 def test_help_and_mistakes_that_need_no_torch_are_answered_at_once(command, words, told, tmp_path):

@@ -291,5 +291,5 @@ def test_rows_of_another_objective_are_refused_with_the_kind_that_fits(
     source = material["pairs"]
     data = PreferenceDataModule(source, module.tokenizer, batch_size=4, kind=given)
     trainer = L.Trainer(**trainer_arguments(tmp_path, max_iterations=1, accelerator="cpu"))
-    with pytest.raises(TypeError, match=f"kind={module.record_kinds[0]}"):
+    with pytest.raises(TypeError, match=f"kind={module.kinds_of_records(module.algorithm)[0]}"):
         trainer.fit(module, data)
