@@ -207,16 +207,10 @@ def load_whole(
         ValueError: if a tensor is missing or has another shape than the configuration says.
         ManifestError: if an artifact is not what its manifest says.
     """
-    import torch
-
     from rlhf_lightning.models.building import reads_weights
 
     if not reads_weights() and "quantization_config" not in extra:
-        # On the meta device; its dtypes are those of the rank that has read it.
-        held = torch.float32 if dtype == "auto" else dtype
-        with naming_source(source), torch.device("meta"):
-            code = options["trust_remote_code"]
-            return cls.from_config(extra["config"], dtype=held, trust_remote_code=code)
+        return _without_weights(cls, source, dtype, options, extra["config"])
     check_artifact(source)
     with naming_source(source):
         model, info = cls.from_pretrained(
@@ -248,6 +242,21 @@ def load_whole(
     if unexpected:
         warn_once(f"{type(model).__name__} has no place for {unexpected} of {source}: not loaded")
     return model
+
+
+def _without_weights(
+    cls: Any,
+    source: str | Path,
+    dtype: torch.dtype | str,
+    options: dict[str, Any],
+    config: PretrainedConfig,
+) -> Any:
+    """Return the model on the meta device; its dtypes are those of the rank that has read it."""
+    import torch
+
+    held, code = torch.float32 if dtype == "auto" else dtype, options["trust_remote_code"]
+    with naming_source(source), torch.device("meta"):
+        return cls.from_config(config, dtype=held, trust_remote_code=code)
 
 
 def check_artifact(source: str | Path) -> None:
