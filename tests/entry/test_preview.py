@@ -80,10 +80,9 @@ def test_a_terminal_has_colours_and_another_kind_can_be_asked_for(start, pairs, 
     [
         ("--help", "rlhf_lightning.preview"),
         ("pairs.jsonl model=M kidn=prompts", "did you mean kind"),
-        ("pairs.jsonl", "model.source is not set"),
+        ("pairs.jsonl", "is not set: add model=FOLDER"),
         ("pairs.jsonl model=M max_length=0", "max_length=0 must be >= 1"),
         ("pairs.jsnol model=M", "did you mean pairs.jsonl?"),
-        ("pairs.jsonl model=./M", "./M"),
     ],
 )
 def test_help_and_mistakes_are_answered_at_once(pairs, words, told):

@@ -35,6 +35,7 @@ from rlhf_lightning.app.config.settings import (
     TrainSettings,
 )
 from rlhf_lightning.arguments import Count, CountOrZero, Seed, Temperature
+from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.records import LossOn, RecordKind, Value
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
@@ -330,10 +331,17 @@ class DashboardSettings(CommandSettings):
 class PreviewModelSettings(Settings):
     """The model whose tokenizer encodes the records."""
 
-    source: str
+    source: str | None
     chat_template: str | None = None
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     revision: str | None = None
+
+    @field_validator("source")
+    @classmethod
+    def _is_set(cls, source: str | None) -> str | None:
+        if source is None:
+            raise ValueError(" is not set: add model=FOLDER, or a name on the hub")
+        return source
 
 
 class PreviewSettings(CommandSettings):
@@ -358,6 +366,13 @@ class PreviewSettings(CommandSettings):
     num_rows: Count | None = 2000
     num_examples: CountOrZero = 5
     html: OptionalPath = None
+
+    @model_validator(mode="after")
+    def _begins_to_be_read(self) -> Self:
+        """Find a file that is missing before transformers is imported."""
+        path = self.path.expanduser()
+        next(read_rows(split_files(path)[0][0] if path.is_dir() else path), None)
+        return self
 
 
 class EnvSettings(CommandSettings):
