@@ -234,7 +234,7 @@ def build_comparison(
         asked = comparison_arguments(settings)
         source = settings.dataset.source.build()
         source = WholeSource(source) if settings.prompts.split == "all" else source
-        records = source.records("prompts", settings.prompts.part)
+        records: Any = source.records("prompts", settings.prompts.part)
         if not records:
             name, split = settings.dataset.name, settings.prompts.split
             raise ConfigError(f"dataset={name} has no prompts in {split}")
@@ -387,12 +387,13 @@ def _benchmark_figures(settings: EvaluateSettings, benchmark: Any) -> dict[str, 
     if isinstance(benchmark, LmEvalBenchmark):
         rounded = {"mixed_precision_dtype": "bfloat16"} if precision == MIXED_BF16 else {}
         origin = {key: value for key, value in settings.model.origin.items() if value is not None}
-        model, sides = settings.model, (settings.policy, settings.baseline)
+        model, policy, baseline = settings.model, settings.policy, settings.baseline
         with TemporaryDirectory() as folder:
             tokenizers = [str(Path(folder, side)) for side in ("policy", "baseline")]
-            for source, kept in zip(sides, tokenizers, strict=True):
+            for source, kept in zip((policy, baseline), tokenizers, strict=True):
                 load_tokenizer(source, **model.template, **model.origin).save_pretrained(kept)
-            return benchmark.measure(*sides, tokenizers=tokenizers, **rounded, **origin)
+            more: dict[str, Any] = rounded | origin
+            return benchmark.measure(policy, baseline, tokenizers=tokenizers, **more)
     if target is None:
         raise ConfigError("benchmark: name the reward model to measure, scorer=NAME")
     members = target.get("sources")

@@ -105,8 +105,10 @@ class PairsBenchmark:
         """Return `benchmark/accuracy` and what `pair_metrics` finds, under `benchmark/`."""
         pairs = [
             ScoredPair(
-                *scores,
-                *lengths,
+                scores[0],
+                scores[1],
+                lengths[0],
+                lengths[1],
                 subsets=(one.subset,) if one.subset else (),
                 domain=one.prompt.domain,
                 prompt=repr(one.prompt.prompt),
@@ -267,9 +269,9 @@ def score_candidates(
     """
     if not candidates:
         raise ValueError("benchmark: the file holds no rows")
-    asked = [(one.prompt, answer) for one in candidates for answer in one.answers]
     answers = written_responses(
-        *zip(*asked, strict=True),
+        [one.prompt for one in candidates for _ in one.answers],
+        [answer for one in candidates for answer in one.answers],
         tokenizer,
         max_prompt_length=max_prompt_length,
         batch_size=batch_size,

@@ -211,7 +211,7 @@ def _sequence_kl(own: Tensor, other: Tensor, answers: Responses) -> list[float]:
 
 def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
     """Return the gold reward of each response."""
-    texts = (answers.prompts, answers.completions, answers.finished)
+    texts: Sequence[Any] = (answers.prompts, answers.completions, answers.finished)
     return gold(*map(list, texts), **asked_columns(gold, answers.columns))  # copies it may change
 
 
@@ -260,7 +260,7 @@ def side_by_side(
     policy: PolicyAnswers, baseline: PolicyAnswers, count: int | None = None
 ) -> list[dict[str, object]]:
     """Return prompts with a response of each side, for samples.jsonl; None for all prompts."""
-    rows = []
+    rows: list[dict[str, object]] = []
     for number in range(policy.num_prompts)[:count]:
         mine, theirs = number * policy.answers_per_prompt, number * baseline.answers_per_prompt
         scores = policy.scores[mine], baseline.scores[theirs]

@@ -287,8 +287,9 @@ def encode_questions(
     for record in records:
         report = EncodingReport()
         given: dict[str, Any] = {"max_length": max_prompt_length, "over_long": over_long}
-        rows = [encode_prompt(record, encoder, **given, report=report) for encoder in encoders]
-        if None in rows:
+        tried = [encode_prompt(record, encoder, **given, report=report) for encoder in encoders]
+        rows = [row for row in tried if row is not None]
+        if len(rows) < len(tried):
             unused[next(iter(report.dropped), BAD)] += 1
         else:
             short.append((record, rows))
