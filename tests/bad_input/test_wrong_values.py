@@ -375,7 +375,7 @@ COMMANDS += [
     ("annotate", "page.port=70000", "page.port=70000", "65535"),
     ("dashboard", "projct=x", "projct", "project"),
     ("chat", "", "run", "run=..."),
-    ("chat", "./missing", "run[0]=./missing", "ORG/NAME"),
+    ("chat", "./missing", "run=./missing", "ORG/NAME"),
     ("chat", "ORG/NAME temprature=1", "temprature", "temperature"),
     ("chat", "ORG/NAME ORG/NAME ORG/NAME", "run=", "fewer"),
 ]

@@ -20,7 +20,7 @@ LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning al
         ("train", "+experiment=ppo module.ppo.kl_coeff=1", "did you mean module.ppo.kl_coef"),
         ("train", "+experiment=ppo module.ppo.kl_coef=-1", "module.ppo.kl_coef=-1 must be >= 0"),
         ("train", "+experiment=ppo trainer.devices=0", "trainer.devices=0 must be >= 1"),
-        ("chat", "./missing", "run[0]=./missing is no run and no model"),
+        ("chat", "./missing", "run=./missing is no run and no model"),
     ],
 )
 def test_help_and_mistakes_that_need_no_torch_are_answered_at_once(command, words, told, tmp_path):
