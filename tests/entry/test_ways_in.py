@@ -246,7 +246,7 @@ def test_a_recipe_takes_further_words_and_refuses_what_is_none():
 
 @pytest.mark.thorough
 def test_a_run_of_the_short_way_says_what_it_stands_for_and_its_file_runs_it_again(tmp_path):
-    line = ("dpo", "small", "preferences.jsonl", "module.dpo.beta=0.2", *TINY)
+    line = ("dpo", "small", "preferences.jsonl", "module.dpo.beta=0.2", "data.max_length=64", *TINY)
     first = train(tmp_path, *line, "hydra.run.dir=first")
     assert first.returncode == 0, first.stderr
     told = first.stderr.splitlines()[0]
@@ -271,11 +271,13 @@ def test_a_run_of_the_short_way_says_what_it_stands_for_and_its_file_runs_it_aga
 @pytest.mark.thorough
 def test_several_rewards_are_one_sum(tmp_path):
     small = ("data.num_generations=2", "module.grpo.num_minibatches=1", *TINY[:-3])
-    small += ("module.sampling.max_new_tokens=4", "evaluation.num_prompts=4")
+    small += ("module.sampling.max_new_tokens=4", "data.max_prompt_length=32")
     rewards = ("--reward", "reward.py:length", "--reward", "reward.py:short=0.5")
     done = train(tmp_path, "grpo", "small", "prompts.jsonl", *rewards, *small)
     assert done.returncode == 0, done.stderr
     (metrics,) = tmp_path.glob("outputs/grpo_small/*/metrics.csv")
     head, row = metrics.read_text().splitlines()[:2]
     values = dict(zip(head.split(","), row.split(","), strict=True))
-    assert float(values["rollout/score"]) == pytest.approx(0.5 * float(values["rollout/length"]))
+    assert float(values["rollout/score"]) == pytest.approx(
+        0.5 * float(values["rollout/score/length"])
+    )
