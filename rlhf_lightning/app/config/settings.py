@@ -285,8 +285,9 @@ class TrainSettings(RunSettings):
     @model_validator(mode="after")
     def _build_hparams(self) -> Self:
         for key, node in self.module.arguments.items():
-            name = str(node.get("_target_")) if isinstance(node, Mapping) else ""
-            if name.endswith("Hparams") or (name and key in (self.stage, "sampling")):
+            name = node.get("_target_") if isinstance(node, Mapping) else None
+            is_theirs = str(name).endswith("Hparams") or key in (self.stage, "sampling")
+            if isinstance(name, str) and is_theirs:
                 cls = resolve(name, f"module.{key}")
                 if issubclass(cls, Checked):
                     self._hparams[key] = build_hparams(cls, node, f"module.{key}")
