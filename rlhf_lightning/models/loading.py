@@ -207,13 +207,12 @@ def load_whole(
         ValueError: if a tensor is missing or has another shape than the configuration says.
         ManifestError: if an artifact is not what its manifest says.
     """
-    import torch
-
     from rlhf_lightning.models.building import reads_weights
 
     if not reads_weights() and "quantization_config" not in extra:
-        # On the meta device; its dtypes are those of the rank that has read it.
-        held = torch.float32 if dtype == "auto" else dtype
+        import torch
+
+        held = torch.float32 if dtype == "auto" else dtype  # as on the rank that has read it
         with naming_source(source), torch.device("meta"):
             code = options["trust_remote_code"]
             return cls.from_config(extra["config"], dtype=held, trust_remote_code=code)
