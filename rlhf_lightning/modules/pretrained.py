@@ -147,9 +147,6 @@ def of_policy(
     onward = _onward(start, options["start"], lora)
     hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
     taught, teaching = _teacher(cls, start, options, hparams)
-    if isinstance(estimator := options["estimator"], str):
-        built_by_name = load_function(estimator, "estimator")()
-        estimator = fitting(f"{estimator}()", built_by_name, AdvantageEstimator)
     more = {} if taught is None else {"teacher": taught.name}
 
     def models() -> Any:
@@ -163,7 +160,7 @@ def of_policy(
         generator=start.generator(),
         tokenizer=start.tokenizer,
         **{name: options[name] for name in ("seed", "surrogate")},
-        estimator=estimator,
+        estimator=_estimator(options["estimator"]),
         **teaching,
         **hparams,
         **start.parts,
@@ -181,6 +178,14 @@ def of_policy(
         **kept,
     )
     return built  # type: ignore[no-any-return]
+
+
+def _estimator(given: AdvantageEstimator | str | None) -> AdvantageEstimator | None:
+    """Return the estimator that was given, or that `path.py:Class` names."""
+    if not isinstance(given, str):
+        return given
+    made = load_function(given, "estimator")()
+    return fitting(f"{given}()", made, AdvantageEstimator)  # type: ignore[no-any-return]
 
 
 def _onward(start: Start, source: str | Path | None, lora: LoraHparams | None) -> str | None:
