@@ -180,10 +180,10 @@ def of_policy(
     return built  # type: ignore[no-any-return]
 
 
-def _estimator(given: Any) -> AdvantageEstimator | None:
-    """Return an estimator, also one that is named by `FILE.py:CLASS`."""
+def _estimator(given: AdvantageEstimator | str | None) -> AdvantageEstimator | None:
+    """Return the estimator that was given, or that `path.py:Class` names."""
     if not isinstance(given, str):
-        return given  # type: ignore[no-any-return]
+        return given
     made = load_function(given, "estimator")()
     return fitting(f"{given}()", made, AdvantageEstimator)  # type: ignore[no-any-return]
 
