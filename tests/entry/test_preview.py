@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from tests.builders.command_lines import environment
 
 LIMIT_SECONDS = 5.0  # of user and system time
@@ -33,8 +34,17 @@ def rlhf_data(folder, *words, limit=LIMIT_SECONDS, **changes):
 
 
 @pytest.fixture
+def model(tmp_path):
+    """A folder without weights: none are loaded."""
+    demo_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
 def pairs(tmp_path):
-    records = DemoSource(seed=1).records("preferences", "train")[:20]
+    few = {f"num_{kind}": 24 for kind in ("texts", "demonstrations", "preferences")}
+    source = DemoSource(seed=1, num_validation_preferences=16, **few)
+    records = source.records("preferences", "train")[:20]
     rows = [
         {"question": r.prompt, "chosen": r.chosen, "rejected": r.rejected, "<b>": n}
         for n, r in enumerate(records)
@@ -46,8 +56,8 @@ def pairs(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(start, pairs, tmp_path):
-    words = ("pairs.jsonl", "--model", start, "columns={prompt: question}", "html=page.html")
+def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(model, pairs, tmp_path):
+    words = ("pairs.jsonl", "--model", model, "columns={prompt: question}", "html=page.html")
     done = rlhf_data(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert "preferences: 19 train\n" in done.stdout
@@ -65,8 +75,8 @@ def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(start, pairs, tmp_
 
 
 @pytest.mark.thorough
-def test_a_terminal_has_colours_and_another_kind_can_be_asked_for(start, pairs, tmp_path):
-    words = (pairs, f"model={start}", "columns={prompt: question}", "kind=prompts")
+def test_a_terminal_has_colours_and_another_kind_can_be_asked_for(model, pairs, tmp_path):
+    words = (pairs, f"model={model}", "columns={prompt: question}", "kind=prompts")
     done = rlhf_data(tmp_path, *words, "num_examples=1", FORCE_COLOR="1", TERM="xterm-256color")
     assert done.returncode == 0, done.stderr
     assert "prompts" in done.stdout
