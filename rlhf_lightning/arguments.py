@@ -218,7 +218,8 @@ def _signature(call: Callable[..., Any]) -> inspect.Signature:
     """
     found = inspect.signature(call)
     named = list(found.parameters.values())
-    if not named or "Unpack[" not in str(named[-1].annotation):
+    written: Any = named[-1].annotation if named else ""  # a text under `annotations` of __future__
+    if "Unpack[" not in str(written) and get_origin(written) is not Unpack:
         return found
     last = named.pop()
     (options,) = get_args(typing.get_type_hints(call, include_extras=True)[last.name])

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any, TypedDict, Unpack
 
 import pytest
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.hparams import (
     GRPOHparams,
     PPOHparams,
@@ -126,3 +128,18 @@ def test_an_unusual_value_works_and_warns_with_the_usual_range(cls, name, value,
     with pytest.warns(UnusualHparamWarning, match=message):
         hparams = cls(**{name: value})
     assert getattr(hparams, name) == value
+
+
+class Options(TypedDict, total=False):
+    width: int
+
+
+@pytest.mark.parametrize("written", [Unpack[Options], "Unpack[Options]"])
+def test_options_are_checked_with_and_without_annotations_of_the_future(written):
+    def build(**options: Any) -> Any:
+        return options
+
+    build.__annotations__["options"] = written
+    assert checked(build)(width=3) == {"width": 3}
+    with pytest.raises(TypeError, match="width='x'"):
+        checked(build)(width="x")

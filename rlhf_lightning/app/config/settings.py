@@ -297,8 +297,9 @@ class TrainSettings(RunSettings):
         if self.stage not in self._hparams:
             known = " or ".join(key for key in self._hparams if key != "sampling")
             raise ValueError(
-                f"stage={self.stage} needs the settings module.{self.stage}, and module has those "
-                f"of stage={known}: use one of them, or module={self.stage}"
+                f"stage={self.stage} needs the settings module.{self.stage}, with the _target_ of "
+                f"their class, and module has those of stage={known or 'none'}: use one of them, "
+                f"or module={self.stage}"
             )
         return self
 
