@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, devices, ranks, commit."""
+"""Facts for a bug report: versions, devices, ranks, commit."""
 
 from functools import partial
 

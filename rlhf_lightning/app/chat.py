@@ -39,7 +39,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.text.decode import response_texts
-from rlhf_lightning.text.messages import Messages, Text
+from rlhf_lightning.text.messages import Messages, Text, visible
 from rlhf_lightning.text.tokens import ControlTokens
 
 with suppress(ImportError):  # a Python may be built without it
@@ -207,10 +207,7 @@ class Chat:
 
     def _table(self, responses: Sequence[Response], *, alone: bool) -> Shown | Table:
         # No escape sequence of a response reaches the terminal.
-        cells = [
-            Shown.assemble(one.text.replace("\x1b", "\u241b"), "\n", (one.note, "dim"))
-            for one in responses
-        ]
+        cells = [Shown.assemble(visible(one.text), "\n", (one.note, "dim")) for one in responses]
         if alone:
             return cells[0]
         table = Table(box=None, expand=True, padding=(0, 2, 0, 0))

@@ -1,4 +1,4 @@
-"""What a bug report needs: `rlhf-env`. Prints no secret, no name of a host and no path."""
+"""Facts for a bug report: `rlhf-env`. Prints no secret, no name of a host and no path."""
 
 from __future__ import annotations
 

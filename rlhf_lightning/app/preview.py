@@ -1,4 +1,4 @@
-"""What is read of a file before anything is trained: `rlhf-data FILE model=FOLDER`."""
+"""A look at the records of a file before training: `rlhf-data FILE model=FOLDER`."""
 
 from __future__ import annotations
 

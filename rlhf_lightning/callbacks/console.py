@@ -23,6 +23,7 @@ from rlhf_lightning.runs.folder import RunFolder, from_here, read_samples
 from rlhf_lightning.runs.metric_catalog import counted, duration, quantity
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
+from rlhf_lightning.text.messages import visible
 
 KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and messages need the room
 _SHOWN = 6  # metrics of a bar or a line
@@ -179,7 +180,7 @@ def _print_answers(folder: RunFolder, console: Console) -> None:
         ):
             value = None if score is None else sample.get(score)
             scored = "" if value is None else f" {value:.2f}"
-            text = " ".join(str(sample[key]).split())
+            text = " ".join(visible(str(sample[key])).split())
             table.add_row(Text(f"{name}{scored}"), Text(shorten(text, _LONGEST_ANSWER)))
         console.print(table, Text(""))
 

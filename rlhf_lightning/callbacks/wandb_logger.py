@@ -101,7 +101,7 @@ class IterationWandbLogger(WandbLogger):
 
     @property
     def shown_in(self) -> str:
-        """Where one sees this run, in a line: its address, or what uploads it."""
+        """The place of this run in a line: its address, or the command that uploads it."""
         mode = str(self._wandb_init.get("mode"))
         if self._has_failed:
             return "off: it did not work; metrics.csv has the numbers"

@@ -1,4 +1,4 @@
-"""What is read of a source before anything is trained, without torch and without weights."""
+"""A look at the records of a source before training, without torch and without weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_FAULTS = 10  # that are named
 
 
 class Preview(NamedTuple):
-    """What a stage would read.
+    """The records that a stage would read.
 
     Args:
         kind: of the records.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import lightning as L
 import torch
@@ -153,8 +153,7 @@ def of_policy(
         how = of_trainer(built, lora) | start.loading
         return build(policy, scorer, start=onward, **more, **how)
 
-    made: Any = cls
-    built: Any = made(
+    built: Any = cast(Any, cls)(
         models=models,
         scorer=scorer,
         generator=start.generator(),

@@ -83,3 +83,8 @@ def read_by_people(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 def _text(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def visible(text: str) -> str:
+    """Return a text with pictures of its escape characters, which a terminal would obey."""
+    return text.replace("\x1b", "\u241b").replace("\x9b", "\ufffd")

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_lightning.callbacks.console import ProgressBar, print_start, print_verdict
-from rlhf_lightning.runs.folder import RunFolder, read_samples
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from tests.builders.run_folders import fake_ppo_run
 from tests.callbacks.tiny_run import KilledError, run
@@ -70,6 +70,16 @@ def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
     ):
         assert part in text, part
     assert str(folder.report) not in text, "there is no report, so none is promised"
+
+
+def test_an_escape_sequence_in_a_response_does_not_reach_the_terminal(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 3)
+    row = {"prompt": "a", "response": "\x1b[2Jgone", "baseline_response": "b\x9b2J"}
+    SamplesAppender(folder.samples).append(4, [row])
+    out = io.StringIO()
+    print_verdict(read_summary(folder), folder, console=Console(file=out, width=200))
+    assert "\u241b[2Jgone" in out.getvalue()
+    assert not re.search("[\x1b\x9b]", out.getvalue())
 
 
 def test_text_that_looks_like_markup_is_printed_as_it_is(tmp_path):

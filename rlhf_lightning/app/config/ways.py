@@ -29,7 +29,7 @@ _REWARD = re.compile(
 
 
 class Experiment(NamedTuple):
-    """What the words of a short command line stand for.
+    """An experiment, as the short command line names what it starts from and reads.
 
     Args:
         name: its name.
