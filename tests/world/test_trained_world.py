@@ -111,12 +111,13 @@ def test_always_saying_i_do_not_know_loses_to_the_sft_policy(sft_answers):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_reward_model_and_policy_reach_what_the_readme_promises(tmp_path, seed):
-    train(tmp_path, "+experiment=ppo", f"seed={seed}", timeout=850)
-    reward = summary(tmp_path, "reward")["metrics"]
+def test_reward_model_and_policy_reach_what_the_readme_promises(trained, tmp_path, seed):
+    folder = trained if seed == 1 else tmp_path
+    train(folder, "+experiment=ppo", f"seed={seed}", timeout=850)
+    reward = summary(folder, "reward")["metrics"]
     assert reward["val/accuracy"] >= 0.85
     assert reward["val/accuracy"] > reward["val/longer_wins_accuracy"] + 0.1
-    ppo = summary(tmp_path, "ppo")["metrics"]
+    ppo = summary(folder, "ppo")["metrics"]
     assert ppo["val/gold_win_rate"] >= 0.75
     assert ppo["val/gold_win_rate_low"] > 0.70
     assert ppo["val/kl_per_token"] <= 0.5
