@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import HPARAMS, WORDS, at, config_dirs, dotted_keys
 from rlhf_lightning.app.config.errors import composition
-from rlhf_lightning.app.config.run_file import run_yaml
+from rlhf_lightning.app.config.run_file import run_yaml, schema_line
 from rlhf_lightning.app.config.ways import read_experiment, replaced
 
 _HEAD = """\
@@ -37,7 +37,7 @@ def recipe(name: str, further: Sequence[str]) -> str:
     cfg.hydra = None
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     text, keys = run_yaml(words), list(dotted_keys(cfg))
-    lines = [_HEAD.format(one.records), text, _DEFAULTS]
+    lines = [_HEAD.format(one.records), schema_line(), text, _DEFAULTS]
     for searched in WORDS["other_trainers"]:
         pattern = searched.replace(".", r"\.").replace("*", r"\w+")
         for key in (key for key in keys if re.fullmatch(pattern, key) and f"{key}:" not in text):

@@ -11,10 +11,17 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from rlhf_lightning.app.config.compose import CONFIG_DIR, ConfigError, config_dirs, word
+from rlhf_lightning.app.config.compose import (
+    CONFIG_DIR,
+    ConfigError,
+    conf_dir,
+    config_dirs,
+    word,
+)
 from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS
 from rlhf_lightning.app.config.ways import replaced, values_of
 
+SCHEMA = "run.schema.json"  # in conf/, written by docs/build_schema.py
 HEAD = """\
 # What was set for this run. In the folder where it was started, the same command with
 #   --config THIS_FILE
@@ -65,3 +72,8 @@ def run_yaml(words: Sequence[str]) -> str:
     if folders := [one.removeprefix(CONFIG_DIR) for one in config_dirs()]:
         content[_FOLDERS] = folders
     return OmegaConf.to_yaml(OmegaConf.create(content))
+
+
+def schema_line() -> str:
+    """Return the comment by which an editor completes and checks a file for `rlhf-train`."""
+    return f"# yaml-language-server: $schema={conf_dir() / SCHEMA}\n"

@@ -11,8 +11,13 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from rlhf_lightning.app.config.compose import ConfigError, at
-from rlhf_lightning.app.config.run_file import HEAD, run_yaml
-from rlhf_lightning.app.config.settings import OF_A_JOB, RunSettings, with_environment
+from rlhf_lightning.app.config.run_file import HEAD, run_yaml, schema_line
+from rlhf_lightning.app.config.settings import (
+    OF_A_JOB,
+    RunSettings,
+    TrainSettings,
+    with_environment,
+)
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RESOLVED, RunFolder
@@ -97,7 +102,8 @@ def keep_configuration(settings: RunSettings, folder: RunFolder) -> None:
         text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
         write_text(folder.config.with_name(RESOLVED), text)
     if (words := folder.config.with_name("overrides.yaml")).is_file():
-        write_text(folder.run_yaml, HEAD + run_yaml(read_yaml(words)))
+        head = HEAD + schema_line() if isinstance(settings, TrainSettings) else HEAD
+        write_text(folder.run_yaml, head + run_yaml(read_yaml(words)))
     if folder.config.is_file() and "${oc.env" in folder.config.read_text("utf-8"):
         write_settings(folder.config, settings)
 
