@@ -143,7 +143,3 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("annotate", run)
-
-
-if __name__ == "__main__":
-    main()

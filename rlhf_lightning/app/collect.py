@@ -295,7 +295,3 @@ def main() -> None:
     broadcast_from_rank0("launch time", launch_time)
     check_command_line("collect")
     run_job("collect", _job)
-
-
-if __name__ == "__main__":
-    main()

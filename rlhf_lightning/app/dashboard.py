@@ -198,7 +198,3 @@ def _show(settings: DashboardSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("dashboard", _show)
-
-
-if __name__ == "__main__":
-    main()

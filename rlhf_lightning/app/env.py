@@ -57,7 +57,3 @@ def _show(settings: EnvSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("env", _show)
-
-
-if __name__ == "__main__":
-    main()

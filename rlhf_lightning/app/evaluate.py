@@ -465,7 +465,3 @@ def main() -> None:
         return
     with ended_in_one_line(), stopping_on_signals():
         import_labels(settings)  # into the folder of another run
-
-
-if __name__ == "__main__":
-    main()

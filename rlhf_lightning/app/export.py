@@ -101,7 +101,3 @@ def _export(settings: ExportSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("export", _export)
-
-
-if __name__ == "__main__":
-    main()

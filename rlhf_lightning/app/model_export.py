@@ -62,7 +62,7 @@ def export_trained(
     model = parts.module.trained
     trained = TrainedModel(
         model,
-        parts.tokenizer,
+        cast(Any, parts.module).tokenizer,
         full_state(model),
         cast(Any, parts.module).source,
         trust_remote_code=settings.model.trust_remote_code,

@@ -248,7 +248,3 @@ def main() -> None:
         with ended_in_one_line():
             check_pipeline(settings)
     run_job("pipeline", _job)
-
-
-if __name__ == "__main__":
-    main()

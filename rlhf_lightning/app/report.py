@@ -62,7 +62,3 @@ def _write(settings: ReportSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("report", _write)
-
-
-if __name__ == "__main__":
-    main()

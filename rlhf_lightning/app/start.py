@@ -28,6 +28,7 @@ from rlhf_lightning.app.config.compose import (
     conf_dir,
     help_text,
     primary,
+    quoted,
     register,
 )
 from rlhf_lightning.distributed.launch import global_rank
@@ -83,8 +84,7 @@ def start(command: str, module: str | None = None) -> None:
 def print_recipe(words: Sequence[str]) -> None:
     """Print the file of settings that `--recipe EXPERIMENT` asks for, or end the process."""
     # here: help needs no settings
-    from rlhf_lightning.app.config.recipe import recipe
-    from rlhf_lightning.app.config.ways import values_of
+    from rlhf_lightning.app.config.ways import recipe, values_of
 
     register()
     try:
@@ -134,7 +134,7 @@ def words_of(command: str) -> list[str]:
     is the home folder, which a shell does not see behind `=`.
     """
     # here: help needs no errors
-    from rlhf_lightning.app.config import errors, run_file, ways
+    from rlhf_lightning.app.config import errors, ways
 
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
@@ -146,7 +146,7 @@ def words_of(command: str) -> list[str]:
     sys.argv[1:] = words
     register()
     try:
-        words = run_file.with_file(words)
+        words = ways.with_file(words)
         words = ways.spelled_out(words) if command in _SHORT else words
     except ConfigError as error:
         fail(str(error))
@@ -188,11 +188,6 @@ def with_model(words: Sequence[str]) -> list[str]:
     return [
         f"model.source={quoted(word[6:])}" if word.startswith("model=") else word for word in found
     ]
-
-
-def quoted(path: str) -> str:
-    """Return a path as a value of an override."""
-    return "'" + path.replace("'", "\\'") + "'"
 
 
 def _is_path(argument: str) -> bool:

@@ -32,9 +32,8 @@ from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import TrainingComponents, gates_of
+from rlhf_lightning.app.evaluation import TrainingComponents, gates_of, measure
 from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
-from rlhf_lightning.app.finalize import measure
 from rlhf_lightning.app.model_export import export_trained
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
@@ -338,10 +337,3 @@ def main() -> None:
         return
     check_command_line("train")
     run_job("train", _job)
-
-
-if __name__ == "__main__":
-    # By its name, by which a launcher's job finds it again; as `__main__` it would be pickled.
-    from rlhf_lightning.app.train import main as run_by_name
-
-    run_by_name()

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from rlhf_lightning.app.config.compose import ConfigError, at
-from rlhf_lightning.app.config.run_file import HEAD, run_yaml
 from rlhf_lightning.app.config.settings import OF_A_JOB, RunSettings, with_environment
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
+from rlhf_lightning.app.config.ways import HEAD, run_yaml
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RESOLVED, RunFolder
 from rlhf_lightning.runs.public_config import public_config
