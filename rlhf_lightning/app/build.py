@@ -15,22 +15,20 @@ from typing import Any, cast
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from lightning.pytorch.callbacks import EarlyStopping
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_lightning.app.config.compose import ConfigError, texts
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import LOOKUPS, Node, check_arguments, nodes
+from rlhf_lightning.app.config.targets import LOOKUPS, Node, nodes
 from rlhf_lightning.app.evaluation import (
     TrainingComponents,
     check_context_length,
     comparison_arguments,
-    context_length,
     model_config,
     prompt_length,
 )
+from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
@@ -78,15 +76,11 @@ def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
     monitor = settings.callbacks.checkpoint.monitor
     if doctor.actions is not None and doctor.actions.on_alarm == "rollback" and monitor is None:
         raise ConfigError(
-            "doctor.actions.on_alarm=rollback needs a best checkpoint, "
-            "callbacks.checkpoint.monitor=null keeps none: set that to doctor/quality and "
-            "callbacks.checkpoint.mode=max"
+            "doctor.actions.on_alarm=rollback: callbacks.checkpoint.monitor=null keeps none to go "
+            "back to; set doctor/quality and callbacks.checkpoint.mode=max"
         )
     given = {"domains": doctor.harmful_domains, "patterns": doctor.refusals}
-    try:
-        refusals = Refusals(**{k: tuple(v) for k, v in given.items() if v is not None})
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    refusals = Refusals(**{k: tuple(v) for k, v in given.items() if v is not None})
     arguments = {
         "thresholds": doctor.thresholds,
         "actions": doctor.actions,
@@ -138,36 +132,30 @@ def make_logger(settings: TrainSettings, folder: RunFolder) -> Any:
 
 def sweep_group(name: str) -> str | None:
     """Return the name that the jobs of this sweep share, None outside of a multirun."""
-    if not HydraConfig.initialized():
-        return None
-    config = HydraConfig.get()
-    if config.mode != RunMode.MULTIRUN:
-        return None
-    return f"{name}/{Path(config.sweep.dir).name}"
+    return f"{name}/{Path(HydraConfig.get().sweep.dir).name}" if in_sweep() else None
 
 
 def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     """Build what the settings describe; models are built later, in `configure_model`."""
     stage = settings.spec
     settings = with_vocabulary(settings)
-    check_context_length(settings, context_length(settings))
+    check_context_length(settings)
     chosen, rates = choose_rates(settings)
     settings = settings.updated(chosen) if chosen else settings
     module = make_module(settings)
-    tokenizer, scorer = module.tokenizer, getattr(module, "scorer", None)
-    data = settings.data.build(tokenizer=tokenizer)
+    data = settings.data.build(tokenizer=module.tokenizer)
     data.setup()
     if stage.trains_policy and settings.safety is not None:
         encode_safety_prompts(  # of a file, asked at the end: fail before training
             settings.safety.build().records(),
-            [tokenizer],
+            [module.tokenizer],
             max_prompt_length=prompt_length(settings),
             batch_size=settings.evaluation.batch_size,
             setting=f"data.{settings.data.prompt_length_key}",
         )
     own = rollout_callbacks(settings) if stage.rolls_out else []
     trainer = make_trainer(settings, folder, own)
-    return TrainingComponents(settings, tokenizer, data, module, trainer, scorer, rates)
+    return TrainingComponents(settings, data, module, trainer, rates)
 
 
 def rollout_callbacks(settings: TrainSettings) -> list[L.Callback]:
@@ -388,15 +376,9 @@ def check_run(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
-    if (stops := settings.select(place := "callbacks.early_stopping")) is not None:
-        node = Node("EarlyStopping", EarlyStopping, call=EarlyStopping, arguments=stops)
-        check_arguments(node, place)
     checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
     if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
-        raise ConfigError(
-            "callbacks.checkpoint.mode=max is of a monitor: set callbacks.checkpoint.monitor, or "
-            "leave it out"
-        )
+        raise ConfigError("callbacks.checkpoint.mode=max needs callbacks.checkpoint.monitor=METRIC")
     named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]
     for key, path in (*named, *(("data.also", path) for path in settings.data.get("also") or ())):
         if path is not None and not Path(str(path)).exists():
@@ -429,8 +411,8 @@ def check_devices(settings: TrainSettings) -> None:
     found["gpu"] = max(found.values())
     if count > found.get(kind, count):
         raise ConfigError(
-            f"trainer.accelerator={kind} trainer.devices={count}, and torch finds {found[kind]} on "
-            "this machine: use fewer, or trainer.accelerator=cpu"
+            f"trainer.accelerator={kind} trainer.devices={count}, and this machine has "
+            f"{found[kind]}: use fewer, or trainer.accelerator=cpu"
         )
 
 

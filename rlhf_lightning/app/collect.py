@@ -148,9 +148,7 @@ def _worst(settings: CollectSettings) -> WorstSamples | None:
     if given.run is None:
         return None
     if given.source is None:
-        raise ConfigError(
-            "adversarial.run needs the reward model that was misled: artifacts.reward=..."
-        )
+        raise ConfigError("adversarial.run needs the misled reward model: artifacts.reward=FOLDER")
     model = _scorer(settings, given.source, given.max_length)
     return WorstSamples(Path(given.run), model.scores, given.num_pairs)
 

@@ -253,15 +253,11 @@ def build_comparison(
             once=True,
         )
     if comparison is None:
-        raise ConfigError(
-            f"none of {len(records)} prompts has at most prompts.max_length={longest} tokens: "
-            "raise it, or give shorter prompts"
-        )
+        raise ConfigError(f"prompts.max_length={longest} has no room for any prompt: raise it")
     if scorer is not None and "policy" in scorer.arguments and not comparison.same_tokenizer:
         raise ConfigError(
-            f"scorer: the reward model reads the tokens of policy={settings.policy}, and "
-            f"baseline={settings.baseline} has other ones: use scorer=text_reward_model "
-            f"scorer.source={settings.artifacts.reward}, or scorer=none"
+            f"scorer reads tokens of policy={settings.policy}, baseline={settings.baseline} has "
+            f"others: use scorer=text_reward_model scorer.source={settings.artifacts.reward}"
         )
     for model in [] if comparison.scorer is None else comparison.scorer.build():
         model.to(policy.model.device)
@@ -356,10 +352,7 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     card, target = settings.measured_model, settings.benchmark
     assert target is not None
     if settings.card and (card is None or not (Path(card) / "README.md").is_file()):
-        raise ConfigError(
-            f"card=true: {card} is no folder with a model card (README.md): give an exported "
-            "folder, or leave card=true out"
-        )
+        raise ConfigError(f"card=true: {card} has no README.md: give an exported folder")
     scorer = settings.scorer
     lines: dict[str, object] = {"policy": settings.policy, "baseline": settings.baseline}
     if not settings.compares_policies:
@@ -374,10 +367,7 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
         about = "; ".join(f"{key}: {value}" for key, value in lines.items())
         of = ", ".join(target.get("tasks") or []) or Path(target.get("path") or "").name
         title = f"{target.class_name.removesuffix('Benchmark')} {of}".strip()
-        try:
-            say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
-        except (OSError, UnicodeError) as error:
-            say(f"not added to the card of {card}: {error}")
+        say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
     return summary
 
 

@@ -227,7 +227,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
 
 
 def _job(cfg: Any) -> None:
-    folder, *_ = this_job()
+    folder, _ = this_job()
     try:
         summary = run(read_settings(PipelineSettings, cfg), folder)
     except (FolderTakenError, ConfigError) as error:

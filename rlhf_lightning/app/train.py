@@ -301,8 +301,8 @@ def objective(summary: Summary, module: type[RLHFModule]) -> float | None:
 
 def _job(cfg: Any) -> float | None:
     adopt_rank()  # of a job that submitit has started
-    folder, overrides, several = this_job()
-    if several:
+    folder, overrides = this_job()
+    if in_sweep():
         as_single_run(overrides)
     kind = str(cfg["stage"]).replace(".", "_").lower()  # of a configuration that is refused
     try:
@@ -319,7 +319,7 @@ def _job(cfg: Any) -> float | None:
                 raise
         return None  # which a search takes for a trial that failed
     finally:
-        if several:
+        if in_sweep():
             forget_ranks()
     return objective(summary, settings.spec)
 

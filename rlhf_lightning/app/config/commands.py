@@ -116,17 +116,12 @@ class EvaluateSettings(FiguresSettings):
         if not counts:
             return
         if max(counts) > pool:
-            raise ValueError(
-                f"best_of.n={counts} must be at most best_of.pool={pool}, the responses that are "
-                f"sampled to a prompt: use best_of.pool={max(counts)} or more"
-            )
+            raise ValueError(f"best_of.n={counts} must be at most best_of.pool={pool}: raise that")
         call = None if self.scorer is None else self.scorer.read("scorer").call
         if call is None or not getattr(call, "is_reward", True):
             raise ValueError("best_of.n needs a scorer that chooses the response: scorer=NAME")
         if self.evaluation.temperature == 0:
-            raise ValueError(
-                "best_of.n needs evaluation.temperature above 0: at 0 all responses are alike"
-            )
+            raise ValueError("best_of.n needs evaluation.temperature above 0")
 
     @property
     def unread(self) -> frozenset[str]:
@@ -204,14 +199,9 @@ class CollectSettings(FiguresSettings):
             raise ValueError("annotator=judge has no judge: choose judge=local or judge=openai")
         if self.records == "demonstrations":
             if self.artifacts.reward is None:
-                raise ValueError(
-                    "records=demonstrations needs the reward model that chooses the best response: "
-                    "artifacts.reward=FOLDER"
-                )
+                raise ValueError("records=demonstrations needs scores of artifacts.reward=FOLDER")
             if self.adversarial.run is not None:
-                raise ValueError(
-                    "adversarial.run makes pairs: use records=preferences, or leave it out"
-                )
+                raise ValueError("adversarial.run makes pairs: use records=preferences")
         return self
 
     @property
@@ -280,10 +270,7 @@ class ReportSettings(CommandSettings):
 
 def _is_policy(name: str) -> str:
     if not (RunFolder(Path(name)).config.is_file() or is_available(name)):
-        raise ValueError(
-            f"={name} is no run and no model: give a run folder (runs are in outputs/), a folder "
-            "with a config.json, or a hub name ORG/NAME"
-        )
+        raise ValueError(f"={name} is no run and no model: give a folder, or a hub name ORG/NAME")
     return name
 
 
@@ -407,9 +394,7 @@ class AnnotateSettings(CommandSettings):
         if self.action in ("import", "export") and self.file is None:
             raise ValueError(f"file is not set: {self.action} needs a file")
         if self.action == "export" and self.format == "auto":
-            raise ValueError(
-                "format=auto tells what is read: export needs pairs, labels, trl or label_studio"
-            )
+            raise ValueError("format=auto: export needs pairs, labels, trl or label_studio")
         return self
 
     @property

@@ -118,8 +118,7 @@ def composed(entry: str, overrides: list[str]) -> DictConfig:
     if folders:
         found = OmegaConf.create(primary(entry)).hydra.get("searchpath", [])
         found = [*found, *(f"file://{Path(folder).absolute()}" for folder in folders)]
-        quoted = ", ".join("'" + place.replace("'", "\\'") + "'" for place in found)
-        words.append(f"hydra.searchpath=[{quoted}]")
+        words.append(f"hydra.searchpath=[{', '.join(map(quoted, found))}]")
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         return compose(entry, overrides=words, return_hydra_config=True)
 
