@@ -155,7 +155,7 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
         )
     own = rollout_callbacks(settings) if stage.rolls_out else []
     trainer = make_trainer(settings, folder, own)
-    return TrainingComponents(settings, data, module, trainer, rates)
+    return TrainingComponents(settings, folder, data, module, trainer, rates)
 
 
 def rollout_callbacks(settings: TrainSettings) -> list[L.Callback]:

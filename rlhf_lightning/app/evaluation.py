@@ -43,28 +43,30 @@ class TrainingComponents:
     """Everything that a run is made of."""
 
     settings: TrainSettings  # with the learning rates and the vocabulary that were found
+    folder: RunFolder
     data: RecordDataModule
     module: RLHFModule
     trainer: L.Trainer
     rates: tuple[str, ...]  # the learning rates, with why, a line each
 
 
-def measure(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents) -> Findings:
+def measure(parts: TrainingComponents) -> Findings:
     """Return the final figures: of the training itself, and of the comparison or normalization.
 
     Every rank measures the same.
     """
+    settings = parts.settings
     release_freed_memory()  # of the optimizer: measuring may read one more model
     with cast(Any, parts.trainer.strategy.precision_plugin).forward_context():  # that of training
         metrics = {} if settings.spec.rolls_out else _validate(parts)
-        rows = read_metrics(folder.metrics) if parts.trainer.is_global_zero else []
+        rows = read_metrics(parts.folder.metrics) if parts.trainer.is_global_zero else []
         placed(parts, parts.module.trained)
         batch_size = settings.evaluation.batch_size
         shown = trained_findings(parts.module, parts.data, rows, batch_size=batch_size)
         if settings.spec.trains_policy:
-            findings = _compared_policy(settings, parts)
+            findings = _compared_policy(parts)
         else:
-            findings = Findings(_normalized_model(settings, parts))
+            findings = Findings(_normalized_model(parts))
     findings.metrics = {**metrics, **shown.metrics, **findings.metrics}
     findings.values = findings.values or shown.values
     return findings
@@ -83,13 +85,14 @@ def _validate(parts: TrainingComponents) -> dict[str, float]:
     return dict(results[0]) if results else {}
 
 
-def _compared_policy(settings: TrainSettings, parts: TrainingComponents) -> Findings:
+def _compared_policy(parts: TrainingComponents) -> Findings:
     """Compare the policy with its start; where nothing judges, show responses of both."""
-    module, gold = parts.module, settings.evaluation.gold
+    settings, module = parts.settings, parts.module
+    gold = settings.evaluation.gold
     if settings.start is None:
         return Findings({})  # nothing to compare with
     if not isinstance(module, SFTModule):
-        return compare(settings, parts, start_policy(module))
+        return compare(parts, start_policy(module))
     if gold is None and module.device_mesh is not None:
         return Findings({})  # no judge, and no room for a second whole model
     baseline, metrics, shown = start_policy(module), dict[str, float](), 0
@@ -97,18 +100,19 @@ def _compared_policy(settings: TrainSettings, parts: TrainingComponents) -> Find
         loader, shown = parts.data.val_dataloader(), num_shown(settings)
         metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
     if gold is not None:
-        findings = compare(settings, parts, baseline)
+        findings = compare(parts, baseline)
         findings.metrics |= metrics
         return findings
     if not shown:
         return Findings(metrics)
     few: dict[str, Any] = {"num_prompts": shown, "safety": None, "over_long": "drop"}
-    return Findings(metrics, compare(settings, parts, baseline, num_samples=shown, **few).samples)
+    return Findings(metrics, compare(parts, baseline, num_samples=shown, **few).samples)
 
 
-def _normalized_model(settings: TrainSettings, parts: TrainingComponents) -> dict[str, float]:
+def _normalized_model(parts: TrainingComponents) -> dict[str, float]:
     """Hold a larger model against the reward model, if there is one, and normalize its scores."""
-    metrics, evaluation = _larger_model(settings, parts), settings.evaluation
+    settings, metrics = parts.settings, _larger_model(parts)
+    evaluation = settings.evaluation
     if num_answered(settings):
         metrics |= normalize_reward_model(
             cast(RewardModule, parts.module),
@@ -124,16 +128,16 @@ def _normalized_model(settings: TrainSettings, parts: TrainingComponents) -> dic
     return metrics
 
 
-def _larger_model(settings: TrainSettings, parts: TrainingComponents) -> dict[str, float]:
+def _larger_model(parts: TrainingComponents) -> dict[str, float]:
     """Return the accuracy of a larger model, which tells noise and too small a model apart."""
     rows = cast("Sequence[EncodedPreference]", parts.data.rows("validation"))
-    source, tokenizer = settings.evaluation.larger_reward_model, cast(Any, parts.module.tokenizer)
-    if source is None or not rows:
+    evaluation, tokenizer = parts.settings.evaluation, cast(Any, parts.module.tokenizer)
+    if (source := evaluation.larger_reward_model) is None or not rows:
         return {}
     check_same_tokenizer(tokenizer, source, fix="train it on the same policy's tokenizer")
     with parts.trainer.strategy.root_device:
         model = frozen(load_scalar_model(source))
-    size, pad = settings.evaluation.batch_size, int(tokenizer.pad_token_id)
+    size, pad = evaluation.batch_size, int(tokenizer.pad_token_id)
     scored = score_pairs(model, rows, batch_size=size, pad_token_id=pad)
     return {"val/larger_model_accuracy": share_right(scored)}
 
@@ -229,22 +233,17 @@ def placed(parts: TrainingComponents, model: ModelT) -> ModelT:
 
 
 def compare(
-    settings: TrainSettings,
-    parts: TrainingComponents,
-    baseline: PolicyModel,
-    *,
-    num_samples: int | None = None,
-    **changes: Any,
+    parts: TrainingComponents, baseline: PolicyModel, num_samples: int | None = None, **changes: Any
 ) -> Findings:
     """Compare the trained policy with `baseline` on held-out prompts.
 
     Args:
-        settings: settings of the stage.
         parts: parts with the trained module.
         baseline: the policy that the stage started from.
         num_samples: prompts to keep with a response of each; None for `evaluation.num_samples`.
         changes: arguments of `compare` that differ from the settings.
     """
+    settings = parts.settings
     scorer = getattr(parts.module, "scorer", None)
     if scorer is None and settings.spec.is_scored and settings.scorer is not None:
         scorer = settings.scorer.build()

@@ -49,16 +49,13 @@ _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def export_trained(
-    settings: TrainSettings,
-    folder: RunFolder,
-    parts: TrainingComponents,
-    findings: Findings,
-    gates: tuple[GateResult, ...],
+    parts: TrainingComponents, findings: Findings, gates: tuple[GateResult, ...]
 ) -> None:
     """Write `export/` of a run that has ended, and publish the same weights in fp32.
 
     Every rank calls it, to gather the weights; the first writes.
     """
+    settings, folder = parts.settings, parts.folder
     model = parts.module.trained
     trained = TrainedModel(
         model,

@@ -109,16 +109,11 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     settings = _with_models(settings, overrides)
     folder, checkpoint = _agreed_start(settings, folder)
     continued = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
-    summary = replace(
-        new_summary(
-            settings.stage,
-            seed=settings.seed,
-            config_hash=settings.config_hash,
-            title=settings.title,
-        ),
-        seconds={"total": spent_seconds(folder)} if continued else {},
-        judged=not settings.only_runs,
+    begun = new_summary(
+        settings.stage, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
     )
+    seconds = {"total": spent_seconds(folder)} if continued else {}
+    summary = replace(begun, seconds=seconds, judged=not settings.only_runs)
     started = time.perf_counter()
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
     with claim() if first else nullcontext(), computing(**settings.model.computing):
@@ -170,20 +165,22 @@ def _train(
     summary = replace(summary, about=about)
     if parts.trainer.is_global_zero:
         write_summary(folder, summary)
-        _print_start(folder, parts, checkpoint)
+        title = settings.title if settings.name == settings.stage else settings.name
+        print_start(title, folder, start_settings(settings, parts, checkpoint))
+        say(parts.data.render_summary())
     times.append(time.perf_counter())
     # 2 fit
-    parts = _fit(folder, parts, checkpoint)
+    parts = _fit(parts, checkpoint)
     times.append(time.perf_counter())
     with early_end_alerted(parts.trainer):
         # 3 compare
-        findings = measure(settings, folder, parts)
+        findings = measure(parts)
         gates = gates_of(settings, findings.metrics)
         times.append(time.perf_counter())
         # 4 export and publish
         if parts.trainer.is_global_zero:
             findings.write(folder, current_iteration(parts.trainer))
-        export_trained(settings, folder, parts, findings, gates)
+        export_trained(parts, findings, gates)
         times.append(time.perf_counter())
         # 5 summary, report, last screen
         phases = zip(("setup", "fit", "measure", "export"), pairwise(times), strict=True)
@@ -197,17 +194,10 @@ def _train(
             summary = replace(summary, next=after_training(settings, folder, overrides))
             write_summary(folder, summary)
             write_report(folder)
-            finish_tracking(settings, folder, parts, findings, summary)
+            finish_tracking(parts, findings, summary)
             told = read_summary(folder)  # with what the doctor said
             print_verdict(told, folder, wandb=shown_in_wandb(parts.trainer))
     return summary
-
-
-def _print_start(folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None) -> None:
-    settings = parts.settings
-    title = settings.title if settings.name == settings.stage else settings.name
-    print_start(title, folder, start_settings(settings, parts, checkpoint))
-    say(parts.data.render_summary())
 
 
 class DropsOptimizerState(Checkpoint):
@@ -224,9 +214,7 @@ class DropsOptimizerState(Checkpoint):
             optimizer.state.clear()
 
 
-def _fit(
-    folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None
-) -> TrainingComponents:
+def _fit(parts: TrainingComponents, checkpoint: Path | None) -> TrainingComponents:
     """Train to the end; after a rollback of the doctor, continue from there with its changes.
 
     Returns:
@@ -251,15 +239,15 @@ def _fit(
             return parts
         back = doctor.request.checkpoint
         assert back is not None  # else the fit ended with a RunStoppedError
-        checkpoint = folder.checkpoints / f"iteration={back:06d}.ckpt"
+        checkpoint = parts.folder.checkpoints / f"iteration={back:06d}.ckpt"
         if parts.trainer.is_global_zero:
-            write_handover(folder, doctor.hand_over(back))
+            write_handover(parts.folder, doctor.hand_over(back))
         logger.warning("doctor: a new fit starts from %s", checkpoint.name)
         for tracker in wandb_loggers(parts.trainer):
             tracker.finish()  # W&B refuses to open a run a second time
         parts.trainer = parts.module = None  # type: ignore[assignment]  # their memory is needed
         del doctor, doctors
-        parts = assemble(parts.settings, folder)
+        parts = assemble(parts.settings, parts.folder)
 
 
 def _agreed_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder, Path | None]:

@@ -150,7 +150,7 @@ def _read(value: Any, where: str) -> Any:
         path = given.pop("path", None)
         refuse_unknown(given, {"path": None}, name, where)
         name = str(path)
-    found, trusted = resolve(name, where), name.startswith(trusted_targets() or ("\0",))
+    found, trusted = resolve(name, where), name.startswith(trusted_targets())
     returns = found if inspect.isclass(found) else annotations_of(found).get("return")
     if returns in (None, Any):  # a function that does not say what it returns
         returns = Any if trusted else type(None)
@@ -268,7 +268,7 @@ def check_names(node: Any, where: str = "") -> None:
     if isinstance(node, Mapping):
         if "_target_" in node:
             name = str(node.get("path") if node["_target_"] in LOOKUPS else node["_target_"])
-            trusted = name.startswith(trusted_targets() or ("\0",))
+            trusted = name.startswith(trusted_targets())
             if not _NAME.fullmatch(name) or not (
                 trusted or name.partition(".")[0] in (OWN, *LIBRARIES)
             ):
@@ -335,10 +335,10 @@ def _holder(path: str, where: str, name: str) -> ModuleType | type:
 
 def _refusal(where: str, name: str, found: Any = None) -> str:
     home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
-    trusted = name.startswith(trusted_targets() or ("\0",)) and not name.startswith(home)
-    return (
+    trusted = name.startswith(trusted_targets()) and not name.startswith(home)
+    told = (
         f"{where}._target_={name} is not allowed; allowed are classes, their from_pretrained and "
-        f"functions of {OWN}, "
-        f"classes of {', '.join(LIBRARIES)}, and what RLHF_ALLOWED_TARGETS lists (prefixes, "
-        "separated by commas)"
-    ) + (f". If {home} is meant, name and list that" if trusted else "")
+        f"functions of {OWN}, classes of {', '.join(LIBRARIES)}, and the prefixes in "
+        "RLHF_ALLOWED_TARGETS"
+    )
+    return told + (f". If {home} is meant, name and list that" if trusted else "")
