@@ -128,15 +128,12 @@ def run_id_of(name: str) -> str:
     Raises:
         ConfigError: if the folder holds no W&B run.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        if "/" in name:
-            raise ConfigError(f"compare: {name} is no folder")
-        return name
-    kept = folder / "wandb" / "run_id"
-    if not kept.is_file():
+    kept = Path(name, "wandb", "run_id")
+    if kept.is_file():
+        return kept.read_text("utf-8").strip()
+    if "/" in name or Path(name).is_dir():
         raise ConfigError(f"compare: {name} has no W&B run: it was not run with logger=wandb")
-    return kept.read_text("utf-8").strip()
+    return name
 
 
 def require_login() -> None:
@@ -153,8 +150,7 @@ def require_login() -> None:
             names = (m.rpartition("/")[2] if m in MEDIA else quantity(m).label for m in metrics)
             say(f"{title}: {', '.join(names)}")
         raise ConfigError(
-            "no login to Weights & Biases: run `wandb login` or set WANDB_API_KEY; "
-            "action=print shows the workspace without it"
+            "no login to W&B: run `wandb login`, set WANDB_API_KEY or use action=print"
         )
 
 
@@ -183,10 +179,8 @@ def _libraries() -> tuple[Any, Any]:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the dashboard needs wandb-workspaces ({error}): pip install "
-            "-e '.[dashboards]' in the checkout"
-        ) from error
+        told = f"the dashboard needs {error.name}: pip install -e '.[dashboards]' in the checkout"
+        raise ConfigError(told) from error
     return workspaces, reports
 
 

@@ -35,13 +35,7 @@ def run(settings: ExportSettings) -> list[str]:
         # brings torch: a mistake on the command line is reported before
         from rlhf_lightning.app.model_export import export_checkpoint
 
-        export_checkpoint(
-            run_folder,
-            checkpoint,
-            folder,
-            adapter_only=settings.adapter_only,
-            dtype=settings.dtype,
-        )
+        export_checkpoint(settings, run_folder, checkpoint, folder)
         places.append(str(folder))
     if settings.push_to_hub is not None:
         places.append(push_folder(folder, settings.push_to_hub, private=not settings.public))
@@ -68,10 +62,7 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
         raise ConfigError(f"{path} does not exist: give a run folder, or a checkpoint in one")
     folder = RunFolder(path.absolute().parent.parent)
     if path.suffix != ".ckpt" or not folder.config.is_file():
-        raise ConfigError(
-            f"{path} is no run folder and no checkpoint in one: there is no .hydra/config.yaml; "
-            "runs are in outputs/"
-        )
+        raise ConfigError(f"{path} is no run folder and no checkpoint in one; runs are in outputs/")
     if problem := checkpoint_problem(path):
         raise ConfigError(problem)
     return folder, path

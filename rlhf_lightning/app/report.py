@@ -45,9 +45,8 @@ def run_folders(folder: Path) -> list[Path]:
         return [folder]
     found = [path.parent for path in folder.glob("*/summary.json")]
     if not found:
-        raise FileNotFoundError(
-            f"{folder} is no run folder: it has no summary.json; runs are in outputs/"
-        )
+        told = f"{folder} is no run folder: it has no summary.json"
+        raise FileNotFoundError(f"{told}; runs are in outputs/")
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
