@@ -17,6 +17,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from rlhf_lightning.app.config.commands import CollectSettings, EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, texts
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -28,6 +29,8 @@ from rlhf_lightning.app.evaluation import (
     model_config,
     prompt_length,
 )
+from rlhf_lightning.app.failures import record_failure
+from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
@@ -48,11 +51,20 @@ from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
 from rlhf_lightning.models.gpu_kernels import gpu_kernels
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.micro_batching import micro_batching
+from rlhf_lightning.models.precision import set_matmul_precision
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.optimization import check_optimizer
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.summary import git_commit, installed_versions
+from rlhf_lightning.runs.summary import (
+    Summary,
+    git_commit,
+    installed_versions,
+    new_summary,
+    write_summary,
+)
 from rlhf_lightning.text.tokenizers import (
     load_tokenizer,
     vocabulary_of,
@@ -365,6 +377,34 @@ def computing(
         set_attention_backends(attention_backends),
     ):
         yield
+
+
+@contextmanager
+def begun(
+    settings: EvaluateSettings | CollectSettings, folder: RunFolder, title: str, *, resumes: bool
+) -> Iterator[Summary]:
+    """Begin a run in a folder that is then its alone; give its summary, and write how it fails.
+
+    Args:
+        settings: settings of the command.
+        folder: folder of the run.
+        title: the kind of run in words.
+        resumes: whether `resume=auto` continues it.
+    """
+    stage, digest = settings.stage, settings.config_hash
+    summary = new_summary(stage, seed=settings.seed, config_hash=digest, title=title)
+    if isinstance(settings, EvaluateSettings):
+        summary = replace(summary, judged=not settings.only_runs)
+    claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
+    with claimed, computing(**settings.model.computing):
+        try:
+            write_summary(folder, summary)
+            quieten()
+            set_matmul_precision(settings.trainer.matmul_precision)
+            yield summary
+        except BaseException as error:
+            record_failure(folder, summary, error, resumes=resumes)
+            raise
 
 
 def check_run(settings: TrainSettings) -> None:

@@ -17,13 +17,8 @@ from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized, quantity
 
 MEDIA = (
-    "samples/held_out",
-    "samples/best",
-    "samples/worst",
-    "histograms/scores",
-    "histograms/ratios",
-    "histograms/advantages",
-    "histograms/lengths",
+    *(f"samples/{part}" for part in ("held_out", "best", "worst")),
+    *(f"histograms/{part}" for part in ("scores", "ratios", "advantages", "lengths")),
 )
 
 
@@ -149,9 +144,7 @@ def require_login() -> None:
         for title, metrics in sections().items():
             names = (m.rpartition("/")[2] if m in MEDIA else quantity(m).label for m in metrics)
             say(f"{title}: {', '.join(names)}")
-        raise ConfigError(
-            "no login to W&B: run `wandb login`, set WANDB_API_KEY or use action=print"
-        )
+        raise ConfigError("no login to W&B: run `wandb login`, set WANDB_API_KEY or action=print")
 
 
 def default_entity() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_lightning.app.build import computing
+from rlhf_lightning.app.build import begun
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
@@ -28,7 +28,6 @@ from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.inherit import read_training
 from rlhf_lightning.app.config.saved import keep_configuration, working_folder
 from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
-from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.callbacks.console import print_verdict
@@ -51,18 +50,16 @@ from rlhf_lightning.evaluation.held_out import (
     held_out_comparison,
 )
 from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
-from rlhf_lightning.models.precision import MIXED_BF16, in_precision, set_matmul_precision
-from rlhf_lightning.models.quiet import quieten
+from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
-from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.manifest import ManifestError, content_digest, is_available, read_manifest
 from rlhf_lightning.runs.model_card import add_figures
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
-from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
 register()
@@ -91,21 +88,9 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     check_folder(settings, folder)
     keep_configuration(settings, folder)
     settings = prepare_sides(choose_prompts(settings, overrides), overrides)
-    summary = new_summary(
-        "evaluate", seed=settings.seed, config_hash=settings.config_hash, title="evaluation"
-    )
-    summary = replace(summary, judged=not settings.only_runs)
     evaluate = _compare if settings.benchmark is None else _measure_benchmark
-    claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
-    with claimed, computing(**settings.model.computing):
-        try:
-            write_summary(folder, summary)
-            quieten()
-            set_matmul_precision(settings.trainer.matmul_precision)
-            return evaluate(settings, folder, summary)
-        except BaseException as error:
-            record_failure(folder, summary, error, resumes=False)
-            raise
+    with begun(settings, folder, "evaluation", resumes=False) as summary:
+        return evaluate(settings, folder, summary)
 
 
 @contextmanager
@@ -190,7 +175,7 @@ def _training_runs(settings: EvaluateSettings) -> Iterator[RunFolder]:
 
 
 def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     policy, baseline, comparison, lines = build_comparison(settings)
     summary = started(folder, summary, lines)
     built = time.perf_counter()
@@ -210,8 +195,8 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     SamplesAppender(folder.samples).append(0, side_by_side(mine, theirs))
     SamplesAppender(folder.distributions).append(0, [values_of(mine, theirs), *pool])
     now = time.perf_counter()
-    seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
-    seconds |= {"total": now - begun}
+    seconds = {"setup": built - begin, "answers": answered - built, "judges": now - answered}
+    seconds |= {"total": now - begin}
     summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
     if settings.human == "export":
         command = f"python -m rlhf_lightning.evaluate human=import people.run={folder.path}"
@@ -348,7 +333,7 @@ def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
 
 
 def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     card, target = settings.measured_model, settings.benchmark
     assert target is not None
     if settings.card and (card is None or not (Path(card) / "README.md").is_file()):
@@ -361,7 +346,7 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     summary = started(folder, summary, lines)
     with _refused():
         metrics = _benchmark_figures(settings, target.build())
-    seconds = {"total": time.perf_counter() - begun}
+    seconds = {"total": time.perf_counter() - begin}
     summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
     if settings.card:
         about = "; ".join(f"{key}: {value}" for key, value in lines.items())

@@ -46,9 +46,7 @@ def explain_failure(error: BaseException, folder: RunFolder, advice: str) -> Run
         full = any(f"os error {number}" in text for number in _FULL)  # as safetensors says it
         if full or (isinstance(one, OSError) and one.errno in _FULL):
             place = getattr(one, "filename", None) or folder.path
-            return RunFailedError(
-                f"cannot write {place} ({text}): make room, then continue with resume=auto"
-            )
+            return RunFailedError(f"cannot write {place} ({text}): make room, then resume=auto")
     return None
 
 

@@ -105,11 +105,10 @@ def prepare_inputs(
                 told += f", or make it with  python -m rlhf_lightning.train {command}"
             raise ConfigError(told)
         with artifact_lock(folder, report=say):
-            if not is_available(source):
-                say(
-                    f"The {kind} model of the built-in world is not in {folder}: training it first."
-                )
-                _train(kind, settings, overrides)
+            if is_available(source):
+                continue
+            say(f"The {kind} model of the built-in world is not in {folder}: training it first.")
+            _train(kind, settings, overrides)
     return settings
 
 

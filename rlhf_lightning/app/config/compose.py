@@ -86,10 +86,8 @@ def check_path_name(value: object) -> str:
     """
     text = str(value)
     if not _NAME.fullmatch(text) or ".." in text or len(text) > 100:
-        raise ValueError(
-            f"={text!r} becomes the name of a folder: use letters, digits and _ . + - (no / and "
-            "no .., at most 100)"
-        )
+        told = f"={text!r} becomes the name of a folder: use letters, digits and _ . + -"
+        raise ValueError(f"{told} (no / and no .., at most 100)")
     return text
 
 

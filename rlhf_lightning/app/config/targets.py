@@ -26,6 +26,7 @@ from rlhf_lightning.misfit import Built, did_you_mean
 
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them
+_ROOTS = tuple(f"{root}." for root in (OWN, *LIBRARIES))
 # They return what `path` names without calling it.
 LOOKUPS = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
 MOST_LISTED = 15  # names in a message
@@ -194,9 +195,8 @@ def _place(where: str, value: Any, hint: Any) -> None:
         raise TargetError(str(error)) from None
     for node in nodes(value):
         if not node.is_placed:
-            raise TargetError(
-                f"{where}._target_={node.name} is not allowed there: {where} takes plain values"
-            )
+            told = f"{where}._target_={node.name} is not allowed there"
+            raise TargetError(f"{told}: {where} takes plain values")
 
 
 def _is_marked(hint: Any) -> bool:
@@ -268,10 +268,7 @@ def check_names(node: Any, where: str = "") -> None:
     if isinstance(node, Mapping):
         if "_target_" in node:
             name = str(node.get("path") if node["_target_"] in LOOKUPS else node["_target_"])
-            trusted = name.startswith(trusted_targets())
-            if not _NAME.fullmatch(name) or not (
-                trusted or name.partition(".")[0] in (OWN, *LIBRARIES)
-            ):
+            if not (_NAME.fullmatch(name) and name.startswith((*trusted_targets(), *_ROOTS))):
                 raise TargetError(_refusal(where, name))
         for key, value in node.items():
             check_names(value, f"{where}.{key}")
@@ -327,10 +324,9 @@ def _holder(path: str, where: str, name: str) -> ModuleType | type:
             cls = getattr(sys.modules[package], last)
             raise TargetError(_refusal(where, name, cls)) from None
         folder = getattr(sys.modules.get(package), "__path__", [])
-        known = [module.name for module in pkgutil.iter_modules(folder)]
-        raise TargetError(
-            f"{where}._target_={name} cannot be imported: {error}{did_you_mean(last, known)}"
-        ) from error
+        near = did_you_mean(last, [module.name for module in pkgutil.iter_modules(folder)])
+        told = f"{where}._target_={name} cannot be imported: {error}{near}"
+        raise TargetError(told) from error
 
 
 def _refusal(where: str, name: str, found: Any = None) -> str:

@@ -188,10 +188,8 @@ def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) ->
         raise ConfigError(f"{one.name} takes {wanted}, got {got}: {usage}")
     model, file = _available(words[0]), "".join(words[1:])
     if not Path(file).exists():
-        raise ConfigError(
-            f"{file} does not exist: give a file of records ({one.records}), or in its place "
-            "dataset=hub dataset.hub_name=NAME dataset.name=NAME"
-        )
+        told = f"{file} does not exist: give a file of records ({one.records})"
+        raise ConfigError(f"{told}, or dataset=hub dataset.hub_name=NAME dataset.name=NAME")
     return model, file
 
 
@@ -200,9 +198,7 @@ def _available(source: str) -> str:
     exported = RunFolder(Path(source)).export
     found = str(exported) if exported.is_dir() else source
     if not is_available(found):
-        raise ConfigError(
-            f"{source} is no model: give a folder with a config.json, or OWNER/NAME on the hub"
-        )
+        raise ConfigError(f"{source} is no model: give a folder, or OWNER/NAME on the hub")
     return found
 
 
@@ -227,10 +223,8 @@ def _reward_words(
     if (functions or models) and one.scorer is None:
         raise ConfigError(f"{one.name} learns from records alone: leave --reward out")
     if len(models) + bool(functions) > 1 or (wants and not (functions or models)):
-        raise ConfigError(
-            f"{one.name} needs a reward: --reward FILE.py:NAME, several of them, or one "
-            "--reward-model FOLDER"
-        )
+        told = f"{one.name} needs a reward: --reward FILE.py:NAME, several of them"
+        raise ConfigError(f"{told}, or one --reward-model FOLDER")
     for text in functions:
         file = text.partition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
