@@ -223,7 +223,10 @@ def build_comparison(
         if not records:
             name, split = settings.dataset.name, settings.prompts.split
             raise ConfigError(f"dataset={name} has no prompts in {split}")
-        policy, baseline = (_load(settings, one) for one in (settings.policy, settings.baseline))
+        how = {**settings.model.template, **settings.model.origin}
+        how["precision"] = settings.trainer.precision
+        sides = (settings.policy, settings.baseline)
+        policy, baseline = (load_candidate_policy(one, **how) for one in sides)
         models, count = (policy.model, baseline.model), settings.evaluation.max_new_tokens
         room = min(prompt_room(model, UNLIMITED, count) for model in models)
         longest = settings.prompts.max_length or room
@@ -249,11 +252,6 @@ def build_comparison(
     warn_of_plain_prompts(comparison.records, policy.tokenizer)
     lines = _start_lines(settings, comparison, source, len(records), longest)
     return policy, baseline, comparison, lines
-
-
-def _load(settings: EvaluateSettings, source: str) -> LoadedPolicy:
-    model, precision = settings.model, settings.trainer.precision
-    return load_candidate_policy(source, **model.template, **model.origin, precision=precision)
 
 
 def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -158,19 +158,10 @@ def choices_text() -> str:
     for group, about in WORDS["groups"].items():
         note = f" ({about})" if about else ""
         rows.append((group, f"{' '.join(choices(group))}{note}"))
-    wrapper = textwrap.TextWrapper(
-        min(shutil.get_terminal_size().columns, 100) - 1,
-        subsequent_indent=" " * 18,
-        break_on_hyphens=False,
-    )
-    lines = []
-    for name, text in rows:
-        if name:
-            wrapper.initial_indent = f"  {name:<16}"
-            lines += wrapper.wrap(text)
-        else:
-            lines += ["", text, ""]
-    return "\n".join(lines)
+    width = min(shutil.get_terminal_size().columns, 100) - 1
+    fill = partial(textwrap.fill, width=width, subsequent_indent=" " * 18, break_on_hyphens=False)
+    filled = (fill(t, initial_indent=f"  {name:<16}") if name else f"\n{t}\n" for name, t in rows)
+    return "\n".join(filled)
 
 
 @cache

@@ -49,8 +49,11 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
         overrides: overrides of the command line.
         config_name: name of the composed configuration.
     """
-    if (file := _a_file(overrides)) is not None:
-        return file
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "dataset" and Path(value).is_file():
+            told = f"{word}: a file of records is given by dataset=files dataset.path={value}"
+            return f"{told} dataset.name=NAME"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = sorted(error.options or choices(group))
@@ -72,16 +75,6 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
         if known and name not in known:
             return f"{group}={name} is none of {listed(known)}{did_you_mean(name, known)}"
     return text.partition("\n")[0] or type(error).__name__
-
-
-def _a_file(overrides: list[str]) -> str | None:
-    """Explain how to give a file of records, if one is in the place of a dataset's name."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key == "dataset" and Path(value).is_file():
-            told = f"{override}: a file of records is given by dataset=files dataset.path={value}"
-            return f"{told} dataset.name=NAME"
-    return None
 
 
 def _unreadable(override: str, text: str) -> str:
