@@ -6,7 +6,7 @@ A mistake is answered in one line, at once, and before Hydra makes a folder for 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -61,17 +61,20 @@ def check_command_line(entry: str) -> Any:
     return read_words(entry, partial(command_settings, entry))
 
 
-def run_command(entry: str, run: Callable[[Any], object], config: str | None = None) -> None:
+def run_command(
+    entry: str, run: Callable[[Any], Iterable[str] | None], config: str | None = None
+) -> None:
     """Read the command line of a command that makes no run folder, and call `run`.
 
     Args:
         entry: the command, and its file in `conf/`.
-        run: called with the settings.
+        run: called with the settings; lines that it gives are printed.
         config: another file, to which the command adds the group of its name.
     """
     words = words_of(entry)
     with ended_in_one_line(), stopping_on_signals():
-        run(load_settings(COMMANDS[entry], config or entry, words))
+        for line in run(load_settings(COMMANDS[entry], config or entry, words)) or ():
+            say(line)
 
 
 @contextmanager

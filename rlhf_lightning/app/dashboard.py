@@ -177,11 +177,6 @@ def _libraries() -> tuple[Any, Any]:
     return workspaces, reports
 
 
-def _show(settings: DashboardSettings) -> None:
-    for line in run(settings):
-        say(line)
-
-
 def main() -> None:
     """Run the command line."""
-    run_command("dashboard", _show)
+    run_command("dashboard", run)

@@ -219,7 +219,8 @@ def build_comparison(
         asked = comparison_arguments(settings)
         source = settings.dataset.source.build()
         source = WholeSource(source) if settings.prompts.split == "all" else source
-        records: Any = source.records("prompts", settings.prompts.part)
+        part = "train" if settings.prompts.split == "train" else "validation"  # of all, `source`'s
+        records: Any = source.records("prompts", part)
         if not records:
             name, split = settings.dataset.name, settings.prompts.split
             raise ConfigError(f"dataset={name} has no prompts in {split}")
@@ -332,11 +333,11 @@ def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
 
 def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begin = time.perf_counter()
-    card, target = settings.measured_model, settings.benchmark
+    scorer, target = settings.scorer, settings.benchmark
     assert target is not None
+    card = settings.policy if settings.compares_policies else scorer and scorer.get("source")
     if settings.card and (card is None or not (Path(card) / "README.md").is_file()):
         raise ConfigError(f"card=true: {card} has no README.md: give an exported folder")
-    scorer = settings.scorer
     lines: dict[str, object] = {"policy": settings.policy, "baseline": settings.baseline}
     if not settings.compares_policies:
         lines = {"scorer": scorer and (scorer.get("source") or scorer.path)}

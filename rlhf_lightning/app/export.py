@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.command_line import run_command
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
@@ -23,6 +23,7 @@ def run(settings: ExportSettings) -> list[str]:
         ConfigError: with what is missing and what to do.
         HubError: if the hub does not take the folder.
     """
+    quieten()
     places = []
     if any((settings.run / name).is_file() for name in ("config.json", "adapter_config.json")):
         folder = settings.run
@@ -83,12 +84,6 @@ def find_target(settings: ExportSettings, folder: RunFolder) -> Path:
     return settings.to
 
 
-def _export(settings: ExportSettings) -> None:
-    quieten()
-    for place in run(settings):
-        say(place)
-
-
 def main() -> None:
     """Run the command line."""
-    run_command("export", _export)
+    run_command("export", run)

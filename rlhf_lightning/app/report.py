@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.command_line import run_command
 from rlhf_lightning.app.config.commands import ReportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.reports.compare import write_comparison
@@ -50,10 +50,9 @@ def run_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def _write(settings: ReportSettings) -> None:
+def _write(settings: ReportSettings) -> list[str]:
     try:
-        for path in run(settings.run, settings.output):
-            say(str(path))
+        return list(map(str, run(settings.run, settings.output)))
     except (OSError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 

@@ -53,11 +53,6 @@ class PromptsSettings(Settings):
     split: Split | Literal["all"] | None = None
     max_length: Count | None = 64
 
-    @property
-    def part(self) -> Split:
-        """The split of the source that is asked; of `all` it is a `WholeSource`."""
-        return "train" if self.split == "train" else "validation"
-
 
 class PeopleSettings(Settings):
     """Pairs that people judge in an evaluation."""
@@ -134,13 +129,6 @@ class EvaluateSettings(FiguresSettings):
     def compares_policies(self) -> bool:
         """True unless a benchmark measures a reward model: those of policies have tasks."""
         return self.benchmark is None or "tasks" in self.benchmark.arguments
-
-    @property
-    def measured_model(self) -> str | None:
-        """Folder or hub name of the model that a benchmark measures; None for other scorers."""
-        if self.compares_policies:
-            return self.policy
-        return None if self.scorer is None else self.scorer.get("source")
 
 
 class CandidatesSettings(Settings):

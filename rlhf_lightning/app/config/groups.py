@@ -28,7 +28,7 @@ from rlhf_lightning.app.config.targets import (
     read_node,
     refuse_unknown,
 )
-from rlhf_lightning.arguments import Count, CountOrZero, RunsCode, Temperature
+from rlhf_lightning.arguments import Count, CountOrZero, Name, RunsCode, Temperature
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
@@ -166,17 +166,10 @@ class PathsSettings(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    outputs: str = "outputs"
-    artifacts: str = "artifacts"
+    outputs: Name = "outputs"
+    artifacts: Name = "artifacts"
     publish: bool = True
     apart: FolderName | None = None
-
-    @field_validator("outputs", "artifacts")
-    @classmethod
-    def _is_a_folder(cls, folder: str) -> str:
-        if not folder.strip():
-            raise ValueError("='' must be a folder, such as outputs")
-        return folder
 
 
 class ArtifactsSettings(Settings):

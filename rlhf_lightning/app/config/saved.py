@@ -64,6 +64,12 @@ def saved_config(file: Path) -> dict[str, Any]:
     return content
 
 
+def saved_words(folder: RunFolder) -> list[str]:
+    """Return the overrides of a run's command line; none where they are not kept."""
+    file = folder.config.with_name("overrides.yaml")
+    return [str(word) for word in (read_yaml(file) if file.is_file() else None) or []]
+
+
 def working_folder(folder: RunFolder) -> Path:
     """Return the folder in which a run was started; this one if that is not known.
 
