@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 
 from rlhf_lightning.app.config.commands import CollectSettings, EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, texts
-from rlhf_lightning.app.config.groups import Target
+from rlhf_lightning.app.config.groups import ModelSettings, Target
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import LOOKUPS, Node, nodes
 from rlhf_lightning.app.evaluation import (
@@ -360,21 +360,14 @@ def _equal(value: Any, usual: Any) -> bool:
 
 
 @contextmanager
-def computing(
-    *,
-    cpu_kernels: bool,
-    kernels: str,
-    micro_batches: str,
-    cpu_threads: int | None,
-    attention_backends: str,
-) -> Iterator[None]:
+def computing(model: ModelSettings) -> Iterator[None]:
     """Compute inside by these settings of a model; see the functions that are called."""
     with (
-        set_cpu_kernels(cpu_kernels),
-        gpu_kernels(kernels),
-        micro_batching(micro_batches),
-        set_cpu_threads(cpu_threads),
-        set_attention_backends(attention_backends),
+        set_cpu_kernels(model.cpu_kernels),
+        gpu_kernels(model.kernels),
+        micro_batching(model.micro_batches),
+        set_cpu_threads(model.cpu_threads),
+        set_attention_backends(model.attention_backends),
     ):
         yield
 
@@ -396,7 +389,7 @@ def begun(
     if isinstance(settings, EvaluateSettings):
         summary = replace(summary, judged=not settings.only_runs)
     claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
-    with claimed, computing(**settings.model.computing):
+    with claimed, computing(settings.model):
         try:
             write_summary(folder, summary)
             quieten()

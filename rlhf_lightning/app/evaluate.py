@@ -261,16 +261,12 @@ def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
 
 
 def _start_lines(
-    settings: EvaluateSettings,
-    comparison: HeldOutComparison,
-    source: Any,
-    num_records: int,
-    longest: int,
+    settings: EvaluateSettings, comparison: HeldOutComparison, source: Any, count: int, longest: int
 ) -> dict[str, object]:
-    evaluation, unused, num_rows = settings.evaluation, Counter[str](), num_records
+    evaluation, unused, num_rows = settings.evaluation, Counter[str](), count
     if isinstance(source, WholeSource):
         num_rows, bad = source.num_rows(), len(getattr(source.source, "skipped_records", ()))
-        unused += Counter({BAD: bad, REPEATED: num_rows - bad - num_records})
+        unused += Counter({BAD: bad, REPEATED: num_rows - bad - count})
     unused += Counter(comparison.unused)
     words = {
         BAD: "bad (dataset.source.on_bad_record=skip)",
@@ -280,7 +276,7 @@ def _start_lines(
     part = {"all": "all {:,}", "train": "the {:,} training"}.get(str(settings.prompts.split))
     rows = f"{part or 'the {:,} held-out'} rows of {settings.dataset.name}".format(num_rows)
     path = settings.dataset.source.get("path") or settings.dataset.hub_name
-    not_asked = [f"{count:,} {words.get(why, why)}" for why, count in unused.items()]
+    not_asked = [f"{number:,} {words.get(why, why)}" for why, number in unused.items()]
     best_of, scorer, judge = settings.best_of, settings.scorer, settings.judge
     numbers = ", ".join(map(str, best_of.n))
     lines = {

@@ -116,7 +116,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     summary = replace(begun, seconds=seconds, judged=not settings.only_runs)
     started = time.perf_counter()
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
-    with claim() if first else nullcontext(), computing(**settings.model.computing):
+    with claim() if first else nullcontext(), computing(settings.model):
         try:
             if first:
                 write_summary(folder, summary)

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from rlhf_lightning.app.config.groups import (
     Annotator,
     ArtifactsSettings,
+    Benchmark,
     DatasetSettings,
     Dtype,
     EvaluationSettings,
@@ -21,6 +22,7 @@ from rlhf_lightning.app.config.groups import (
     Resume,
     Rollout,
     Safety,
+    Score,
     Scorer,
     Settings,
     Split,
@@ -87,9 +89,7 @@ class EvaluateSettings(FiguresSettings):
     human: Literal["none", "export", "import"] = "none"
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()
-    benchmark: (
-        Annotated[Target, builds("rlhf_lightning.evaluation.lm_eval_tasks.Benchmark")] | None
-    ) = None
+    benchmark: Benchmark | None = None
     card: bool = False
     trainer: PrecisionSettings
 
@@ -176,9 +176,7 @@ class CollectSettings(FiguresSettings):
     candidates: CandidatesSettings
     lab: Annotated[Target, builds("rlhf_lightning.preferences.collection.LabHparams")]
     adversarial: AdversarialSettings
-    score: Annotated[Target, builds("rlhf_lightning.preferences.pairing.ScoreFunction")] | None = (
-        None
-    )
+    score: Score | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -150,8 +150,10 @@ def builds(name: str, *given_later: str) -> AfterValidator:
 
 Annotator = Annotated[Target, builds("rlhf_lightning.preferences.annotators.Annotator")]
 Gold = Annotated[Target, builds("rlhf_lightning.preferences.annotators.Gold")]
+Benchmark = Annotated[Target, builds("rlhf_lightning.evaluation.lm_eval_tasks.Benchmark")]
 Safety = Annotated[Target, builds("rlhf_lightning.evaluation.safety.SafetyCheck")]
 Scorer = Annotated[Target, builds("rlhf_lightning.rollout.scorers.base.Scorer")]
+Score = Annotated[Target, builds("rlhf_lightning.preferences.pairing.ScoreFunction")]
 Source = Annotated[Target, builds("rlhf_lightning.data.sources.base.RecordSource")]
 Tokenizer = Annotated[Target, builds("transformers.PreTrainedTokenizerBase")]
 Callback = Annotated[Target, builds("lightning.pytorch.Callback")]
@@ -362,12 +364,6 @@ class ModelSettings(Settings):
     shape: dict[str, Any] | None = None
 
     @property
-    def computing(self) -> dict[str, Any]:
-        """Kernels, micro-batches and threads, as `app.build.computing` takes them."""
-        names = ("cpu_kernels", "kernels", "micro_batches", "cpu_threads", "attention_backends")
-        return {name: getattr(self, name) for name in names}
-
-    @property
     def template(self) -> dict[str, Any]:
         """The chat template and its arguments, as `load_tokenizer` takes them."""
         names = ("chat_template", "chat_template_arguments")
@@ -377,6 +373,13 @@ class ModelSettings(Settings):
     def origin(self) -> dict[str, Any]:
         """The version of a hub model, and whether its code runs."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+# Fields that only a training reads.
+HOW_A_MODEL_IS_MADE = (
+    *("name", "source", "license", "num_parameters", "tokenizer", "from_scratch", "base", "shape"),
+    "activation_checkpointing",
+)
 
 
 class LengthsSettings(Settings):

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_
 
 from rlhf_lightning.app.config.compose import ConfigError, at, describe_interpolation, texts
 from rlhf_lightning.app.config.groups import (
+    HOW_A_MODEL_IS_MADE,
     ArtifactsSettings,
     CallbacksSettings,
     DatasetSettings,
@@ -235,10 +236,8 @@ class FiguresSettings(RunSettings):
     @property
     def by_reference(self) -> frozenset[str]:
         """Keys that only a training reads: the lengths of its rows, and how its model is made."""
-        model = self.model
-        read = {*model.computing, *model.template, *model.origin}
-        made = set() if self.only_runs else set(ModelSettings.model_fields) - read
-        return frozenset({"dataset.lengths"} | {f"model.{name}" for name in made})
+        made = () if self.only_runs else HOW_A_MODEL_IS_MADE
+        return frozenset({"dataset.lengths", *(f"model.{name}" for name in made)})
 
 
 class TrainSettings(RunSettings):
