@@ -22,7 +22,6 @@ from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.records import PromptRecord, prompt_key
 from rlhf_lightning.data.summary import warn_of_plain_prompts
-from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.preferences.annotators import PeopleNeededError
 from rlhf_lightning.preferences.candidates import Sampling, grid, load_candidate_policy
@@ -275,6 +274,5 @@ def _run_or_wait(settings: CollectSettings, folder: RunFolder, overrides: list[s
 
 def main() -> None:
     """Run the command line."""
-    broadcast_from_rank0("launch time", launch_time)
     check_command_line("collect")
     run_job("collect", _job)

@@ -23,7 +23,7 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
 from rlhf_lightning.app.start import fail, read_words, words_of
 from rlhf_lightning.app.sweep import SweepEnd
-from rlhf_lightning.distributed.launch import end_process
+from rlhf_lightning.distributed.launch import broadcast_from_rank0, end_process, launch_time
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
@@ -95,6 +95,7 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
         entry: the command, and its file in `conf/`.
         job: called with the composed configuration, once for each job of a sweep.
     """
+    broadcast_from_rank0("launch time", launch_time)  # of which the names of folders are made
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
     except SystemExit as error:

@@ -36,7 +36,6 @@ from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.base import FileSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.data.summary import warn_of_plain_prompts
-from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation import human
 from rlhf_lightning.evaluation.benchmarks import score_candidates
@@ -428,7 +427,6 @@ def _job(cfg: Any) -> None:
 
 def main() -> None:
     """Run the command line."""
-    broadcast_from_rank0("launch time", launch_time)
     settings = check_command_line("evaluate")
     if settings is None or settings.human != "import":
         run_job("evaluate", _job)

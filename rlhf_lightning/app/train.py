@@ -57,7 +57,6 @@ from rlhf_lightning.distributed.launch import (
     broadcast_from_rank0,
     forget_ranks,
     global_rank,
-    launch_time,
     own_agreements,
 )
 from rlhf_lightning.distributed.process import prepare_process
@@ -315,7 +314,6 @@ def _job(cfg: Any) -> float | None:
 def main() -> None:
     """Run the command line."""
     adopt_rank()
-    broadcast_from_rank0("launch time", launch_time)
     if AS_PYTHON in sys.argv:
         sys.argv.remove(AS_PYTHON)
         if (settings := check_command_line("train")) is None:
