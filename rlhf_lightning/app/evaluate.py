@@ -330,7 +330,8 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     begin = time.perf_counter()
     scorer, target = settings.scorer, settings.benchmark
     assert target is not None
-    card = settings.policy if settings.compares_policies else scorer and scorer.get("source")
+    source = None if scorer is None else scorer.get("source")
+    card = settings.policy if settings.compares_policies else source
     if settings.card and (card is None or not (Path(card) / "README.md").is_file()):
         raise ConfigError(f"card=true: {card} has no README.md: give an exported folder")
     lines: dict[str, object] = {"policy": settings.policy, "baseline": settings.baseline}

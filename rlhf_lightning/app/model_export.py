@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -57,14 +57,10 @@ def export_trained(
     Every rank calls it, to gather the weights; the first writes.
     """
     settings, folder = parts.settings, parts.folder
-    model = parts.module.trained
-    trained = TrainedModel(
-        model,
-        cast(Any, parts.module).tokenizer,
-        full_state(model),
-        cast(Any, parts.module).source,
-        trust_remote_code=settings.model.trust_remote_code,
-    )
+    module: Any = parts.module
+    model, state = module.trained, full_state(module.trained)
+    own = {"trust_remote_code": settings.model.trust_remote_code}
+    trained = TrainedModel(model, module.tokenizer, state, module.source, **own)
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model.base.drop_weights()  # it is about to be read once more
         release_freed_memory()
