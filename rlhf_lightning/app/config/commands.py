@@ -380,7 +380,9 @@ class AnnotateSettings(CommandSettings):
         if self.action in ("import", "export") and self.file is None:
             raise ValueError(f"file is not set: {self.action} needs a file")
         if self.action == "export" and self.format == "auto":
-            raise ValueError("format=auto: export needs pairs, labels, trl or label_studio")
+            raise ValueError(
+                "format=auto tells what is read: export needs pairs, labels, trl or label_studio"
+            )
         return self
 
     @property
