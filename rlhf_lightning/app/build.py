@@ -373,7 +373,7 @@ def computing(model: ModelSettings) -> Iterator[None]:
 
 
 @contextmanager
-def begun(
+def begin_run(
     settings: EvaluateSettings | CollectSettings, folder: RunFolder, title: str, *, resumes: bool
 ) -> Iterator[Summary]:
     """Begin a run in a folder that is then its alone; give its summary, and write how it fails.

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.build import begun
+from rlhf_lightning.app.build import begin_run
 from rlhf_lightning.app.command_line import check_command_line, run_in_folder, run_job, say, started
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
@@ -66,7 +66,7 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     keep_configuration(settings, folder)
     prepare_inputs(settings, overrides)
     folder = _start(settings, folder)
-    with begun(settings, folder, "preference collection", resumes=True) as summary:
+    with begin_run(settings, folder, "preference collection", resumes=True) as summary:
         try:
             return _collect(settings, folder, summary, overrides)
         except PeopleNeededError as error:
@@ -79,7 +79,7 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
 def _collect(
     settings: CollectSettings, folder: RunFolder, summary: Summary, overrides: list[str]
 ) -> Summary:
-    begin = time.perf_counter()
+    begun = time.perf_counter()
     made = _demonstrations if settings.records == "demonstrations" else _preferences
     summary, metrics, told = made(settings, folder, summary)
     published = publishing_to(settings, overrides)
@@ -91,7 +91,7 @@ def _collect(
         summary,
         status="completed",
         metrics=dict(sorted(metrics.items())),
-        seconds={"total": time.perf_counter() - begin},
+        seconds={"total": time.perf_counter() - begun},
         next=after_collecting(settings, folder, overrides, folder.path / DATA),
     )
     write_summary(folder, summary)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_lightning.app.build import begun
+from rlhf_lightning.app.build import begin_run
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
@@ -88,7 +88,7 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     keep_configuration(settings, folder)
     settings = prepare_sides(choose_prompts(settings, overrides), overrides)
     evaluate = _compare if settings.benchmark is None else _measure_benchmark
-    with begun(settings, folder, "evaluation", resumes=False) as summary:
+    with begin_run(settings, folder, "evaluation", resumes=False) as summary:
         return evaluate(settings, folder, summary)
 
 
@@ -174,7 +174,7 @@ def _training_runs(settings: EvaluateSettings) -> Iterator[RunFolder]:
 
 
 def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
-    begin = time.perf_counter()
+    begun = time.perf_counter()
     policy, baseline, comparison, lines = build_comparison(settings)
     summary = started(folder, summary, lines)
     built = time.perf_counter()
@@ -194,8 +194,8 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     SamplesAppender(folder.samples).append(0, side_by_side(mine, theirs))
     SamplesAppender(folder.distributions).append(0, [values_of(mine, theirs), *pool])
     now = time.perf_counter()
-    seconds = {"setup": built - begin, "answers": answered - built, "judges": now - answered}
-    seconds |= {"total": now - begin}
+    seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
+    seconds |= {"total": now - begun}
     summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
     if settings.human == "export":
         command = f"python -m rlhf_lightning.evaluate human=import people.run={folder.path}"
@@ -327,7 +327,7 @@ def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
 
 
 def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
-    begin = time.perf_counter()
+    begun = time.perf_counter()
     scorer, target = settings.scorer, settings.benchmark
     assert target is not None
     source = None if scorer is None else scorer.get("source")
@@ -341,7 +341,7 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     summary = started(folder, summary, lines)
     with _refused():
         metrics = _benchmark_figures(settings, target.build())
-    seconds = {"total": time.perf_counter() - begin}
+    seconds = {"total": time.perf_counter() - begun}
     summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
     if settings.card:
         about = "; ".join(f"{key}: {value}" for key, value in lines.items())
