@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -196,7 +196,8 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     now = time.perf_counter()
     seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
     seconds |= {"total": now - begun}
-    summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
+    summary = replace(summary, status="completed", seconds=seconds)
+    summary = _tell(settings, folder, summary, metrics)
     if settings.human == "export":
         command = f"python -m rlhf_lightning.evaluate human=import people.run={folder.path}"
         say(f"People: {human.labelling_command(folder.path / PEOPLE)}")
@@ -342,7 +343,8 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     with _refused():
         metrics = _benchmark_figures(settings, target.build())
     seconds = {"total": time.perf_counter() - begun}
-    summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
+    summary = replace(summary, status="completed", seconds=seconds)
+    summary = _tell(settings, folder, summary, metrics)
     if settings.card:
         about = "; ".join(f"{key}: {value}" for key, value in lines.items())
         of = ", ".join(target.get("tasks") or []) or Path(target.get("path") or "").name
@@ -406,16 +408,11 @@ def import_labels(settings: EvaluateSettings) -> Summary:
 
 
 def _tell(
-    settings: EvaluateSettings,
-    folder: RunFolder,
-    summary: Summary,
-    metrics: Mapping[str, float | None],
-    **changes: Any,
+    settings: EvaluateSettings, folder: RunFolder, summary: Summary, metrics: dict[str, Any]
 ) -> Summary:
     """Write and print what was measured, with the verdict of the gates; return its summary."""
     gates = gates_of(settings, metrics) if settings.gates else summary.gates
-    metrics = dict(sorted(metrics.items()))
-    summary = replace(summary, metrics=metrics, gates=gates, **changes)
+    summary = replace(summary, metrics=dict(sorted(metrics.items())), gates=gates)
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)

@@ -170,10 +170,10 @@ def check_arguments(node: Node, where: str) -> None:
     Raises:
         TargetError: for an unknown one, one that is not set, or one of another type or range.
     """
-    hints = parameters(node.call)
-    refuse_unknown(node.arguments, hints, node.name, where)
+    hints, is_open = parameters(node.call)
+    refuse_unknown(node.arguments, node.arguments if is_open else hints, node.name, where)
     for key, value in node.arguments.items():
-        place, hint = f"{where}.{key}", hints[key]
+        place, hint = f"{where}.{key}", hints.get(key, Any)
         _place(place, value, hint)
         is_code = isinstance(value, Node) and (value.is_looked_up or value.is_partial)
         if value and _is_marked(hint) and (is_code or not isinstance(value, Node)):
@@ -206,38 +206,28 @@ def _is_marked(hint: Any) -> bool:
     return known or hint is Any or any(map(_is_marked, get_args(hint)))
 
 
-def parameters(call: Any) -> dict[str, Any]:
-    """Return name -> annotation of what a class or function takes.
+def parameters(call: Any) -> tuple[dict[str, Any], bool]:
+    """Return name -> annotation of what a class or function takes, and whether of any name.
 
     Where it takes `**hparams`, they are the fields of its class attribute `Hparams`.
     """
     try:
         found = inspect.signature(call).parameters
     except (ValueError, TypeError):  # written in C, without a signature
-        return _Open()
+        return {}, True
     try:
         hints = annotations_of(call)
     except (NameError, TypeError, AttributeError):
         if call.__module__.partition(".")[0] == OWN:
             raise
         hints = {}  # of a library, under names that only a type checker sees
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in found.values())
-    further = getattr(call, "Hparams", None)
-    if open_ended and further is None:
-        return _Open({name: hints.get(name, Any) for name in found})
+    is_open = any(p.kind is p.VAR_KEYWORD for p in found.values())
+    further: dict[str, Any] = {}
+    if hasattr(call, "Hparams"):
+        is_open, further = False, annotations_of(call.Hparams)
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = {name: hints.get(name, Any) for name, p in found.items() if p.kind in kinds}
-    return named if further is None else named | annotations_of(further)
-
-
-class _Open(dict[str, Any]):
-    """Annotations of a call that takes further arguments of any name."""
-
-    def __missing__(self, key: str) -> Any:
-        return Any
-
-    def __contains__(self, key: object) -> bool:
-        return True
+    named = {name: hints.get(name, Any) for name, p in found.items() if is_open or p.kind in kinds}
+    return named | further, is_open
 
 
 def refuse_unknown(
