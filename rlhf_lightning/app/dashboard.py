@@ -36,7 +36,11 @@ def run(settings: DashboardSettings) -> list[str]:
         made = make_workspace(entity or "entity", project, settings.name)
         return [json.dumps(made._to_model().model_dump(by_alias=True), default=str, indent=2)]
     require_login()
-    entity = entity or default_entity()
+    if not entity:
+        # takes seconds, and only publishing needs it
+        import wandb
+
+        entity = str(wandb.Api().default_entity)
     places = [str(make_workspace(entity, project, settings.name).save().url)]
     if runs:
         places.append(str(make_report(entity, project, runs).save().url))
@@ -145,14 +149,6 @@ def require_login() -> None:
             names = (m.rpartition("/")[2] if m in MEDIA else quantity(m).label for m in metrics)
             say(f"{title}: {', '.join(names)}")
         raise ConfigError("no login to W&B: run `wandb login`, set WANDB_API_KEY or action=print")
-
-
-def default_entity() -> str:
-    """Return the entity of the user who is logged in."""
-    # takes seconds, and only publishing needs it
-    import wandb
-
-    return str(wandb.Api().default_entity)
 
 
 def _panel(metric: str) -> Any:
