@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
-from rlhf_lightning.app.config.recipe import meanings_of  # noqa: E402
+from rlhf_lightning.app.config.ways import meanings_of  # noqa: E402
 from rlhf_lightning.hparams import Usual  # noqa: E402
 from rlhf_lightning.misfit import is_union  # noqa: E402
 

@@ -23,10 +23,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 from build_configuration import WHERE, described, keys_of  # noqa: E402
 
 from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
-from rlhf_lightning.app.config.recipe import meanings_of  # noqa: E402
-from rlhf_lightning.app.config.run_file import SCHEMA  # noqa: E402
 from rlhf_lightning.app.config.settings import TrainSettings  # noqa: E402
 from rlhf_lightning.app.config.targets import resolve  # noqa: E402
+from rlhf_lightning.app.config.ways import SCHEMA, meanings_of  # noqa: E402
 
 # Below these a user's files and classes have keys of their own.
 OPEN = ("callbacks.extra", "dataset", "gates", "hydra", "launcher", "model", "module")

@@ -156,14 +156,10 @@ def _fields(hint: Any, place: Iterable[int | str] = ()) -> Mapping[Any, Any]:
 
 
 _WORDS = {
-    "sequence_str": "a list",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "is_instance_of": "a list",
+    **dict.fromkeys(("sequence_str", "list_type", "tuple_type", "is_instance_of"), "a list"),
+    **dict.fromkeys(("int_type", "int_from_float"), "int"),
     "dict_type": "a mapping",
     "model_type": "a group of settings",
-    "int_type": "int",
-    "int_from_float": "int",
     "float_type": "float",
     "bool_type": "bool",
     "string_type": "str",

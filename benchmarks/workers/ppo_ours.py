@@ -104,7 +104,7 @@ def run(task: Task) -> dict[str, Any]:
     watch = Watch(task["device"])
     trainer = bare_trainer(task, watch)
     settings = training_settings("ppo", *task["overrides"]).model
-    with computing(**settings.computing | {"cpu_threads": task["threads"]}):
+    with computing(settings.model_copy(update={"cpu_threads": task["threads"]})):
         trainer.fit(module, DataLoader(batches, batch_size=None))
     result: dict[str, Any] = {
         "iterations": watch.iterations[task["warmup"] :],

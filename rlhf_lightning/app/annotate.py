@@ -96,9 +96,8 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
     assert settings.file is not None
     assert settings.format != "auto"
     if os.path.lexists(settings.file) and _digest(settings.file) not in store.noted("export %"):
-        raise ConfigError(
-            f"file={settings.file} is there already, and no export of this store: give another name"
-        )
+        told = f"file={settings.file} is there already, and no export of this store"
+        raise ConfigError(f"{told}: give another name")
     found = Collection(tuple(store.pairs()), tuple(store.labels()))
     rows, dropped = write_collection(
         settings.file, found, format=settings.format, method=settings.method
@@ -117,9 +116,8 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
         # of the extra `annotate`, which may be missing
         from rlhf_lightning.preferences.annotation.page import serve
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the page needs {error.name}: pip install -e '.[annotate]' in the checkout"
-        ) from error
+        told = f"the page needs {error.name}: pip install -e '.[annotate]' in the checkout"
+        raise ConfigError(told) from error
     progress = store.progress()
     if not progress.wanted and next(store.pairs(), None) is None:
         raise ConfigError(f"store={store.path} holds no pairs: add file=PAIRS")
@@ -131,10 +129,8 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
     try:
         serve(store, announce=announce, **settings.page.model_dump())
     except OSError as error:
-        raise ConfigError(
-            f"page.port={settings.page.port} cannot be listened on ({error.strerror}): another "
-            "server may run there; page.port=0 takes a free port"
-        ) from error
+        told = f"page.port={settings.page.port} cannot be listened on ({error.strerror})"
+        raise ConfigError(f"{told}: page.port=0 takes a free port") from error
     except (KeyboardInterrupt, RunStoppedError):
         after = store.progress()
         say(f"stopped: {after.done} of {after.wanted} labels are in {store.path}")
@@ -143,7 +139,3 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("annotate", run)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,22 +15,23 @@ from typing import Any, cast
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from lightning.pytorch.callbacks import EarlyStopping
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from rlhf_lightning.app.config.commands import CollectSettings, EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, texts
-from rlhf_lightning.app.config.groups import Target
+from rlhf_lightning.app.config.groups import ModelSettings, Target
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import LOOKUPS, Node, check_arguments, nodes
+from rlhf_lightning.app.config.targets import LOOKUPS, Node, nodes
 from rlhf_lightning.app.evaluation import (
     TrainingComponents,
     check_context_length,
     comparison_arguments,
-    context_length,
     model_config,
     prompt_length,
 )
+from rlhf_lightning.app.failures import record_failure
+from rlhf_lightning.app.run_claim import check_folder
+from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
@@ -50,11 +51,20 @@ from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
 from rlhf_lightning.models.gpu_kernels import gpu_kernels
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.micro_batching import micro_batching
+from rlhf_lightning.models.precision import set_matmul_precision
+from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.optimization import check_optimizer
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.summary import git_commit, installed_versions
+from rlhf_lightning.runs.summary import (
+    Summary,
+    git_commit,
+    installed_versions,
+    new_summary,
+    write_summary,
+)
 from rlhf_lightning.text.tokenizers import (
     load_tokenizer,
     vocabulary_of,
@@ -78,15 +88,11 @@ def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
     monitor = settings.callbacks.checkpoint.monitor
     if doctor.actions is not None and doctor.actions.on_alarm == "rollback" and monitor is None:
         raise ConfigError(
-            "doctor.actions.on_alarm=rollback needs a best checkpoint, "
-            "callbacks.checkpoint.monitor=null keeps none: set that to doctor/quality and "
-            "callbacks.checkpoint.mode=max"
+            "doctor.actions.on_alarm=rollback: callbacks.checkpoint.monitor=null keeps none to go "
+            "back to; set doctor/quality and callbacks.checkpoint.mode=max"
         )
     given = {"domains": doctor.harmful_domains, "patterns": doctor.refusals}
-    try:
-        refusals = Refusals(**{k: tuple(v) for k, v in given.items() if v is not None})
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    refusals = Refusals(**{k: tuple(v) for k, v in given.items() if v is not None})
     arguments = {
         "thresholds": doctor.thresholds,
         "actions": doctor.actions,
@@ -138,36 +144,30 @@ def make_logger(settings: TrainSettings, folder: RunFolder) -> Any:
 
 def sweep_group(name: str) -> str | None:
     """Return the name that the jobs of this sweep share, None outside of a multirun."""
-    if not HydraConfig.initialized():
-        return None
-    config = HydraConfig.get()
-    if config.mode != RunMode.MULTIRUN:
-        return None
-    return f"{name}/{Path(config.sweep.dir).name}"
+    return f"{name}/{Path(HydraConfig.get().sweep.dir).name}" if in_sweep() else None
 
 
 def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     """Build what the settings describe; models are built later, in `configure_model`."""
     stage = settings.spec
     settings = with_vocabulary(settings)
-    check_context_length(settings, context_length(settings))
+    check_context_length(settings)
     chosen, rates = choose_rates(settings)
     settings = settings.updated(chosen) if chosen else settings
     module = make_module(settings)
-    tokenizer, scorer = module.tokenizer, getattr(module, "scorer", None)
-    data = settings.data.build(tokenizer=tokenizer)
+    data = settings.data.build(tokenizer=module.tokenizer)
     data.setup()
     if stage.trains_policy and settings.safety is not None:
         encode_safety_prompts(  # of a file, asked at the end: fail before training
             settings.safety.build().records(),
-            [tokenizer],
+            [module.tokenizer],
             max_prompt_length=prompt_length(settings),
             batch_size=settings.evaluation.batch_size,
             setting=f"data.{settings.data.prompt_length_key}",
         )
     own = rollout_callbacks(settings) if stage.rolls_out else []
     trainer = make_trainer(settings, folder, own)
-    return TrainingComponents(settings, tokenizer, data, module, trainer, scorer, rates)
+    return TrainingComponents(settings, folder, data, module, trainer, rates)
 
 
 def rollout_callbacks(settings: TrainSettings) -> list[L.Callback]:
@@ -325,7 +325,7 @@ def make_trainer(
 
 def run_arguments(settings: TrainSettings) -> dict[str, Any]:
     """Return the arguments of `trainer_arguments` that the settings say as plain values."""
-    given, early = settings.callbacks, settings.callbacks.early_stopping
+    given = settings.callbacks
     return {
         "max_iterations": settings.trainer.limit_train_batches,
         "validations": settings.trainer.validations if not settings.spec.rolls_out else 0,
@@ -333,7 +333,7 @@ def run_arguments(settings: TrainSettings) -> dict[str, Any]:
         "samples_every_n_iterations": given.samples.every_n_iterations,
         "num_samples": given.samples.num_samples,
         "doctor": doctor_arguments(settings),
-        "early_stopping": None if early is None else early.model_dump(exclude_unset=True),
+        "early_stopping": given.early_stopping,
     }
 
 
@@ -360,23 +360,44 @@ def _equal(value: Any, usual: Any) -> bool:
 
 
 @contextmanager
-def computing(
-    *,
-    cpu_kernels: bool,
-    kernels: str,
-    micro_batches: str,
-    cpu_threads: int | None,
-    attention_backends: str,
-) -> Iterator[None]:
+def computing(model: ModelSettings) -> Iterator[None]:
     """Compute inside by these settings of a model; see the functions that are called."""
     with (
-        set_cpu_kernels(cpu_kernels),
-        gpu_kernels(kernels),
-        micro_batching(micro_batches),
-        set_cpu_threads(cpu_threads),
-        set_attention_backends(attention_backends),
+        set_cpu_kernels(model.cpu_kernels),
+        gpu_kernels(model.kernels),
+        micro_batching(model.micro_batches),
+        set_cpu_threads(model.cpu_threads),
+        set_attention_backends(model.attention_backends),
     ):
         yield
+
+
+@contextmanager
+def begin_run(
+    settings: EvaluateSettings | CollectSettings, folder: RunFolder, title: str, *, resumes: bool
+) -> Iterator[Summary]:
+    """Begin a run in a folder that is then its alone; give its summary, and write how it fails.
+
+    Args:
+        settings: settings of the command.
+        folder: folder of the run.
+        title: the kind of run in words.
+        resumes: whether `resume=auto` continues it.
+    """
+    stage, digest = settings.stage, settings.config_hash
+    summary = new_summary(stage, seed=settings.seed, config_hash=digest, title=title)
+    if isinstance(settings, EvaluateSettings):
+        summary = replace(summary, judged=not settings.only_runs)
+    claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
+    with claimed, computing(settings.model):
+        try:
+            write_summary(folder, summary)
+            quieten()
+            set_matmul_precision(settings.trainer.matmul_precision)
+            yield summary
+        except BaseException as error:
+            record_failure(folder, summary, error, resumes=resumes)
+            raise
 
 
 def check_run(settings: TrainSettings) -> None:
@@ -388,15 +409,9 @@ def check_run(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
-    if (stops := settings.select(place := "callbacks.early_stopping")) is not None:
-        node = Node("EarlyStopping", EarlyStopping, call=EarlyStopping, arguments=stops)
-        check_arguments(node, place)
     checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
     if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
-        raise ConfigError(
-            "callbacks.checkpoint.mode=max is of a monitor: set callbacks.checkpoint.monitor, or "
-            "leave it out"
-        )
+        raise ConfigError("callbacks.checkpoint.mode=max needs callbacks.checkpoint.monitor=METRIC")
     named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]
     for key, path in (*named, *(("data.also", path) for path in settings.data.get("also") or ())):
         if path is not None and not Path(str(path)).exists():
@@ -429,8 +444,8 @@ def check_devices(settings: TrainSettings) -> None:
     found["gpu"] = max(found.values())
     if count > found.get(kind, count):
         raise ConfigError(
-            f"trainer.accelerator={kind} trainer.devices={count}, and torch finds {found[kind]} on "
-            "this machine: use fewer, or trainer.accelerator=cpu"
+            f"trainer.accelerator={kind} trainer.devices={count}, and this machine has "
+            f"{found[kind]}: use fewer, or trainer.accelerator=cpu"
         )
 
 

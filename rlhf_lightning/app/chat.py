@@ -275,7 +275,3 @@ def run(settings: ChatSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("chat", run)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.build import computing
+from rlhf_lightning.app.build import begin_run
 from rlhf_lightning.app.command_line import check_command_line, run_in_folder, run_job, say, started
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.saved import keep_configuration
-from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder, hydra_log, runs_to_continue
@@ -23,10 +22,7 @@ from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.records import PromptRecord, prompt_key
 from rlhf_lightning.data.summary import warn_of_plain_prompts
-from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
-from rlhf_lightning.models.precision import set_matmul_precision
-from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.annotators import PeopleNeededError
 from rlhf_lightning.preferences.candidates import Sampling, grid, load_candidate_policy
 from rlhf_lightning.preferences.collection import Lab, RejectionSampler
@@ -40,8 +36,8 @@ from rlhf_lightning.preferences.reliability import (
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import artifact_lock, claim_run, drop_unused
-from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+from rlhf_lightning.runs.lock import artifact_lock, drop_unused
+from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
 register()
@@ -70,32 +66,20 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     keep_configuration(settings, folder)
     prepare_inputs(settings, overrides)
     folder = _start(settings, folder)
-    summary = new_summary(
-        "collect",
-        seed=settings.seed,
-        config_hash=settings.config_hash,
-        title="preference collection",
-    )
-    claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
-    with claimed, computing(**settings.model.computing):
+    with begin_run(settings, folder, "preference collection", resumes=True) as summary:
         try:
-            write_summary(folder, summary)
             return _collect(settings, folder, summary, overrides)
         except PeopleNeededError as error:
-            begun = read_summary(folder)
-            write_summary(folder, replace(begun, status="stopped", cause=str(error)))
-            raise
-        except BaseException as error:
-            record_failure(folder, summary, error)
-            raise
+            stopped = error
+            told = replace(read_summary(folder), status="stopped", cause=str(error))
+            write_summary(folder, told)
+    raise stopped
 
 
 def _collect(
     settings: CollectSettings, folder: RunFolder, summary: Summary, overrides: list[str]
 ) -> Summary:
     begun = time.perf_counter()
-    quieten()
-    set_matmul_precision(settings.trainer.matmul_precision)
     made = _demonstrations if settings.records == "demonstrations" else _preferences
     summary, metrics, told = made(settings, folder, summary)
     published = publishing_to(settings, overrides)
@@ -148,9 +132,7 @@ def _worst(settings: CollectSettings) -> WorstSamples | None:
     if given.run is None:
         return None
     if given.source is None:
-        raise ConfigError(
-            "adversarial.run needs the reward model that was misled: artifacts.reward=..."
-        )
+        raise ConfigError("adversarial.run needs the misled reward model: artifacts.reward=FOLDER")
     model = _scorer(settings, given.source, given.max_length)
     return WorstSamples(Path(given.run), model.scores, given.num_pairs)
 
@@ -292,10 +274,5 @@ def _run_or_wait(settings: CollectSettings, folder: RunFolder, overrides: list[s
 
 def main() -> None:
     """Run the command line."""
-    broadcast_from_rank0("launch time", launch_time)
     check_command_line("collect")
     run_job("collect", _job)
-
-
-if __name__ == "__main__":
-    main()

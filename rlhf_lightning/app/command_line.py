@@ -6,26 +6,24 @@ A mistake is answered in one line, at once, and before Hydra makes a folder for 
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-from rlhf_lightning.app.config.errors import composition
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
-from rlhf_lightning.app.start import fail, has_flags, words_of
+from rlhf_lightning.app.start import fail, read_words, words_of
 from rlhf_lightning.app.sweep import SweepEnd
-from rlhf_lightning.distributed.launch import end_process
+from rlhf_lightning.distributed.launch import broadcast_from_rank0, end_process, launch_time
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
@@ -60,32 +58,23 @@ def check_command_line(entry: str) -> Any:
         The settings; None for a sweep, which checks each of its jobs, and where flags but
         `--config-dir` are given, which are Hydra's to read.
     """
-    overrides = words_of(entry)
-    if has_flags(overrides):
-        return None
-    try:
-        cfg = composition(entry, overrides)
-        if cfg.hydra.mode == RunMode.MULTIRUN:
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself will warn
-            return command_settings(entry, cfg, overrides)
-    except ConfigError as error:
-        fail(str(error))
+    return read_words(entry, partial(command_settings, entry))
 
 
-def run_command(entry: str, run: Callable[[Any], object], config: str | None = None) -> None:
+def run_command(
+    entry: str, run: Callable[[Any], Iterable[str] | None], config: str | None = None
+) -> None:
     """Read the command line of a command that makes no run folder, and call `run`.
 
     Args:
         entry: the command, and its file in `conf/`.
-        run: called with the settings.
+        run: called with the settings; lines that it gives are printed.
         config: another file, to which the command adds the group of its name.
     """
     words = words_of(entry)
-    register()
     with ended_in_one_line(), stopping_on_signals():
-        run(load_settings(COMMANDS[entry], config or entry, words))
+        for line in run(load_settings(COMMANDS[entry], config or entry, words)) or ():
+            say(line)
 
 
 @contextmanager
@@ -106,6 +95,7 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
         entry: the command, and its file in `conf/`.
         job: called with the composed configuration, once for each job of a sweep.
     """
+    broadcast_from_rank0("launch time", launch_time)  # of which the names of folders are made
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
     except SystemExit as error:
@@ -127,22 +117,13 @@ def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]
         cfg: composed configuration.
         run: called with the settings, the folder and the overrides.
     """
-    folder, overrides, _ = this_job()
+    folder, overrides = this_job()
     with ended_in_one_line(), stopping_on_signals():
         settings = command_settings(entry, cfg, overrides)
         run(settings, folder, overrides)
 
 
-class Job(NamedTuple):
-    """A job that Hydra runs: its folder, its overrides, and whether it is one of a sweep."""
-
-    folder: RunFolder
-    overrides: list[str]
-    in_sweep: bool
-
-
-def this_job() -> Job:
-    """Return the job that Hydra runs."""
+def this_job() -> tuple[RunFolder, list[str]]:
+    """Return the folder and the overrides of the job that Hydra runs."""
     config = HydraConfig.get()
-    folder = RunFolder(Path(config.runtime.output_dir))
-    return Job(folder, list(config.overrides.task), config.mode == RunMode.MULTIRUN)
+    return RunFolder(Path(config.runtime.output_dir)), list(config.overrides.task)

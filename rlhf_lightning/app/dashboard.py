@@ -17,13 +17,8 @@ from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized, quantity
 
 MEDIA = (
-    "samples/held_out",
-    "samples/best",
-    "samples/worst",
-    "histograms/scores",
-    "histograms/ratios",
-    "histograms/advantages",
-    "histograms/lengths",
+    *(f"samples/{part}" for part in ("held_out", "best", "worst")),
+    *(f"histograms/{part}" for part in ("scores", "ratios", "advantages", "lengths")),
 )
 
 
@@ -41,7 +36,11 @@ def run(settings: DashboardSettings) -> list[str]:
         made = make_workspace(entity or "entity", project, settings.name)
         return [json.dumps(made._to_model().model_dump(by_alias=True), default=str, indent=2)]
     require_login()
-    entity = entity or default_entity()
+    if not entity:
+        # takes seconds, and only publishing needs it
+        import wandb
+
+        entity = str(wandb.Api().default_entity)
     places = [str(make_workspace(entity, project, settings.name).save().url)]
     if runs:
         places.append(str(make_report(entity, project, runs).save().url))
@@ -128,15 +127,12 @@ def run_id_of(name: str) -> str:
     Raises:
         ConfigError: if the folder holds no W&B run.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        if "/" in name:
-            raise ConfigError(f"compare: {name} is no folder")
-        return name
-    kept = folder / "wandb" / "run_id"
-    if not kept.is_file():
+    kept = Path(name, "wandb", "run_id")
+    if kept.is_file():
+        return kept.read_text("utf-8").strip()
+    if "/" in name or Path(name).is_dir():
         raise ConfigError(f"compare: {name} has no W&B run: it was not run with logger=wandb")
-    return kept.read_text("utf-8").strip()
+    return name
 
 
 def require_login() -> None:
@@ -152,18 +148,7 @@ def require_login() -> None:
         for title, metrics in sections().items():
             names = (m.rpartition("/")[2] if m in MEDIA else quantity(m).label for m in metrics)
             say(f"{title}: {', '.join(names)}")
-        raise ConfigError(
-            "no login to Weights & Biases: run `wandb login` or set WANDB_API_KEY; "
-            "action=print shows the workspace without it"
-        )
-
-
-def default_entity() -> str:
-    """Return the entity of the user who is logged in."""
-    # takes seconds, and only publishing needs it
-    import wandb
-
-    return str(wandb.Api().default_entity)
+        raise ConfigError("no login to W&B: run `wandb login`, set WANDB_API_KEY or action=print")
 
 
 def _panel(metric: str) -> Any:
@@ -183,22 +168,11 @@ def _libraries() -> tuple[Any, Any]:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the dashboard needs wandb-workspaces ({error}): pip install "
-            "-e '.[dashboards]' in the checkout"
-        ) from error
+        told = f"the dashboard needs {error.name}: pip install -e '.[dashboards]' in the checkout"
+        raise ConfigError(told) from error
     return workspaces, reports
-
-
-def _show(settings: DashboardSettings) -> None:
-    for line in run(settings):
-        say(line)
 
 
 def main() -> None:
     """Run the command line."""
-    run_command("dashboard", _show)
-
-
-if __name__ == "__main__":
-    main()
+    run_command("dashboard", run)

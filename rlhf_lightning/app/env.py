@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 import rlhf_lightning
-from rlhf_lightning.app.command_line import run_command, say
-from rlhf_lightning.app.config.commands import EnvSettings
+from rlhf_lightning.app.command_line import run_command
 from rlhf_lightning.runs.summary import git_commit, installed_versions
 
 PACKAGES = ("vllm", "peft", "datasets", "tokenizers", "liger-kernel", "bitsandbytes")
@@ -48,16 +47,6 @@ def _devices() -> list[str]:
     return done.stdout.splitlines()
 
 
-def _show(settings: EnvSettings) -> None:
-    del settings
-    for name, value in facts():
-        say(f"{name:<15} {value}")
-
-
 def main() -> None:
     """Run the command line."""
-    run_command("env", _show)
-
-
-if __name__ == "__main__":
-    main()
+    run_command("env", lambda _: (f"{name:<15} {value}" for name, value in facts()))

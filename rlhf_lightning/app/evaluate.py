@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_lightning.app.build import computing
+from rlhf_lightning.app.build import begin_run
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
@@ -28,7 +28,6 @@ from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.inherit import read_training
 from rlhf_lightning.app.config.saved import keep_configuration, working_folder
 from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
-from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.callbacks.console import print_verdict
@@ -37,7 +36,6 @@ from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.base import FileSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.data.summary import warn_of_plain_prompts
-from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation import human
 from rlhf_lightning.evaluation.benchmarks import score_candidates
@@ -51,18 +49,16 @@ from rlhf_lightning.evaluation.held_out import (
     held_out_comparison,
 )
 from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
-from rlhf_lightning.models.precision import MIXED_BF16, in_precision, set_matmul_precision
-from rlhf_lightning.models.quiet import quieten
+from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
-from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.manifest import ManifestError, content_digest, is_available, read_manifest
 from rlhf_lightning.runs.model_card import add_figures
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
-from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
 register()
@@ -91,21 +87,9 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     check_folder(settings, folder)
     keep_configuration(settings, folder)
     settings = prepare_sides(choose_prompts(settings, overrides), overrides)
-    summary = new_summary(
-        "evaluate", seed=settings.seed, config_hash=settings.config_hash, title="evaluation"
-    )
-    summary = replace(summary, judged=not settings.only_runs)
     evaluate = _compare if settings.benchmark is None else _measure_benchmark
-    claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
-    with claimed, computing(**settings.model.computing):
-        try:
-            write_summary(folder, summary)
-            quieten()
-            set_matmul_precision(settings.trainer.matmul_precision)
-            return evaluate(settings, folder, summary)
-        except BaseException as error:
-            record_failure(folder, summary, error, resumes=False)
-            raise
+    with begin_run(settings, folder, "evaluation", resumes=False) as summary:
+        return evaluate(settings, folder, summary)
 
 
 @contextmanager
@@ -212,7 +196,8 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     now = time.perf_counter()
     seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
     seconds |= {"total": now - begun}
-    summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
+    summary = replace(summary, status="completed", seconds=seconds)
+    summary = _tell(settings, folder, summary, metrics)
     if settings.human == "export":
         command = f"python -m rlhf_lightning.evaluate human=import people.run={folder.path}"
         say(f"People: {human.labelling_command(folder.path / PEOPLE)}")
@@ -234,11 +219,15 @@ def build_comparison(
         asked = comparison_arguments(settings)
         source = settings.dataset.source.build()
         source = WholeSource(source) if settings.prompts.split == "all" else source
-        records: Any = source.records("prompts", settings.prompts.part)
+        part = "train" if settings.prompts.split == "train" else "validation"  # of all, `source`'s
+        records: Any = source.records("prompts", part)
         if not records:
             name, split = settings.dataset.name, settings.prompts.split
             raise ConfigError(f"dataset={name} has no prompts in {split}")
-        policy, baseline = (_load(settings, one) for one in (settings.policy, settings.baseline))
+        how = {**settings.model.template, **settings.model.origin}
+        how["precision"] = settings.trainer.precision
+        sides = (settings.policy, settings.baseline)
+        policy, baseline = (load_candidate_policy(one, **how) for one in sides)
         models, count = (policy.model, baseline.model), settings.evaluation.max_new_tokens
         room = min(prompt_room(model, UNLIMITED, count) for model in models)
         longest = settings.prompts.max_length or room
@@ -253,15 +242,11 @@ def build_comparison(
             once=True,
         )
     if comparison is None:
-        raise ConfigError(
-            f"none of {len(records)} prompts has at most prompts.max_length={longest} tokens: "
-            "raise it, or give shorter prompts"
-        )
+        raise ConfigError(f"prompts.max_length={longest} has no room for any prompt: raise it")
     if scorer is not None and "policy" in scorer.arguments and not comparison.same_tokenizer:
         raise ConfigError(
-            f"scorer: the reward model reads the tokens of policy={settings.policy}, and "
-            f"baseline={settings.baseline} has other ones: use scorer=text_reward_model "
-            f"scorer.source={settings.artifacts.reward}, or scorer=none"
+            f"scorer reads tokens of policy={settings.policy}, baseline={settings.baseline} has "
+            f"others: use scorer=text_reward_model scorer.source={settings.artifacts.reward}"
         )
     for model in [] if comparison.scorer is None else comparison.scorer.build():
         model.to(policy.model.device)
@@ -270,27 +255,18 @@ def build_comparison(
     return policy, baseline, comparison, lines
 
 
-def _load(settings: EvaluateSettings, source: str) -> LoadedPolicy:
-    model, precision = settings.model, settings.trainer.precision
-    return load_candidate_policy(source, **model.template, **model.origin, precision=precision)
-
-
 def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
     engine = settings.rollout.build()(side.stop_ids, side.tokenizer.pad_token_id)
     return Sampling(engine, side.tokenizer, **settings.evaluation.decoding)
 
 
 def _start_lines(
-    settings: EvaluateSettings,
-    comparison: HeldOutComparison,
-    source: Any,
-    num_records: int,
-    longest: int,
+    settings: EvaluateSettings, comparison: HeldOutComparison, source: Any, count: int, longest: int
 ) -> dict[str, object]:
-    evaluation, unused, num_rows = settings.evaluation, Counter[str](), num_records
+    evaluation, unused, num_rows = settings.evaluation, Counter[str](), count
     if isinstance(source, WholeSource):
         num_rows, bad = source.num_rows(), len(getattr(source.source, "skipped_records", ()))
-        unused += Counter({BAD: bad, REPEATED: num_rows - bad - num_records})
+        unused += Counter({BAD: bad, REPEATED: num_rows - bad - count})
     unused += Counter(comparison.unused)
     words = {
         BAD: "bad (dataset.source.on_bad_record=skip)",
@@ -300,7 +276,7 @@ def _start_lines(
     part = {"all": "all {:,}", "train": "the {:,} training"}.get(str(settings.prompts.split))
     rows = f"{part or 'the {:,} held-out'} rows of {settings.dataset.name}".format(num_rows)
     path = settings.dataset.source.get("path") or settings.dataset.hub_name
-    not_asked = [f"{count:,} {words.get(why, why)}" for why, count in unused.items()]
+    not_asked = [f"{number:,} {words.get(why, why)}" for why, number in unused.items()]
     best_of, scorer, judge = settings.best_of, settings.scorer, settings.judge
     numbers = ", ".join(map(str, best_of.n))
     lines = {
@@ -353,14 +329,12 @@ def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
 
 def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begun = time.perf_counter()
-    card, target = settings.measured_model, settings.benchmark
+    scorer, target = settings.scorer, settings.benchmark
     assert target is not None
+    source = None if scorer is None else scorer.get("source")
+    card = settings.policy if settings.compares_policies else source
     if settings.card and (card is None or not (Path(card) / "README.md").is_file()):
-        raise ConfigError(
-            f"card=true: {card} is no folder with a model card (README.md): give an exported "
-            "folder, or leave card=true out"
-        )
-    scorer = settings.scorer
+        raise ConfigError(f"card=true: {card} has no README.md: give an exported folder")
     lines: dict[str, object] = {"policy": settings.policy, "baseline": settings.baseline}
     if not settings.compares_policies:
         lines = {"scorer": scorer and (scorer.get("source") or scorer.path)}
@@ -369,15 +343,13 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     with _refused():
         metrics = _benchmark_figures(settings, target.build())
     seconds = {"total": time.perf_counter() - begun}
-    summary = _tell(settings, folder, summary, metrics, status="completed", seconds=seconds)
+    summary = replace(summary, status="completed", seconds=seconds)
+    summary = _tell(settings, folder, summary, metrics)
     if settings.card:
         about = "; ".join(f"{key}: {value}" for key, value in lines.items())
         of = ", ".join(target.get("tasks") or []) or Path(target.get("path") or "").name
         title = f"{target.class_name.removesuffix('Benchmark')} {of}".strip()
-        try:
-            say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
-        except (OSError, UnicodeError) as error:
-            say(f"not added to the card of {card}: {error}")
+        say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
     return summary
 
 
@@ -436,16 +408,11 @@ def import_labels(settings: EvaluateSettings) -> Summary:
 
 
 def _tell(
-    settings: EvaluateSettings,
-    folder: RunFolder,
-    summary: Summary,
-    metrics: Mapping[str, float | None],
-    **changes: Any,
+    settings: EvaluateSettings, folder: RunFolder, summary: Summary, metrics: dict[str, Any]
 ) -> Summary:
     """Write and print what was measured, with the verdict of the gates; return its summary."""
     gates = gates_of(settings, metrics) if settings.gates else summary.gates
-    metrics = dict(sorted(metrics.items()))
-    summary = replace(summary, metrics=metrics, gates=gates, **changes)
+    summary = replace(summary, metrics=dict(sorted(metrics.items())), gates=gates)
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)
@@ -458,14 +425,9 @@ def _job(cfg: Any) -> None:
 
 def main() -> None:
     """Run the command line."""
-    broadcast_from_rank0("launch time", launch_time)
     settings = check_command_line("evaluate")
     if settings is None or settings.human != "import":
         run_job("evaluate", _job)
         return
     with ended_in_one_line(), stopping_on_signals():
         import_labels(settings)  # into the folder of another run
-
-
-if __name__ == "__main__":
-    main()

@@ -1,29 +1,37 @@
-"""Evaluation of a stage: its held-out prompts, and the comparison at its end."""
+"""Evaluation of a stage: its final figures, its held-out prompts, and the comparison at its end."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning as L
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig
 
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.evaluation.compare import comparison_of
-from rlhf_lightning.evaluation.final_metrics import Findings
+from rlhf_lightning.evaluation.compare import comparison_of, start_policy
+from rlhf_lightning.evaluation.final_metrics import Findings, held_out_loss, trained_findings
 from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.evaluation.normalization import normalize_reward_model
+from rlhf_lightning.evaluation.reward_accuracy import score_pairs, share_right
 from rlhf_lightning.evaluation.safety import required_measures
+from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.loading import load_config, loading_options
+from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.modules.reward import RewardModule
+from rlhf_lightning.modules.sft import SFTModule
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import GateResult
+from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -32,15 +40,106 @@ SHOWN = 10  # responses before and after, where nothing judges them
 
 @dataclass
 class TrainingComponents:
-    """Everything that a run is made of; a scorer only where responses are scored in training."""
+    """Everything that a run is made of."""
 
     settings: TrainSettings  # with the learning rates and the vocabulary that were found
-    tokenizer: PreTrainedTokenizerBase
+    folder: RunFolder
     data: RecordDataModule
     module: RLHFModule
     trainer: L.Trainer
-    scorer: Scorer | None
     rates: tuple[str, ...]  # the learning rates, with why, a line each
+
+
+def measure(parts: TrainingComponents) -> Findings:
+    """Return the final figures: of the training itself, and of the comparison or normalization.
+
+    Every rank measures the same.
+    """
+    settings = parts.settings
+    release_freed_memory()  # of the optimizer: measuring may read one more model
+    with cast(Any, parts.trainer.strategy.precision_plugin).forward_context():  # that of training
+        metrics = {} if settings.spec.rolls_out else _validate(parts)
+        rows = read_metrics(parts.folder.metrics) if parts.trainer.is_global_zero else []
+        placed(parts, parts.module.trained)
+        batch_size = settings.evaluation.batch_size
+        shown = trained_findings(parts.module, parts.data, rows, batch_size=batch_size)
+        if settings.spec.trains_policy:
+            findings = _compared_policy(parts)
+        else:
+            findings = Findings(_normalized_model(parts))
+    findings.metrics = {**metrics, **shown.metrics, **findings.metrics}
+    findings.values = findings.values or shown.values
+    return findings
+
+
+def _validate(parts: TrainingComponents) -> dict[str, float]:
+    """Return the metrics of all held-out records."""
+    trainer, loader = parts.trainer, parts.data.val_dataloader()
+    trainer.limit_val_batches = 1.0
+    # Lightning would log a row behind the last iteration; the summary gets these values.
+    loggers, trainer.loggers = trainer.loggers, []
+    try:
+        results = trainer.validate(parts.module, dataloaders=loader, verbose=False)
+    finally:
+        trainer.loggers = loggers
+    return dict(results[0]) if results else {}
+
+
+def _compared_policy(parts: TrainingComponents) -> Findings:
+    """Compare the policy with its start; where nothing judges, show responses of both."""
+    settings, module = parts.settings, parts.module
+    gold = settings.evaluation.gold
+    if settings.start is None:
+        return Findings({})  # nothing to compare with
+    if not isinstance(module, SFTModule):
+        return compare(parts, start_policy(module))
+    if gold is None and module.device_mesh is not None:
+        return Findings({})  # no judge, and no room for a second whole model
+    baseline, metrics, shown = start_policy(module), dict[str, float](), 0
+    if parts.data.rows("validation"):
+        loader, shown = parts.data.val_dataloader(), num_shown(settings)
+        metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
+    if gold is not None:
+        findings = compare(parts, baseline)
+        findings.metrics |= metrics
+        return findings
+    if not shown:
+        return Findings(metrics)
+    few: dict[str, Any] = {"num_prompts": shown, "safety": None, "over_long": "drop"}
+    return Findings(metrics, compare(parts, baseline, num_samples=shown, **few).samples)
+
+
+def _normalized_model(parts: TrainingComponents) -> dict[str, float]:
+    """Hold a larger model against the reward model, if there is one, and normalize its scores."""
+    settings, metrics = parts.settings, _larger_model(parts)
+    evaluation = settings.evaluation
+    if num_answered(settings):
+        metrics |= normalize_reward_model(
+            cast(RewardModule, parts.module),
+            settings.data.source.build(),  # and not the pairs of `data.path`
+            over_long=parts.data.over_long,
+            max_new_tokens=evaluation.max_new_tokens,
+            max_prompt_length=prompt_length(settings),
+            temperature=evaluation.temperature,
+            batch_size=evaluation.batch_size,
+            micro_batch_size=evaluation.micro_batch_size,
+            seed=settings.seed,
+        )
+    return metrics
+
+
+def _larger_model(parts: TrainingComponents) -> dict[str, float]:
+    """Return the accuracy of a larger model, which tells noise and too small a model apart."""
+    rows = cast("Sequence[EncodedPreference]", parts.data.rows("validation"))
+    evaluation, tokenizer = parts.settings.evaluation, cast(Any, parts.module.tokenizer)
+    if (source := evaluation.larger_reward_model) is None or not rows:
+        return {}
+    check_same_tokenizer(tokenizer, source, fix="train it on the same policy's tokenizer")
+    with parts.trainer.strategy.root_device:
+        model = frozen(load_scalar_model(source))
+    size, pad = evaluation.batch_size, int(tokenizer.pad_token_id)
+    scored = score_pairs(model, rows, batch_size=size, pad_token_id=pad)
+    return {"val/larger_model_accuracy": share_right(scored)}
 
 
 def model_config(settings: TrainSettings) -> PretrainedConfig:
@@ -61,25 +160,23 @@ def context_length(settings: TrainSettings) -> int | None:
     return None if limit is None else int(limit)
 
 
-def check_context_length(settings: TrainSettings, limit: int | None) -> None:
+def check_context_length(settings: TrainSettings) -> None:
     """Refuse lengths that the model cannot read, before anything is trained.
 
     Raises:
         ConfigError: with both numbers and their keys.
     """
-    if limit is None:
-        return
+    limit = context_length(settings)
     prompt, asked = f"data.{settings.data.prompt_length_key}", "evaluation.max_new_tokens"
     lengths: tuple[tuple[str, ...], ...] = ((prompt,), (asked,))
     if settings.spec.rolls_out:
         lengths = ((prompt, "module.sampling.max_new_tokens"), (prompt, asked))
     for keys in lengths:
         values = [int(settings.select(key)) for key in keys]
-        if sum(values) > limit:
+        if limit is not None and sum(values) > limit:
             named = " + ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True))
-            total = f" = {sum(values)}" if len(keys) > 1 else ""
             raise ConfigError(
-                f"{named}{total} tokens are more than the model's context of {limit} "
+                f"{named} tokens are more than the model's context of {limit} "
                 f"(max_position_embeddings): lower {' or '.join(keys)}"
             )
 
@@ -135,41 +232,28 @@ def placed(parts: TrainingComponents, model: ModelT) -> ModelT:
     return model.to(parts.trainer.strategy.root_device)
 
 
-def validate(parts: TrainingComponents) -> dict[str, float]:
-    """Return the metrics of all held-out records."""
-    trainer, loader = parts.trainer, parts.data.val_dataloader()
-    trainer.limit_val_batches = 1.0
-    # Lightning would log a row behind the last iteration; the summary gets these values.
-    loggers, trainer.loggers = trainer.loggers, []
-    try:
-        results = trainer.validate(parts.module, dataloaders=loader, verbose=False)
-    finally:
-        trainer.loggers = loggers
-    return dict(results[0]) if results else {}
-
-
 def compare(
-    settings: TrainSettings,
-    parts: TrainingComponents,
-    baseline: PolicyModel,
-    *,
-    num_samples: int | None = None,
-    **changes: Any,
+    parts: TrainingComponents, baseline: PolicyModel, num_samples: int | None = None, **changes: Any
 ) -> Findings:
     """Compare the trained policy with `baseline` on held-out prompts.
 
     Args:
-        settings: settings of the stage.
         parts: parts with the trained module.
         baseline: the policy that the stage started from.
         num_samples: prompts to keep with a response of each; None for `evaluation.num_samples`.
         changes: arguments of `compare` that differ from the settings.
     """
+    settings = parts.settings
+    scorer = getattr(parts.module, "scorer", None)
+    if scorer is None and settings.spec.is_scored and settings.scorer is not None:
+        scorer = settings.scorer.build()
+        for model in scorer.build():
+            placed(parts, model)
     comparison = comparison_of(
         parts.module,
         parts.data,
         source=settings.data.source.build(),
-        scorer=parts.scorer,
+        scorer=scorer,
         max_prompt_length=prompt_length(settings),
         seed=settings.seed,
         setting=f"data.{settings.data.prompt_length_key}",

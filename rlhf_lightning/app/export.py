@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.command_line import run_command
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
@@ -23,6 +23,7 @@ def run(settings: ExportSettings) -> list[str]:
         ConfigError: with what is missing and what to do.
         HubError: if the hub does not take the folder.
     """
+    quieten()
     places = []
     if any((settings.run / name).is_file() for name in ("config.json", "adapter_config.json")):
         folder = settings.run
@@ -35,13 +36,7 @@ def run(settings: ExportSettings) -> list[str]:
         # brings torch: a mistake on the command line is reported before
         from rlhf_lightning.app.model_export import export_checkpoint
 
-        export_checkpoint(
-            run_folder,
-            checkpoint,
-            folder,
-            adapter_only=settings.adapter_only,
-            dtype=settings.dtype,
-        )
+        export_checkpoint(settings, run_folder, checkpoint, folder)
         places.append(str(folder))
     if settings.push_to_hub is not None:
         places.append(push_folder(folder, settings.push_to_hub, private=not settings.public))
@@ -68,10 +63,7 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
         raise ConfigError(f"{path} does not exist: give a run folder, or a checkpoint in one")
     folder = RunFolder(path.absolute().parent.parent)
     if path.suffix != ".ckpt" or not folder.config.is_file():
-        raise ConfigError(
-            f"{path} is no run folder and no checkpoint in one: there is no .hydra/config.yaml; "
-            "runs are in outputs/"
-        )
+        raise ConfigError(f"{path} is no run folder and no checkpoint in one; runs are in outputs/")
     if problem := checkpoint_problem(path):
         raise ConfigError(problem)
     return folder, path
@@ -92,16 +84,6 @@ def find_target(settings: ExportSettings, folder: RunFolder) -> Path:
     return settings.to
 
 
-def _export(settings: ExportSettings) -> None:
-    quieten()
-    for place in run(settings):
-        say(place)
-
-
 def main() -> None:
     """Run the command line."""
-    run_command("export", _export)
-
-
-if __name__ == "__main__":
-    main()
+    run_command("export", run)

@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -46,9 +45,7 @@ def explain_failure(error: BaseException, folder: RunFolder, advice: str) -> Run
         full = any(f"os error {number}" in text for number in _FULL)  # as safetensors says it
         if full or (isinstance(one, OSError) and one.errno in _FULL):
             place = getattr(one, "filename", None) or folder.path
-            return RunFailedError(
-                f"cannot write {place} ({text}): make room, then continue with resume=auto"
-            )
+            return RunFailedError(f"cannot write {place} ({text}): make room, then resume=auto")
     return None
 
 
@@ -107,11 +104,11 @@ def exit_with(error: BaseException) -> NoReturn:
 
 def _is_expected(error: BaseException) -> bool:
     """Return whether our own code, or Lightning's checks, raised it for the user to read."""
-    kind, modules = type(error), ["", *_modules_passed(error)]
+    kind, frames = type(error), [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if kind.__module__.startswith(PACKAGE) or kind.__name__ == "MisconfigurationException":
         return True
-    checks = isinstance(error, ValueError | RuntimeError | OSError)
-    return checks and modules[-1].startswith(PACKAGE)
+    raised_in = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return isinstance(error, ValueError | RuntimeError | OSError) and raised_in.startswith(PACKAGE)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
@@ -120,11 +117,6 @@ def _chain(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = error.__cause__ or error.__context__
     return found
-
-
-def _modules_passed(error: BaseException) -> Iterator[str]:
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        yield str(frame.f_globals.get("__name__", ""))
 
 
 def _one_line(error: BaseException) -> str:

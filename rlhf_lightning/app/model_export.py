@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
 
 from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import DatasetSettings, Target
 from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
@@ -49,24 +50,17 @@ _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def export_trained(
-    settings: TrainSettings,
-    folder: RunFolder,
-    parts: TrainingComponents,
-    findings: Findings,
-    gates: tuple[GateResult, ...],
+    parts: TrainingComponents, findings: Findings, gates: tuple[GateResult, ...]
 ) -> None:
     """Write `export/` of a run that has ended, and publish the same weights in fp32.
 
     Every rank calls it, to gather the weights; the first writes.
     """
-    model = parts.module.trained
-    trained = TrainedModel(
-        model,
-        parts.tokenizer,
-        full_state(model),
-        cast(Any, parts.module).source,
-        trust_remote_code=settings.model.trust_remote_code,
-    )
+    settings, folder = parts.settings, parts.folder
+    module: Any = parts.module
+    model, state = module.trained, full_state(module.trained)
+    own = {"trust_remote_code": settings.model.trust_remote_code}
+    trained = TrainedModel(model, module.tokenizer, state, module.source, **own)
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model.base.drop_weights()  # it is about to be read once more
         release_freed_memory()
@@ -236,12 +230,7 @@ def _hyperparameters(settings: TrainSettings) -> dict[str, Any]:
 
 
 def export_checkpoint(
-    folder: RunFolder,
-    checkpoint: Path,
-    target: Path,
-    *,
-    adapter_only: bool,
-    dtype: str | None = None,
+    asked: ExportSettings, folder: RunFolder, checkpoint: Path, target: Path
 ) -> None:
     """Write the model of a checkpoint as a folder, in one step, replacing an earlier one.
 
@@ -249,11 +238,10 @@ def export_checkpoint(
     and only our loaders are built by name, from plain values.
 
     Args:
+        asked: settings of the command.
         folder: folder of the run.
         checkpoint: checkpoint of the run.
         target: folder of the model.
-        adapter_only: the adapter of a LoRA run without its base.
-        dtype: dtype of the weights; None keeps that of the run's configuration.
 
     Raises:
         ConfigError: if the configuration is not allowed, or if there is no model that the
@@ -266,16 +254,13 @@ def export_checkpoint(
     try:
         trained = _trained_model(settings, checkpoint)
         card = _card_of_checkpoint(settings, folder, checkpoint, trained)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot export {checkpoint}: {error}") from error
-    try:
         with replacing_folder(target, ours=True) as staging:
-            if adapter_only:
+            if asked.adapter_only:
                 trained.write_adapter(staging)
                 _describe(settings, staging, card)
             else:
-                write_model_folder(settings, staging, trained, card, dtype=dtype)
-    except ValueError as error:  # such as an adapter of a run without one
+                write_model_folder(settings, staging, trained, card, dtype=asked.dtype)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot export {checkpoint}: {error}") from error
 
 
@@ -290,10 +275,8 @@ def _saved_settings(folder: RunFolder) -> TrainSettings:
     if func is None or not func.__module__.startswith("rlhf_lightning."):
         code["module._target_"] = node.path
     for key in filter(code.get, code):
-        raise ConfigError(
-            f"{key}={code[key]} would run code that the run folder names: such a model is exported "
-            "by its own run only"
-        )
+        told = "would run code that the run folder names: only its own run exports such a model"
+        raise ConfigError(f"{key}={code[key]} {told}")
     there = working_folder(folder) / (start or "")
     if start is not None and there.exists() and there.resolve() != Path(start).resolve():
         # The run was started in another folder than this command, which may hold another model.
@@ -309,8 +292,6 @@ def _trained_model(settings: TrainSettings, checkpoint: Path) -> TrainedModel:
     state = {
         k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)
     }
-    if not state:
-        raise ValueError(f"it holds no weights whose names begin with {prefix}")
     source: Any = None
     revision = settings.model.revision
     if start is not None:

@@ -11,12 +11,11 @@ from typing import Any
 
 from rlhf_lightning.app.config.compose import ConfigError, at, choices, given, word
 from rlhf_lightning.app.config.inherit import named_again
-from rlhf_lightning.app.config.saved import saved_config
+from rlhf_lightning.app.config.saved import saved_config, saved_words
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.prerequisites import has_records, words_for
 from rlhf_lightning.runs.folder import RunFolder, from_here
-from rlhf_lightning.runs.reading import read_yaml
 
 _COMPARE = "Read the samples. This compares it again on the prompts that training held out:"
 
@@ -56,10 +55,8 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
 def after_collecting(settings: Any, folder: RunFolder, overrides: Sequence[str], data: Path) -> str:
     """Return the same for records, which `data` holds."""
     if settings.run is not None:  # its dataset and its models are that run's
-        earlier = RunFolder(Path(settings.run))
-        file = earlier.config.with_name("overrides.yaml")
-        overrides = [*(map(str, read_yaml(file)) if file.is_file() else ()), *overrides]
-        folder = earlier
+        folder = RunFolder(Path(settings.run))
+        overrides = [*saved_words(folder), *overrides]
     if settings.records == "preferences":
         words = _words(settings, "reward", folder, overrides, records=True)
         return _checked("Train a reward model on the pairs:", [*words, _word("data.path", data)])

@@ -32,7 +32,7 @@ from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline_steps import Step, as_overrides, check_pipeline, plan
 from rlhf_lightning.app.run_claim import check_folder, continues, hydra_log
-from rlhf_lightning.distributed.launch import broadcast_from_rank0, launch_time, own_environment
+from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, to_json, write_text
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run, drop_unused, is_claimed
@@ -227,7 +227,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
 
 
 def _job(cfg: Any) -> None:
-    folder, *_ = this_job()
+    folder, _ = this_job()
     try:
         summary = run(read_settings(PipelineSettings, cfg), folder)
     except (FolderTakenError, ConfigError) as error:
@@ -242,13 +242,8 @@ def _job(cfg: Any) -> None:
 
 def main() -> None:
     """Run the command line."""
-    broadcast_from_rank0("launch time", launch_time)
     sys.argv[1:] = as_overrides(sys.argv[1:])
     if (settings := check_command_line("pipeline")) is not None:
         with ended_in_one_line():
             check_pipeline(settings)
     run_job("pipeline", _job)
-
-
-if __name__ == "__main__":
-    main()

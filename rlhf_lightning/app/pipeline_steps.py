@@ -259,10 +259,8 @@ def check_pipeline(settings: PipelineSettings) -> None:
     """
     for stage in ("reward", "ppo"):
         if settings.rounds > 1 and settings.experiments[stage] is None:
-            raise ConfigError(
-                f"rounds={settings.rounds}: experiments.{stage}=null leaves one out that every "
-                "round trains: name an experiment, or use rounds=1"
-            )
+            told = f"experiments.{stage}=null leaves one out that every round trains"
+            raise ConfigError(f"{told}: name an experiment, or use rounds=1")
     rounds = range(1, settings.rounds + 1)
     names = [*ADDRESSED, *(f"round_{k}/{stage}" for k in rounds for stage in ADDRESSED)]
     for stage in settings.accept:

@@ -427,7 +427,3 @@ def _show(settings: PlanSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("plan", _show, config="train")
-
-
-if __name__ == "__main__":
-    main()

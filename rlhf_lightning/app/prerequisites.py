@@ -105,11 +105,10 @@ def prepare_inputs(
                 told += f", or make it with  python -m rlhf_lightning.train {command}"
             raise ConfigError(told)
         with artifact_lock(folder, report=say):
-            if not is_available(source):
-                say(
-                    f"The {kind} model of the built-in world is not in {folder}: training it first."
-                )
-                _train(kind, settings, overrides)
+            if is_available(source):
+                continue
+            say(f"The {kind} model of the built-in world is not in {folder}: training it first.")
+            _train(kind, settings, overrides)
     return settings
 
 
@@ -142,8 +141,7 @@ def check_world(settings: Any, policies: Iterable[str | None]) -> None:
         if not words <= known:
             raise ConfigError(
                 f"dataset=demo is the built-in world, and {policy} is no model of it: give your "
-                "own records, with dataset=files dataset.name=NAME dataset.path=FILE and "
-                "model=pretrained, or another dataset="
+                "records, dataset=files dataset.name=NAME dataset.path=FILE model=pretrained"
             )
 
 
@@ -155,23 +153,17 @@ def _check_made_with(settings: RunSettings, overrides: Sequence[str]) -> None:
     """
     for word in overrides:
         key = word.lstrip("+").partition("=")[0]
-        if is_read(word, settings):
-            continue
-        for kind in read_first(word, settings, overrides):
+        for kind in [] if is_read(word, settings) else read_first(word, settings, overrides):
             source = str(settings.select(f"artifacts.{kind}"))
-            if is_available(source) and not _is_made_with(source, key, settings.select(key)):
-                raise ConfigError(
-                    f"{word}: only the training of {source} reads it, which was made without: "
-                    "leave it out, or remove that folder"
-                )
-
-
-def _is_made_with(source: str, key: str, value: Any) -> bool:
-    """Return whether the run that made an artifact had a value; False if that is not known."""
-    with suppress(ManifestError, ConfigError):
-        run = RunFolder(Path(read_manifest(source, verify=False).run))
-        return bool(read_saved(TrainSettings, run.config).select(key) == value)
-    return False
+            was: Any = ...  # as no run is known
+            if not is_available(source):
+                continue
+            with suppress(ManifestError, ConfigError):
+                run = RunFolder(Path(read_manifest(source, verify=False).run))
+                was = read_saved(TrainSettings, run.config).select(key)
+            if was != settings.select(key):
+                told = f"{word}: only the training of {source} reads it, which was made without"
+                raise ConfigError(f"{told}: leave it out, or remove that folder")
 
 
 def words_for(

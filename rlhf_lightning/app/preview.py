@@ -73,7 +73,3 @@ def _show(settings: PreviewSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("preview", _show)
-
-
-if __name__ == "__main__":
-    main()

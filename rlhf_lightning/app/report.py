@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.command_line import run_command
 from rlhf_lightning.app.config.commands import ReportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.reports.compare import write_comparison
@@ -45,16 +45,14 @@ def run_folders(folder: Path) -> list[Path]:
         return [folder]
     found = [path.parent for path in folder.glob("*/summary.json")]
     if not found:
-        raise FileNotFoundError(
-            f"{folder} is no run folder: it has no summary.json; runs are in outputs/"
-        )
+        told = f"{folder} is no run folder: it has no summary.json"
+        raise FileNotFoundError(f"{told}; runs are in outputs/")
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def _write(settings: ReportSettings) -> None:
+def _write(settings: ReportSettings) -> list[str]:
     try:
-        for path in run(settings.run, settings.output):
-            say(str(path))
+        return list(map(str, run(settings.run, settings.output)))
     except (OSError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
@@ -62,7 +60,3 @@ def _write(settings: ReportSettings) -> None:
 def main() -> None:
     """Run the command line."""
     run_command("report", _write)
-
-
-if __name__ == "__main__":
-    main()

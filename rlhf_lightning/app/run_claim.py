@@ -82,10 +82,8 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
 def _check_free_sweep(folder: Path) -> None:
     found = sorted(set(os.listdir(folder)) - {LOCK}) if folder.exists() else []
     if found:
-        raise FolderTakenError(
-            f"the folder {folder} is not empty, it holds e.g. {found[0]}: "
-            "choose another folder with hydra.sweep.dir="
-        )
+        told = f"the folder {folder} is not empty, it holds e.g. {found[0]}"
+        raise FolderTakenError(f"{told}: choose another one with hydra.sweep.dir=")
 
 
 def hydra_log() -> str:

@@ -37,16 +37,19 @@ def start_settings(
     rows = {split: len(data.rows(split)) for split in ("train", "validation")}
     steps = math.prod(settings.passes) * iterations
     starts = ", ".join(f"{kind}: {name}" for kind, name in settings.artifacts.models().items())
+    trainer = parts.trainer
+    device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
+    strategy = f", {settings.strategy.name}" if trainer.world_size > 1 else ""
     lines: dict[str, object] = {
         "model": settings.model.name if plan is None else _model(settings, plan),
         "starts from": starts or "random weights",
         "data": f"{settings.dataset.name}: {rows['train']:,} {data.kind}, "
         f"{rows['validation']:,} held out",
-        "batches": f"{_batches(settings, iterations, parts.trainer.world_size)} = "
+        "batches": f"{_batches(settings, iterations, trainer.world_size)} = "
         f"{steps:,} optimizer steps",
         "learning rate": "\n".join(parts.rates),
         **_objective(settings),
-        "compute": _compute(settings, parts),
+        "compute": f"{trainer.world_size} x {device}{strategy}, {settings.trainer.precision}",
         "decoding": _decoding(settings, parts, plan),
         "memory": "rlhf-plan with the same arguments gives the peak"
         if plan is None
@@ -55,7 +58,7 @@ def start_settings(
         "seed": settings.seed,
         # A run that is cut short on purpose is not warned of.
         "warning": f"{steps} optimizer steps are too few to learn much: use a smaller "
-        f"data.batch_size, or more data.{_length_key(settings)}"
+        "data.batch_size, or more data.num_iterations or data.num_epochs"
         if steps < FEW_STEPS and limit is None
         else None,
         "W&B": shown_in_wandb(parts.trainer),
@@ -74,10 +77,6 @@ def _plan(settings: TrainSettings) -> Plan | None:
     except Exception as problem:  # such as a hub name whose shape no config carries
         logger.warning("the plan of this run could not be made: %s", problem)
         return None
-
-
-def _length_key(settings: TrainSettings) -> str:
-    return "num_iterations" if settings.data.get("num_epochs") is None else "num_epochs"
 
 
 def _model(settings: TrainSettings, plan: Plan) -> str:
@@ -120,13 +119,6 @@ def _batches(settings: TrainSettings, iterations: int, world_size: int) -> str:
     return f"{iterations} iterations of {rows} {unit}{prompts}{share}{passes}{at_once}"
 
 
-def _compute(settings: TrainSettings, parts: TrainingComponents) -> str:
-    trainer = parts.trainer
-    device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
-    strategy = f", {settings.strategy.name}" if trainer.world_size > 1 else ""
-    return f"{trainer.world_size} x {device}{strategy}, {settings.trainer.precision}"
-
-
 def _decoding(settings: TrainSettings, parts: TrainingComponents, plan: Plan | None) -> str | None:
     """Return how a GPU decodes the responses of rollouts; None where the engine has no choice."""
     engine = settings.rollout.read("rollout").call
@@ -149,10 +141,6 @@ def memory_advice(settings: TrainSettings, overrides: Sequence[str]) -> str:
     length = "module.sampling.max_new_tokens" if settings.spec.rolls_out else "data.max_length"
     keys = (f"module.{settings.stage}.micro_batch_size", "evaluation.micro_batch_size", length)
     lower = ", ".join(f"{key} (now {settings.select(key)})" for key in keys)
-    unused = {
-        "model.activation_checkpointing=true": not settings.model.activation_checkpointing,
-        "lora=lora": settings.lora is None,
-    }
-    more = "".join(f", or use {word}" for word, is_unused in unused.items() if is_unused)
+    more = "lora=lora or model.activation_checkpointing=true"
     command = " ".join(["rlhf-plan", *overrides])
-    return f"Lower {lower}{more}. What each of them saves says  {command}"
+    return f"Lower {lower}, or use {more}. What each of them saves says  {command}"

@@ -14,9 +14,9 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.types import RunMode
@@ -28,6 +28,7 @@ from rlhf_lightning.app.config.compose import (
     conf_dir,
     help_text,
     primary,
+    quoted,
     register,
 )
 from rlhf_lightning.distributed.launch import global_rank
@@ -83,8 +84,7 @@ def start(command: str, module: str | None = None) -> None:
 def print_recipe(words: Sequence[str]) -> None:
     """Print the file of settings that `--recipe EXPERIMENT` asks for, or end the process."""
     # here: help needs no settings
-    from rlhf_lightning.app.config.recipe import recipe
-    from rlhf_lightning.app.config.ways import values_of
+    from rlhf_lightning.app.config.ways import recipe, values_of
 
     register()
     try:
@@ -98,19 +98,42 @@ def print_recipe(words: Sequence[str]) -> None:
 def check_words(command: str) -> None:
     """End the process for a mistake in the command line that is seen without importing torch."""
     # here: help needs no settings
-    from rlhf_lightning.app.config import commands, errors, validate
+    from rlhf_lightning.app.config import commands, validate
+
+    def read(cfg: Any, words: Sequence[str]) -> None:
+        if command not in ("evaluate", "collect") or cfg.run is None:
+            validate.plain_settings(commands.COMMANDS[command], cfg)
+
+    read_words(command, read, "train" if command == "plan" else command)
+
+
+def read_words(
+    command: str, read: Callable[[Any, Sequence[str]], Any], config: str | None = None
+) -> Any:
+    """Return what `read` makes of the command line; end the process if it is a mistake.
+
+    Args:
+        command: name of the command.
+        read: called with the composed configuration and the words; the run itself will warn.
+        config: its file in `conf/`; None for that of its name.
+
+    Returns:
+        Its result; None for a sweep, which checks each of its jobs, and where flags but
+        `--config-dir` are given, which are Hydra's to read.
+    """
+    # here: help needs no errors
+    from rlhf_lightning.app.config import errors
 
     words = [word for word in words_of(command) if word != AS_PYTHON]
     if has_flags(words):
-        return
-    register()
+        return None
     try:
-        cfg = errors.composition("train" if command == "plan" else command, words)
-        takes_over = command in ("evaluate", "collect") and cfg.run is not None
-        if cfg.hydra.mode != RunMode.MULTIRUN and not takes_over:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the run itself will warn
-                validate.plain_settings(commands.COMMANDS[command], cfg)
+        cfg = errors.composition(config or command, words)
+        if cfg.hydra.mode == RunMode.MULTIRUN:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return read(cfg, words)
     except ConfigError as error:
         fail(str(error))
 
@@ -134,7 +157,7 @@ def words_of(command: str) -> list[str]:
     is the home folder, which a shell does not see behind `=`.
     """
     # here: help needs no errors
-    from rlhf_lightning.app.config import errors, run_file, ways
+    from rlhf_lightning.app.config import errors, ways
 
     home = str(Path.home())
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
@@ -146,17 +169,14 @@ def words_of(command: str) -> list[str]:
     sys.argv[1:] = words
     register()
     try:
-        words = run_file.with_file(words)
+        words = ways.with_file(words)
         words = ways.spelled_out(words) if command in _SHORT else words
     except ConfigError as error:
         fail(str(error))
     if gone := errors.withdrawn(words):
         fail(gone)
     if wrong := next(filter(_HYPHENS.match, words), None):
-        fail(
-            f"{wrong}: settings are written KEY=VALUE without hyphens (${{args_no_hyphens}} in the "
-            "command of a W&B sweep)"
-        )
+        fail(f"{wrong}: write KEY=VALUE without hyphens (${{args_no_hyphens}} in a W&B sweep)")
     sys.argv[1:] = words
     if command in ("train", "evaluate", "collect", "pipeline"):
         return words
@@ -167,12 +187,11 @@ def with_run(entry: str, arguments: Sequence[str]) -> list[str]:
     """Return the arguments with bare paths as `run=`, or `path=`, if the command takes it."""
     if entry == "preview":
         arguments = with_model(arguments)
-    paths = [one for one in arguments if _is_path(one)]
+    paths = [quoted(one) for one in arguments if _is_path(one)]
     key = next((key for key in ("run", "path") if key in primary(entry)), None)
     if not paths or key is None:
         return list(arguments)
-    texts = [quoted(path) for path in paths]
-    value = texts[0] if len(texts) == 1 else f"[{','.join(texts)}]"
+    value = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
     return [f"{key}={value}", *(one for one in arguments if not _is_path(one))]
 
 
@@ -188,11 +207,6 @@ def with_model(words: Sequence[str]) -> list[str]:
     return [
         f"model.source={quoted(word[6:])}" if word.startswith("model=") else word for word in found
     ]
-
-
-def quoted(path: str) -> str:
-    """Return a path as a value of an override."""
-    return "'" + path.replace("'", "\\'") + "'"
 
 
 def _is_path(argument: str) -> bool:

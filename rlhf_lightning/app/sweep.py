@@ -12,12 +12,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 
+from rlhf_lightning.app.config.saved import saved_words
 from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, global_rank
 from rlhf_lightning.reports.compare import write_comparison
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
-from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import new_summary, read_summary
 
 
@@ -100,7 +100,7 @@ def finish_sweep(sweep: Path) -> None:
     failed = [(run, why) for run in runs if (why := _failure(run)) is not None]
     if not failed:
         return
-    lines = [f"  {run.name}  {' '.join(_words(run))}: {why}\n" for run, why in failed]
+    lines = [f"  {run.name}  {' '.join(saved_words(run))}: {why}\n" for run, why in failed]
     sys.stderr.write(f"{len(failed)} of {len(runs)} jobs failed:\n{''.join(lines)}")
     raise SystemExit(1)
 
@@ -111,8 +111,3 @@ def _failure(run: RunFolder) -> str | None:
         return "it has not begun"
     summary = read_summary(run)
     return None if summary.status == "completed" else summary.cause or summary.status
-
-
-def _words(run: RunFolder) -> list[str]:
-    file = run.config.with_name("overrides.yaml")
-    return [str(word) for word in (read_yaml(file) if file.is_file() else None) or []]

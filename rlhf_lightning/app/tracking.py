@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,20 @@ from rlhf_lightning.runs.manifest import (
 from rlhf_lightning.runs.summary import Summary
 
 
-def finish_tracking(
-    settings: TrainSettings,
-    folder: RunFolder,
-    parts: TrainingComponents,
-    findings: Findings,
-    summary: Summary,
-) -> None:
+def finish_tracking(parts: TrainingComponents, findings: Findings, summary: Summary) -> None:
     """Show the end of a run in W&B, if it is shown there, and close it."""
     for logger in wandb_loggers(parts.trainer):
         if findings.samples:
             log_samples(logger, current_iteration(parts.trainer), "held_out", findings.samples)
-        logger.guarded(
-            lambda logger=logger: log_lineage(
-                logger, used_by(settings, parts), made_by(settings, folder, summary)
-            )
-        )
+        # Generators: what fails in them fails inside the guard.
+        used, made = used_by(parts), made_by(parts.settings, parts.folder, summary)
+        logger.guarded(partial(log_lineage, logger, used, made))
         logger.finish(summary.metrics, summary.gates)
 
 
-def used_by(settings: TrainSettings, parts: TrainingComponents) -> Iterator[Origin]:
+def used_by(parts: TrainingComponents) -> Iterator[Origin]:
     """Yield the records that a stage was trained on and the models that it started from."""
-    data = parts.data
+    settings, data = parts.settings, parts.data
     records = data.source.records(data.kind, "train")
     yield Origin(
         role="data",

@@ -32,9 +32,8 @@ from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import TrainingComponents, gates_of
+from rlhf_lightning.app.evaluation import TrainingComponents, gates_of, measure
 from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
-from rlhf_lightning.app.finalize import measure
 from rlhf_lightning.app.model_export import export_trained
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
@@ -58,7 +57,6 @@ from rlhf_lightning.distributed.launch import (
     broadcast_from_rank0,
     forget_ranks,
     global_rank,
-    launch_time,
     own_agreements,
 )
 from rlhf_lightning.distributed.process import prepare_process
@@ -110,19 +108,14 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     settings = _with_models(settings, overrides)
     folder, checkpoint = _agreed_start(settings, folder)
     continued = checkpoint is not None and folder.path.resolve() in checkpoint.resolve().parents
-    summary = replace(
-        new_summary(
-            settings.stage,
-            seed=settings.seed,
-            config_hash=settings.config_hash,
-            title=settings.title,
-        ),
-        seconds={"total": spent_seconds(folder)} if continued else {},
-        judged=not settings.only_runs,
+    begun = new_summary(
+        settings.stage, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
     )
+    seconds = {"total": spent_seconds(folder)} if continued else {}
+    summary = replace(begun, seconds=seconds, judged=not settings.only_runs)
     started = time.perf_counter()
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
-    with claim() if first else nullcontext(), computing(**settings.model.computing):
+    with claim() if first else nullcontext(), computing(settings.model):
         try:
             if first:
                 write_summary(folder, summary)
@@ -171,20 +164,22 @@ def _train(
     summary = replace(summary, about=about)
     if parts.trainer.is_global_zero:
         write_summary(folder, summary)
-        _print_start(folder, parts, checkpoint)
+        title = settings.title if settings.name == settings.stage else settings.name
+        print_start(title, folder, start_settings(settings, parts, checkpoint))
+        say(parts.data.render_summary())
     times.append(time.perf_counter())
     # 2 fit
-    parts = _fit(folder, parts, checkpoint)
+    parts = _fit(parts, checkpoint)
     times.append(time.perf_counter())
     with early_end_alerted(parts.trainer):
         # 3 compare
-        findings = measure(settings, folder, parts)
+        findings = measure(parts)
         gates = gates_of(settings, findings.metrics)
         times.append(time.perf_counter())
         # 4 export and publish
         if parts.trainer.is_global_zero:
             findings.write(folder, current_iteration(parts.trainer))
-        export_trained(settings, folder, parts, findings, gates)
+        export_trained(parts, findings, gates)
         times.append(time.perf_counter())
         # 5 summary, report, last screen
         phases = zip(("setup", "fit", "measure", "export"), pairwise(times), strict=True)
@@ -198,17 +193,10 @@ def _train(
             summary = replace(summary, next=after_training(settings, folder, overrides))
             write_summary(folder, summary)
             write_report(folder)
-            finish_tracking(settings, folder, parts, findings, summary)
+            finish_tracking(parts, findings, summary)
             told = read_summary(folder)  # with what the doctor said
             print_verdict(told, folder, wandb=shown_in_wandb(parts.trainer))
     return summary
-
-
-def _print_start(folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None) -> None:
-    settings = parts.settings
-    title = settings.title if settings.name == settings.stage else settings.name
-    print_start(title, folder, start_settings(settings, parts, checkpoint))
-    say(parts.data.render_summary())
 
 
 class DropsOptimizerState(Checkpoint):
@@ -225,9 +213,7 @@ class DropsOptimizerState(Checkpoint):
             optimizer.state.clear()
 
 
-def _fit(
-    folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None
-) -> TrainingComponents:
+def _fit(parts: TrainingComponents, checkpoint: Path | None) -> TrainingComponents:
     """Train to the end; after a rollback of the doctor, continue from there with its changes.
 
     Returns:
@@ -252,15 +238,15 @@ def _fit(
             return parts
         back = doctor.request.checkpoint
         assert back is not None  # else the fit ended with a RunStoppedError
-        checkpoint = folder.checkpoints / f"iteration={back:06d}.ckpt"
+        checkpoint = parts.folder.checkpoints / f"iteration={back:06d}.ckpt"
         if parts.trainer.is_global_zero:
-            write_handover(folder, doctor.hand_over(back))
+            write_handover(parts.folder, doctor.hand_over(back))
         logger.warning("doctor: a new fit starts from %s", checkpoint.name)
         for tracker in wandb_loggers(parts.trainer):
             tracker.finish()  # W&B refuses to open a run a second time
         parts.trainer = parts.module = None  # type: ignore[assignment]  # their memory is needed
         del doctor, doctors
-        parts = assemble(parts.settings, folder)
+        parts = assemble(parts.settings, parts.folder)
 
 
 def _agreed_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder, Path | None]:
@@ -302,8 +288,8 @@ def objective(summary: Summary, module: type[RLHFModule]) -> float | None:
 
 def _job(cfg: Any) -> float | None:
     adopt_rank()  # of a job that submitit has started
-    folder, overrides, several = this_job()
-    if several:
+    folder, overrides = this_job()
+    if in_sweep():
         as_single_run(overrides)
     kind = str(cfg["stage"]).replace(".", "_").lower()  # of a configuration that is refused
     try:
@@ -320,7 +306,7 @@ def _job(cfg: Any) -> float | None:
                 raise
         return None  # which a search takes for a trial that failed
     finally:
-        if several:
+        if in_sweep():
             forget_ranks()
     return objective(summary, settings.spec)
 
@@ -328,7 +314,6 @@ def _job(cfg: Any) -> float | None:
 def main() -> None:
     """Run the command line."""
     adopt_rank()
-    broadcast_from_rank0("launch time", launch_time)
     if AS_PYTHON in sys.argv:
         sys.argv.remove(AS_PYTHON)
         if (settings := check_command_line("train")) is None:
@@ -338,10 +323,3 @@ def main() -> None:
         return
     check_command_line("train")
     run_job("train", _job)
-
-
-if __name__ == "__main__":
-    # By its name, by which a launcher's job finds it again; as `__main__` it would be pickled.
-    from rlhf_lightning.app.train import main as run_by_name
-
-    run_by_name()

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import conf_dir, register
-from rlhf_lightning.app.config.recipe import recipe
-from rlhf_lightning.app.config.run_file import SCHEMA
+from rlhf_lightning.app.config.ways import SCHEMA, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

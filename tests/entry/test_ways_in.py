@@ -16,9 +16,7 @@ from omegaconf import OmegaConf
 
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.compose import choices, composed, register
-from rlhf_lightning.app.config.recipe import recipe
-from rlhf_lightning.app.config.run_file import run_yaml, with_file
-from rlhf_lightning.app.config.ways import read_experiment, spelled_out
+from rlhf_lightning.app.config.ways import read_experiment, recipe, run_yaml, spelled_out, with_file
 from rlhf_lightning.app.start import print_recipe, words_of
 from tests.builders.command_lines import settings_of, train
 

@@ -83,14 +83,14 @@ def sft_scores(parts: Any) -> dict[str, float]:
     from rlhf_lightning.rollout.noise import RowNoise
 
     decoding = parts.settings.evaluation.decoding
-    sampling = Sampling(parts.module.generator, parts.tokenizer, **decoding)
+    sampling = Sampling(parts.module.generator, parts.module.tokenizer, **decoding)
     batches = list(itertools.islice(parts.data.train_dataloader(), REFERENCE_BATCHES))
     found = sample_batches(
         parts.module.reference,
         batches,
         sampling,
         noise=RowNoise(1, "evaluation"),
-        scorer=parts.scorer,
+        scorer=parts.module.scorer,
     )
     gold = gold_scores(found.prompts, found.completions, found.finished)
     return {

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from rlhf_lightning.app.config.groups import (
     Annotator,
     ArtifactsSettings,
+    Benchmark,
     DatasetSettings,
     Dtype,
     EvaluationSettings,
@@ -21,6 +22,7 @@ from rlhf_lightning.app.config.groups import (
     Resume,
     Rollout,
     Safety,
+    Score,
     Scorer,
     Settings,
     Split,
@@ -52,11 +54,6 @@ class PromptsSettings(Settings):
 
     split: Split | Literal["all"] | None = None
     max_length: Count | None = 64
-
-    @property
-    def part(self) -> Split:
-        """The split of the source that is asked; of `all` it is a `WholeSource`."""
-        return "train" if self.split == "train" else "validation"
 
 
 class PeopleSettings(Settings):
@@ -92,9 +89,7 @@ class EvaluateSettings(FiguresSettings):
     human: Literal["none", "export", "import"] = "none"
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()
-    benchmark: (
-        Annotated[Target, builds("rlhf_lightning.evaluation.lm_eval_tasks.Benchmark")] | None
-    ) = None
+    benchmark: Benchmark | None = None
     card: bool = False
     trainer: PrecisionSettings
 
@@ -116,17 +111,12 @@ class EvaluateSettings(FiguresSettings):
         if not counts:
             return
         if max(counts) > pool:
-            raise ValueError(
-                f"best_of.n={counts} must be at most best_of.pool={pool}, the responses that are "
-                f"sampled to a prompt: use best_of.pool={max(counts)} or more"
-            )
+            raise ValueError(f"best_of.n={counts} must be at most best_of.pool={pool}: raise that")
         call = None if self.scorer is None else self.scorer.read("scorer").call
         if call is None or not getattr(call, "is_reward", True):
             raise ValueError("best_of.n needs a scorer that chooses the response: scorer=NAME")
         if self.evaluation.temperature == 0:
-            raise ValueError(
-                "best_of.n needs evaluation.temperature above 0: at 0 all responses are alike"
-            )
+            raise ValueError("best_of.n needs evaluation.temperature above 0")
 
     @property
     def unread(self) -> frozenset[str]:
@@ -139,13 +129,6 @@ class EvaluateSettings(FiguresSettings):
     def compares_policies(self) -> bool:
         """True unless a benchmark measures a reward model: those of policies have tasks."""
         return self.benchmark is None or "tasks" in self.benchmark.arguments
-
-    @property
-    def measured_model(self) -> str | None:
-        """Folder or hub name of the model that a benchmark measures; None for other scorers."""
-        if self.compares_policies:
-            return self.policy
-        return None if self.scorer is None else self.scorer.get("source")
 
 
 class CandidatesSettings(Settings):
@@ -193,9 +176,7 @@ class CollectSettings(FiguresSettings):
     candidates: CandidatesSettings
     lab: Annotated[Target, builds("rlhf_lightning.preferences.collection.LabHparams")]
     adversarial: AdversarialSettings
-    score: Annotated[Target, builds("rlhf_lightning.preferences.pairing.ScoreFunction")] | None = (
-        None
-    )
+    score: Score | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -204,14 +185,9 @@ class CollectSettings(FiguresSettings):
             raise ValueError("annotator=judge has no judge: choose judge=local or judge=openai")
         if self.records == "demonstrations":
             if self.artifacts.reward is None:
-                raise ValueError(
-                    "records=demonstrations needs the reward model that chooses the best response: "
-                    "artifacts.reward=FOLDER"
-                )
+                raise ValueError("records=demonstrations needs scores of artifacts.reward=FOLDER")
             if self.adversarial.run is not None:
-                raise ValueError(
-                    "adversarial.run makes pairs: use records=preferences, or leave it out"
-                )
+                raise ValueError("adversarial.run makes pairs: use records=preferences")
         return self
 
     @property
@@ -280,10 +256,7 @@ class ReportSettings(CommandSettings):
 
 def _is_policy(name: str) -> str:
     if not (RunFolder(Path(name)).config.is_file() or is_available(name)):
-        raise ValueError(
-            f"={name} is no run and no model: give a run folder (runs are in outputs/), a folder "
-            "with a config.json, or a hub name ORG/NAME"
-        )
+        raise ValueError(f"={name} is no run and no model: give a folder, or a hub name ORG/NAME")
     return name
 
 

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -86,10 +86,8 @@ def check_path_name(value: object) -> str:
     """
     text = str(value)
     if not _NAME.fullmatch(text) or ".." in text or len(text) > 100:
-        raise ValueError(
-            f"={text!r} becomes the name of a folder: use letters, digits and _ . + - (no / and "
-            "no .., at most 100)"
-        )
+        told = f"={text!r} becomes the name of a folder: use letters, digits and _ . + -"
+        raise ValueError(f"{told} (no / and no .., at most 100)")
     return text
 
 
@@ -118,8 +116,7 @@ def composed(entry: str, overrides: list[str]) -> DictConfig:
     if folders:
         found = OmegaConf.create(primary(entry)).hydra.get("searchpath", [])
         found = [*found, *(f"file://{Path(folder).absolute()}" for folder in folders)]
-        quoted = ", ".join("'" + place.replace("'", "\\'") + "'" for place in found)
-        words.append(f"hydra.searchpath=[{quoted}]")
+        words.append(f"hydra.searchpath=[{', '.join(map(quoted, found))}]")
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         return compose(entry, overrides=words, return_hydra_config=True)
 
@@ -161,19 +158,10 @@ def choices_text() -> str:
     for group, about in WORDS["groups"].items():
         note = f" ({about})" if about else ""
         rows.append((group, f"{' '.join(choices(group))}{note}"))
-    wrapper = textwrap.TextWrapper(
-        min(shutil.get_terminal_size().columns, 100) - 1,
-        subsequent_indent=" " * 18,
-        break_on_hyphens=False,
-    )
-    lines = []
-    for name, text in rows:
-        if name:
-            wrapper.initial_indent = f"  {name:<16}"
-            lines += wrapper.wrap(text)
-        else:
-            lines += ["", text, ""]
-    return "\n".join(lines)
+    width = min(shutil.get_terminal_size().columns, 100) - 1
+    fill = partial(textwrap.fill, width=width, subsequent_indent=" " * 18, break_on_hyphens=False)
+    filled = (fill(t, initial_indent=f"  {name:<16}") if name else f"\n{t}\n" for name, t in rows)
+    return "\n".join(filled)
 
 
 @cache

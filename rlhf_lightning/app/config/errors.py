@@ -25,10 +25,7 @@ from rlhf_lightning.misfit import did_you_mean
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 OF_TRAINING = ("logger=", "logger.", "debug=")  # how words begin that training alone takes
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
-_EXAMPLE = (
-    "in a checkout, set RLHF_ALLOWED_TARGETS=examples. in the environment and add "
-    "--config-dir=examples/conf"
-)
+_EXAMPLE = "in a checkout, set RLHF_ALLOWED_TARGETS=examples. and add --config-dir=examples/conf"
 WITHDRAWN: Mapping[str, str] = WORDS["withdrawn"] | dict.fromkeys(WORDS["in_examples"], _EXAMPLE)
 
 
@@ -52,8 +49,11 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
         overrides: overrides of the command line.
         config_name: name of the composed configuration.
     """
-    if (file := _a_file(overrides)) is not None:
-        return file
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "dataset" and Path(value).is_file():
+            told = f"{word}: a file of records is given by dataset=files dataset.path={value}"
+            return f"{told} dataset.name=NAME"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = sorted(error.options or choices(group))
@@ -62,11 +62,7 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override, text)
     if found := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
-        word, value = found[1], found[1].partition("=")[2]
-        return (
-            f"{word} gives several values: -m runs a sweep over them; one text with commas is "
-            f"quoted, and a list is [{value}]"
-        )
+        return f"{found[1]} has several values: -m runs a sweep; a text is quoted, a list is [A,B]"
     if found := re.search(r"Could not override '([\w./@]+)'", text):
         return _unknown(found[1], overrides, config_name)
     if isinstance(error, OmegaConfBaseException):
@@ -81,18 +77,6 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
     return text.partition("\n")[0] or type(error).__name__
 
 
-def _a_file(overrides: list[str]) -> str | None:
-    """Explain how to give a file of records, if one is in the place of a dataset's name."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key == "dataset" and Path(value).is_file():
-            return (
-                f"{override}: a file of records is given by dataset=files dataset.path={value} "
-                "dataset.name=NAME, where NAME is what its models are kept under"
-            )
-    return None
-
-
 def _unreadable(override: str, text: str) -> str:
     if override.startswith("-") or ("=" not in override and not override.startswith("~")):
         return f"{override!r} sets nothing: write KEY=VALUE, such as seed=2"
@@ -100,8 +84,7 @@ def _unreadable(override: str, text: str) -> str:
     override = " ".join(override.split())
     return (
         f"{override} cannot be read ({reason or 'a blank, a comma or a bracket'}): close what is "
-        f"opened, and quote a text that holds such signs, as in "
-        f"'{override.partition('=')[0]}=\"a, b\"'"
+        f"opened, and quote such signs: '{override.partition('=')[0]}=\"a, b\"'"
     )
 
 
@@ -153,6 +136,5 @@ def refuse_study() -> NoReturn:
     """End the withdrawn command `rlhf-study` with what is written instead."""
     raise SystemExit(
         "error: rlhf-study was withdrawn: run a matrix with rlhf-train -m (seed=1,2 KEY=A,B, or "
-        "+sweeps=NAME) and compare runs with rlhf-report RUN RUN; the studies of the docs are "
-        "python -m benchmarks.studies.NAME"
+        "+sweeps=NAME), compare with rlhf-report RUN RUN"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -28,12 +27,11 @@ from rlhf_lightning.app.config.targets import (
     read_node,
     refuse_unknown,
 )
-from rlhf_lightning.arguments import Count, CountOrZero, RunsCode, Temperature
+from rlhf_lightning.arguments import Count, CountOrZero, Name, RunsCode, Temperature
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
 from rlhf_lightning.hparams import Checked, Precision
-from rlhf_lightning.runs.stopping import deadline
 
 MOST_MINUTES = 1_000_000  # two years
 
@@ -150,8 +148,10 @@ def builds(name: str, *given_later: str) -> AfterValidator:
 
 Annotator = Annotated[Target, builds("rlhf_lightning.preferences.annotators.Annotator")]
 Gold = Annotated[Target, builds("rlhf_lightning.preferences.annotators.Gold")]
+Benchmark = Annotated[Target, builds("rlhf_lightning.evaluation.lm_eval_tasks.Benchmark")]
 Safety = Annotated[Target, builds("rlhf_lightning.evaluation.safety.SafetyCheck")]
 Scorer = Annotated[Target, builds("rlhf_lightning.rollout.scorers.base.Scorer")]
+Score = Annotated[Target, builds("rlhf_lightning.preferences.pairing.ScoreFunction")]
 Source = Annotated[Target, builds("rlhf_lightning.data.sources.base.RecordSource")]
 Tokenizer = Annotated[Target, builds("transformers.PreTrainedTokenizerBase")]
 Callback = Annotated[Target, builds("lightning.pytorch.Callback")]
@@ -166,17 +166,10 @@ class PathsSettings(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    outputs: str = "outputs"
-    artifacts: str = "artifacts"
+    outputs: Name = "outputs"
+    artifacts: Name = "artifacts"
     publish: bool = True
     apart: FolderName | None = None
-
-    @field_validator("outputs", "artifacts")
-    @classmethod
-    def _is_a_folder(cls, folder: str) -> str:
-        if not folder.strip():
-            raise ValueError("='' must be a folder, such as outputs")
-        return folder
 
 
 class ArtifactsSettings(Settings):
@@ -273,16 +266,6 @@ class CheckpointSettings(Settings):
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
 
-    @field_validator("must_save_by")
-    @classmethod
-    def _is_a_time(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                deadline(value, started=time.time())
-            except ValueError as error:
-                raise ValueError(f"={error}") from error
-        return value
-
 
 class SamplesSettings(Settings):
     """The log of samples."""
@@ -291,21 +274,12 @@ class SamplesSettings(Settings):
     num_samples: Count = 8
 
 
-class EarlyStoppingSettings(Settings):
-    """When SFT or reward training ends early; further keys are Lightning's."""
-
-    model_config = ConfigDict(extra="allow")
-
-    patience: Count = 3
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-
-
 class CallbacksSettings(Settings):
     """Callbacks of a run: ours, and the user's under `extra`."""
 
     checkpoint: CheckpointSettings
     samples: SamplesSettings
-    early_stopping: EarlyStoppingSettings | None = None
+    early_stopping: dict[str, Any] | None = None  # arguments that `trainer_arguments` checks
     extra: dict[str, Callback] = {}
 
 
@@ -369,12 +343,6 @@ class ModelSettings(Settings):
     shape: dict[str, Any] | None = None
 
     @property
-    def computing(self) -> dict[str, Any]:
-        """Kernels, micro-batches and threads, as `app.build.computing` takes them."""
-        names = ("cpu_kernels", "kernels", "micro_batches", "cpu_threads", "attention_backends")
-        return {name: getattr(self, name) for name in names}
-
-    @property
     def template(self) -> dict[str, Any]:
         """The chat template and its arguments, as `load_tokenizer` takes them."""
         names = ("chat_template", "chat_template_arguments")
@@ -384,6 +352,13 @@ class ModelSettings(Settings):
     def origin(self) -> dict[str, Any]:
         """The version of a hub model, and whether its code runs."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+# Fields that only a training reads.
+HOW_A_MODEL_IS_MADE = (
+    *("name", "source", "license", "num_parameters", "tokenizer", "from_scratch", "base", "shape"),
+    "activation_checkpointing",
+)
 
 
 class LengthsSettings(Settings):

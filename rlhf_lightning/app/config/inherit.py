@@ -8,7 +8,7 @@ again on the command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -70,11 +70,10 @@ def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> A
         folder = RunFolder(Path(str(cfg.run)))
         trained = read_training(folder)
         if entry == "evaluate" and not trained.spec.trains_policy:
-            told = f"run={folder.path} trained a {trained.title}: give the run of a policy"
-            raise ConfigError(told)
+            raise ConfigError(f"run={cfg.run} trained a {trained.title}: give the run of a policy")
         # A pipeline's file of settings is next to the folder of the run.
         made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
-        cfg = take_over(entry, cfg, overrides, trained, models_of(trained, made))
+        cfg = take_over(entry, cfg, overrides, trained, made)
     settings = read_settings(COMMANDS[entry], cfg)
     check_overrides_are_read(overrides, settings, trained, trains_first=True)
     return settings
@@ -112,13 +111,10 @@ def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str]:
 
 
 def take_over(
-    entry: str,
-    cfg: DictConfig,
-    overrides: Sequence[str],
-    trained: TrainSettings,
-    models: Mapping[str, str | None],
+    entry: str, cfg: DictConfig, overrides: Sequence[str], trained: TrainSettings, made: RunFolder
 ) -> DictConfig:
     """Return `cfg` with groups, keys and models of a training run; see `command_settings`."""
+    models = models_of(trained, made)
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
     for key, value in named_again(entry, trained).items():
         group = key.partition(".")[0]

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from rlhf_lightning.app.config.compose import ConfigError, at
-from rlhf_lightning.app.config.run_file import HEAD, run_yaml, schema_line
 from rlhf_lightning.app.config.settings import (
     OF_A_JOB,
     RunSettings,
@@ -19,6 +18,7 @@ from rlhf_lightning.app.config.settings import (
     with_environment,
 )
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
+from rlhf_lightning.app.config.ways import HEAD, run_yaml, schema_line
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RESOLVED, RunFolder
 from rlhf_lightning.runs.public_config import public_config
@@ -67,6 +67,12 @@ def saved_config(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is no configuration of a run")
     return content
+
+
+def saved_words(folder: RunFolder) -> list[str]:
+    """Return the overrides of a run's command line; none where they are not kept."""
+    file = folder.config.with_name("overrides.yaml")
+    return [str(word) for word in (read_yaml(file) if file.is_file() else None) or []]
 
 
 def working_folder(folder: RunFolder) -> Path:

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
-from rlhf_lightning.app.config.compose import ConfigError, at, describe_interpolation
+from rlhf_lightning.app.config.compose import ConfigError, at, describe_interpolation, texts
 from rlhf_lightning.app.config.groups import (
+    HOW_A_MODEL_IS_MADE,
     ArtifactsSettings,
     CallbacksSettings,
     DatasetSettings,
@@ -139,7 +140,10 @@ class CommandSettings(Settings):
             resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(written)), resolve=True)
         except OmegaConfBaseException as error:
             raise ConfigError(describe_interpolation(error)) from error
-        _check_nothing_missing(resolved)
+        for key, text in texts(resolved):
+            # A model that is made from scratch waits for its tokenizer.
+            if text == "???" and not key.startswith(("model.", "module.from_scratch")):
+                raise ConfigError(f"{key} is not set: add {key}=...")
         # `debug` and `launcher` are groups that only change others.
         kept = {k: v for k, v in resolved.items() if k not in ("debug", "launcher")}
         try:
@@ -194,19 +198,6 @@ def _with_reference(written: Mapping[str, Any], text: str) -> str:
     return f"{text} ({node})" if isinstance(node, str) and "${" in node else text
 
 
-def _check_nothing_missing(node: Any, where: str = "") -> None:
-    # A model that is made from scratch waits for its tokenizer.
-    if where in ("model", "module.from_scratch"):
-        return
-    if node == "???":
-        raise ConfigError(f"{where} is not set: add {where}=...")
-    items: Any = node.items() if isinstance(node, Mapping) else ()
-    if isinstance(node, list):
-        items = enumerate(node)
-    for key, value in items:
-        _check_nothing_missing(value, f"{where}.{key}" if where else str(key))
-
-
 def _targets(node: Any, where: str) -> Iterator[tuple[str, Target]]:
     if isinstance(node, Target):
         yield where, node
@@ -232,10 +223,7 @@ class RunSettings(CommandSettings):
 
 def _check_not_logged(logger: LoggerSettings) -> LoggerSettings:
     if logger.kind not in ("none", "csv"):
-        raise ValueError(
-            f"={logger.kind} shows training, and this command only writes summary.json: use "
-            "logger=none"
-        )
+        raise ValueError(f"={logger.kind} shows training, and this trains nothing: use logger=none")
     return logger
 
 
@@ -248,10 +236,8 @@ class FiguresSettings(RunSettings):
     @property
     def by_reference(self) -> frozenset[str]:
         """Keys that only a training reads: the lengths of its rows, and how its model is made."""
-        model = self.model
-        read = {*model.computing, *model.template, *model.origin}
-        made = set() if self.only_runs else set(ModelSettings.model_fields) - read
-        return frozenset({"dataset.lengths"} | {f"model.{name}" for name in made})
+        made = () if self.only_runs else HOW_A_MODEL_IS_MADE
+        return frozenset({"dataset.lengths", *(f"model.{name}" for name in made)})
 
 
 class TrainSettings(RunSettings):
@@ -297,9 +283,8 @@ class TrainSettings(RunSettings):
         if self.stage not in self._hparams:
             known = " or ".join(key for key in self._hparams if key != "sampling")
             raise ValueError(
-                f"stage={self.stage} needs the settings module.{self.stage}, with the _target_ of "
-                f"their class, and module has those of stage={known or 'none'}: use one of them, "
-                f"or module={self.stage}"
+                f"stage={self.stage} needs the settings module.{self.stage}, and module has those "
+                f"of stage={known or 'none'}: use one of them, or module={self.stage}"
             )
         return self
 

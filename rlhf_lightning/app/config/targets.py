@@ -26,6 +26,7 @@ from rlhf_lightning.misfit import Built, did_you_mean
 
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them
+_ROOTS = tuple(f"{root}." for root in (OWN, *LIBRARIES))
 # They return what `path` names without calling it.
 LOOKUPS = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
 MOST_LISTED = 15  # names in a message
@@ -150,7 +151,7 @@ def _read(value: Any, where: str) -> Any:
         path = given.pop("path", None)
         refuse_unknown(given, {"path": None}, name, where)
         name = str(path)
-    found, trusted = resolve(name, where), name.startswith(trusted_targets() or ("\0",))
+    found, trusted = resolve(name, where), name.startswith(trusted_targets())
     returns = found if inspect.isclass(found) else annotations_of(found).get("return")
     if returns in (None, Any):  # a function that does not say what it returns
         returns = Any if trusted else type(None)
@@ -169,10 +170,10 @@ def check_arguments(node: Node, where: str) -> None:
     Raises:
         TargetError: for an unknown one, one that is not set, or one of another type or range.
     """
-    hints = parameters(node.call)
-    refuse_unknown(node.arguments, hints, node.name, where)
+    hints, is_open = parameters(node.call)
+    refuse_unknown(node.arguments, node.arguments if is_open else hints, node.name, where)
     for key, value in node.arguments.items():
-        place, hint = f"{where}.{key}", hints[key]
+        place, hint = f"{where}.{key}", hints.get(key, Any)
         _place(place, value, hint)
         is_code = isinstance(value, Node) and (value.is_looked_up or value.is_partial)
         if value and _is_marked(hint) and (is_code or not isinstance(value, Node)):
@@ -194,9 +195,8 @@ def _place(where: str, value: Any, hint: Any) -> None:
         raise TargetError(str(error)) from None
     for node in nodes(value):
         if not node.is_placed:
-            raise TargetError(
-                f"{where}._target_={node.name} is not allowed there: {where} takes plain values"
-            )
+            told = f"{where}._target_={node.name} is not allowed there"
+            raise TargetError(f"{told}: {where} takes plain values")
 
 
 def _is_marked(hint: Any) -> bool:
@@ -206,38 +206,28 @@ def _is_marked(hint: Any) -> bool:
     return known or hint is Any or any(map(_is_marked, get_args(hint)))
 
 
-def parameters(call: Any) -> dict[str, Any]:
-    """Return name -> annotation of what a class or function takes.
+def parameters(call: Any) -> tuple[dict[str, Any], bool]:
+    """Return name -> annotation of what a class or function takes, and whether of any name.
 
     Where it takes `**hparams`, they are the fields of its class attribute `Hparams`.
     """
     try:
         found = inspect.signature(call).parameters
     except (ValueError, TypeError):  # written in C, without a signature
-        return _Open()
+        return {}, True
     try:
         hints = annotations_of(call)
     except (NameError, TypeError, AttributeError):
         if call.__module__.partition(".")[0] == OWN:
             raise
         hints = {}  # of a library, under names that only a type checker sees
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in found.values())
-    further = getattr(call, "Hparams", None)
-    if open_ended and further is None:
-        return _Open({name: hints.get(name, Any) for name in found})
+    is_open = any(p.kind is p.VAR_KEYWORD for p in found.values())
+    further: dict[str, Any] = {}
+    if hasattr(call, "Hparams"):
+        is_open, further = False, annotations_of(call.Hparams)
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = {name: hints.get(name, Any) for name, p in found.items() if p.kind in kinds}
-    return named if further is None else named | annotations_of(further)
-
-
-class _Open(dict[str, Any]):
-    """Annotations of a call that takes further arguments of any name."""
-
-    def __missing__(self, key: str) -> Any:
-        return Any
-
-    def __contains__(self, key: object) -> bool:
-        return True
+    named = {name: hints.get(name, Any) for name, p in found.items() if is_open or p.kind in kinds}
+    return named | further, is_open
 
 
 def refuse_unknown(
@@ -268,10 +258,7 @@ def check_names(node: Any, where: str = "") -> None:
     if isinstance(node, Mapping):
         if "_target_" in node:
             name = str(node.get("path") if node["_target_"] in LOOKUPS else node["_target_"])
-            trusted = name.startswith(trusted_targets() or ("\0",))
-            if not _NAME.fullmatch(name) or not (
-                trusted or name.partition(".")[0] in (OWN, *LIBRARIES)
-            ):
+            if not (_NAME.fullmatch(name) and name.startswith((*trusted_targets(), *_ROOTS))):
                 raise TargetError(_refusal(where, name))
         for key, value in node.items():
             check_names(value, f"{where}.{key}")
@@ -327,18 +314,17 @@ def _holder(path: str, where: str, name: str) -> ModuleType | type:
             cls = getattr(sys.modules[package], last)
             raise TargetError(_refusal(where, name, cls)) from None
         folder = getattr(sys.modules.get(package), "__path__", [])
-        known = [module.name for module in pkgutil.iter_modules(folder)]
-        raise TargetError(
-            f"{where}._target_={name} cannot be imported: {error}{did_you_mean(last, known)}"
-        ) from error
+        near = did_you_mean(last, [module.name for module in pkgutil.iter_modules(folder)])
+        told = f"{where}._target_={name} cannot be imported: {error}{near}"
+        raise TargetError(told) from error
 
 
 def _refusal(where: str, name: str, found: Any = None) -> str:
     home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
-    trusted = name.startswith(trusted_targets() or ("\0",)) and not name.startswith(home)
-    return (
+    trusted = name.startswith(trusted_targets()) and not name.startswith(home)
+    told = (
         f"{where}._target_={name} is not allowed; allowed are classes, their from_pretrained and "
-        f"functions of {OWN}, "
-        f"classes of {', '.join(LIBRARIES)}, and what RLHF_ALLOWED_TARGETS lists (prefixes, "
-        "separated by commas)"
-    ) + (f". If {home} is meant, name and list that" if trusted else "")
+        f"functions of {OWN}, classes of {', '.join(LIBRARIES)}, and the prefixes in "
+        "RLHF_ALLOWED_TARGETS"
+    )
+    return told + (f". If {home} is meant, name and list that" if trusted else "")

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf_lightning.app.config.compose import (
     CONFIG_DIR,
     ConfigError,
+    at,
     choices,
     describe_interpolation,
     primary,
@@ -199,15 +200,13 @@ def plain_settings(
 
 def _with_models_apart(written: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with `paths.apart` in the folder of models, and then no gates."""
-    paths = written.get("paths")
-    paths = paths if isinstance(paths, dict) else {}
-    folder, apart = paths.get("artifacts"), paths.get("apart")
+    folder, apart = at(written, "paths.artifacts"), at(written, "paths.apart")
     if not isinstance(folder, str) or apart is None:
         return written
     ungated = written | ({"gates": {}} if "gates" in written else {})
     if apart in Path(folder).parts:
         return ungated
-    return ungated | {"paths": paths | {"artifacts": f"{folder}/{apart}"}}
+    return ungated | {"paths": written["paths"] | {"artifacts": f"{folder}/{apart}"}}
 
 
 def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
@@ -215,10 +214,7 @@ def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
         return did_you_mean(key, list(settings.model_fields))
     groups = [next(iter(item)) for item in primary()["defaults"] if isinstance(item, dict)]
     known = [str(k) for k in (*primary(), *groups, *ADDED) if k not in ("defaults", "hydra")]
-    return (
-        f"{did_you_mean(key, known)} (+experiment=, +preset= and +sweeps= take what stands in "
-        f"conf/ and sweeps/: {listed(choices('experiment'))})"
-    )
+    return f"{did_you_mean(key, known)} (+experiment= takes {listed(choices('experiment'))})"
 
 
 def _check_training(settings: TrainSettings) -> None:
@@ -232,23 +228,17 @@ def _check_training(settings: TrainSettings) -> None:
         raise ConfigError(f"stage={settings.stage}: {settings.module.path} is of stage={named}")
     shard_over, devices = settings.strategy.shard_over, settings.trainer.world_size
     if shard_over is not None and devices % shard_over:
-        raise ConfigError(
-            f"strategy.shard_over={shard_over} must divide the {devices} devices (trainer.devices "
-            "times trainer.num_nodes)"
-        )
+        raise ConfigError(f"strategy.shard_over={shard_over} must divide the {devices} devices")
     if settings.data.get("num_iterations") is None and settings.data.get("num_epochs") is None:
         raise ConfigError("data.num_iterations and data.num_epochs are both null: give one")
     _check_batch_divides(settings)
     if scorer is None and spec.rolls_out:
         names = ", ".join(choices("scorer"))
-        raise ConfigError(
-            f"scorer=null: {settings.title} needs a scorer: scorer=NAME, one of {names}"
-        )
+        raise ConfigError(f"scorer=null: {settings.title} needs scorer=NAME, one of {names}")
     kind, wanted = settings.data_kind, spec.kinds_of_records(settings.hparams)
     if kind not in wanted:
         raise ConfigError(
-            f"data.kind={kind}: {settings.title} learns from {' or '.join(wanted)}: use "
-            f"data.kind={wanted[0]}"
+            f"data.kind={kind}: {settings.title} takes data.kind={' or '.join(wanted)}"
         )
     _check_server_teaches(settings)
     adapter = scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter"
@@ -295,10 +285,8 @@ def _check_doctor(settings: TrainSettings) -> None:
         return
     usual, given = type(doctor)(thresholds={}).model_dump(), doctor.model_dump()
     if changed := [key for key, value in given.items() if value != usual[key]]:
-        raise ConfigError(
-            f"doctor.{changed[0]}: {settings.title} has no rollouts for the doctor to watch: use "
-            "doctor=default"
-        )
+        told = f"{settings.title} has no rollouts for the doctor to watch: use doctor=default"
+        raise ConfigError(f"doctor.{changed[0]}: {told}")
 
 
 def _check_said_once(settings: TrainSettings) -> None:
@@ -331,9 +319,8 @@ def _check_batch_divides(settings: TrainSettings) -> None:
         count = getattr(settings.hparams, "num_minibatches", None)
         minibatches = "" if count is None else f" x {key}.num_minibatches={count}"
         raise ConfigError(
-            f"data.batch_size={rows} is global and must be a multiple of {unit}, "
-            f"{settings.trainer.world_size} devices{minibatches}: use "
-            f"data.batch_size={' or '.join(fits)}"
+            f"data.batch_size={rows} must be a multiple of {unit}, {settings.trainer.world_size} "
+            f"devices{minibatches}: use data.batch_size={' or '.join(fits)}"
         )
 
 

@@ -1,20 +1,35 @@
-"""The short way in, `rlhf-train EXPERIMENT MODEL FILE`: the overrides that it stands for.
+"""The short ways in: `rlhf-train EXPERIMENT MODEL FILE`, `--config run.yaml` and `--recipe dpo`.
 
-What MODEL and FILE stand for is read in the configuration of the experiment, without torch.
+The first two become the overrides that they stand for; what MODEL and FILE stand for is read in the
+configuration of the experiment, without torch. The third prints a file of settings to start from.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from rlhf_lightning.app.config.compose import ConfigError, at, choices, config_dirs, given, word
-from rlhf_lightning.app.config.errors import composition
+from rlhf_lightning.app.config.compose import (
+    CONFIG_DIR,
+    HPARAMS,
+    WORDS,
+    ConfigError,
+    at,
+    choices,
+    conf_dir,
+    config_dirs,
+    dotted_keys,
+    given,
+    word,
+)
+from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, composition
 from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
@@ -23,6 +38,18 @@ from rlhf_lightning.runs.reading import read_yaml
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
 _HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+SCHEMA = "run.schema.json"  # in conf/, written by docs/build_schema.py
+HEAD = """\
+# What was set for this run. In the folder where it was started, the same command with
+#   --config THIS_FILE
+# runs it again; further words change it.
+"""
+_FOLDERS = "config_dir"
+_RECIPE = """\
+# Give MODEL, a folder or hub name, and FILE, which has records ({}); the names are of folders.
+# Then  rlhf-train --config THIS_FILE
+"""
+_DEFAULTS = "\n# The defaults. Remove a # to change one; docs/configuration.md has every key.\n"
 _REWARD = re.compile(
     r"((?P<file>[^=]+\.py):)?(?P<name>(?!\S*\.py(=|$))[\w.]+)(=(?P<weight>-?\d*\.?\d+))?"
 )
@@ -163,10 +190,8 @@ def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) ->
         raise ConfigError(f"{one.name} takes {wanted}, got {got}: {usage}")
     model, file = _available(words[0]), "".join(words[1:])
     if not Path(file).exists():
-        raise ConfigError(
-            f"{file} does not exist: give a file of records ({one.records}), or in its place "
-            "dataset=hub dataset.hub_name=NAME dataset.name=NAME"
-        )
+        told = f"{file} does not exist: give a file of records ({one.records})"
+        raise ConfigError(f"{told}, or dataset=hub dataset.hub_name=NAME dataset.name=NAME")
     return model, file
 
 
@@ -175,9 +200,7 @@ def _available(source: str) -> str:
     exported = RunFolder(Path(source)).export
     found = str(exported) if exported.is_dir() else source
     if not is_available(found):
-        raise ConfigError(
-            f"{source} is no model: give a folder with a config.json, or OWNER/NAME on the hub"
-        )
+        raise ConfigError(f"{source} is no model: give a folder, or OWNER/NAME on the hub")
     return found
 
 
@@ -202,10 +225,8 @@ def _reward_words(
     if (functions or models) and one.scorer is None:
         raise ConfigError(f"{one.name} learns from records alone: leave --reward out")
     if len(models) + bool(functions) > 1 or (wants and not (functions or models)):
-        raise ConfigError(
-            f"{one.name} needs a reward: --reward FILE.py:NAME, several of them, or one "
-            "--reward-model FOLDER"
-        )
+        told = f"{one.name} needs a reward: --reward FILE.py:NAME, several of them"
+        raise ConfigError(f"{told}, or one --reward-model FOLDER")
     for text in functions:
         file = text.partition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
@@ -213,3 +234,88 @@ def _reward_words(
     if models:
         return [word("artifacts.reward", _available(models[0]))]
     return one.reward_words(functions) if functions else []
+
+
+def with_file(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, with those of the files of `--config` before them.
+
+    Raises:
+        ConfigError: if a file cannot be read.
+    """
+    files, others = values_of("--config", words)
+    for file in files:
+        try:
+            content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+            others = replaced(list(_words(content)), others)
+        except (*COMPOSE_ERRORS, OSError, AttributeError, yaml.YAMLError) as error:
+            told = f"--config {file}: {' '.join(str(error).split())}"
+            raise ConfigError(f"{told}; write KEY: VALUE, such as experiment: dpo") from error
+    return others
+
+
+def _words(node: Mapping[Any, Any], where: str = "") -> Iterator[str]:
+    for name, value in node.items():
+        key = f"{where}{name}"
+        nested = isinstance(value, Mapping) and all(re.fullmatch(r"[\w.]+", f"{k}") for k in value)
+        if nested and value:
+            yield from _words(value, f"{key}.")
+        elif key == _FOLDERS:
+            yield from (f"{CONFIG_DIR}{Path(folder)}" for folder in value)
+        elif key.startswith("~"):
+            yield key
+        else:  # groups and other keys of the top are there, keys below may be new ones
+            yield word(f"{'+' * (key in ADDED)}{'++' * ('.' in key)}{key}", value)
+
+
+def run_yaml(words: Sequence[str]) -> str:
+    """Return the overrides of a run as YAML."""
+    content: dict[str, Any] = {}
+    for one in OverridesParser.create().parse_overrides(list(words)):
+        key = one.key_or_group + (f"@{one.package}" if one.package else "")
+        content[f"~{key}" if one.is_delete() else key] = one.value()
+    if "sweeps" in content:  # this is one job of it
+        content["hydra.mode"] = "RUN"
+    if folders := [one.removeprefix(CONFIG_DIR) for one in config_dirs()]:
+        content[_FOLDERS] = folders
+    return OmegaConf.to_yaml(OmegaConf.create(content))
+
+
+def schema_line() -> str:
+    """Return the comment by which an editor completes and checks a file for `rlhf-train`."""
+    return f"# yaml-language-server: $schema={conf_dir() / SCHEMA}\n"
+
+
+def recipe(name: str, further: Sequence[str]) -> str:
+    """Return a file of settings for an experiment and further words; its defaults are comments.
+
+    Raises:
+        ConfigError: if there is no such experiment, or if the words do not compose.
+    """
+    one = read_experiment(name)
+    words = one.words("MODEL", "mine", "FILE", "mine")
+    words += one.reward_words(["reward.py:score"]) if one.needs_reward else []
+    words = replaced(words, further)
+    cfg = composition("train", [*config_dirs(), *words])
+    cfg.hydra = None
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    text, keys = run_yaml(words), list(dotted_keys(cfg))
+    lines = [_RECIPE.format(one.records), schema_line(), text, _DEFAULTS]
+    for searched in WORDS["other_trainers"]:
+        pattern = searched.replace(".", r"\.").replace("*", r"\w+")
+        for key in (key for key in keys if re.fullmatch(pattern, key) and f"{key}:" not in text):
+            _, part, last = f"..{key}".rsplit(".", 2)
+            meaning = meanings_of(HPARAMS[part]).get(last) if part in HPARAMS else None
+            if (value := at(values, key)) is not None or meaning:
+                line = OmegaConf.to_yaml({key: value}).strip()
+                lines.append(f"# {line}{f'  # {meaning}' if meaning else ''}\n")
+    return "".join(lines)
+
+
+def meanings_of(cls: type) -> dict[str, str]:
+    """Return the descriptions of a class's `Args:`, those of its bases included, by name."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        section = (base.__doc__ or "").partition("Args:")[2]
+        for match in re.finditer(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.M):
+            found[match.group(1)] = re.sub(r"\s+", " ", match.group(2)).strip()
+    return found
