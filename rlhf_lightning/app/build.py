@@ -325,7 +325,7 @@ def make_trainer(
 
 def run_arguments(settings: TrainSettings) -> dict[str, Any]:
     """Return the arguments of `trainer_arguments` that the settings say as plain values."""
-    given = settings.callbacks
+    given, early = settings.callbacks, settings.callbacks.early_stopping
     return {
         "max_iterations": settings.trainer.limit_train_batches,
         "validations": settings.trainer.validations if not settings.spec.rolls_out else 0,
@@ -333,7 +333,7 @@ def run_arguments(settings: TrainSettings) -> dict[str, Any]:
         "samples_every_n_iterations": given.samples.every_n_iterations,
         "num_samples": given.samples.num_samples,
         "doctor": doctor_arguments(settings),
-        "early_stopping": given.early_stopping,
+        "early_stopping": None if early is None else early.model_dump(exclude_unset=True),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -32,6 +33,7 @@ from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
 from rlhf_lightning.hparams import Checked, Precision
+from rlhf_lightning.runs.stopping import deadline
 
 MOST_MINUTES = 1_000_000  # two years
 
@@ -266,6 +268,16 @@ class CheckpointSettings(Settings):
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
 
+    @field_validator("must_save_by")
+    @classmethod
+    def _is_a_time(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                deadline(value, started=time.time())
+            except ValueError as error:
+                raise ValueError(f"={error}") from error
+        return value
+
 
 class SamplesSettings(Settings):
     """The log of samples."""
@@ -274,12 +286,21 @@ class SamplesSettings(Settings):
     num_samples: Count = 8
 
 
+class EarlyStoppingSettings(Settings):
+    """When SFT or reward training ends early; further keys are Lightning's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    patience: Count = 3
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
 class CallbacksSettings(Settings):
     """Callbacks of a run: ours, and the user's under `extra`."""
 
     checkpoint: CheckpointSettings
     samples: SamplesSettings
-    early_stopping: dict[str, Any] | None = None  # arguments that `trainer_arguments` checks
+    early_stopping: EarlyStoppingSettings | None = None
     extra: dict[str, Callback] = {}
 
 
