@@ -16,7 +16,6 @@ def said(content):
     return [{"role": "assistant", "content": content}]
 
 
-@pytest.mark.parametrize("empty", ["", " \n"])
 @pytest.mark.parametrize(
     ("key", "row"),
     [
@@ -26,9 +25,9 @@ def said(content):
         ("rejected", {"prompt": ASKED, "chosen": said("so"), "rejected": said("no")}),
     ],
 )
-def test_an_empty_completion_is_an_error_that_names_file_and_line(write_jsonl, key, row, empty):
+def test_an_empty_completion_is_an_error_that_names_file_and_line(write_jsonl, key, row):
     whole = row[key]
-    hollow = empty if isinstance(whole, str) else [*whole[:-1], *said(empty)]
+    hollow = " \n" if isinstance(whole, str) else [*whole[:-1], *said(" \n")]
     path = write_jsonl([row, {**row, key: hollow}])
     kind = "preferences" if "chosen" in row else "demonstrations"
     with pytest.raises(BadRecordError, match=r"data\.jsonl, line 2: .*is empty") as error:

@@ -42,11 +42,6 @@ def test_the_kind_is_that_of_the_keys_and_the_others_can_be_asked_for(tokenizer,
         assert len(preview(source([row]), tokenizer, kind=other).rows) >= 1
 
 
-def test_a_kind_that_the_records_are_not_is_an_error_with_the_fix(tokenizer):
-    with pytest.raises(ValueError, match="preferences were asked for, but the records are prompts"):
-        preview(source([{"prompt": "why?"}]), tokenizer, kind="preferences")
-
-
 def test_lengths_are_whole_rows_and_max_length_drops_what_the_stage_drops(tokenizer):
     rows = [{"prompt": "a" * n, "completion": "b"} for n in (10, 100, 200)]  # and EOS
     lines = dict(preview(source(rows), tokenizer).lines)

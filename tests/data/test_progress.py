@@ -21,12 +21,6 @@ def test_long_work_is_told_after_pauses_that_double(monkeypatch, caplog):
     assert all("reading x.jsonl" in line and " of 80 " in line for line in caplog.messages)
 
 
-def test_short_work_is_not_told(caplog):
-    caplog.set_level(logging.INFO)
-    assert list(progress.with_progress(range(1000), "reading")) == list(range(1000))
-    assert caplog.messages == []
-
-
 def test_reading_and_encoding_of_a_file_are_told_with_their_rows(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(progress, "FIRST_AFTER", 1e-7)
     rows = ({"prompt": f"w{3 + n % 9}", "completion": "w5"} for n in range(3000))

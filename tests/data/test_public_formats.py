@@ -100,17 +100,12 @@ def test_a_side_that_is_not_told_is_refused(row):
         source(row).records("preferences", "train")
 
 
-REPLIES = [{"text": BAD, "rank": 1}, {"text": GOOD, "rank": 0}]
 MAPPED: dict[str, dict[str, Any]] = {
     "Stack Exchange": {"qid": 1, "question": Q, "response_j": GOOD, "response_k": BAD},
-    "UltraFeedback of Argilla": {
-        "instruction": Q, "chosen_response": GOOD, "rejected_response": BAD},
     "Orca": {"system": "", "question": Q, "chosen": GOOD, "rejected": BAD},
     "axolotl": {"messages": [user(Q)], "chosen": said(GOOD), "rejected": said(BAD)},
     "ShareGPT pairs": {"conversations": TURNS[:1], "chosen": {"from": "gpt", "value": GOOD},
                        "rejected": {"from": "gpt", "value": BAD}},
-    "ms-swift, messages": {"messages": [user(Q), said(GOOD)],
-                           "rejected_messages": [user(Q), said(BAD)]},
     "torchtune": {"chosen_conversations": [user(Q), said(GOOD)],
                   "rejected_conversations": [user(Q), said(BAD)]},
 }  # fmt: skip
@@ -121,27 +116,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "OpenAI's summaries": ({
         "info": {"post": Q}, "summaries": [{"text": BAD}, {"text": GOOD}], "choice": 1},
         "info (post), summaries (text), choice"),
-    "Stack Exchange preferences": ({
-        "question": Q, "answers": [{"pm_score": 1, "text": BAD}, {"pm_score": 7, "text": GOOD}]},
-        "answers (pm_score, text)"),
-    "OpenAssistant": (
-        {"message_tree_id": "t", "prompt": {"text": Q, "replies": REPLIES}}, "text, replies"),
     "UltraInteract": ({"trajectory": [user(Q)], "chosen": GOOD, "rejected": BAD}, "trajectory"),
-    "OpenAI": ({"input": {"messages": [user(Q)]}, "preferred_output": [said(GOOD)],
-                "non_preferred_output": [said(BAD)]}, "input (messages), preferred_output"),
     "Alpaca pairs": ({"instruction": Q[:8], "input": Q[10:], "chosen": GOOD, "rejected": BAD},
                      "instruction, input"),
     "ms-swift, a response": (
         {"messages": [user(Q), said(GOOD)], "rejected_response": BAD}, "rejected_response"),
-    "NeMo-RL": ({"context": [user(Q)], "completions": [{"rank": 1, "completion": [said(BAD)]},
-                {"rank": 0, "completion": [said(GOOD)]}]}, "completions (rank, completion)"),
-    "distilabel": ({"instruction": Q, "generations": [BAD, GOOD], "ratings": [1.0, 5.0]},
-                   "generations, ratings"),
-    "Argilla 2": ({"fields": {"prompt": Q, "response_a": BAD, "response_b": GOOD},
-                   "responses": {"preference": [{"value": "response_b"}]}},
-                  "fields (prompt, response_a, response_b)"),
-    "two responses": ({"prompt": Q, "output_1": BAD, "output_2": GOOD, "preference": 2},
-                      "output_1, output_2"),
 }  # fmt: skip
 
 

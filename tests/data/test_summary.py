@@ -11,13 +11,8 @@ from rlhf_lightning.data.records import (
     PreferenceRecord,
     PromptRecord,
 )
-from rlhf_lightning.data.summary import length_summary, render_examples, summarize
+from rlhf_lightning.data.summary import render_examples, summarize
 from tests.builders.tokenizers import word_tokenizer
-
-
-def test_lengths_give_minimum_median_95th_percentile_and_maximum():
-    assert length_summary(list(range(1, 101))) == (1, 50.5, 95, 100)
-    assert length_summary([3]) == (3, 3, 3, 3)
 
 
 def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(tokenizer):

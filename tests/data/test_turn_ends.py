@@ -70,13 +70,6 @@ def test_an_exported_reward_model_is_read_where_it_was_trained(family):
         assert LastTokenInputs(Renderer(each), "eos", None)(row).ids == ids
 
 
-def test_a_template_without_a_token_at_the_end_gets_eos(make_tokenizer):
-    tokenizer = make_tokenizer(template="{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
-    encoded = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
-    assert encoded.input_ids[-1] == tokenizer.eos_token_id
-    assert stop_ids(tokenizer, None) == (tokenizer.eos_token_id,)
-
-
 def test_a_reward_model_whose_template_ends_answers_elsewhere_is_refused(tmp_path):
     tokenizer = family_tokenizer("gemma")
     other = family_tokenizer("gemma")
