@@ -115,15 +115,6 @@ def test_an_export_of_label_studio_is_read(tmp_path: Path):
     ]
 
 
-def test_known_preferences_are_dropped_and_counted_where_they_are_ignored(tmp_path: Path):
-    pairs = make_pairs(3)
-    file = tmp_path / "all.json"
-    found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    write_collection(file, found, format="label_studio")
-    ignored = read_collection(file, format="auto", known="ignore", now=NOW)
-    assert ignored == Collection(tuple(pairs), (), dropped=len(found.labels))
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

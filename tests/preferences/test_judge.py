@@ -201,26 +201,6 @@ def test_the_cost_is_that_of_the_tokens_and_a_limit_stops(tmp_path: Path) -> Non
     assert len(Journal(tmp_path / "judgements.jsonl", Judgement).read()) == 5
 
 
-def test_what_was_judged_is_not_asked_for_again(tmp_path: Path) -> None:
-    path = tmp_path / "judgements.jsonl"
-    broken = [prefers_longer] * 7 + [failing(401)]
-    with serving(*broken) as server:
-        first = judge(server, concurrency=1)
-        first.keep_in(path)
-        with pytest.raises(AnnotationError, match="api_key_env"):
-            first.label(PAIRS)
-    with serving(prefers_longer) as server:
-        second = judge(server, concurrency=1)
-        second.keep_in(path)
-        assert [x.choice for x in second.label(PAIRS)] == ["first", "second"] * 6
-        assert len(server.requests) == 24 - 7
-        other = judge(server, name="another judge")
-        other.keep_in(path)
-        other.label(PAIRS[:1])
-        assert len(server.requests) == 24 - 7 + 2
-    assert judge_figures(second.judgements).requests == 24
-
-
 @pytest.mark.parametrize(
     ("reply", "cut_off", "verdict"),
     [

@@ -152,6 +152,10 @@ def test_what_an_earlier_run_paid_for_is_not_asked_for_again(tmp_path) -> None:
         assert error is None
         assert len(server.requests) == 24 - 7
         assert len(judgements) == 24
+        other = judge(server, name="another judge")
+        other.keep_in(tmp_path / "second" / "judgements.jsonl")
+        other.label(PAIRS[:1])
+        assert len(server.requests) == 24 - 7 + 2
         with pytest.raises(AnnotationError, match=r"judge\.known=nowhere"):
             judge(server, known="nowhere").keep_in(tmp_path / "third.jsonl")
 

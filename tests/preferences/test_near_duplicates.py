@@ -22,7 +22,7 @@ def test_a_changed_word_in_a_long_prompt_is_a_near_duplicate_and_in_a_short_one_
     assert found == [(0, 2, 1.0), (1, 1, 35 / 41)]
 
 
-@pytest.mark.parametrize(("threshold", "n"), [(0.2, 1), (0.5, 2), (0.7, 3), (1.0, 2)])
+@pytest.mark.parametrize(("threshold", "n"), [(0.2, 1), (0.7, 3)])
 def test_it_finds_what_comparing_every_pair_finds(threshold: float, n: int) -> None:
     rng = random.Random(1)
     texts = [" ".join(rng.choice("abcd") for _ in range(rng.randint(0, 9))) for _ in range(120)]

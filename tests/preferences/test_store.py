@@ -15,7 +15,6 @@ from rlhf_lightning.preferences.annotation.store import (
     LabelStore,
     StoreError,
     Task,
-    describe_store,
 )
 from rlhf_lightning.preferences.records import Choice, Label
 from tests.builders.labels import make_pair, make_pairs
@@ -172,17 +171,6 @@ def test_one_person_is_one_rater_however_the_name_is_written(store):
             store.enter(bad)
 
 
-def test_the_status_shows_agreement_and_who_labelled_how_much(store):
-    store.add_pairs(make_pairs(4), labels_per_pair=2)
-    for rater, choices in {"Ann": ["first"] * 4, "Bob": ["first"] * 3 + ["second"]}.items():
-        for pair, choice in zip(make_pairs(4), choices, strict=True):
-            assert store.label(rater, pair.pair_id, choice)
-    lines = describe_store(store).splitlines()
-    assert lines[0].endswith("8 of 8 labels")
-    assert lines[1] == "Agreement: 75% on 4 pairs with several labels, kappa -0.14"
-    assert lines[2:] == ["Ann: 4 labels", "Bob: 4 labels"]
-
-
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
     for name, text in {"short.txt": "mine", "long.txt": "These are my notes. " * 60}.items():
         (tmp_path / name).write_text(text)
@@ -233,7 +221,7 @@ def test_a_killed_process_loses_no_label_that_it_told_of(tmp_path: Path):
     with LabelStore(path) as store:
         store.add_pairs(make_pairs(500), labels_per_pair=1)
     told: list[str] = []
-    for number in (1, 7, 20):
+    for number in (1, 20):
         process = start(path, "Ann")
         assert process.stdout is not None
         told += [process.stdout.readline().strip() for _ in range(number)]
@@ -245,4 +233,4 @@ def test_a_killed_process_loses_no_label_that_it_told_of(tmp_path: Path):
         # One may have been committed and not yet told.
         assert len(kept) - len(told) in (0, 1)
         told = kept
-    assert len(told) == len(set(told)) >= 28
+    assert len(told) == len(set(told)) >= 21

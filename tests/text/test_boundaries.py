@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-from rlhf_lightning.data.summary import render_examples
 from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids
 from tests.builders.models import tiny_tokenizer
 
@@ -271,15 +270,3 @@ def test_rows_whose_boundary_is_in_a_token_are_counted_and_their_prompts_are_cut
     assert (report.num_merged, len(report.dropped)) == (1, 0)
     (prompt,), report = encode_all([PromptRecord("Say ")], tokenizer, **WIDE)
     assert tokenizer.decode(prompt.input_ids) == "Say "
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_examples_on_the_screen_show_what_is_learnt(tokenizers, kind):
-    tokenizer = tokenizers[kind]
-    shown = []
-    for answer in ("x4", " x4"):
-        rows, _ = encode_all([DemonstrationRecord("2+2=", answer)], tokenizer, **WIDE)
-        shown.append(render_examples(rows, tokenizer, 1).partition("]]")[0])
-    spaced = " " if kind == "word pieces" else ""
-    assert shown[1].endswith("[[ x4</s>" if kind != "word pieces" else "[[ x4 </s>")
-    assert shown[0].endswith(f"[[{spaced}x4{spaced}</s>")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -12,10 +10,10 @@ import torch
 
 from rlhf_lightning.callbacks.run_tables import describe_rows
 from rlhf_lightning.text.decode import response_texts
-from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
+from rlhf_lightning.text.tokens import prompt_and_responses
 from tests.builders.models import prompt_batch, tiny_tokenizer
 from tests.builders.stages import tiny_module
-from tests.builders.tokenizers import CHATML, build_tokenizer, family_tokenizer
+from tests.builders.tokenizers import family_tokenizer
 from tests.text.test_boundaries import ANSWERS, KINDS, PROMPTS, made
 
 
@@ -99,13 +97,3 @@ def test_the_saved_batch_of_a_fault_has_responses_with_their_first_space():
     assert row["response"] == " 4"
     [row] = describe_rows(replace(rollout, sequences=sequences, response_mask=mask), None)
     assert row["response"] == four  # of a module that knows no tokenizer
-
-
-def test_what_is_known_of_a_tokenizer_goes_with_it():
-    tokenizer = build_tokenizer(template=CHATML)
-    response_texts([[5]], [[6]], tokenizer)
-    TextEncoder(tokenizer)
-    gone = weakref.ref(tokenizer)
-    del tokenizer
-    gc.collect()
-    assert gone() is None
