@@ -279,10 +279,3 @@ class LetterScorer:
         ids = answers.sequences[:, -answers.response_mask.shape[1] :] % 5
         total: Tensor = (ids * answers.response_mask).sum(-1).float() / 10 - 1
         return Scores(total, {"ids": total})
-
-
-@pytest.mark.parametrize("head", ["zero", "reward"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_scalar_head_is_as_wide_as_the_states_it_reads(tmp_path, name, head):
-    model = load_scalar_model(hub_model(tmp_path, name), head=head)
-    assert model.head.in_features == (16 if name == "opt_projected" else HIDDEN)

@@ -59,15 +59,6 @@ def test_rows_do_not_know_each_other_and_no_position_sees_a_later_one():
     assert not torch.equal(changed[:, 10:], whole[:, 10:])
 
 
-def test_the_scale_is_the_one_asked_for():
-    tensors = inputs()
-    usual, _ = short_attention(Module(), *tensors, None)
-    again, _ = short_attention(Module(), *tensors, None, scaling=16**-0.5)
-    other, _ = short_attention(Module(), *tensors, None, scaling=1.0)
-    assert torch.equal(usual, again)
-    assert not torch.equal(usual, other)
-
-
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_models_use_it_and_their_exports_do_not_name_it(kind, tmp_path):
     policy = tiny_policy(kind)

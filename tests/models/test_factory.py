@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from rlhf_lightning.models.export import export_policy, export_scalar_model
 from rlhf_lightning.models.factory import (
     check_deterministic,
-    frozen,
     load_policy,
     load_scalar_model,
 )
@@ -169,9 +168,3 @@ def test_weights_from_scratch_depend_on_the_seed_alone():
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_frozen_model_is_in_eval_mode_without_gradients():
-    policy = frozen(tiny_policy())
-    assert not any(module.training for module in policy.modules())
-    assert not any(parameter.requires_grad for parameter in policy.parameters())

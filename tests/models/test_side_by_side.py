@@ -67,29 +67,6 @@ def test_models_take_turns_where_they_could_not_be_told_apart_from_one():
         assert side_by_side(policy, tiny_scalar_model("llama")) is None, "one thread"
 
 
-def test_both_threads_compute_under_the_settings_of_the_caller():
-    def settings():
-        barrier.wait()  # each of the two threads takes one
-        return (
-            threading.get_ident(),
-            torch.get_num_threads(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
-        )
-
-    barrier = threading.Barrier(2, timeout=60)
-    with cpu_threads(4), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run_beside([settings, settings])
-        assert torch.get_num_threads() == 4
-    assert len({one[0] for one in found}) == 2
-    assert [one[1:] for one in found] == 2 * [(2, False, False, True, torch.bfloat16)]
-    with cpu_threads(2), torch.inference_mode():
-        found = run_beside([settings, settings])
-    assert [one[1:] for one in found] == 2 * [(1, False, True, False, torch.float32)]
-
-
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_failure_in_either_thread_reaches_the_caller_and_ends_the_rest(place):
     def task(index):

@@ -24,7 +24,7 @@ from rlhf_lightning.models.lora import add_policy
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
 from rlhf_lightning.runs.manifest import ManifestError, publish_artifact, write_manifest
 from tests.builders.models import PAD, tiny_policy, tiny_scalar_model
-from tests.models.test_architectures import ARCHITECTURES, hub_model
+from tests.models.test_architectures import hub_model
 
 Tensors = dict[str, Tensor]
 LORA = LoraHparams(r=4, alpha=8)
@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, "policy") for name in ARCHITECTURES]
+    [(name, "policy") for name in ("gpt2", "gemma3_text", "llama")]
     + [("opt_projected", kind) for kind in KINDS if kind != "policy"],
 )
 def test_a_missing_renamed_or_wrong_tensor_is_refused_by_name(tmp_path, name, kind):
@@ -99,7 +99,7 @@ def test_an_output_head_that_is_not_tied_may_not_be_missing_but_a_value_model_ha
     load_scalar_model(folder, head="zero")
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "llama"])
 def test_tensors_that_a_foreign_model_has_no_place_for_are_named_and_nothing_else_is(
     tmp_path, name, caplog
 ):
