@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
-
-import pytest
 
 from rlhf_lightning.reports.sections import (
-    best_of_figures,
     domains_section,
     overoptimization_section,
 )
@@ -53,23 +49,3 @@ def test_reward_is_drawn_over_the_root_of_kl_from_the_sft_policy_to_the_end():
     assert float(gold[3]) == dots[2], "4 nats are 2 on the axis"
     assert float(gold[4]) > float(gold[2]), "gold fell"
     assert "over-optimisation" in section
-
-
-def test_the_best_of_each_n_is_a_point_with_its_interval_and_its_n():
-    metrics = {f"best_of/{n}/kl_per_response": kl for n, kl in ((1, 0.0), (4, 0.64))}
-    metrics |= {"best_of/1/gold_win_rate": 0.5, "best_of/4/gold_win_rate": 0.6}
-    metrics |= {"best_of/4/gold_win_rate_low": 0.3, "best_of/4/gold_win_rate_high": 0.9}
-    (figure,) = best_of_figures(metrics)
-    shape = ET.fromstring(figure.chart)
-    assert [t.text for t in shape.iter("text") if t.get("class") == "dot-name"] == ["n=1", "n=4"]
-    first, second = (
-        [float(point.split(",")[1]) for point in str(line.get("points")).split()]
-        for line in shape.iter("polyline")
-        if line.get("class") == "faint s0"
-    )
-    assert first[0] == first[1]  # nothing is known of its interval
-    curve = next(line for line in shape.iter("polyline") if line.get("class") == "line s0")
-    end = float(str(curve.get("points")).split(",")[-1])
-    assert second[0] - end == pytest.approx(end - second[1], abs=0.2)  # pixels grow downwards
-    assert second[0] > second[1]
-    assert best_of_figures({"val/gold_win_rate": 0.5}) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf_lightning.reports.sections import by_round, rounds_section
+from rlhf_lightning.reports.sections import rounds_section
 
 METRICS: dict[str, float | None] = {
     "val/gold_win_rate": 0.9,
@@ -26,14 +26,6 @@ STAGES = [
     *(f"round_{k}/{stage}" for k in (1, 2) for stage in ("reward", "ppo", "evaluate")),
     "round_10/collect",
 ]
-
-
-def test_a_round_is_told_by_the_last_stage_that_measured_a_figure() -> None:
-    rounds = by_round(METRICS, STAGES)
-    assert list(rounds) == ["1", "2"]
-    assert rounds["1"]["gold_win_rate"] == 0.8
-    assert rounds["2"]["gold_win_rate"] == 0.9
-    assert rounds["2"]["accuracy"] == 0.88
 
 
 def test_every_round_has_its_win_rate_with_the_interval_and_a_row() -> None:
