@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,6 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
-    OnExceptionCheckpoint,
-    ProgressBar,
-    RichProgressBar,
-    TQDMProgressBar,
 )
 
 from rlhf_lightning import (
@@ -156,18 +151,6 @@ def test_weights_that_cannot_be_trained_are_refused(material, tmp_path, change, 
     change(module)
     with pytest.raises(ValueError, match=said):
         fit_sft(material, tmp_path / "run", module)
-
-
-@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
-def test_a_progress_bar_of_ones_own_takes_the_place_of_ours(tmp_path, bar):
-    own = bar()
-    given = trainer_arguments(tmp_path / "run", max_iterations=1, callbacks=own)
-    assert [c for c in L.Trainer(**given).callbacks if isinstance(c, ProgressBar)] == [own]
-
-
-def test_a_checkpoint_at_an_exception_asks_for_none_at_the_start(material, tmp_path):
-    fit_sft(material, tmp_path / "run", callbacks=OnExceptionCheckpoint(tmp_path / "own"))
-    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
 
 
 STAGES = {

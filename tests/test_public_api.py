@@ -19,13 +19,10 @@ import rlhf_lightning
 from rlhf_lightning import (
     DemonstrationDataModule,
     FunctionScorer,
-    LoraHparams,
     PPOHparams,
     PPOModule,
     PromptDataModule,
-    RewardModule,
     SamplingHparams,
-    SFTHparams,
     SFTModule,
     WeightedScorer,
     compare,
@@ -114,14 +111,6 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
         assert torch.equal(module.state_dict()[name], value), name
 
 
-def test_a_second_run_into_a_folder_is_refused_with_what_to_do(material, whole):
-    _, folder = whole
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
-    with pytest.raises(FileExistsError, match="ckpt_path="):
-        train(material, folder)
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
-
-
 def test_the_summary_and_the_report_are_those_of_the_run(whole):
     _, folder = whole
     summary = json.loads((folder / "summary.json").read_text())
@@ -153,19 +142,6 @@ def test_a_flag_of_a_plain_trainer_that_trains_something_else_is_named(
     )  # fmt: skip
     with pytest.raises(ValueError, match=said):
         trainer.fit(module, data)
-
-
-def test_a_plain_trainer_works(material, tmp_path):
-    module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=1e-3))
-    data = DemonstrationDataModule(
-        material["demonstrations"], module.tokenizer, batch_size=4, num_iterations=2
-    )
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path,
-        enable_progress_bar=False, enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(module, data)
-    assert trainer.global_step == 2
 
 
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
@@ -210,18 +186,6 @@ def test_an_export_is_the_trained_policy_and_wins_by_what_it_learnt(material, wh
     assert one.samples[0].keys() >= {"prompt", "response", "baseline_response"}
 
 
-def test_adapters_are_trained_and_exported_merged(material, tmp_path):
-    module = RewardModule.from_pretrained(material["policy"], lora=LoraHparams(r=4))
-    data = rlhf_lightning.PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
-    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(module, data)
-    folder = export_model(module, tmp_path / "export")
-    assert (folder / "model.safetensors").exists()
-    scored = compare(
-        material["policy"], material["policy"], material["prompts"], reward=folder, max_new_tokens=5
-    )
-    assert 0 <= scored.win_rate <= 1
-
-
 def test_a_reward_that_is_none_is_refused(material):
     with pytest.raises(TypeError, match=r"reward=3 is int: give a function"):
         PPOModule.from_pretrained(material["policy"], 3)
@@ -252,29 +216,6 @@ def test_a_list_of_rewards_is_their_weighted_sum_and_resumes_with_its_weights(ma
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             ppo(material, **(given | wrong))
-
-
-def test_a_folder_whose_run_failed_before_a_checkpoint_is_begun_anew(material, tmp_path):
-    with pytest.raises(RuntimeError, match="the power went"):
-        train(material, tmp_path / "run", callbacks=[Stop()])
-    assert not (tmp_path / "run/checkpoints/last.ckpt").exists()
-    train(material, tmp_path / "run")
-    assert [row["iteration"] for row in rows(tmp_path / "run")] == ["1", "2", "3", "4"][:ITERATIONS]
-
-
-def test_an_export_takes_no_model_of_somebody_else_and_is_made_again(material, tmp_path):
-    module = ppo(material)
-    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(
-        module, prompts(material, module)
-    )
-    mine = Path(shutil.copytree(material["policy"], tmp_path / "mine"))
-    before = {p.name: p.read_bytes() for p in mine.iterdir()}
-    with pytest.raises(FileExistsError, match="mine is there already"):
-        export_model(module, mine)
-    assert {p.name: p.read_bytes() for p in mine.iterdir()} == before
-    for _ in range(2):
-        export_model(module, tmp_path / "export")
-    assert (tmp_path / "export/model.safetensors").is_file()
 
 
 def test_a_folder_of_somebody_else_is_refused_as_it_is(material, tmp_path):
