@@ -9,7 +9,6 @@ import pytest
 from rlhf_lightning.runs.stopping import (
     RunStoppedError,
     SaveClock,
-    SignalWatch,
     deadline,
     stopping_on_signals,
 )
@@ -49,23 +48,6 @@ def test_what_is_no_time_is_refused(text):
         deadline(text, started=START)
 
 
-def test_minutes_are_counted_from_the_last_save():
-    now = Clock()
-    clock = SaveClock(every_minutes=10, now=now)
-    clock.start()
-    now.time += 599
-    assert not clock.save_is_due()
-    now.time += 1
-    assert clock.save_is_due()
-    with clock.saving():
-        now.time += 30
-    now.time += 590
-    assert not clock.save_is_due()
-    now.time += 10
-    assert clock.save_is_due()
-    assert not clock.must_stop(), "there is no deadline"
-
-
 def test_a_deadline_leaves_room_for_the_longest_iteration_and_two_saves():
     now = Clock()
     clock = SaveClock(deadline=START + 1000, now=now)
@@ -82,18 +64,6 @@ def test_a_deadline_leaves_room_for_the_longest_iteration_and_two_saves():
     assert not clock.must_stop()
     now.time += 1
     assert clock.must_stop()
-
-
-def test_a_signal_is_noted_and_its_handler_comes_back():
-    before = signal.getsignal(signal.SIGTERM)
-    watch = SignalWatch()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        watch.start()
-        assert watch.received is None
-        os.kill(os.getpid(), number)
-        assert watch.received is number
-        watch.stop()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_outside_of_training_a_signal_stops_at_once():

@@ -14,7 +14,6 @@ import pytest
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import (
     GateResult,
-    Summary,
     git_commit,
     new_summary,
     read_summary,
@@ -45,11 +44,6 @@ def test_a_summary_is_read_back_as_written_with_the_promised_keys(tmp_path):
     assert summary.passed
     assert not replace(summary, gates=(gate, replace(gate, passed=False))).passed
     assert {"python", "torch"} <= set(content["versions"])
-
-
-def test_a_stage_is_a_name():
-    with pytest.raises(ValueError, match="stage='PPO run'"):
-        Summary("PPO run", "running", 1)
 
 
 def test_a_missing_or_damaged_summary_is_named(tmp_path):
