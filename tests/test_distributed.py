@@ -13,13 +13,12 @@ from rlhf_lightning.distributed.collectives import (
     accumulating,
     agreed_max,
     average_gradients,
-    clip_grad_norm,
     global_moments,
     global_sum,
     rank,
     world_size,
 )
-from rlhf_lightning.distributed.process import cpu_threads, prepare_process
+from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.functional.masked import masked_mean, masked_var, masked_whiten
 from tests.builders.ranks import SimulatedRanks
 
@@ -65,19 +64,6 @@ def test_moments_are_those_of_the_whole_batch_for_any_number_of_ranks(monkeypatc
     ):
         whitened.append(masked_whiten(*share, mean=mean, var=var))
     torch.testing.assert_close(torch.cat(whitened), masked_whiten(x, mask), rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_returned():
-    model = nn.Linear(3, 2)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 2.0)
-    norm = clip_grad_norm(model.parameters(), 1.0)
-    assert norm.item() == pytest.approx(2.0 * 8**0.5)
-    total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    assert total.item() == pytest.approx(1.0, rel=1e-4)
-    assert clip_grad_norm(model.parameters(), 5.0).item() == pytest.approx(1.0, rel=1e-4)
-    again = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    assert again.item() == pytest.approx(1.0, rel=1e-4), "a small gradient is left alone"
 
 
 class _Strategy:
@@ -136,18 +122,6 @@ def test_cudas_memory_grows_in_segments_unless_the_user_has_said_otherwise(monke
     prepare_process()
     assert os.environ[name] == "max_split_size_mb:64"
     assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1
-
-
-@pytest.mark.parametrize(("asked", "inside"), [(2, 2), (3, 3), (None, 1)])
-def test_threads_are_as_many_as_asked_for_and_afterwards_as_before(asked, inside):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with cpu_threads(asked):
-            assert torch.get_num_threads() == inside
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_every_command_that_computes_prepares_its_process_before_torch_is_loaded():

@@ -63,24 +63,6 @@ def test_the_id_stays_with_the_folder_and_a_sweep_agent_names_its_own(tmp_path, 
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_fails_is_closed_with_an_alert_that_says_why(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
-    folder = RunFolder(tmp_path)
-    with pytest.raises(KilledError):
-        run(
-            tmp_path,
-            die_at=("train", 3),
-            logger=wandb_logger(folder, mode="offline"),
-            callbacks=[WandbContent()],
-        )
-    (found,) = offline_wandb.segments(tmp_path)
-    (alert,) = [r["alert"] for r in found if "alert" in r]
-    assert (alert["title"], alert["level"]) == ("the run failed", "ERROR")
-    assert "train 3" in alert["text"]
-    assert next(r["exit"] for r in found if "exit" in r)["exit_code"] == 1
-
-
-@pytest.mark.timeout(300)
 def test_tensorboard_has_a_point_an_iteration_also_of_a_run_that_was_resumed(tmp_path):
     folder = RunFolder(tmp_path)
     settings = {"num_iterations": 6, "validate_every": 3, "save_every": 2}

@@ -13,7 +13,6 @@ from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
-from rlhf_lightning.text.render import unread_keys
 from tests.builders.encoding import assistant, user
 from tests.builders.tokenizers import build_tokenizer
 
@@ -148,13 +147,6 @@ def test_what_rows_say_is_in_the_tokens():
 def test_prompts_that_differ_in_documents_are_two():
     rows = [conversation() | {"documents": [{"text": text}]} for text in "ab"]
     assert len(read(rows, "prompts")) == 2
-
-
-def test_a_key_of_a_message_that_the_template_names_is_read():
-    template = WRITES_ALL.replace("{{ m.content }}", "{% if m.flag %}!{% endif %}{{ m.content }}")
-    message = user("hi") | {"flag": True, "mood": 1}
-    tokenizer = build_tokenizer(template=template)
-    assert list(unread_keys([message, assistant("ho")], {}, tokenizer)) == ["mood"]
 
 
 @pytest.mark.parametrize("labelled", [True, False])

@@ -5,20 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 
 from rlhf_lightning.data import progress
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from tests.builders.models import tiny_tokenizer
-
-
-def test_long_work_is_told_after_pauses_that_double(monkeypatch, caplog):
-    monkeypatch.setattr(progress, "FIRST_AFTER", 0.02)
-    caplog.set_level(logging.INFO)
-    items = (time.sleep(0.005) or n for n in range(80))
-    assert list(progress.with_progress(items, "reading x.jsonl", 80)) == list(range(80))
-    assert 3 <= len(caplog.messages) <= 6
-    assert all("reading x.jsonl" in line and " of 80 " in line for line in caplog.messages)
 
 
 def test_reading_and_encoding_of_a_file_are_told_with_their_rows(tmp_path, monkeypatch, caplog):

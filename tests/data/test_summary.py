@@ -74,17 +74,6 @@ def test_text_that_a_tokenizer_without_unk_leaves_out_is_counted(completion, cou
     assert report.num_unknown == count
 
 
-def test_pairs_are_summarized_by_side_and_the_same_answers_to_other_prompts_are_no_duplicates(
-    tokenizer,
-):
-    records = [PreferenceRecord(p, "x", "yyy") for p in ("a", "b", "a")]
-    rows, report = encode_all(records, tokenizer, max_length=20)
-    summary = summarize(rows, name="pairs", report=report)
-    assert summary.lengths["chosen"][-1] == 2
-    assert summary.lengths["rejected"][-1] == 4
-    assert summary.num_duplicates == 1
-
-
 def test_examples_show_what_is_learnt_in_brackets(tokenizer):
     def examples(record, n=5):
         rows, _ = encode_all([record] * 2, tokenizer, max_length=99)

@@ -17,17 +17,6 @@ ASKED = "\n\nHuman: may I?\n\nAssistant: What?\n\nHuman: sing\n\nAssistant:"
 ROW = {"chosen": f"{ASKED} Of course you may", "rejected": f"{ASKED} Of course not"}
 
 
-def test_transcripts_of_a_file_are_conversations(write_jsonl):
-    (pair,) = FileSource(write_jsonl([ROW]), validation_fraction=0).records("preferences", "train")
-    assert [(m["role"], m["content"]) for m in pair.prompt] == [
-        ("user", "may I?"),
-        ("assistant", "What?"),
-        ("user", "sing"),
-    ]
-    assert pair.chosen == ({"role": "assistant", "content": "Of course you may"},)
-    assert pair.rejected == ({"role": "assistant", "content": "Of course not"},)
-
-
 def test_rendered_transcripts_stay_text_and_no_prompt_ends_inside_an_answer(write_jsonl):
     source = FileSource(write_jsonl([ROW]), validation_fraction=0, rendered=True)
     (pair,) = source.records("preferences", "train")

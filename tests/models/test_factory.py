@@ -152,15 +152,6 @@ def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alon
     assert first.head.weight.std().item() == pytest.approx((HIDDEN + 1) ** -0.5, rel=0.4)
 
 
-def test_a_policy_is_no_reward_model(tmp_path):
-    policy = tiny_policy("llama")
-    export_policy(policy, tmp_path, policy.state_dict())
-    with pytest.raises(
-        ValueError, match=r"stores no reward head .*score\.weight.*experiment=reward"
-    ):
-        load_scalar_model(tmp_path)
-
-
 def test_weights_from_scratch_depend_on_the_seed_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
