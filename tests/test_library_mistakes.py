@@ -94,16 +94,6 @@ def test_a_source_that_is_none_is_named(material, source):
         PromptDataModule(source, ppo(material).tokenizer, batch_size=4).setup()
 
 
-def test_a_prompt_without_its_solution_is_counted_and_warned_of(material):
-    rows = [{"prompt": f"w{n}", "solution": None if n % 2 else "w3"} for n in range(2, 22)]
-    data = PromptDataModule(rows, ppo(material).tokenizer, batch_size=4)
-    with pytest.warns(UserWarning, match="training prompts lack the column 'solution'"):
-        data.setup()
-    missing = sum(row.columns.get("solution") is None for row in data.rows("train"))
-    assert data.summary.missing_columns == {"solution": missing}
-    assert "rows without 'solution'" in data.render_summary()
-
-
 def too_long(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
     return PromptDataModule(
         material["prompts"], tokenizer, batch_size=4, num_iterations=1, max_prompt_length=2044

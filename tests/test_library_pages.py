@@ -105,25 +105,6 @@ def test_the_last_comparison_is_the_one_on_the_page_and_says_by_what_and_against
     assert len(sides) == found.num_prompts
 
 
-def test_compare_without_a_run_of_ours_writes_nothing(material, trained, tmp_path):
-    _, _, folder = trained
-    before = folder.summary.read_bytes()
-    compare(material["policy"], material["policy"], material["prompts"], reward=length)
-    other = L.Trainer(
-        max_epochs=1, limit_train_batches=1, logger=False, accelerator="cpu",
-        enable_checkpointing=False, default_root_dir=tmp_path, enable_progress_bar=False,
-        log_every_n_steps=1,
-    )  # fmt: skip
-    plain = PPOModule.from_pretrained(
-        material["policy"], length, sampling=SamplingHparams(max_new_tokens=5)
-    )
-    data = PromptDataModule(material["prompts"], plain.tokenizer, batch_size=4)
-    other.fit(plain, data)
-    compare(plain, material["policy"], data, reward=length)
-    assert folder.summary.read_bytes() == before
-    assert list(tmp_path.iterdir()) == []
-
-
 class DuringTraining(L.Callback):
     def __init__(self, policy: Path, data: Any) -> None:
         self.policy, self.data = policy, data

@@ -111,14 +111,6 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
         assert torch.equal(module.state_dict()[name], value), name
 
 
-def test_the_summary_and_the_report_are_those_of_the_run(whole):
-    _, folder = whole
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["stage"], summary["status"], summary["seed"]) == ("ppo", "completed", 1)
-    assert "<html" in (folder / "report.html").read_text()
-    assert len((folder / "samples.jsonl").read_text().splitlines()) >= 1
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -268,26 +260,6 @@ def test_a_reward_with_another_tokenizer_reads_text(material, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(named))
     module = PPOModule.from_pretrained(material["policy"], other)
     assert isinstance(module.scorer, TextRewardModelScorer)
-
-
-def test_a_function_in_a_file_is_a_reward_that_no_checkpoint_runs(material, tmp_path):
-    file = tmp_path / "rewards.py"
-    file.write_text("def few(prompts, completions, **_): return [1.0 for _ in completions]\n")
-    reward = f"{file}:few"
-    module = PPOModule.from_pretrained(
-        material["policy"], reward, ppo=PPO, sampling=SamplingHparams(max_new_tokens=5)
-    )
-    assert isinstance(module.scorer, FunctionScorer)
-    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(
-        module, prompts(material, module)
-    )
-    last = tmp_path / "run/checkpoints/last.ckpt"
-    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward="):
-        PPOModule.load_from_checkpoint(last)
-    loaded = PPOModule.load_from_checkpoint(last, reward=reward)
-    assert loaded.algorithm == PPO
-    with pytest.raises(ValueError, match=r"'missing' is no callable there"):
-        PPOModule.from_pretrained(material["policy"], f"{file}:missing")
 
 
 def test_a_trainer_that_fits_a_second_time_leaves_the_run_as_it_is(material, tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers.logger import Logger
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks import run_tables
@@ -137,33 +136,6 @@ def test_a_validation_nobody_expected_joins_the_row_that_is_already_written(tmp_
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     assert [row["iteration"] for row in rows if "val/loss" in row] == [3, 4]
-
-
-class Recorder(Logger):
-    """Keeps what Lightning hands to a logger."""
-
-    name = version = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[tuple[int, set[str]]] = []
-
-    def log_metrics(self, metrics, step=None):
-        self.steps.append((step, set(metrics)))
-
-    def log_hyperparams(self, params, *args, **kwargs):
-        pass
-
-
-def test_the_step_of_a_logger_is_the_iteration_minus_one_also_after_a_resume(tmp_path):
-    with pytest.raises(KilledError):
-        run(tmp_path, num_iterations=7, validate_every=3, save_every=1, die_at=("train", 5))
-    recorder = Recorder()
-    run(tmp_path, num_iterations=7, validate_every=3, save_every=1, resume=True, logger=recorder)
-    train = [step for step, names in recorder.steps if "ppo/loss" in names]
-    validation = [step for step, names in recorder.steps if "val/loss" in names]
-    assert train == [4, 5, 6]
-    assert validation == [5]
 
 
 class Mine(Callback):

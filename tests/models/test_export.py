@@ -117,17 +117,6 @@ def test_a_pipeline_gives_the_score_without_a_sigmoid_and_without_the_offset(tmp
     torch.testing.assert_close(torch.tensor(found) + offset, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_an_added_token_takes_a_row_that_the_model_keeps_in_reserve(tmp_path):
-    # As Qwen and GPT-NeoX do, whose embeddings have more rows than their tokenizers tokens.
-    policy = tiny_policy("llama", vocab_size=VOCABULARY + 16)
-    tokenizer = tiny_tokenizer(pad_is_eos=True)
-    save_hf_model(policy, tokenizer, tmp_path / "sft", policy.state_dict(), stop_ids=[EOS])
-    model = load_scalar_model(tmp_path / "sft", head="reward")
-    export_reward(model, tokenizer, tmp_path / "reward")
-    config = json.loads((tmp_path / "reward/config.json").read_text())
-    assert (config["vocab_size"], config["pad_token_id"]) == (VOCABULARY + 16, VOCABULARY)
-
-
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, tmp_path):
     policy, tokenizer = tiny_policy(model_type), tiny_tokenizer(pad_is_eos=True)

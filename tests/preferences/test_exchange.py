@@ -63,23 +63,6 @@ def test_the_order_of_a_trl_row_does_not_tell_what_was_chosen(tmp_path: Path):
         assert {"first": pair.first, "second": pair.second}[given.choice].startswith("good")
 
 
-def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path: Path):
-    pairs = [*make_pairs(2), CHAT]
-    found = Collection(tuple(pairs[:2]), tuple(some_labels([*pairs])[:4]))
-    file = tmp_path / "agreed.jsonl"
-    written = write_collection(file, found, format="trl")
-    assert written == (1, {"no majority among the votes": 1})
-    (row,) = map(json.loads, file.read_text().splitlines())
-    assert (row["prompt"], row["chosen"], row["rejected"], row["domain"], row["margin"]) == (
-        *(pairs[0].prompt, pairs[0].second, pairs[0].first, "arithmetic", 1.0),
-    )
-    chat = Collection((CHAT,), (label(CHAT, "Ann", "first"),))
-    write_collection(file, chat, format="trl")
-    (row,) = map(json.loads, file.read_text().splitlines())
-    assert row["chosen"] == [{"role": "assistant", "content": "Jupiter."}]
-    assert row["prompt"][1] == {"role": "user", "content": "Largest planet?"}
-
-
 def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path):
     pair = Pair.make("q", "a", "b", columns={"answer": "forty-two"})
     write_collection(tmp_path / "c.json", Collection((pair,), ()), format="label_studio")

@@ -17,7 +17,7 @@ from rlhf_lightning.preferences.annotation.store import (
     Task,
 )
 from rlhf_lightning.preferences.records import Choice, Label
-from tests.builders.labels import make_pair, make_pairs
+from tests.builders.labels import make_pairs
 
 RATER = Path(__file__).with_name("labelling_process.py")
 
@@ -131,14 +131,6 @@ def test_a_skipped_pair_goes_to_others_and_does_not_come_back(store):
     assert store.progress().done == 1
     assert store.undo("Ann")
     assert store.progress("Ann").own == 0
-
-
-def test_adding_pairs_again_changes_nothing(store):
-    pairs = make_pairs(3)
-    assert store.add_pairs(pairs, labels_per_pair=2) == 3
-    assert store.add_pairs([*pairs, make_pair(9)], labels_per_pair=5) == 1
-    assert store.progress().wanted == 11
-    assert list(store.pairs()) == [*pairs, make_pair(9)]
 
 
 def test_labels_from_elsewhere_count_if_a_person_gave_them(store):

@@ -12,7 +12,6 @@ from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.text.render import ChatTemplateError, render_chat
-from rlhf_lightning.text.tokenizers import read_template
 from tests.builders.tokenizers import build_tokenizer
 from tests.text.conversations import CONVERSATIONS, TOOLS, said
 
@@ -179,15 +178,6 @@ def test_tools_have_the_shape_in_which_servers_give_them(written, expected, bare
     assert text == f"<tool>{expected}" * 2 + "<|user|>2+2?</s><|assistant|>4</s>"
 
 
-def test_tools_of_another_kind_stay_as_they_are():
-    tools = "{{ tools | tojson }}" + TURNS.replace("BODY", "{{ m.content }}")
-    for tool in ({"type": "web_search", "name": "w"}, {"name": None, "title": "x"}):
-        text = render_chat(
-            tuple(QUESTION), build_tokenizer(template=tools), variables={"tools": [tool]}
-        )
-        assert text.startswith(json.dumps([tool]))
-
-
 def test_a_shape_that_a_template_does_not_take_is_refused():
     body = "{% if m.role == 'tool' %}{{ m.content[0:] if m.content is not string }}{% else %}"
     of_some = build_tokenizer(template=TURNS.replace("BODY", f"{body}{LIST}{{% endif %}}"))
@@ -246,30 +236,6 @@ def test_a_system_text_may_be_put_into_the_users_turn():
     ((row,), _) = encoded([bad], STRICT, system_into_user=True)
     text = build_tokenizer().decode(row.input_ids)
     assert text.startswith("<|user|>Be brief.\n\n2+2?<|assistant|>4")
-
-
-def test_a_conversation_with_tools_is_written_a_fixed_number_of_times():
-    tokenizer = build_tokenizer(template=read_template("thoughts_and_tools"))
-    written = []
-    apply = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *given, **options: (
-        written.append(1),
-        apply(*given, **options),
-    )[1]
-
-    def count(turns):
-        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-        exchange = (
-            {"role": "user", "content": "go on"},
-            {"role": "assistant", "content": "x y z", "tool_calls": [call]},
-            {"role": "tool", "content": "the result"},
-        )
-        written.clear()
-        render_chat(exchange * turns, tokenizer, variables={"tools": TOOLS})
-        return len(written)
-
-    count(1)
-    assert count(8) == count(2)
 
 
 def test_arguments_of_a_call_are_learnt_as_the_template_spells_them():

@@ -68,8 +68,3 @@ def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path,
         load_tokenizer(tmp_path / "sft", chat_template_arguments={"date_string": DATE})
     with pytest.raises(ValueError, match="enable_thinking=True, but the stage before wrote false"):
         load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": True})
-
-
-def test_a_tokenizer_without_a_template_writes_no_date(tmp_path):
-    folder = saved(tmp_path / "hub", None)
-    assert not load_tokenizer(folder, chat_template_arguments={"date_string": DATE}).chat_template
