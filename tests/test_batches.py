@@ -109,16 +109,6 @@ def test_cat_refuses_nothing_other_widths_and_other_shared_values():
         Shared.cat([Shared(torch.ones(2), 3), Shared(torch.ones(2), 5)])
 
 
-def test_to_moves_every_tensor_and_keeps_the_rest():
-    moved = rollout_batch().to("meta")
-    assert {v.device.type for v in vars(moved).values() if isinstance(v, torch.Tensor)} == {"meta"}
-    assert moved.score_components["length"].device.type == "meta"
-    assert moved.domains[1] == "domain 1"
-    prompts = prompt_batch().to(torch.device("meta"), non_blocking=True)
-    assert prompts.input_ids.device.type == "meta"
-    assert prompts.columns == {"prompt": ("p", "q", "r")}
-
-
 @pytest.mark.parametrize(
     ("make", "field"),
     [

@@ -30,7 +30,6 @@ from rlhf_lightning import (
     trainer_arguments,
 )
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
-from rlhf_lightning.runs.doctor_log import read_events
 from tests.builders.record_files import write_material
 
 ITERATIONS = 4
@@ -278,20 +277,6 @@ def test_a_trainer_that_fits_a_second_time_leaves_the_run_as_it_is(material, tmp
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
 
 
-def constant(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    return [1.0 for _ in completions]
-
-
-def test_the_doctor_notices_a_constant_reward_unless_it_is_switched_off(material, tmp_path):
-    for name, given in (("watched", {}), ("alone", {"doctor": False})):
-        module = ppo(material, reward=constant)
-        trainer = L.Trainer(**arguments(tmp_path / name, max_iterations=8, **given))
-        trainer.fit(module, prompts(material, module))
-    alerts = [event.name for event in read_events(tmp_path / "watched/doctor.jsonl")]
-    assert "constant_score" in alerts
-    assert not (tmp_path / "alone/doctor.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     "logger",
     [
@@ -303,8 +288,9 @@ def test_the_doctor_notices_a_constant_reward_unless_it_is_switched_off(material
 def test_a_logger_may_write_into_the_run_folder(material, tmp_path, logger, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run, taken = tmp_path / "run", tmp_path / "taken"
-    train(material, run, max_iterations=1, logger=logger(run))
+    train(material, run, max_iterations=1, logger=logger(run), doctor=False)
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+    assert not (run / "doctor.jsonl").exists()
     (taken / "notes").mkdir(parents=True)
     with pytest.raises(FileExistsError, match="holds notes"):
         train(material, taken, max_iterations=1, logger=logger(taken))

@@ -12,10 +12,8 @@ from rlhf_lightning.data.datamodules import (
     PreferenceDataModule,
     PromptDataModule,
 )
-from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.sources.given import GivenRows, as_source
 from rlhf_lightning.data.summary import (
-    warn_of_plain_prompts,
     warn_of_repeated_prompts,
 )
 from tests.builders.models import tiny_tokenizer
@@ -29,18 +27,6 @@ def demonstrations() -> list[dict[str, Any]]:
 
 def preferences() -> list[dict[str, Any]]:
     return [{"prompt": f"w3 w{i}", "chosen": "w1 w2", "rejected": "w5"} for i in range(20)]
-
-
-def test_plain_prompts_are_named_beside_a_template_alone():
-    tokenizer = tiny_tokenizer()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_plain_prompts([PromptRecord("w1")], tokenizer)
-        tokenizer.chat_template = TEMPLATE
-        warn_of_plain_prompts([PromptRecord(({"role": "user", "content": "w1"},))], tokenizer)
-        warn_of_plain_prompts([PromptRecord("w1", rendered=True)], tokenizer)
-    with pytest.warns(UserWarning, match="1 of 2 rows are plain text"):
-        warn_of_plain_prompts([PromptRecord("w1"), PromptRecord("w2", rendered=True)], tokenizer)
 
 
 @pytest.mark.parametrize(

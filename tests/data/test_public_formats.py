@@ -150,21 +150,6 @@ def test_a_row_that_columns_cannot_map_is_refused_with_its_keys_and_those_of_a_p
     assert 'write each row as {"prompt": ..., "chosen": ' in fix
 
 
-def test_other_sets_of_conversations_are_told_their_columns():
-    wild = {"conversation": [user(Q), said(GOOD)], "model": "m"}
-    with pytest.raises(BadRecordError, match=r"columns={messages: conversation}"):
-        source(wild).records("demonstrations", "train")
-    dolly = {"instruction": "Sum up.", "context": Q, "response": GOOD}
-    with pytest.raises(BadRecordError, match=r"{prompt: instruction, completion: response}"):
-        source(dolly).records("demonstrations", "train")
-    row = {"instruction": "Sum up.", "input": Q, "output": GOOD, "text": f"### Sum up.\n{Q}{GOOD}"}
-    assert source(row).records("texts", "train")[0].text == row["text"]
-    with pytest.raises(BadRecordError, match=r"columns={text: null}"):
-        source(row).records("demonstrations", "train")
-    (record,) = source(row, columns={"text": None}).records("demonstrations", "train")
-    assert record == DemonstrationRecord(f"Sum up.\n\n{Q}", GOOD)
-
-
 def test_keys_of_the_users_own_set_are_not_taken_for_those_of_a_public_one():
     (first,) = source({"prompt": Q, "answers": ["yes", "no"]}).records("prompts", "train")
     assert first.prompt == Q

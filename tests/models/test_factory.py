@@ -126,16 +126,6 @@ def test_scores_of_another_frameworks_reward_model_are_clipped_only_if_it_normal
         assert score_clip_of("auto", scorer) == clip
 
 
-@pytest.mark.parametrize("offset", [float("nan"), "0.3"])
-def test_an_offset_that_is_no_number_is_refused(tmp_path, offset):
-    model = tiny_scalar_model("llama")
-    export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"reward_offset": offset}))
-    with pytest.raises(ValueError, match=rf"{tmp_path}: reward_offset"):
-        load_scalar_model(tmp_path)
-
-
 def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alone(tmp_path):
     policy = tiny_policy("llama")
     export_policy(policy, tmp_path, policy.state_dict())

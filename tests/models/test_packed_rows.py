@@ -16,7 +16,6 @@ from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.forward import (
     pack_together,
     packs,
-    pair_micro_batches,
     sequence_scores,
 )
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
@@ -156,15 +155,6 @@ def test_what_cannot_keep_rows_apart_is_not_packed():
     with micro_batching("buckets"):
         assert not packs(tiny_policy("llama"))
     assert packs(tiny_policy("llama"))
-
-
-def test_pairs_are_packed_by_the_tokens_of_both_sides():
-    chosen = torch.arange(10) < torch.tensor([10, 2, 3, 1])[:, None]
-    rejected = torch.arange(10) < torch.tensor([10, 4, 9, 1])[:, None]
-    assert [p.tolist() for p in pair_micro_batches(chosen, rejected, 1, packed=True)] == [
-        [0],
-        [2, 1, 3],
-    ]
 
 
 def loss_and_gradient(module: Any, loss: Tensor, model: ScalarHeadModel | PolicyModel) -> Any:

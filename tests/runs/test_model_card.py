@@ -8,7 +8,6 @@ from rlhf_lightning.runs.model_card import CardFacts, add_figures, write_model_c
 from rlhf_lightning.runs.summary import GateResult
 
 
-
 def facts(stage="reward", **changes):
     given = {"run": "run", "base": "sft", "data": "world", "licence": "apache-2.0"}
     return CardFacts(stage=stage, is_reward=stage == "reward", **(given | changes))

@@ -99,20 +99,6 @@ def test_a_failed_gate_and_a_failed_run_are_said():
     assert "resume=auto" in verdict(Summary("ppo", "running", 1)).sentence
 
 
-@pytest.mark.parametrize(("stage", "judge"), [("evaluate", "judge"), ("ppo", "human")])
-def test_a_win_rate_by_a_judge_or_by_people_is_the_headline(stage, judge):
-    key = f"val/{judge}_win_rate"
-    metrics = {key: 0.7, f"{key}_low": 0.6, f"{key}_high": 0.8, f"val/{judge}_num_pairs": 80.0}
-    result = verdict(Summary(stage, "completed", 1, metrics=metrics))
-    assert (result.tone, result.number) == ("good", "70.0 %")
-    scored = metrics | {"val/score_win_rate": 0.9, "val/score_win_rate_low": 0.85}
-    assert verdict(Summary(stage, "completed", 1, metrics=scored)).number == "70.0 %"
-    by_gold = scored | {"val/gold_win_rate": 0.4}
-    result = verdict(Summary("evaluate", "completed", 1, metrics=by_gold))
-    assert result.number == "40.0 %"
-    assert {"70.0 %", "90.0 %"} <= {fact.value for fact in result.facts}
-
-
 @pytest.mark.parametrize(
     ("stage", "figure", "count", "noun"),
     [

@@ -237,24 +237,6 @@ def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
         assert found == ([3, 4, 5, 6, 1], 2, False)
 
 
-def test_white_space_that_has_other_tokens_in_front_of_an_answer_is_counted():
-    tokenizer = made("byte level")
-    pairs = [
-        ("Say:\n\n", "x"),
-        ("Say:\n\n", "x y"),
-        ("Say:\n", "x"),
-        ("Say:\n\n", "日"),
-        ("a", "\n"),
-    ]
-    rows, report = encode_all([DemonstrationRecord(*pair) for pair in pairs], tokenizer, **WIDE)
-    assert report.num_merged == 3
-    assert [tokenizer.decode(r.input_ids[r.loss_mask]) for r in rows[:2]] == ["x</s>", "x y</s>"]
-    # Its white space is one token in front of letters too.
-    whole = made("metaspace first")
-    rows, report = encode_all([DemonstrationRecord(*pair) for pair in pairs], whole, **WIDE)
-    assert report.num_merged == 0
-
-
 def test_rows_whose_boundary_is_in_a_token_are_counted_and_their_prompts_are_cut_as_usual():
     tokenizer = made("byte level")
     records = [DemonstrationRecord("Say ", "4"), DemonstrationRecord("Say", " 4")]
