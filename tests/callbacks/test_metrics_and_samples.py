@@ -14,7 +14,6 @@ from rlhf_lightning.callbacks.run_tables import SampleLog, describe_rollout, rol
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics, read_samples
 from tests.builders.models import tiny_tokenizer
-from tests.builders.runs import killed
 from tests.callbacks.tiny_run import KilledError, run
 
 
@@ -136,17 +135,3 @@ def test_a_validation_nobody_expected_joins_the_row_that_is_already_written(tmp_
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     assert [row["iteration"] for row in rows if "val/loss" in row] == [3, 4]
-
-
-class Mine(Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        pl_module.log("mine/iteration", float(batch_idx + 1))
-
-
-def test_a_metric_of_a_callback_of_the_configuration_stands_on_the_row_of_its_iteration(
-    tmp_path, start, monkeypatch
-):
-    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "tests.")
-    mine = "+callbacks.extra.mine._target_=tests.callbacks.test_metrics_and_samples.Mine"
-    rows = read_metrics(killed(tmp_path / "run", "sft", start, mine).metrics)
-    assert [row["mine/iteration"] for row in rows] == [row["iteration"] for row in rows]

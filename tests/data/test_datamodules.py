@@ -99,21 +99,6 @@ def test_data_that_nobody_gave_a_length_say_so_when_they_are_asked(tokenizer):
         assert data.num_iterations
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0 must be"),
-        ({"num_iterations": 3}, r"give one, and data\.num_epochs=null"),
-        ({"kind": "preferences"}, "use 'demonstrations' or 'texts'"),
-    ],
-)
-def test_bad_arguments_are_errors_before_anything_is_read(tokenizer, options, message):
-    source = CountingSource()
-    with pytest.raises(ValueError, match=message):
-        demonstrations(tokenizer, source, **options)
-    assert source.asked == []
-
-
 # -- several responses to a prompt ----------------------------------------------------------------
 
 

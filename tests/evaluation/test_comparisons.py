@@ -16,8 +16,8 @@ from rlhf_lightning.functional.statistics import interval_over_groups, wilson_in
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("count", [10, 16, 20, 40, 100])
-@pytest.mark.parametrize("mean", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize("count", [10, 40])
+@pytest.mark.parametrize("mean", [0.5, 0.9])
 @pytest.mark.parametrize("spread", [1, 5])  # a + b of the beta distribution of a prompt's rate
 def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count, mean, spread):
     rng = np.random.default_rng(0)
@@ -34,13 +34,11 @@ def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count
 
 @pytest.mark.parametrize(
     ("count", "mean", "sizes"),
-    [(20, 0.7, [6]), (20, 0.7, [1, 2, 3, 6, 15])]
-    + [
-        pytest.param(count, mean, sizes, marks=pytest.mark.thorough)
-        for count in (10, 40, 100)
-        for mean in (0.5, 0.9, 0.95)
-        for sizes in ([6], [1, 2, 3, 6, 15])
-        if count > 10 or mean < 0.95  # whose plain interval holds the truth by its width
+    [
+        (20, 0.7, [6]),
+        (20, 0.7, [1, 2, 3, 6, 15]),
+        pytest.param(10, 0.9, [1, 2, 3, 6, 15], marks=pytest.mark.thorough),
+        pytest.param(100, 0.5, [6], marks=pytest.mark.thorough),
     ],
 )
 def test_intervals_of_trials_that_share_prompts_hold_the_truth(count, mean, sizes):
@@ -72,13 +70,6 @@ def test_trials_of_different_prompts_have_wilsons_interval_and_so_have_those_of_
     low, high = interval_over_groups([True] * 5 + [False], [0] * 5 + [1], confidence=0.95)
     assert 0 <= low < 0.2
     assert 0.95 < high <= 1
-
-
-@pytest.mark.parametrize("count", [3, 10, 40])
-def test_intervals_of_means_hold_the_truth_as_often_as_they_say(count):
-    rng = np.random.default_rng(0)
-    found = [mean_over_prompts(rng.normal(1, 2, count), confidence=0.9) for _ in range(2000)]
-    assert np.mean([f.low <= 1 <= f.high for f in found]) == pytest.approx(0.9, abs=0.02)
 
 
 def test_the_interval_of_a_kl_per_token_is_over_prompts_and_holds_the_truth():

@@ -11,13 +11,11 @@ from rlhf_lightning.evaluation.human import (
     blind_pairs,
     human_measures,
     judge_measures,
-    read_labels,
-    write_blind,
 )
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.annotators import RuleAnnotator, now
-from rlhf_lightning.preferences.records import Label, write_records
+from rlhf_lightning.preferences.records import Label
 from tests.evaluation.spoken import answers
 
 WORDS = ["a b", "c", "d e f", "g", "h i", "j", "k l", "same"]
@@ -128,13 +126,3 @@ def test_the_calibration_error_is_that_of_torchmetrics():
     found = reward_check(gaps.tolist(), [1] * 400, "x")["x_calibration_error"]
     assert found == pytest.approx(float(metric.compute()), abs=1e-5)
     assert found > 0.01
-
-
-def test_labels_are_read_from_a_file_and_only_those_of_people(tmp_path):
-    mine, theirs = both()
-    write_blind(tmp_path / "human", *blind_pairs(mine, theirs, num_pairs=4, scored=False, seed=1))
-    rows = [label("p", "first"), Label("p", "judge", "second", "judge", "first", now())]
-    write_records(tmp_path / "labels.jsonl", rows)
-    assert read_labels(tmp_path / "human", tmp_path / "labels.jsonl") == rows[:1]
-    with pytest.raises(FileNotFoundError, match=r"file="):
-        read_labels(tmp_path / "human", None)

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    pipeline,
 )
 
 from rlhf_lightning.distributed.collectives import full_state
@@ -102,6 +103,18 @@ def test_our_own_export_loads_again_and_takes_the_policys_ids(model_type, tmp_pa
     for name in ("b", "c"):
         assert torch.equal(our_scores(load_scalar_model(tmp_path / name), tokenizer), expected)
         assert AutoTokenizer.from_pretrained(tmp_path / name).get_vocab()[ADDED] == VOCABULARY
+
+
+def test_a_pipeline_gives_the_score_without_a_sigmoid_and_without_the_offset(tmp_path):
+    model, tokenizer = tiny_scalar_model("llama", bias=0.3), tiny_tokenizer(pad_is_eos=True)
+    model.normalize(0.4, 0.01)
+    export_reward(model, tokenizer, tmp_path)
+    classify = pipeline("text-classification", str(tmp_path))
+    found = [each["score"] for each in classify(TEXTS, batch_size=4)]
+    expected = our_scores(model, tokenizer)
+    assert expected.abs().max() > 1, "a probability is within 0 and 1"
+    offset = classify.model.config.reward_offset
+    torch.testing.assert_close(torch.tensor(found) + offset, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -24,6 +24,9 @@ PEAKS = {
     "bf16": (25_809_682_432, 42_853_679_104),
 }
 
+# Liger's norms and MLPs under autocast, 8 and 32 rows.
+FUSED = (17.575799465179443, 38.131104946136475)  # GiB
+
 
 @pytest.mark.parametrize("arithmetic", PEAKS)
 def test_a_token_takes_what_it_took_on_a_gpu(arithmetic):
@@ -31,6 +34,13 @@ def test_a_token_takes_what_it_took_on_a_gpu(arithmetic):
     expected = (many - few) / (16 * 768)
     found = activation_bytes(AutoConfig.for_model(**QWEN), arithmetic)
     assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_fused_kernels_keep_less():
+    expected = (FUSED[1] - FUSED[0]) * 2**30 / (24 * 768)
+    found = activation_bytes(AutoConfig.for_model(**QWEN), "mixed", fused={"norms", "MLPs"})
+    # Each of five matrices had a cast of its own then; now two norms return bf16.
+    assert found + 24 * 3 * 2 * 896 == pytest.approx(expected, rel=0.01)
 
 
 def test_a_micro_batch_is_smaller_only_where_memory_is_short():

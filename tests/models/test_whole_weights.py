@@ -122,13 +122,6 @@ def reward(tmp_path: Path) -> Path:
     return tmp_path / "reward"
 
 
-def test_a_value_model_may_start_at_zero_from_a_reward_model_of_ours(reward):
-    write_manifest(reward, stage="reward", run="r")
-    value, stored = load_scalar_model(reward, head="zero"), load_scalar_model(reward)
-    for name, tensor in stored.trunk.state_dict().items():
-        assert torch.equal(value.trunk.state_dict()[name], tensor), name
-
-
 @pytest.mark.parametrize("load", [load_scalar_model, load_classifier])
 def test_a_stored_reward_model_is_whole(reward, load):
     load(reward)

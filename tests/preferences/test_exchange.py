@@ -106,8 +106,6 @@ def test_an_export_of_label_studio_is_read(tmp_path: Path):
             '{"wrong": 1}\n',
             r"a\.jsonl, line 1: the keys wrong tell no format",
         ),
-        ("a.jsonl", '{"prompt": "Q", "chosen": "x"}\n', "line 1: the key 'rejected' is missing"),
-        ("a.jsonl", "no json\n", "line 1: it cannot be read as JSON"),
         (
             "a.json",
             '[{"data": {"question": "Q", "text1": "a", "answer2": "b"}}]',

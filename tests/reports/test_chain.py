@@ -54,15 +54,3 @@ def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_p
     links = re.findall(r'href="(.*?)"', page)
     assert links == [f"{name}/report.html" for name in STAGES[:2]]
     assert all((tmp_path / link).is_file() for link in links)
-
-
-def test_what_was_not_run_says_for_what_it_waits_and_the_top_says_what_to_do(
-    tmp_path: Path,
-) -> None:
-    page = write_report(pipeline(tmp_path)).read_text()
-    *_, ppo, evaluation = cards(page)
-    for card in (ppo, evaluation):
-        assert "not run" in card
-        assert "waits for round_1/reward" in card
-    text = Outline(page).text
-    assert text.index("accept=[reward]") < text.index("What was run") < text.index("Stages")

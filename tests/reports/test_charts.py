@@ -14,7 +14,6 @@ from rlhf_lightning.reports.charts import (
     WIDTH,
     Series,
     line_chart,
-    thin,
 )
 
 
@@ -42,13 +41,3 @@ def test_values_that_are_not_finite_are_gaps():
     assert "inf" not in svg
     assert line_chart("x", [Series("x", [(1, math.nan)])]) == ""
     assert line_chart("x", [Series("x", [])]) == ""
-
-
-def test_a_long_curve_is_thinned_but_keeps_its_extremes():
-    points = [(float(i), math.sin(i / 50)) for i in range(20_000)]
-    points[7777] = (7777.0, 25.0)
-    thinned = thin(points, 240)
-    assert len(thinned) <= 260
-    assert (7777.0, 25.0) in thinned
-    assert thinned == sorted(thinned)
-    assert len(line_chart("x", [Series("x", points)])) < 15_000

@@ -5,22 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlhf_lightning.reports.sections import answers_figures, pairs_section, wins_figures
+from rlhf_lightning.reports.sections import answers_figures, pairs_section
 from tests.reports.test_page import Outline
-
-
-def test_wins_ties_and_losses_are_one_bar_that_adds_up_for_each_judge() -> None:
-    metrics = {"val/judge_win_rate": 0.6, "val/judge_tie_rate": 0.3, "val/human_win_rate": 0.5}
-    metrics |= {"val/judge_win_rate_low": 0.5, "val/judge_win_rate_high": 0.7}
-    (figure,) = wins_figures(metrics)  # nobody knows how many ties people saw
-    assert re.findall(r'class="(\w+)" style="width:([\d.]+)%', figure.chart) == [
-        ("won", "45.00"),
-        ("tied", "30.00"),
-        ("lost", "25.00"),
-    ]
-    assert "50.0 to 70.0 %" in figure.chart
-    assert "judge" in figure.title
-
 
 ROLLOUTS: list[dict[str, Any]] = [
     {"iteration": 1, "score": [0, 0, 1, 0], "length": [5, 5, 5, 9], "groups": [2, 2]},
