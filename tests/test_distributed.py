@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from rlhf_lightning.distributed import collectives as distributed
 from rlhf_lightning.distributed.collectives import (
-    accumulating,
     agreed_max,
     average_gradients,
     global_moments,
@@ -81,16 +80,6 @@ class _Strategy:
                 pass
 
         return Block()
-
-
-def test_ddp_exchanges_nothing_by_itself_because_several_losses_are_taken_in_turn():
-    strategy = _Strategy()
-    for _ in range(3):
-        with accumulating(strategy, nn.Module(), last=True):
-            pass
-    assert strategy.blocked == 3
-    with accumulating(object(), nn.Module(), last=True):
-        pass
 
 
 @pytest.mark.parametrize("bucket", [1, 7, 10_000])

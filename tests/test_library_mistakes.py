@@ -81,19 +81,6 @@ def test_the_rows_of_the_docs_are_read_from_memory_and_by_other_names(
     assert num_rows(data) == 40
 
 
-class Dicts:
-    def records(self, kind: str, split: str) -> list[Any]:
-        return [{"prompt": "w2"}] * 8
-
-
-@pytest.mark.parametrize(
-    "source", [3, ({"prompt": "w2"} for _ in range(3)), Dicts(), [{"prompt": "w2"}, 3]]
-)
-def test_a_source_that_is_none_is_named(material, source):
-    with pytest.raises((TypeError, ValueError), match=r"^source|Dicts\.records"):
-        PromptDataModule(source, ppo(material).tokenizer, batch_size=4).setup()
-
-
 def too_long(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
     return PromptDataModule(
         material["prompts"], tokenizer, batch_size=4, num_iterations=1, max_prompt_length=2044

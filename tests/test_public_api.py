@@ -18,7 +18,6 @@ from lightning.pytorch.loggers import CSVLogger
 import rlhf_lightning
 from rlhf_lightning import (
     DemonstrationDataModule,
-    FunctionScorer,
     PPOHparams,
     PPOModule,
     PromptDataModule,
@@ -175,12 +174,6 @@ def test_an_export_is_the_trained_policy_and_wins_by_what_it_learnt(material, wh
     assert dict(one.metrics) == pytest.approx(dict(two.metrics), nan_ok=True)
     assert one.low <= one.win_rate <= one.high
     assert one.samples[0].keys() >= {"prompt", "response", "baseline_response"}
-
-
-def test_a_reward_that_is_none_is_refused(material):
-    with pytest.raises(TypeError, match=r"reward=3 is int: give a function"):
-        PPOModule.from_pretrained(material["policy"], 3)
-    assert isinstance(ppo(material).scorer, FunctionScorer)
 
 
 def few(prompts: list[str], completions: list[str]) -> list[float | None]:

@@ -11,16 +11,10 @@ import pytest
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from rlhf_lightning.data.sources.given import GivenRows
+from tests.builders.encoding import assistant as said
+from tests.builders.encoding import user
 
 Q, GOOD, BAD = "How does one look after tea?", "Keep it dry.", "Ask somebody else."
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def said(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
 
 
 def source(*rows: dict[str, Any], **options: Any) -> GivenRows:

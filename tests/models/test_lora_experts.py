@@ -35,7 +35,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | _DENSE_FIRST
     | {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 16}
     | {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    "glm4_moe": _SHAPE | _DENSE_FIRST,
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
     | {"moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_interval": 1},
     "qwen3_next": _SHAPE

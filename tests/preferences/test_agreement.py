@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from statsmodels.stats import inter_rater
@@ -41,23 +39,6 @@ def test_cohen_kappa_equals_that_of_statsmodels(seed: int) -> None:
         table[a, b] += 1
     expected = inter_rater.cohens_kappa(table).kappa
     assert cohen_kappa(first, second) == pytest.approx(expected, rel=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_unequal_numbers_of_votes_equal_counting_pair_by_pair(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    items = [rng.integers(0, 3, rng.integers(1, 6)).tolist() for _ in range(30)]
-    counts = np.array([[votes.count(k) for k in range(3)] for votes in items])
-    several = [votes for votes in items if len(votes) > 1]
-    shares = []
-    for votes in several:
-        pairs = list(combinations(votes, 2))
-        shares.append(sum(a == b for a, b in pairs) / len(pairs))
-    observed = sum(shares) / len(shares)
-    pooled = [vote for votes in several for vote in votes]
-    chance = sum((pooled.count(k) / len(pooled)) ** 2 for k in range(3))
-    assert raw_agreement(counts) == pytest.approx(observed, rel=1e-12)
-    assert fleiss_kappa(counts) == pytest.approx((observed - chance) / (1 - chance), rel=1e-12)
 
 
 def test_what_cannot_be_measured_is_nan() -> None:

@@ -52,14 +52,6 @@ def test_the_noise_of_people_is_recovered(shape: float, num_votes: int) -> None:
     assert found.majority[3] == pytest.approx((votes > 1).mean(), abs=0.012)
 
 
-@pytest.mark.parametrize(("shape", "count", "num_votes"), [(0.1, 10, 2), (0.5, 20, 3), (10, 10, 5)])
-def test_the_interval_of_the_ceiling_holds_the_truth(shape, count, num_votes) -> None:
-    truth = majority_ceiling(shape, 1)
-    found = [estimate_ceiling(beta_tally(shape, count, num_votes, seed=s)) for s in range(60)]
-    held = [f is not None and f.single_low <= truth <= f.single_high for f in found]
-    assert np.mean(held) >= 0.88  # a bootstrap's held 75 to 85 %
-
-
 def test_what_cannot_be_estimated_is_said() -> None:
     assert estimate_ceiling({(1, 0): 10}) is None
     assert math.isnan(expected_correct({(1, 1): 3}, 1.0))

@@ -138,16 +138,3 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
     folder.summary.unlink()
     MetricsAppender(folder.metrics).append(2, {"rollout/score": 0.5})
     assert "Curves" in Outline(render_report(folder)).text
-
-
-def test_a_run_that_ended_says_what_to_do_next(tmp_path):
-    def top(folder: RunFolder, **changes) -> str:
-        write_summary(folder, replace(read_summary(folder), **changes))
-        return Outline(render_report(folder)).text.partition("What was run")[0]
-
-    ppo = fake_ppo_run(tmp_path / "ppo", 5)
-    assert "Next: 0.352 is below 0.36" in top(ppo)  # a gate failed
-    assert "Next: compare it" in top(ppo, gates=(), next="compare it")
-    assert "left no checkpoint" in top(ppo, status="failed", cause="disk full")
-    ppo.last_checkpoint.mkdir(parents=True)
-    assert "resume=auto" in top(ppo, status="failed", cause="disk full")
