@@ -110,12 +110,6 @@ def test_an_index_that_pandas_wrote_is_no_label(tmp_path):
     assert len(source.records("demonstrations", "train")) == 3
 
 
-def test_a_missing_file_is_named_with_the_nearest_one(tmp_path):
-    write(tmp_path / "pairs.jsonl", PAIRS)
-    with pytest.raises(BadRecordError, match=r"no such file.*did you mean .*pairs\.jsonl"):
-        FileSource(tmp_path / "pair.jsonl").records("preferences", "train")
-
-
 def test_a_folder_with_split_files_is_not_split_again(tmp_path):
     write(tmp_path / "train.jsonl", PAIRS[:30])
     write(tmp_path / "validation.csv", PAIRS[30:])

@@ -12,7 +12,7 @@ from rlhf_lightning.data.datamodules import (
     PreferenceDataModule,
     PromptDataModule,
 )
-from rlhf_lightning.data.sources.given import GivenRows, as_source
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import (
     warn_of_repeated_prompts,
 )
@@ -74,11 +74,3 @@ def test_responses_that_all_repeat_their_prompt_are_a_warning(turns, response, w
         warnings.simplefilter("always")
         warn_of_repeated_prompts(records)
     assert ["begins with its prompt" in str(one.message) for one in caught] == [True] * warned
-
-
-def test_pairs_of_which_one_side_repeats_the_prompt_are_a_warning():
-    rows = [
-        {"prompt": f"Tea {i}?", "chosen": "Yes.", "rejected": f"Tea {i}? No."} for i in range(20)
-    ]
-    with pytest.warns(UserWarning, match="begins with its prompt"):
-        warn_of_repeated_prompts(as_source(rows).records("preferences", "train"))

@@ -11,7 +11,7 @@ from rlhf_lightning.data.records import (
     PreferenceRecord,
     PromptRecord,
 )
-from rlhf_lightning.data.summary import render_examples, summarize
+from rlhf_lightning.data.summary import summarize
 from tests.builders.tokenizers import word_tokenizer
 
 
@@ -72,19 +72,3 @@ def test_text_that_a_tokenizer_without_unk_leaves_out_is_counted(completion, cou
         answer = ({"role": "assistant", "content": completion},)
     _, report = encode_all([DemonstrationRecord(prompt, answer)], tokenizer, max_length=20)
     assert report.num_unknown == count
-
-
-def test_examples_show_what_is_learnt_in_brackets(tokenizer):
-    def examples(record, n=5):
-        rows, _ = encode_all([record] * 2, tokenizer, max_length=99)
-        return render_examples(rows, tokenizer, n).splitlines()
-
-    assert examples(DemonstrationRecord("why?", " so")) == [
-        "example 1: why?[[ so<|im_end|>]]",
-        "example 2: why?[[ so<|im_end|>]]",
-    ]
-    assert examples(PreferenceRecord("why?", " so", " no"), n=1) == [
-        "example 1, chosen: why?[[ so<|im_end|>]]",
-        "example 1, rejected: why?[[ no<|im_end|>]]",
-    ]
-    assert examples(PromptRecord("why?"), n=1) == ["example 1: why?"]
