@@ -11,8 +11,6 @@ from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from tests.builders.run_folders import fake_ppo_run
 from tests.callbacks.tiny_run import run
 
-ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
 
 def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
     out = io.StringIO()
