@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -188,6 +189,23 @@ def test_last_and_best_lead_to_complete_checkpoints_and_old_ones_go(tmp_path):
     )
     kept = {checkpoint_iteration(p) for p in folder.checkpoints.iterdir() if not p.is_symlink()}
     assert kept == {9, best}
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_taken(tmp_path, caplog):
+    run(tmp_path, num_iterations=6)
+    folder = RunFolder(tmp_path)
+    newest = folder.last_checkpoint.resolve()
+    whole = newest.read_bytes()
+    for damaged in (whole[:-100], b""):
+        newest.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found = newest_complete_checkpoint(folder)
+        assert found is not None
+        assert checkpoint_iteration(found) == 4
+        assert newest.name in caplog.text
+    newest.write_bytes(whole)
+    assert newest_complete_checkpoint(folder) == newest
 
 
 def test_going_back_to_an_older_checkpoint_removes_what_came_after(tmp_path):

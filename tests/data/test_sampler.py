@@ -60,6 +60,24 @@ def test_grouping_puts_rows_of_like_length_together_and_shuffles_the_batches():
     assert 40 < rises < 85
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("consumed", [1, 37, 60])
+def test_iteration_goes_on_behind_what_was_consumed(grouped, consumed):
+    whole = list(make(grouped=grouped))
+    resumed = make(grouped=grouped)
+    resumed.consumed = consumed
+    assert list(resumed) == whole[consumed:]
+    assert len(resumed) == 60
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_ranks_take_contiguous_shares_that_make_up_the_batch(grouped):
+    whole = list(make(grouped=grouped))
+    shares = [list(make(grouped=grouped, rank=rank, world_size=2)) for rank in range(2)]
+    assert [a + b for a, b in zip(*shares, strict=True)] == whole
+    assert all(len(share) == 2 for share in shares[0] + shares[1])
+
+
 @pytest.mark.parametrize(
     ("num_rows", "batch_size", "world_size"), [(3, 1, 2), (3, 5, 3), (4, 2, 2), (31, 5, 3)]
 )

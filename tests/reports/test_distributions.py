@@ -1,4 +1,4 @@
-"""Wins, histograms before and after, and the pairs of a reward model."""
+"""Histograms before and after, and the pairs of a reward model."""
 
 from __future__ import annotations
 

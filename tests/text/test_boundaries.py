@@ -17,7 +17,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_lightning.data.encode import encode_all
-from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids
 from tests.builders.models import tiny_tokenizer
 
@@ -235,20 +235,3 @@ def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
     for answer in ("w5 w6", " w5 w6"):
         (found,) = prompt_and_responses("w3 w4", [answer], tokenizer)
         assert found == ([3, 4, 5, 6, 1], 2, False)
-
-
-def test_rows_whose_boundary_is_in_a_token_are_counted_and_their_prompts_are_cut_as_usual():
-    tokenizer = made("byte level")
-    records = [DemonstrationRecord("Say ", "4"), DemonstrationRecord("Say", " 4")]
-    rows, report = encode_all(records, tokenizer, **WIDE)
-    assert report.num_merged == 1
-    assert rows[0].input_ids.tolist() == rows[1].input_ids.tolist()
-    rows, report = encode_all(records, tokenizer, max_length=3, over_long="truncate_left")
-    assert [tokenizer.decode(row.input_ids) for row in rows] == ["y 4</s>"] * 2
-    assert (report.num_merged, report.num_truncated) == (1, 2)
-    pair = PreferenceRecord("Say ", "4", "x")
-    (row,), report = encode_all([pair], tokenizer, **WIDE)
-    assert tokenizer.decode(row.chosen_input_ids[: row.prompt_length]) == "Say"
-    assert (report.num_merged, len(report.dropped)) == (1, 0)
-    (prompt,), report = encode_all([PromptRecord("Say ")], tokenizer, **WIDE)
-    assert tokenizer.decode(prompt.input_ids) == "Say "
