@@ -1,4 +1,4 @@
-"""The day on a GPU: its program with parts of a second, and its rehearsal."""
+"""The day on a GPU: its document and its rehearsal."""
 
 from __future__ import annotations
 

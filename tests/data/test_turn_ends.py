@@ -20,14 +20,10 @@ def said(content):
     return ({"role": "assistant", "content": content},)
 
 
-def end_of(family):
-    tokenizer = family_tokenizer(family)
-    return tokenizer, tokenizer.convert_tokens_to_ids(FAMILIES[family][-1])
-
-
 @pytest.mark.parametrize("family", ["chatml", "llama 3"])
 def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
-    tokenizer, end = end_of(family)
+    tokenizer = family_tokenizer(family)
+    end = tokenizer.convert_tokens_to_ids(FAMILIES[family][-1])
     stops = stop_ids(tokenizer, None)
     shown = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
     pair = encode_one(PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500)

@@ -38,15 +38,11 @@ def some_labels(pairs: list[Pair]) -> list[Label]:
     ]
 
 
-def through(path: Path, found: Collection, format: str) -> Collection:
-    write_collection(path, found, format=format)
-    return read_collection(path, format="auto", known="labels", now=NOW)
-
-
 @pytest.mark.parametrize("pairs", [make_pairs(3), [*make_pairs(2), CHAT]])
 def test_raw_labels_survive_the_way_through_label_studio(tmp_path: Path, pairs):
     found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    back = through(tmp_path / "all.json", found, "label_studio")
+    write_collection(tmp_path / "all.json", found, format="label_studio")
+    back = read_collection(tmp_path / "all.json", format="auto", known="labels", now=NOW)
     assert back.pairs == found.pairs
     by_pair = sorted(found.labels, key=lambda x: [p.pair_id for p in pairs].index(x.pair_id))
     assert list(back.labels) == by_pair

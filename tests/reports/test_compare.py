@@ -14,26 +14,19 @@ from tests.builders.run_folders import fake_ppo_run, fake_reward_run
 from tests.evaluation.test_comparisons import values_of_run
 
 
-def job(path: Path, kl_coef: float, rate: float, kl: float) -> RunFolder:
-    """A sweep's job with this setting and this outcome; its interval is 0.04 wide."""
-    folder = fake_ppo_run(path, 8)
-    metrics = dict(read_summary(folder).metrics) | {
-        "val/score_win_rate": rate,
-        "val/score_win_rate_low": rate - 0.02,
-        "val/score_win_rate_high": rate + 0.02,
-        "val/kl_per_token": kl,
-    }
-    write_summary(folder, replace(read_summary(folder), metrics=metrics))
-    text = f"seed: 1\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
-    folder.config.write_text(text)
-    return folder
-
-
 def sweep(folder: Path) -> list[RunFolder]:
+    """Write four jobs of a sweep, each with its setting and its outcome."""
     outcomes = ((0.01, 0.90, 0.80), (0.05, 0.84, 0.40), (0.1, 0.83, 0.20), (0.2, 0.70, 0.10))
-    return [
-        job(folder / str(i), kl_coef, rate, kl) for i, (kl_coef, rate, kl) in enumerate(outcomes)
-    ]
+    jobs = [fake_ppo_run(folder / str(i), 8) for i in range(len(outcomes))]
+    for job, (kl_coef, rate, kl) in zip(jobs, outcomes, strict=True):
+        name = "val/score_win_rate"
+        metrics = {name: rate, f"{name}_low": rate - 0.02, f"{name}_high": rate + 0.02}
+        summary = read_summary(job)
+        metrics = dict(summary.metrics) | metrics | {"val/kl_per_token": kl}
+        write_summary(job, replace(summary, metrics=metrics))
+        text = f"seed: 1\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
+        job.config.write_text(text)
+    return jobs
 
 
 def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_path):
