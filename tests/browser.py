@@ -69,29 +69,12 @@ def chromium(profile: Path) -> Iterator[Chrome]:
 
 
 def forget(driver: Chrome) -> None:
-    """Leave the page; drop cookies, a phone's shape and the messages of the console."""
+    """Leave the page; drop cookies and the messages of the console."""
     driver.get("about:blank")
     driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
-    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     driver.get_log("browser")
 
 
 def console(driver: Chrome) -> list[str]:
     """Return what the page wrote to the console since the last time, violations of CSP too."""
     return [entry["message"] for entry in driver.get_log("browser")]
-
-
-def set_viewport(driver: Chrome, width: int, height: int, *, phone: bool = False) -> None:
-    """Make the page this large; a phone has fingers and no mouse."""
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": phone}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": phone})
-
-
-def set_scheme(driver: Chrome, scheme: str) -> None:
-    """Let the reader's system be `light` or `dark`."""
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

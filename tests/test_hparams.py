@@ -62,30 +62,7 @@ def test_the_usual_range_of_a_clip_range_is_that_of_its_surrogate(cls):
 
 
 @pytest.mark.parametrize("cls", ON_POLICY)
-def test_surrogates_that_bound_every_weight_have_no_dual_clip(cls):
-    for surrogate in ("cispo", "masked_ratio", "masked_probability"):
-        with pytest.raises(ValueError, match=rf"^dual_clip=3 .*surrogate={surrogate}"):
-            cls(surrogate=surrogate, dual_clip=3.0)
-    assert cls(surrogate="gspo", dual_clip=3.0).dual_clip == 3
-
-
-@pytest.mark.parametrize("cls", ON_POLICY)
-def test_bounds_of_a_correction_that_is_not_asked_for_are_an_error(cls):
-    for name, value, mode in (
-        ("off_policy_cap", 3.0, "truncated"),
-        ("off_policy_low", 0.2, "masked"),
-        ("off_policy_high", 3.0, "masked"),
-    ):
-        assert getattr(cls(off_policy=mode, **{name: value}), name) == value
-        for other in {"none", "truncated", "masked"} - {mode}:
-            with pytest.raises(ValueError, match=rf"{name}={value:g} is of off_policy={mode}, and"):
-                cls(off_policy=other, **{name: value})
-
-
-@pytest.mark.parametrize("cls", ON_POLICY)
-def test_the_sampler_as_base_is_the_correction_and_refuses_another_one(cls):
-    with pytest.raises(ValueError, match=r"^off_policy=masked with ratio_base=sampler .* twice"):
-        cls(ratio_base="sampler", off_policy="masked")
+def test_a_lag_without_the_sampler_as_base_warns(cls):
     with pytest.warns(UnusualHparamWarning, match="rollout_lag=1 .*ratio_base=sampler"):
         cls(rollout_lag=1)
     with warnings.catch_warnings():
@@ -93,34 +70,14 @@ def test_the_sampler_as_base_is_the_correction_and_refuses_another_one(cls):
         cls(ratio_base="sampler", rollout_lag=1)
 
 
-@pytest.mark.parametrize("cls", ON_POLICY)
-def test_a_kl_target_needs_a_coefficient_to_start_from(cls):
-    with pytest.raises(ValueError, match=r"^kl_target=6 .*kl_coef=0"):
-        cls(kl_target=6.0, kl_coef=0.0)
-    assert cls(kl_coef=0.0).kl_target is None
-
-
 @pytest.mark.parametrize(
     ("cls", "name", "value", "usual"),
     [
         (SamplingHparams, "temperature", 1.5, "0.7 to 1"),
         (SFTHparams, "learning_rate", 0.1, "1e-06 to 0.005"),
-        (RewardHparams, "learning_rate", 1e-7, "1e-06 to 0.005"),
-        (RewardHparams, "label_smoothing", 0.3, "0 to 0.2"),
-        (RewardHparams, "center_coef", 1.0, "0 to 0.1"),
-        (PPOHparams, "learning_rate", 0.01, "1e-07 to 0.001"),
-        (PPOHparams, "value_learning_rate", 0.01, "1e-07 to 0.003"),
         (PPOHparams, "kl_coef", 2.0, "0.001 to 0.5"),
-        (PPOHparams, "kl_target", 0.1, "1 to 30"),
-        (PPOHparams, "cliprange", 0.9, "0.05 to 0.4"),
         (PPOHparams, "cliprange_high", 0.9, "0.05 to 0.5"),
-        (PPOHparams, "vf_coef", 0.5, "0.05 to 0.2"),
         (PPOHparams, "gamma", 0.99, "1 to 1"),
-        (PPOHparams, "gae_lambda", 0.5, "0.9 to 1"),
-        (PPOHparams, "num_ppo_epochs", 16, "1 to 8"),
-        (PPOHparams, "num_minibatches", 64, "1 to 32"),
-        (PPOHparams, "target_approx_kl", 1.0, "0.005 to 0.5"),
-        (PPOHparams, "entropy_coef", 0.2, "0 to 0.05"),
     ],
 )
 def test_an_unusual_value_works_and_warns_with_the_usual_range(cls, name, value, usual):

@@ -1,8 +1,9 @@
-"""What users of Lightning do with a module and a Trainer: twice, in halves, with callbacks."""
+"""What users do with a module and a Trainer: twice, in halves, with callbacks, compared."""
 
 from __future__ import annotations
 
-import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,6 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
-    OnExceptionCheckpoint,
-    ProgressBar,
-    RichProgressBar,
-    TQDMProgressBar,
 )
 
 from rlhf_lightning import (
@@ -35,8 +32,10 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
-from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from tests.builders.record_files import write_material
+from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
+from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.runs.verdict import verdict
+from tests.builders.record_files import row_text, write, write_material
 
 pytestmark = pytest.mark.thorough
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
@@ -45,15 +44,20 @@ SHORT = SamplingHparams(max_new_tokens=5)
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_material(tmp_path_factory.mktemp("material"))
+    folder = tmp_path_factory.mktemp("material")
+    made = write_material(folder)
+    made["other_policy"] = shutil.copytree(made["policy"], folder / "other_policy")
+    rows = [{"prompt": row_text(i, 3), "chosen": row_text(i, 5)} for i in range(40)]
+    made["pairs"] = write(folder / "p.jsonl", [row | {"rejected": "w3 w4"} for row in rows])
+    return made
 
 
 def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def below(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    return [-100.0 - len(text) for text in completions]
+def shortness(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [-float(len(text)) for text in completions]
 
 
 def ppo(material: dict[str, Path], reward: Any = length) -> PPOModule:
@@ -118,7 +122,7 @@ def test_no_average_is_put_over_the_best_weights(material, tmp_path):
 
 def test_an_evaluation_of_a_second_run_is_one_of_that_run(material, tmp_path):
     evaluation = PeriodicEvaluation(every_n_iterations=2, num_prompts=4)
-    for name, reward in (("first", length), ("second", below)):
+    for name, reward in (("first", length), ("second", shortness)):
         module = ppo(material, reward)
         data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
         L.Trainer(**arguments(tmp_path / name, callbacks=evaluation)).fit(module, data)
@@ -158,18 +162,6 @@ def test_weights_that_cannot_be_trained_are_refused(material, tmp_path, change, 
         fit_sft(material, tmp_path / "run", module)
 
 
-@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
-def test_a_progress_bar_of_ones_own_takes_the_place_of_ours(tmp_path, bar):
-    own = bar()
-    given = trainer_arguments(tmp_path / "run", max_iterations=1, callbacks=own)
-    assert [c for c in L.Trainer(**given).callbacks if isinstance(c, ProgressBar)] == [own]
-
-
-def test_a_checkpoint_at_an_exception_asks_for_none_at_the_start(material, tmp_path):
-    fit_sft(material, tmp_path / "run", callbacks=OnExceptionCheckpoint(tmp_path / "own"))
-    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
-
-
 STAGES = {
     "sft": (SFTModule, DemonstrationDataModule, {}),
     "reward": (RewardModule, PreferenceDataModule, {}),
@@ -205,3 +197,85 @@ def test_callbacks_get_the_loss_and_the_last_screen_names_the_report(
     said = capsys.readouterr()
     assert "run/report.html" in said.out.split("completed")[-1]
     assert "GPU available" not in said.err
+
+
+def held_out(folder: RunFolder) -> list[dict[str, Any]]:
+    return [line for line in read_samples(folder.distributions) if "held_out" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(material, tmp_path_factory):
+    folder = RunFolder(tmp_path_factory.mktemp("ppo") / "run")
+    usual = PPOHparams(num_minibatches=2, num_ppo_epochs=1)
+    module = PPOModule.from_pretrained(material["policy"], length, ppo=usual, sampling=SHORT)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    L.Trainer(**arguments(folder.path, max_iterations=3)).fit(module, data)
+    return module, data, folder
+
+
+def test_compare_adds_its_figures_responses_and_histograms_to_the_page_of_the_run(
+    material, trained
+):
+    module, data, folder = trained
+    assert held_out(folder) == []
+    found = compare(module, material["policy"], data, reward=length)
+    summary, (values,) = read_summary(folder), held_out(folder)
+    assert summary.metrics["val/score_win_rate"] == found.win_rate
+    assert len(values["length"]) == len(values["baseline_length"]) == found.num_prompts
+    page = folder.report.read_text()
+    assert "before, mean" in page
+    assert f"{found.num_prompts} held-out prompts" in page
+    enough = replace(summary, metrics={**summary.metrics, "val/num_prompts": 30.0})
+    assert "the reward it was trained on" in verdict(enough).sentence
+
+
+def test_the_last_comparison_is_the_one_on_the_page_and_says_by_what_and_against_what(
+    material, trained
+):
+    module, data, folder = trained
+    compare(module, material["policy"], data, reward=length)
+    found = compare(module, material["other_policy"], data, reward=shortness)
+    summary = read_summary(folder)
+    assert summary.about["compared by"] == "shortness"
+    assert summary.about["reward"] == "length"
+    assert summary.about["baseline"].endswith(material["other_policy"].name)
+    assert "trained on" not in verdict(summary).sentence
+    assert len(held_out(folder)) == 1
+    domains = {name for name in summary.metrics if "/domain/" in name}
+    rows = [{"prompt": f"w1 w{i}"} for i in range(2, 12)]
+    compare(module, material["policy"], rows, reward=length)
+    assert not domains & set(read_summary(folder).metrics), "of the comparison before"
+    compare(module, material["other_policy"], data, reward=shortness)
+    sides = [row for row in read_samples(folder.samples) if "baseline_response" in row]
+    assert len(sides) == found.num_prompts
+
+
+class DuringTraining(L.Callback):
+    def __init__(self, policy: Path, data: Any) -> None:
+        self.policy, self.data = policy, data
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        compare(pl_module, self.policy, self.data, reward=length, num_prompts=2)
+
+
+def test_a_comparison_during_training_is_none_of_the_end(material, tmp_path):
+    module = ppo(material)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    folder = RunFolder(tmp_path / "run")
+    own = DuringTraining(material["policy"], data)
+    L.Trainer(**arguments(folder.path, callbacks=[own])).fit(module, data)
+    assert "val/score_win_rate" not in read_summary(folder).metrics
+    assert held_out(folder) == []
+
+
+def test_a_reward_model_from_python_shows_its_held_out_pairs(material, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    module = RewardModule.from_pretrained(material["policy"])
+    data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
+    L.Trainer(**arguments(folder.path, max_iterations=3)).fit(module, data)
+    metrics, (values,) = read_summary(folder).metrics, held_out(folder)
+    right = sum(margin > 0 for margin in values["margin"]) / len(values["margin"])
+    assert right == pytest.approx(metrics["val/accuracy"])
+    assert {"reliability", "wrong"} <= values.keys()
+    assert "val/accuracy_chosen_longer" in metrics or "val/accuracy_chosen_shorter" in metrics
+    assert f"Margins of {len(values['margin'])} pairs" in folder.report.read_text()

@@ -101,15 +101,6 @@ def test_a_sharded_model_that_was_normalized_after_a_forward_is_saved_so(
         assert scores(sharded).mean().item() == pytest.approx(scores(whole).mean().item(), abs=0.05)
 
 
-def test_the_head_of_an_adapter_is_saved_as_it_was_trained_after_a_forward_too(one_rank):
-    model = scalar_model("lora")
-    trained = model.head.weight.detach().clone()
-    shard(model.root, one_rank, frozen=False, compute_dtype=torch.bfloat16)
-    with torch.no_grad():
-        scores(model)
-    assert torch.equal(full_state(model)["head.weight"], trained)
-
-
 def generated(policy: Any, engine: Any = CachedGenerator) -> torch.Tensor:
     prompts = prompt_batch(prompt_rows([3, 8, 5, 6]))
     with torch.no_grad(), unsharded(policy.root), policy.generating() as model:

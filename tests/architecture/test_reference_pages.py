@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 import types
@@ -33,13 +32,6 @@ def test_the_configuration_page_is_the_one_that_the_code_gives():
     )
 
 
-def test_every_choice_of_the_configuration_page_says_what_it_is():
-    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    choices = re.findall(r"^\| `(\w+=\w+)` \| (.*) \|$", text, re.M)
-    assert len(choices) > 50
-    assert not [name for name, meaning in choices if not meaning.strip()]
-
-
 def rows(page: str) -> list[list[str]]:
     return table_rows((DOCS / page).read_text(encoding="utf-8"))
 
@@ -67,40 +59,6 @@ def trl_rows(config: str) -> list[list[str]]:
     page = (DOCS / "migrating_from_trl.md").read_text(encoding="utf-8")
     section = page.split(f"## Options of `{config}`\n")[1].split("\n## ")[0]
     return [row for row in table_rows(section) if len(row) == 3]
-
-
-def named_options(*configs: str) -> set[str]:
-    """Return the options that the tables of these configurations name, without their defaults."""
-    cells = [re.sub(r"\(.*?\)", "", row[0]) for config in configs for row in trl_rows(config)]
-    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-
-
-def own_options(file: Path, config: str) -> set[str]:
-    """Return the fields that a configuration of TRL declares itself."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == config)
-    return {n.target.id for n in body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("config", "tables"),
-    [
-        ("GRPOConfig", ["GRPOConfig"]),
-        ("RLOOConfig", ["RLOOConfig", "GRPOConfig"]),
-        ("DPOConfig", ["DPOConfig"]),
-    ],
-)
-def test_every_option_of_the_installed_trl_has_a_counterpart_or_is_said_to_have_none(
-    config, tables
-):
-    installed = importlib.util.find_spec("trl")
-    if installed is None or installed.origin is None:
-        pytest.skip("TRL is in the extra `dev`")
-    name = f"{config.removesuffix('Config').lower()}_config.py"
-    options = own_options(Path(installed.origin).parent / "trainer" / name, config)
-    assert {"beta", "learning_rate"} <= options
-    assert not options - named_options(*tables)
-    assert not named_options(config) - options, "TRL has no such option"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[2] / "rlhf_lightning"
 # Of a tokenizer or a processor, whatever it is called.
 OF_TOKENIZERS = {
@@ -39,15 +37,3 @@ def test_only_text_renders_decodes_and_reads_templates() -> None:
     assert len(files) > 100
     found = [f"{f.relative_to(PACKAGE)}:{w}" for f in files for w in text_work(f.read_text())]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "tokenizer.apply_chat_template(messages)",
-        "tokenizer.decode(ids, skip_special_tokens=True)",
-        "tokenizer.chat_template = other",
-    ],
-)
-def test_text_work_is_found(source: str) -> None:
-    assert len(text_work(source)) == 1

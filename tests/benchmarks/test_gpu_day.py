@@ -1,80 +1,15 @@
-"""The day on a GPU: its program with parts of a second, and its rehearsal."""
+"""The day on a GPU: its document and its rehearsal."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import gpu_day
-from benchmarks.gpu_day import Part
 from benchmarks.machine import ROOT
-
-WRITES = "import sys; open(sys.argv[-1], 'w').write('{}')"
-
-
-def script(folder: Path, name: str, text: str) -> tuple[str, ...]:
-    """Return what `python -m` runs of a module in `folder`."""
-    (folder / f"{name}.py").write_text(text)
-    return (name,)
-
-
-@pytest.fixture
-def day(tmp_path, monkeypatch):
-    """Run the program with some parts; return statuses by part, and what made it fail."""
-    monkeypatch.setattr(gpu_day, "STATE", tmp_path / "state")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def run(parts: list[Part], *options: str) -> tuple[dict[str, str], str]:
-        monkeypatch.setattr(gpu_day, "parts", lambda: tuple(parts))
-        results = ["--results", str(tmp_path / "results")]
-        outcomes: list[gpu_day.Outcome] = []
-        attempt = gpu_day._attempt
-
-        def noted(*arguments: Any, **named: Any) -> gpu_day.Outcome:
-            outcomes.append(attempt(*arguments, **named))
-            return outcomes[-1]
-
-        with monkeypatch.context() as patched:
-            patched.setattr(gpu_day, "_attempt", noted)
-            try:
-                gpu_day.main(["quick", *results, *options])
-                failure = ""
-            except SystemExit as error:
-                failure = str(error)
-        return {outcome.part.name: outcome.status for outcome in outcomes}, failure
-
-    return run
-
-
-@pytest.mark.thorough
-def test_a_part_that_fails_or_hangs_is_named_and_the_rest_runs_and_is_not_run_again(day, tmp_path):
-    bad = script(tmp_path, "bad_part", "raise SystemExit(3)")
-    # Its child too is ended: it would write three seconds later.
-    late = (
-        "import subprocess, sys, time\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(6);"
-        f' open({str(tmp_path / "late")!r}, "w")\'])\n'
-        "time.sleep(60)"
-    )
-    parts = [
-        Part("bad", "", (), bad, 60),
-        Part("hangs", "", (), script(tmp_path, "hanging_part", late), 1),
-        Part("no_result", "", (), script(tmp_path, "empty_part", ""), 60),
-        Part("good", "", (), script(tmp_path, "good_part", WRITES), 60),
-    ]
-    started = time.monotonic()
-    statuses, failure = day(parts)
-    expected = {"bad": "failed", "hangs": "failed", "no_result": "failed"}
-    assert statuses == {**expected, "good": "done"}
-    assert failure.startswith("failed: bad, hangs, no_result; logs in")
-    assert day(parts)[0] == {**expected, "good": "done before"}
-    time.sleep(max(0.0, 8 - (time.monotonic() - started)))
-    assert not (tmp_path / "late").exists()
 
 
 def test_every_part_has_a_place_and_a_row_in_the_document_and_files_that_exist():

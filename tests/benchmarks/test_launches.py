@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
-    pytest.mark.thorough,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("g++") is None, reason="fake CUDA tensors need g++"),
 ]

@@ -34,17 +34,6 @@ def test_a_fit_finds_the_coefficients_that_made_the_points(way):
     assert 0.5 < near.r2 < 1
 
 
-@pytest.mark.parametrize("way", ["rl", "best_of_n"])
-def test_the_peak_is_where_gold_is_highest(way):
-    law = Law(way, 1.0, 0.6)
-    peak = law.peak
-    assert peak is not None
-    fine = np.linspace(0.01, 8, 80_000)
-    gains = [law.gain(d) for d in fine]
-    assert peak.gain == pytest.approx(max(gains), rel=1e-6)
-    assert peak.distance == pytest.approx(fine[int(np.argmax(gains))], rel=1e-3)
-
-
 def test_a_size_left_out_is_predicted_from_the_others_alone():
     sizes = [1_000, 10_000, 100_000, 1_000_000]
     laws = {

@@ -58,8 +58,3 @@ def test_every_disease_is_built_from_its_settings(name: str) -> None:
     settings = study_settings([*BASE, *models, *DISEASES[name].overrides, *SAVING])
     for group in (settings.scorer, settings.rollout, settings.doctor.second_scorer):
         group.read()
-
-
-def result(disease: str, seed: int, **raised: int) -> dict:
-    alerts = [{"detector": name, "raised_at": t} for name, t in raised.items()]
-    return {"disease": disease, "seed": seed, "alerts": alerts}

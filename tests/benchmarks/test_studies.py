@@ -32,7 +32,7 @@ def test_rows_start_from_rows_above_them(name):
         above.add(row)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_line_of_a_study_composes(name, tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "")

@@ -1,4 +1,4 @@
-"""The row of one record."""
+"""Messages, and the row of one record."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from typing import Any
 
 from rlhf_lightning.data.encode import RecordEncoder
 from rlhf_lightning.data.records import Record
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
 
 
 def encode_one(record: Record, tokenizer: Any, **options: Any) -> Any:

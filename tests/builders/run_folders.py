@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
-from rlhf_lightning.runs.summary import GateResult, Status, Summary, write_summary
+from rlhf_lightning.runs.summary import GateResult, Summary, write_summary
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "lightning": "2.6.6", "transformers": "5.23.0"}
 
@@ -33,7 +33,7 @@ PPO_METRICS: dict[str, float | None] = {
 }
 
 
-def fake_ppo_run(path: Path, num_iterations: int = 60, *, compared: bool = True) -> RunFolder:
+def fake_ppo_run(path: Path, num_iterations: int = 60) -> RunFolder:
     folder = RunFolder(path).create()
     noise = random.Random(1)
     appender = MetricsAppender(folder.metrics)
@@ -54,7 +54,7 @@ def fake_ppo_run(path: Path, num_iterations: int = 60, *, compared: bool = True)
             "throughput/tokens_per_second": 2900 + noise.gauss(0, 80),
         }
         appender.append(i, row)
-    _write_samples(folder, num_iterations, compared, noise)
+    _write_samples(folder, num_iterations, noise)
     gates = (
         GateResult("gold win rate", 0.8125, 0.75, True, "81.2 % is at least 75 %"),
         GateResult("KL per token", 0.243, 0.5, True, "0.24 nats is at most 0.5"),
@@ -96,7 +96,7 @@ def fake_reward_run(path: Path, num_iterations: int = 400) -> RunFolder:
     return folder
 
 
-def fake_sft_run(path: Path, num_iterations: int = 300, status: Status = "completed") -> RunFolder:
+def fake_sft_run(path: Path, num_iterations: int = 300) -> RunFolder:
     folder = RunFolder(path).create()
     noise = random.Random(3)
     appender = MetricsAppender(folder.metrics)
@@ -108,15 +108,15 @@ def fake_sft_run(path: Path, num_iterations: int = 300, status: Status = "comple
         if i % (num_iterations // 6) == 0:
             row["val/loss"] = loss + 0.05
         appender.append(i, row)
-    _finish(folder, "sft", {"val/loss": 0.67, "val/baseline_loss": 2.31}, status=status)
+    _finish(folder, "sft", {"val/loss": 0.67, "val/baseline_loss": 2.31})
     return folder
 
 
-def _write_samples(folder: RunFolder, last: int, compared: bool, noise: random.Random) -> None:
+def _write_samples(folder: RunFolder, last: int, noise: random.Random) -> None:
     appender = SamplesAppender(folder.samples)
     for iteration in (1, last):
         samples: list[dict[str, Any]] = []
-        for prompt, domain, before, after in SAMPLES * (1 if compared else 3):
+        for prompt, domain, before, after in SAMPLES:
             sample = {
                 "prompt": prompt,
                 "response": after if iteration > 1 else before,
@@ -126,7 +126,7 @@ def _write_samples(folder: RunFolder, last: int, compared: bool, noise: random.R
                 "domain": domain,
                 "finished": noise.random() > 0.1,
             }
-            if compared and iteration > 1:
+            if iteration > 1:
                 baseline = {"response": before, "score": -0.31, "length": len(before.split())}
                 sample |= {f"baseline_{name}": value for name, value in baseline.items()}
             samples.append(sample)
@@ -142,11 +142,10 @@ def _finish(
     metrics: dict[str, float | None],
     *,
     gates: tuple[GateResult, ...] = (),
-    status: Status = "completed",
 ) -> None:
     summary = Summary(
         stage,
-        status,
+        "completed",
         1,
         metrics=metrics,
         gates=gates,

@@ -3,16 +3,13 @@ from __future__ import annotations
 import io
 import re
 
-import pytest
 from rich.console import Console
 
 from rlhf_lightning.callbacks.console import ProgressBar, print_start, print_verdict
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from tests.builders.run_folders import fake_ppo_run
-from tests.callbacks.tiny_run import KilledError, run
-
-ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+from tests.callbacks.tiny_run import run
 
 
 def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
@@ -33,16 +30,6 @@ def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
     assert "held-out loss" not in lines[1], "the validation of iteration 2 comes after its line"
     assert re.search(r"held-out loss [\d.]+$", lines[2])
     assert re.search(r"took \d+\.\d s", lines[-1])
-
-
-def test_a_terminal_gets_a_bar_that_is_closed_even_by_an_error(tmp_path):
-    out = io.StringIO()
-    bar = ProgressBar("ppo", file=out, force_terminal=True, width=120)
-    with pytest.raises(KilledError):
-        run(tmp_path, num_iterations=6, die_at=("train", 4), callbacks=[bar])
-    text = ESCAPE.sub("", out.getvalue())
-    assert "3/6" in text
-    assert out.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
 
 
 def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):

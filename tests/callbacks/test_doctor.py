@@ -18,7 +18,7 @@ from rlhf_lightning.evaluation.final_metrics import score_spread
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.stopping import RunStoppedError
-from tests.builders.stages import TokenScorer, ppo_hparams
+from tests.builders.stages import TokenScorer
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
 
 
@@ -68,17 +68,6 @@ def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path)
     assert "nothing to compare with" in idle["saturation"]
     assert idle["reward_hacking"] == "no second scorer"
     assert "missing_eos" not in idle
-
-
-@pytest.mark.thorough
-def test_updates_that_a_target_stops_are_still_too_large(tmp_path):
-    large = ppo_hparams(learning_rate=0.05, num_minibatches=2, target_approx_kl=0.1)
-    fit(tmp_path, doctor_of(tmp_path), ppo=large)
-    assert read_metrics(RunFolder(tmp_path).metrics)[0]["ppo/num_updates"] < 4
-    alerts = [e for e in read_events(RunFolder(tmp_path).doctor) if e.name == "update_size"]
-    assert alerts, "the minibatch that stopped the updates is what was too large"
-    assert alerts[0].kind == "alert"
-    assert alerts[0].iteration <= 4
 
 
 def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):

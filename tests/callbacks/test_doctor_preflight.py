@@ -90,20 +90,6 @@ def test_a_pad_token_that_answers_hold_is_refused(tmp_path):
     assert "padding" in refused(tmp_path, pad=PAD, generator=MorePads(STOPS, PAD))
 
 
-@pytest.mark.thorough
-def test_an_untrained_policy_is_not_blamed_for_what_it_does_by_chance(tmp_path, caplog):
-    fit(
-        tmp_path,
-        doctor_of(tmp_path, preflight=True),
-        pad=PAD,
-        generator=CachedGenerator((EOS,), PAD),
-    )
-    checks = {e.name: e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"}
-    assert {c.level for c in checks.values()} == {"healthy"}, checks
-    assert " 0.0 % of responses hold the pad" not in checks["padding"].message
-    assert "untrained" in caplog.text
-
-
 def test_an_untrained_policy_is_blamed_for_what_chance_does_not_explain():
     even = {"entropy_share": 0.97, "vocabulary": 50_000, "finished": 0.0, "shortest": 40}
     found = {

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers.logger import Logger
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks import run_tables
@@ -15,7 +14,6 @@ from rlhf_lightning.callbacks.run_tables import SampleLog, describe_rollout, rol
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics, read_samples
 from tests.builders.models import tiny_tokenizer
-from tests.builders.runs import killed
 from tests.callbacks.tiny_run import KilledError, run
 
 
@@ -137,44 +135,3 @@ def test_a_validation_nobody_expected_joins_the_row_that_is_already_written(tmp_
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     assert [row["iteration"] for row in rows if "val/loss" in row] == [3, 4]
-
-
-class Recorder(Logger):
-    """Keeps what Lightning hands to a logger."""
-
-    name = version = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[tuple[int, set[str]]] = []
-
-    def log_metrics(self, metrics, step=None):
-        self.steps.append((step, set(metrics)))
-
-    def log_hyperparams(self, params, *args, **kwargs):
-        pass
-
-
-def test_the_step_of_a_logger_is_the_iteration_minus_one_also_after_a_resume(tmp_path):
-    with pytest.raises(KilledError):
-        run(tmp_path, num_iterations=7, validate_every=3, save_every=1, die_at=("train", 5))
-    recorder = Recorder()
-    run(tmp_path, num_iterations=7, validate_every=3, save_every=1, resume=True, logger=recorder)
-    train = [step for step, names in recorder.steps if "ppo/loss" in names]
-    validation = [step for step, names in recorder.steps if "val/loss" in names]
-    assert train == [4, 5, 6]
-    assert validation == [5]
-
-
-class Mine(Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        pl_module.log("mine/iteration", float(batch_idx + 1))
-
-
-def test_a_metric_of_a_callback_of_the_configuration_stands_on_the_row_of_its_iteration(
-    tmp_path, start, monkeypatch
-):
-    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "tests.")
-    mine = "+callbacks.extra.mine._target_=tests.callbacks.test_metrics_and_samples.Mine"
-    rows = read_metrics(killed(tmp_path / "run", "sft", start, mine).metrics)
-    assert [row["mine/iteration"] for row in rows] == [row["iteration"] for row in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 import json
 import pickle
@@ -103,16 +102,6 @@ def test_a_columns_values_keep_their_types(tmp_path, tokenizer, write, columns):
     again = PromptBatch.cat([copied[[1, 0]], copied[torch.tensor([False, False, True, True])]])
     FunctionScorer(function)(responses_of(again[[1, 0, 2, 3]], [[7]] * 4))
     assert {name: seen[0][name] for name in wanted} == wanted
-
-
-def test_a_csv_cell_is_text(tmp_path, tokenizer):
-    path = tmp_path / "rows.csv"
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows(
-            [["prompt", "n", "flag"]] + [[f"w{i}", i, "x"] for i in range(4)]
-        )
-    batch = batch_of(FileSource(path, validation_fraction=0), tokenizer)
-    assert sorted(batch.columns["n"]) == ["0", "1", "2", "3"]
 
 
 def test_a_column_that_few_rows_have_is_in_every_batch(tokenizer):

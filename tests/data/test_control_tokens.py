@@ -16,7 +16,7 @@ from rlhf_lightning.data.records import (
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.render import render_chat, turn_end
 from rlhf_lightning.text.tokens import ControlTokens, prompt_and_responses, prompt_ids
-from tests.builders.encoding import encode_one
+from tests.builders.encoding import assistant, encode_one, user
 from tests.builders.tokenizers import family_tokenizer
 
 WIDE = {"max_length": 2000}
@@ -39,14 +39,6 @@ every_tokenizer = pytest.mark.parametrize(
 
 def answer_of(prompt, answer, tokenizer, **options):
     return prompt_and_responses(prompt, [answer], tokenizer, **options)[0].response
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
 
 
 def whole(text, tokenizer):

@@ -13,16 +13,8 @@ from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
-from rlhf_lightning.text.render import unread_keys
+from tests.builders.encoding import assistant, user
 from tests.builders.tokenizers import build_tokenizer
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
 
 
 def read(rows, kind):
@@ -50,11 +42,6 @@ def conversation(*more, **answer):
     return {"messages": [ASK, *more, {**assistant("sunny"), **answer}]}
 
 
-def test_thoughts_that_differ_are_refused():
-    with pytest.raises(BadRecordError, match="reasoning_content and thinking"):
-        parse(conversation(reasoning_content="a", thinking="b"))
-
-
 @pytest.mark.parametrize(
     "calls",
     [
@@ -68,13 +55,6 @@ def test_thoughts_that_differ_are_refused():
 def test_calls_have_one_form(calls):
     record = parse({"messages": [ASK, {"role": "assistant", "tool_calls": calls}]})
     assert record.completion == ({"role": "assistant", "content": "", "tool_calls": [CALL]},)
-
-
-def test_results_of_tools_keep_whose_they_are():
-    result = {"role": "tool", "name": "f", "tool_call_id": "c1", "content": "12"}
-    assert parse(conversation({**assistant(""), "tool_calls": [CALL]}, result)).prompt[2] == (
-        result
-    )
 
 
 @pytest.mark.parametrize("spell", [lambda x: x, json.dumps])
@@ -106,12 +86,6 @@ def test_parts_of_text_are_one_text():
         parse(conversation(content=[{"type": "image_url", "image_url": {"url": "x"}}]))
 
 
-def test_a_function_call_is_refused_and_the_new_key_named():
-    legacy = {"name": "f", "arguments": "{}"}
-    with pytest.raises(BadRecordError, match=r"function_call.*tool_calls"):
-        parse(conversation({**assistant("x"), "function_call": legacy}, user("and?")))
-
-
 @pytest.mark.parametrize(
     "said", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}]
 )
@@ -125,20 +99,6 @@ def test_an_answer_that_is_not_to_be_learnt_is_no_demonstration(said):
     assert earlier[1]["weight"] == 0
     record = parse(conversation(assistant("?"), user("and?"), **said))
     assert (record.prompt, record.completion) == ((ASK,), (assistant("?"),))
-
-
-@pytest.mark.parametrize(
-    "said", [{"weight": 0.5}, {"train": "some"}, {"weight": 1, "train": 0}, {"loss": 0.5}]
-)
-def test_a_weight_that_is_neither_is_refused(said):
-    with pytest.raises(BadRecordError, match="weight"):
-        parse(conversation(**said))
-
-
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "add_generation_prompt"])
-def test_arguments_of_the_renderer_are_no_variables(name):
-    with pytest.raises(BadRecordError, match=f"chat_template_kwargs .*{name}"):
-        parse(conversation() | {"chat_template_kwargs": {name: True}})
 
 
 def test_a_system_column_is_the_system_message():
@@ -189,13 +149,6 @@ def test_prompts_that_differ_in_documents_are_two():
     assert len(read(rows, "prompts")) == 2
 
 
-def test_a_key_of_a_message_that_the_template_names_is_read():
-    template = WRITES_ALL.replace("{{ m.content }}", "{% if m.flag %}!{% endif %}{{ m.content }}")
-    message = user("hi") | {"flag": True, "mood": 1}
-    tokenizer = build_tokenizer(template=template)
-    assert list(unread_keys([message, assistant("ho")], {}, tokenizer)) == ["mood"]
-
-
 @pytest.mark.parametrize("labelled", [True, False])
 def test_unpaired_rows_keep_the_variables_of_the_template(labelled):
     def row(number):
@@ -220,16 +173,6 @@ def test_a_thought_is_kept_under_one_key(key):
     assert completion == ({**assistant("sunny"), "reasoning_content": "look up"},)
     with pytest.raises(BadRecordError, match=r"messages\[1\] .*reasoning_content.*<think>"):
         parse(conversation(content="<think>hot</think>sunny", **{key: "look up"}))
-
-
-@pytest.mark.parametrize(
-    "calls",
-    ["f()", [{}], ["f"], [{"name": "f", "arguments": "Ulm"}], [{"name": "f", "parameters": {}}],
-     [{"function": {"name": " ", "arguments": {}}}], repr([CALL])],
-)  # fmt: skip
-def test_calls_that_are_none_are_refused(calls):
-    with pytest.raises(BadRecordError, match=r"messages\[1\]"):
-        parse({"messages": [ASK, {**assistant(""), "tool_calls": calls}]})
 
 
 @pytest.mark.parametrize("said", ['{"name": "f", "arguments": {"town": "Ulm"}}', "f(Ulm)", "[]"])
@@ -276,13 +219,6 @@ def test_variables_of_the_template_come_from_columns(spell):
     record = parse(row)
     assert record.variables == {"tools": tools, "documents": documents, "thinking": False}
     assert parse(row, tools=None, documents=None).variables == {"thinking": False}
-
-
-def test_history_is_refused_beside_a_conversation_until_it_is_hidden():
-    row = conversation() | {"history": [["hi", "hello"]]}
-    with pytest.raises(BadRecordError, match=r"'history'.*columns={history: null}"):
-        parse(row)
-    assert parse(row, history=None) == parse(conversation())
 
 
 @pytest.mark.parametrize(
@@ -341,14 +277,46 @@ def test_a_table_of_conversations_in_json_is_the_same_set_as_its_lists(tmp_path)
     assert read(arrays, "preferences") == found
 
 
+def calling(calls):
+    return {"messages": [ASK, {**assistant(""), "tool_calls": calls}]}
+
+
+CALLS_ITSELF = {**assistant("x"), "function_call": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
-    "cell",
-    [repr(WHOLE), str(np.array(WHOLE)), repr(np.array(WHOLE)), json.dumps(json.dumps(WHOLE)),
-     json.dumps(WHOLE)[:-9]],
-)  # fmt: skip
-def test_messages_that_are_not_json_are_refused_with_json_named(cell):
-    with pytest.raises(BadRecordError, match=r"'messages'.*json\.dumps"):
-        parse({"messages": cell})
+    ("row", "named"),
+    [
+        (conversation(reasoning_content="a", thinking="b"), "reasoning_content and thinking"),
+        (conversation(CALLS_ITSELF, user("and?")), r"function_call.*tool_calls"),
+        (conversation(weight=0.5), "weight"),
+        (conversation(weight=1, train=0), "weight"),
+        (conversation(train="some"), "weight"),
+        (
+            conversation() | {"chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs .*tokenize",
+        ),
+        (conversation() | {"history": [["hi", "ho"]]}, r"'history'.*columns={history: null}"),
+        (calling("f()"), r"messages\[1\]"),
+        (calling([{}]), r"messages\[1\]"),
+        (calling([{"name": "f", "arguments": "Ulm"}]), r"messages\[1\]"),
+        (calling([{"name": "f", "parameters": {}}]), r"messages\[1\]"),
+        (calling([{"function": {"name": " ", "arguments": {}}}]), r"messages\[1\]"),
+        (calling(repr([CALL])), r"messages\[1\]"),
+        ({"messages": repr(WHOLE)}, r"'messages'.*json\.dumps"),
+        ({"messages": repr(np.array(WHOLE))}, r"'messages'.*json\.dumps"),
+        ({"messages": json.dumps(json.dumps(WHOLE))}, r"'messages'.*json\.dumps"),
+        ({"messages": json.dumps(WHOLE)[:-9]}, r"'messages'.*json\.dumps"),
+    ],
+)
+def test_what_no_conversation_can_say_is_refused_by_its_key(row, named):
+    with pytest.raises(BadRecordError, match=named):
+        parse(row)
+
+
+def test_a_column_of_history_may_be_hidden():
+    row = conversation() | {"history": [["hi", "hello"]]}
+    assert parse(row, history=None) == parse(conversation())
 
 
 @pytest.mark.parametrize(

@@ -83,30 +83,6 @@ def test_epochs_are_turned_into_iterations(tokenizer, num_epochs, expected):
     assert datamodule.num_iterations == expected == len(datamodule.train_dataloader())
 
 
-def test_validation_may_be_a_part_or_missing(tokenizer):
-    part = demonstrations(tokenizer, max_validation_rows=3)
-    assert sum(len(batch) for batch in part.val_dataloader()) == 3
-    source = CountingSource(num_validation=0)
-    datamodule = demonstrations(tokenizer, source)
-    assert datamodule.val_dataloader() == []
-    assert len(fit(datamodule).seen) == 12
-
-
-def test_the_summary_and_examples_are_shown_before_training(tokenizer, caplog):
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        datamodule = demonstrations(tokenizer, show_examples=2)
-        datamodule.setup()
-    assert datamodule.summary.num_rows == 23
-    assert datamodule.summaries["validation"].num_rows == 7
-    for part in (
-        "train demonstrations",
-        "validation demonstrations",
-        "example 2: p1[[c<|im_end|>]]",
-    ):
-        assert part in datamodule.render_summary()
-        assert part in caplog.text
-
-
 def test_dropped_records_are_counted_and_nothing_left_is_an_error(tokenizer):
     datamodule = demonstrations(tokenizer, max_length=5)
     assert dict(datamodule.summary.dropped) == {"over-long": 23 - datamodule.summary.num_rows}
@@ -121,21 +97,6 @@ def test_data_that_nobody_gave_a_length_say_so_when_they_are_asked(tokenizer):
     data = demonstrations(tokenizer, CountingSource(), num_epochs=None)
     with pytest.raises(ValueError, match="nothing says how long to train"):
         assert data.num_iterations
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0 must be"),
-        ({"num_iterations": 3}, r"give one, and data\.num_epochs=null"),
-        ({"kind": "preferences"}, "use 'demonstrations' or 'texts'"),
-    ],
-)
-def test_bad_arguments_are_errors_before_anything_is_read(tokenizer, options, message):
-    source = CountingSource()
-    with pytest.raises(ValueError, match=message):
-        demonstrations(tokenizer, source, **options)
-    assert source.asked == []
 
 
 # -- several responses to a prompt ----------------------------------------------------------------

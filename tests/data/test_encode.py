@@ -17,18 +17,9 @@ from rlhf_lightning.data.records import (
     TextRecord,
 )
 from rlhf_lightning.text.tokens import prompt_ids
-from tests.builders.encoding import encode_one
-from tests.builders.tokenizers import CHATML
+from tests.builders.encoding import assistant, encode_one, user
 
 WIDE = {"max_length": 1000}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
 
 
 def learnt(encoded, tokenizer):
@@ -123,15 +114,6 @@ def test_a_token_that_ends_the_prompt_and_starts_the_answer_belongs_to_the_answe
     assert report.num_merged == 1
 
 
-def test_both_sides_of_a_pair_end_with_eos_and_carry_margin_and_domain(tokenizer):
-    record = PreferenceRecord("why?", " so", " never", domain="d", margin=1.5)
-    pair = encode_one(record, tokenizer, **WIDE)
-    assert tokenizer.decode(pair.chosen_input_ids.tolist()) == "why? so<|im_end|>"
-    assert tokenizer.decode(pair.rejected_input_ids.tolist()) == "why? never<|im_end|>"
-    assert (pair.prompt_length, pair.margin, pair.domain) == (4, 1.5, "d")
-    assert len(pair) == len("why? never") + 1
-
-
 def test_a_text_is_learnt_whole_but_for_the_token_that_has_nothing_before_it(make_tokenizer):
     for adds_bos, expected in ((True, "once<|im_end|>"), (False, "nce<|im_end|>")):
         tokenizer = make_tokenizer(adds_bos=adds_bos)
@@ -219,17 +201,3 @@ def test_a_tokenizer_that_lacks_what_is_needed_is_an_error(
 ):
     with pytest.raises(ValueError, match=f"record 1: .*{message}"):
         encode_all([record], make_tokenizer(**options), **WIDE)
-
-
-def test_many_records_are_encoded_as_each_alone(make_tokenizer):
-    tokenizer = make_tokenizer(adds_bos=True, template=CHATML)
-    records = [
-        PreferenceRecord("why?", " so", " no"),
-        PreferenceRecord("why?", "why?", ""),
-        PreferenceRecord((user("why?"),), (assistant("so"),), (assistant("no"),)),
-    ]
-    rows, _ = encode_all(records, tokenizer, **WIDE)
-    for record, row in zip(records, rows, strict=True):
-        alone = encode_one(record, tokenizer, **WIDE)
-        assert row.chosen_input_ids.tolist() == alone.chosen_input_ids.tolist()
-        assert row.rejected_input_ids.tolist() == alone.rejected_input_ids.tolist()

@@ -12,10 +12,8 @@ from rlhf_lightning.data.datamodules import (
     PreferenceDataModule,
     PromptDataModule,
 )
-from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.data.sources.given import GivenRows, as_source
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import (
-    warn_of_plain_prompts,
     warn_of_repeated_prompts,
 )
 from tests.builders.models import tiny_tokenizer
@@ -29,18 +27,6 @@ def demonstrations() -> list[dict[str, Any]]:
 
 def preferences() -> list[dict[str, Any]]:
     return [{"prompt": f"w3 w{i}", "chosen": "w1 w2", "rejected": "w5"} for i in range(20)]
-
-
-def test_plain_prompts_are_named_beside_a_template_alone():
-    tokenizer = tiny_tokenizer()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_plain_prompts([PromptRecord("w1")], tokenizer)
-        tokenizer.chat_template = TEMPLATE
-        warn_of_plain_prompts([PromptRecord(({"role": "user", "content": "w1"},))], tokenizer)
-        warn_of_plain_prompts([PromptRecord("w1", rendered=True)], tokenizer)
-    with pytest.warns(UserWarning, match="1 of 2 rows are plain text"):
-        warn_of_plain_prompts([PromptRecord("w1"), PromptRecord("w2", rendered=True)], tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +74,3 @@ def test_responses_that_all_repeat_their_prompt_are_a_warning(turns, response, w
         warnings.simplefilter("always")
         warn_of_repeated_prompts(records)
     assert ["begins with its prompt" in str(one.message) for one in caught] == [True] * warned
-
-
-def test_pairs_of_which_one_side_repeats_the_prompt_are_a_warning():
-    rows = [
-        {"prompt": f"Tea {i}?", "chosen": "Yes.", "rejected": f"Tea {i}? No."} for i in range(20)
-    ]
-    with pytest.warns(UserWarning, match="begins with its prompt"):
-        warn_of_repeated_prompts(as_source(rows).records("preferences", "train"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.records import PreferenceRecord
 from rlhf_lightning.data.sources.base import JoinedSource, MixedSource, PreferenceFolder
@@ -25,15 +23,6 @@ def test_what_one_source_holds_out_no_source_trains_on() -> None:
     }
     held_out = joined.records("preferences", "validation")
     assert [(r.prompt, r.subsets) for r in held_out] == [("d", ()), ("b", ("source_2",))]
-
-
-def test_sources_and_weights_are_lists() -> None:
-    pools = [ListSource([pair("a")]), ListSource([pair("c")])]
-    with pytest.raises(TypeError, match="sources"):
-        JoinedSource("ab")
-    for sources, weights, named in ((iter(pools), [1, 1], "sources"), (pools, ["a", 1], "weights")):
-        with pytest.raises(TypeError, match=named):
-            MixedSource(sources, weights)
 
 
 def test_a_record_that_an_earlier_source_has_is_not_counted_twice() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.summary import data_counts
+from tests.data.stages import preferences
 
 ASKED = [{"role": "user", "content": "why?"}]
 
@@ -16,7 +16,6 @@ def said(content):
     return [{"role": "assistant", "content": content}]
 
 
-@pytest.mark.parametrize("empty", ["", " \n"])
 @pytest.mark.parametrize(
     ("key", "row"),
     [
@@ -26,9 +25,9 @@ def said(content):
         ("rejected", {"prompt": ASKED, "chosen": said("so"), "rejected": said("no")}),
     ],
 )
-def test_an_empty_completion_is_an_error_that_names_file_and_line(write_jsonl, key, row, empty):
+def test_an_empty_completion_is_an_error_that_names_file_and_line(write_jsonl, key, row):
     whole = row[key]
-    hollow = empty if isinstance(whole, str) else [*whole[:-1], *said(empty)]
+    hollow = " \n" if isinstance(whole, str) else [*whole[:-1], *said(" \n")]
     path = write_jsonl([row, {**row, key: hollow}])
     kind = "preferences" if "chosen" in row else "demonstrations"
     with pytest.raises(BadRecordError, match=r"data\.jsonl, line 2: .*is empty") as error:
@@ -60,17 +59,6 @@ def test_a_row_with_a_key_twice_is_a_bad_record(tmp_path, name, twice):
     assert len(source.skipped_records) == 1
 
 
-def pairs_module(path, tokenizer):
-    return PreferenceDataModule(
-        FileSource(path, validation_fraction=0),
-        tokenizer,
-        batch_size=1,
-        max_length=99,
-        seed=0,
-        num_epochs=1,
-    )
-
-
 def test_pairs_that_contradict_each_other_are_counted_and_shown(write_jsonl, tokenizer):
     def pair(prompt, chosen, rejected):
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -81,10 +69,14 @@ def test_pairs_that_contradict_each_other_are_counted_and_shown(write_jsonl, tok
         pair("why?", " so", " never"),
         pair("how?", " no", " so"),
     ]
-    data = pairs_module(write_jsonl(rows), tokenizer)
+
+    def read(path):
+        return preferences(tokenizer, FileSource(path, validation_fraction=0), batch_size=1)
+
+    data = read(write_jsonl(rows))
     assert "pairs that another one contradicts (A > B and B > A)" in data.render_summary()
     assert data.summary.num_contradictions == 2
     assert data_counts([data.summary]) == {"data/contradicting_pairs": 2.0}
-    alone = pairs_module(write_jsonl(rows[1:], "others.jsonl"), tokenizer)
+    alone = read(write_jsonl(rows[1:], "others.jsonl"))
     assert "contradicts" not in alone.render_summary()
     assert data_counts([alone.summary]) == {}

@@ -42,11 +42,6 @@ def test_the_kind_is_that_of_the_keys_and_the_others_can_be_asked_for(tokenizer,
         assert len(preview(source([row]), tokenizer, kind=other).rows) >= 1
 
 
-def test_a_kind_that_the_records_are_not_is_an_error_with_the_fix(tokenizer):
-    with pytest.raises(ValueError, match="preferences were asked for, but the records are prompts"):
-        preview(source([{"prompt": "why?"}]), tokenizer, kind="preferences")
-
-
 def test_lengths_are_whole_rows_and_max_length_drops_what_the_stage_drops(tokenizer):
     rows = [{"prompt": "a" * n, "completion": "b"} for n in (10, 100, 200)]  # and EOS
     lines = dict(preview(source(rows), tokenizer).lines)
@@ -73,14 +68,6 @@ def test_what_training_warns_of_is_told(tokenizer):
     assert "plain text, written without the chat template" in lines["look at this"]
 
 
-def test_of_many_records_some_are_encoded_evenly_spaced(tokenizer):
-    rows = [{"prompt": f"{n:03d}"} for n in range(100)]
-    found = preview(source(rows), tokenizer, num_rows=30)
-    assert dict(found.lines)["prompts"] == "100 train, 25 encoded"
-    assert [row.columns["prompt"] for row in found.rows] == [f"{n:03d}" for n in range(0, 100, 4)]
-    assert len(preview(source(rows), tokenizer, num_rows=None).rows) == 100
-
-
 def shades(text):
     return [(text.plain[span.start : span.end], span.style) for span in text.spans[1:]]
 
@@ -98,9 +85,3 @@ def test_tokens_are_coloured_by_whether_they_are_learnt_and_nothing_in_them_is_r
     assert all(
         one[1] != other[1] for one, other in zip(shades(text), shades(text)[1:], strict=False)
     )
-
-
-def test_the_middle_of_a_long_part_is_left_out_and_counted(tokenizer):
-    rows, _ = encode_all([DemonstrationRecord("ab" * 20, "c")], tokenizer, max_length=99)
-    (text,) = coloured_examples(rows, tokenizer, longest=10)
-    assert "ababa ... 30 tokens ... babab" in text.plain

@@ -11,16 +11,10 @@ import pytest
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from rlhf_lightning.data.sources.given import GivenRows
+from tests.builders.encoding import assistant as said
+from tests.builders.encoding import user
 
 Q, GOOD, BAD = "How does one look after tea?", "Keep it dry.", "Ask somebody else."
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def said(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
 
 
 def source(*rows: dict[str, Any], **options: Any) -> GivenRows:
@@ -100,17 +94,12 @@ def test_a_side_that_is_not_told_is_refused(row):
         source(row).records("preferences", "train")
 
 
-REPLIES = [{"text": BAD, "rank": 1}, {"text": GOOD, "rank": 0}]
 MAPPED: dict[str, dict[str, Any]] = {
     "Stack Exchange": {"qid": 1, "question": Q, "response_j": GOOD, "response_k": BAD},
-    "UltraFeedback of Argilla": {
-        "instruction": Q, "chosen_response": GOOD, "rejected_response": BAD},
     "Orca": {"system": "", "question": Q, "chosen": GOOD, "rejected": BAD},
     "axolotl": {"messages": [user(Q)], "chosen": said(GOOD), "rejected": said(BAD)},
     "ShareGPT pairs": {"conversations": TURNS[:1], "chosen": {"from": "gpt", "value": GOOD},
                        "rejected": {"from": "gpt", "value": BAD}},
-    "ms-swift, messages": {"messages": [user(Q), said(GOOD)],
-                           "rejected_messages": [user(Q), said(BAD)]},
     "torchtune": {"chosen_conversations": [user(Q), said(GOOD)],
                   "rejected_conversations": [user(Q), said(BAD)]},
 }  # fmt: skip
@@ -121,27 +110,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "OpenAI's summaries": ({
         "info": {"post": Q}, "summaries": [{"text": BAD}, {"text": GOOD}], "choice": 1},
         "info (post), summaries (text), choice"),
-    "Stack Exchange preferences": ({
-        "question": Q, "answers": [{"pm_score": 1, "text": BAD}, {"pm_score": 7, "text": GOOD}]},
-        "answers (pm_score, text)"),
-    "OpenAssistant": (
-        {"message_tree_id": "t", "prompt": {"text": Q, "replies": REPLIES}}, "text, replies"),
     "UltraInteract": ({"trajectory": [user(Q)], "chosen": GOOD, "rejected": BAD}, "trajectory"),
-    "OpenAI": ({"input": {"messages": [user(Q)]}, "preferred_output": [said(GOOD)],
-                "non_preferred_output": [said(BAD)]}, "input (messages), preferred_output"),
     "Alpaca pairs": ({"instruction": Q[:8], "input": Q[10:], "chosen": GOOD, "rejected": BAD},
                      "instruction, input"),
     "ms-swift, a response": (
         {"messages": [user(Q), said(GOOD)], "rejected_response": BAD}, "rejected_response"),
-    "NeMo-RL": ({"context": [user(Q)], "completions": [{"rank": 1, "completion": [said(BAD)]},
-                {"rank": 0, "completion": [said(GOOD)]}]}, "completions (rank, completion)"),
-    "distilabel": ({"instruction": Q, "generations": [BAD, GOOD], "ratings": [1.0, 5.0]},
-                   "generations, ratings"),
-    "Argilla 2": ({"fields": {"prompt": Q, "response_a": BAD, "response_b": GOOD},
-                   "responses": {"preference": [{"value": "response_b"}]}},
-                  "fields (prompt, response_a, response_b)"),
-    "two responses": ({"prompt": Q, "output_1": BAD, "output_2": GOOD, "preference": 2},
-                      "output_1, output_2"),
 }  # fmt: skip
 
 
@@ -169,21 +142,6 @@ def test_a_row_that_columns_cannot_map_is_refused_with_its_keys_and_those_of_a_p
     fix = str(refused.value).partition("Fix: ")[2]
     assert keys in fix
     assert 'write each row as {"prompt": ..., "chosen": ' in fix
-
-
-def test_other_sets_of_conversations_are_told_their_columns():
-    wild = {"conversation": [user(Q), said(GOOD)], "model": "m"}
-    with pytest.raises(BadRecordError, match=r"columns={messages: conversation}"):
-        source(wild).records("demonstrations", "train")
-    dolly = {"instruction": "Sum up.", "context": Q, "response": GOOD}
-    with pytest.raises(BadRecordError, match=r"{prompt: instruction, completion: response}"):
-        source(dolly).records("demonstrations", "train")
-    row = {"instruction": "Sum up.", "input": Q, "output": GOOD, "text": f"### Sum up.\n{Q}{GOOD}"}
-    assert source(row).records("texts", "train")[0].text == row["text"]
-    with pytest.raises(BadRecordError, match=r"columns={text: null}"):
-        source(row).records("demonstrations", "train")
-    (record,) = source(row, columns={"text": None}).records("demonstrations", "train")
-    assert record == DemonstrationRecord(f"Sum up.\n\n{Q}", GOOD)
 
 
 def test_keys_of_the_users_own_set_are_not_taken_for_those_of_a_public_one():

@@ -107,16 +107,6 @@ def test_hub_rows_come_through_datasets_with_every_choice_passed_on(monkeypatch)
     assert asked == [("org/pairs", "en", "train[:30]", "abc"), ("org/pairs", "en", "test", "abc")]
 
 
-def test_a_hub_name_that_is_a_folder_is_loaded_and_split_by_prompt(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    write(tmp_path / "train.jsonl", PAIRS)
-    source = HubSource(str(tmp_path), validation_fraction=0.3)
-    train = source.records("preferences", "train")
-    validation = source.records("preferences", "validation")
-    assert len(train) + len(validation) == 60
-    assert not {prompt_key(r) for r in train} & {prompt_key(r) for r in validation}
-
-
 def test_a_hub_set_that_cannot_be_loaded_is_named(monkeypatch):
     import datasets
 

@@ -11,13 +11,8 @@ from rlhf_lightning.data.records import (
     PreferenceRecord,
     PromptRecord,
 )
-from rlhf_lightning.data.summary import length_summary, render_examples, summarize
+from rlhf_lightning.data.summary import summarize
 from tests.builders.tokenizers import word_tokenizer
-
-
-def test_lengths_give_minimum_median_95th_percentile_and_maximum():
-    assert length_summary(list(range(1, 101))) == (1, 50.5, 95, 100)
-    assert length_summary([3]) == (3, 3, 3, 3)
 
 
 def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(tokenizer):
@@ -77,30 +72,3 @@ def test_text_that_a_tokenizer_without_unk_leaves_out_is_counted(completion, cou
         answer = ({"role": "assistant", "content": completion},)
     _, report = encode_all([DemonstrationRecord(prompt, answer)], tokenizer, max_length=20)
     assert report.num_unknown == count
-
-
-def test_pairs_are_summarized_by_side_and_the_same_answers_to_other_prompts_are_no_duplicates(
-    tokenizer,
-):
-    records = [PreferenceRecord(p, "x", "yyy") for p in ("a", "b", "a")]
-    rows, report = encode_all(records, tokenizer, max_length=20)
-    summary = summarize(rows, name="pairs", report=report)
-    assert summary.lengths["chosen"][-1] == 2
-    assert summary.lengths["rejected"][-1] == 4
-    assert summary.num_duplicates == 1
-
-
-def test_examples_show_what_is_learnt_in_brackets(tokenizer):
-    def examples(record, n=5):
-        rows, _ = encode_all([record] * 2, tokenizer, max_length=99)
-        return render_examples(rows, tokenizer, n).splitlines()
-
-    assert examples(DemonstrationRecord("why?", " so")) == [
-        "example 1: why?[[ so<|im_end|>]]",
-        "example 2: why?[[ so<|im_end|>]]",
-    ]
-    assert examples(PreferenceRecord("why?", " so", " no"), n=1) == [
-        "example 1, chosen: why?[[ so<|im_end|>]]",
-        "example 1, rejected: why?[[ no<|im_end|>]]",
-    ]
-    assert examples(PromptRecord("why?"), n=1) == ["example 1: why?"]

@@ -86,15 +86,6 @@ def test_a_file_of_held_out_rows_takes_the_place_of_a_share(write_jsonl, path, t
     assert source.left_out("prompts", "validation") == {TOO_LONG: 6}
 
 
-def test_the_same_pages_are_held_out_for_every_kind_and_other_ones_with_another_seed(path):
-    def held_out(kind, seed):
-        return [r.prompt for r in make(path, validation_fraction=0.2, seed=seed).records(*kind)]
-
-    kinds = [("prompts", "validation"), ("demonstrations", "validation")]
-    assert held_out(kinds[0], 1) == held_out(kinds[1], 1)
-    assert held_out(kinds[0], 1) != held_out(kinds[0], 2)
-
-
 def test_held_out_completions_that_training_shows_are_left_out_and_counted(write_jsonl):
     rows = [row | {"completion": "exit  now"} for row in command_rows(20)[::2]] + command_rows(20)
     options = {"validation_fraction": 0.3}

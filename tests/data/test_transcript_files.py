@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from rlhf_lightning.app.config.errors import explain
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.base import FileSource, HubSource
 
-BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
-HH = Path(os.environ.get("RLHF_DATA", BESIDE)) / "hh_harmless" / "pairs.jsonl.gz"
 ASKED = "\n\nHuman: may I?\n\nAssistant: What?\n\nHuman: sing\n\nAssistant:"
 ROW = {"chosen": f"{ASKED} Of course you may", "rejected": f"{ASKED} Of course not"}
-
-
-def test_transcripts_of_a_file_are_conversations(write_jsonl):
-    (pair,) = FileSource(write_jsonl([ROW]), validation_fraction=0).records("preferences", "train")
-    assert [(m["role"], m["content"]) for m in pair.prompt] == [
-        ("user", "may I?"),
-        ("assistant", "What?"),
-        ("user", "sing"),
-    ]
-    assert pair.chosen == ({"role": "assistant", "content": "Of course you may"},)
-    assert pair.rejected == ({"role": "assistant", "content": "Of course not"},)
 
 
 def test_rendered_transcripts_stay_text_and_no_prompt_ends_inside_an_answer(write_jsonl):
@@ -40,19 +24,6 @@ def test_dialogues_that_part_before_the_last_answer_are_bad_records(write_jsonl)
     source = FileSource(write_jsonl([{**ROW, "rejected": other}]))
     with pytest.raises(BadRecordError, match=r"line 1: .*expected only the assistant's response"):
         source.records("preferences", "train")
-
-
-@pytest.mark.skipif(not HH.is_file(), reason=f"{HH} is missing: set RLHF_DATA")
-@pytest.mark.parametrize("rendered", [False, True])
-def test_no_prompt_of_the_real_set_ends_inside_an_answer(rendered):
-    source = FileSource(HH, validation_fraction=0, on_bad_record="skip", rendered=rendered)
-    pairs = source.records("preferences", "train")
-    assert len(pairs) > 1500
-    for pair in pairs:
-        if rendered:
-            assert pair.prompt.endswith("\n\nAssistant:")
-        else:
-            assert pair.prompt[-1]["role"] == "user"
 
 
 def test_a_file_in_the_place_of_a_data_set_is_told_where_it_belongs(write_jsonl):

@@ -9,8 +9,7 @@ from tokenizers import AddedToken
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.evaluation.benchmarks import written_responses
-from rlhf_lightning.text.reward_text import Completion, LastTokenInputs, Renderer
-from rlhf_lightning.text.tokenizers import check_same_tokenizer, classifier_tokenizer, stop_ids
+from rlhf_lightning.text.tokenizers import check_same_tokenizer, stop_ids
 from tests.builders.encoding import encode_one
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
 
@@ -21,14 +20,10 @@ def said(content):
     return ({"role": "assistant", "content": content},)
 
 
-def end_of(family):
-    tokenizer = family_tokenizer(family)
-    return tokenizer, tokenizer.convert_tokens_to_ids(FAMILIES[family][-1])
-
-
 @pytest.mark.parametrize("family", ["chatml", "llama 3"])
 def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
-    tokenizer, end = end_of(family)
+    tokenizer = family_tokenizer(family)
+    end = tokenizer.convert_tokens_to_ids(FAMILIES[family][-1])
     stops = stop_ids(tokenizer, None)
     shown = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
     pair = encode_one(PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500)
@@ -54,27 +49,6 @@ def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
         assert [i for i, token in enumerate(ids) if token in stops] == [len(ids) - 1]
     (together,), _ = encode_all([DemonstrationRecord(ASKED, said("so"))], tokenizer, max_length=500)
     assert together.input_ids.tolist() == shown.input_ids.tolist()
-
-
-@pytest.mark.parametrize("family", ["chatml", "llama 3"])
-def test_an_exported_reward_model_is_read_where_it_was_trained(family):
-    tokenizer, end = end_of(family)
-    exported = classifier_tokenizer(tokenizer)
-    messages = [*ASKED, *said("so")]
-    ids = exported.apply_chat_template(messages, return_dict=True)["input_ids"]
-    pair = encode_one(PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500)
-    assert ids == pair.chosen_input_ids.tolist()
-    assert exported.pad_token_id not in (end, exported.eos_token_id)
-    row = Completion("", [dict(m) for m in ASKED], "so", True)
-    for each in (tokenizer, exported):
-        assert LastTokenInputs(Renderer(each), "eos", None)(row).ids == ids
-
-
-def test_a_template_without_a_token_at_the_end_gets_eos(make_tokenizer):
-    tokenizer = make_tokenizer(template="{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
-    encoded = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
-    assert encoded.input_ids[-1] == tokenizer.eos_token_id
-    assert stop_ids(tokenizer, None) == (tokenizer.eos_token_id,)
 
 
 def test_a_reward_model_whose_template_ends_answers_elsewhere_is_refused(tmp_path):

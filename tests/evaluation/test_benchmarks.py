@@ -100,28 +100,6 @@ def test_a_tie_without_its_reference_is_refused(tmp_path):
         ties_metrics(scored[1:])
 
 
-def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter(tmp_path):
-    rows = [
-        {"prompt": "p", "chosen": f"c{i}", "rejected": f"r{i}", "subset": "a" if i < 3 else "b"}
-        for i in range(8)
-    ]
-    bench = PairsBenchmark(write(tmp_path / "pairs.jsonl", rows))
-    found = bench.candidates(chat=False)
-    assert [one.answers for one in found] == [(f"c{i}", f"r{i}") for i in range(8)]
-    # Right in the first six; the better answer is the shorter one in the last three.
-    scored = [
-        Scored(one, [1.0, 0.0] if i < 6 else [0.0, 1.0], [5, 2] if i < 5 else [2, 5])
-        for i, one in enumerate(found)
-    ]
-    measures = bench.measure(scored)
-    assert measures["benchmark/accuracy"] == 6 / 8
-    assert measures["benchmark/accuracy/subset/a"] == 1
-    assert measures["benchmark/accuracy/subset/b"] == 3 / 5
-    assert measures["benchmark/accuracy_chosen_shorter"] == pytest.approx(1 / 3)
-    assert measures["benchmark/longer_wins_accuracy"] == 5 / 8
-    assert measures["benchmark/num_pairs"] == 8
-
-
 def test_a_pair_may_spell_a_control_token_lack_a_prompt_and_have_its_domain_as_subset(tmp_path):
     rows = [
         {"prompt": "w2 <eos> w3", "chosen": "w4 <eos>", "rejected": "w5", "domain": "one"},

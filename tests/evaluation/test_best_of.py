@@ -82,12 +82,6 @@ def test_a_win_rate_is_the_mean_over_every_draw_and_its_interval_is_over_prompts
     assert ends == pytest.approx(list(wanted))
 
 
-def test_a_smaller_pool_is_the_beginning_of_a_larger_one(pool: Pool, start: Path) -> None:
-    first = sampled(start, 2)
-    torch.testing.assert_close(first.scores, pool.scores[:, :2], rtol=0, atol=0)
-    assert not torch.equal(pool.scores[:, 0], pool.scores[:, 1])
-
-
 def test_pass_and_majority_at_k_are_the_means_over_every_draw() -> None:
     draw = torch.Generator().manual_seed(4)
     answers = torch.randint(0, 4, (20, 7), generator=draw).tolist()  # 0 is right, 3 is none

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from rlhf_lightning.evaluation.win_rate import (
     length_controlled_win_rate,
@@ -12,39 +11,13 @@ from rlhf_lightning.evaluation.win_rate import (
     paired_differences,
     ratio_over_prompts,
     share_over_prompts,
-    win_rate_over_prompts,
 )
 from rlhf_lightning.functional.statistics import interval_over_groups, wilson_interval
 
 
-def test_every_pair_of_answers_to_a_prompt_is_compared_and_ties_count_one_half():
-    policy = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
-    baseline = torch.tensor([[2.0, 3.0], [1.0, 0.0]])
-    result = win_rate_over_prompts(policy, baseline, confidence=0.9)
-    # First prompt: 1<2, 1<3, 3>2, 3=3 -> 1.5 / 4. Second: 0<1, 0=0, twice -> 1 / 4.
-    assert result.mean == pytest.approx((1.5 + 1) / 8)
-
-
-@pytest.mark.parametrize(
-    ("policy", "baseline", "rate"),
-    [
-        (torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), 0.5),  # one prompt
-        (torch.ones(40, 3), torch.zeros(40, 3), 1.0),  # all win
-        (torch.zeros(40, 3), torch.ones(40, 3), 0.0),
-    ],
-)
-def test_prompts_that_agree_have_wilsons_interval(policy, baseline, rate):
-    count = len(policy)
-    result = win_rate_over_prompts(policy, baseline, confidence=0.95)
-    assert result.mean == pytest.approx(rate)
-    assert (result.low, result.high) == wilson_interval(rate * count, count, confidence=0.95)
-    assert result.low <= result.mean <= result.high
-    assert result.high - result.low > 0.08
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("count", [10, 16, 20, 40, 100])
-@pytest.mark.parametrize("mean", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize("count", [10, 40])
+@pytest.mark.parametrize("mean", [0.5, 0.9])
 @pytest.mark.parametrize("spread", [1, 5])  # a + b of the beta distribution of a prompt's rate
 def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count, mean, spread):
     rng = np.random.default_rng(0)
@@ -61,13 +34,11 @@ def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count
 
 @pytest.mark.parametrize(
     ("count", "mean", "sizes"),
-    [(20, 0.7, [6]), (20, 0.7, [1, 2, 3, 6, 15])]
-    + [
-        pytest.param(count, mean, sizes, marks=pytest.mark.thorough)
-        for count in (10, 40, 100)
-        for mean in (0.5, 0.9, 0.95)
-        for sizes in ([6], [1, 2, 3, 6, 15])
-        if count > 10 or mean < 0.95  # whose plain interval holds the truth by its width
+    [
+        (20, 0.7, [6]),
+        (20, 0.7, [1, 2, 3, 6, 15]),
+        pytest.param(10, 0.9, [1, 2, 3, 6, 15], marks=pytest.mark.thorough),
+        pytest.param(100, 0.5, [6], marks=pytest.mark.thorough),
     ],
 )
 def test_intervals_of_trials_that_share_prompts_hold_the_truth(count, mean, sizes):
@@ -99,13 +70,6 @@ def test_trials_of_different_prompts_have_wilsons_interval_and_so_have_those_of_
     low, high = interval_over_groups([True] * 5 + [False], [0] * 5 + [1], confidence=0.95)
     assert 0 <= low < 0.2
     assert 0.95 < high <= 1
-
-
-@pytest.mark.parametrize("count", [3, 10, 40])
-def test_intervals_of_means_hold_the_truth_as_often_as_they_say(count):
-    rng = np.random.default_rng(0)
-    found = [mean_over_prompts(rng.normal(1, 2, count), confidence=0.9) for _ in range(2000)]
-    assert np.mean([f.low <= 1 <= f.high for f in found]) == pytest.approx(0.9, abs=0.02)
 
 
 def test_the_interval_of_a_kl_per_token_is_over_prompts_and_holds_the_truth():

@@ -65,9 +65,7 @@ def test_what_was_not_measured_fails_unless_it_is_optional():
     ("gate", "problem"),
     [
         ({"metric": "val/x"}, "exactly one of"),
-        ({"metric": "val/x", "at_least": 1, "at_most": 2}, "exactly one of"),
         ({"at_least": 1}, "needs metric"),
-        ({"metric": "val/x", "at_least": "much"}, "finite numbers"),
         ({"metric": "val/x", "at_least": float("nan")}, "finite numbers"),
         ({"metric": "val/x", "above": 3}, "name of a metric"),
         ({"metric": "val/x", "atleast": 3}, "unknown key atleast"),
@@ -86,10 +84,7 @@ def test_a_gate_that_is_none_is_refused(gate, problem):
     [
         ({"train_accuracy": 0.95, "label_ceiling": 0.93}, "Overfitting: 0.950"),
         ({"label_ceiling": 0.85, "accuracy_high": 0.83}, "Noise: the labels allow no more than"),
-        ({"label_ceiling": 0.85, "accuracy_high": 0.81}, "Capacity or too little training"),
-        ({"label_ceiling": 0.95, "larger_model_accuracy": 0.805}, "Too little training (the lab"),
         ({"train_accuracy": 0.82, "larger_model_accuracy": 0.85}, "Capacity: a larger model"),
-        ({}, "Noise or capacity: train a larger model"),
     ],
 )
 def test_the_cause_of_a_low_accuracy_follows_the_evidence(metrics, cause):
@@ -103,25 +98,18 @@ def test_the_cause_of_a_low_accuracy_follows_the_evidence(metrics, cause):
 WINS = {"metric": "val/gold_win_rate", "at_least": 0.75}
 WINS_LOW = {"metric": "val/gold_win_rate_low", "at_least": 0.7}
 NEAR = {"metric": "val/kl_per_token", "at_most": 0.5}
-MOVED = {"metric": "val/kl_per_token", "at_least": 0.01}
 REFUSES = {"metric": "val/refusal_rate_change", "at_least": -0.05}
-BEATS_LENGTH = {"metric": "val/accuracy", "above": "val/longer_wins_accuracy"}
 
 
 @pytest.mark.parametrize(
     ("gate", "metrics", "attempt"),
     [
         (NEAR, {"kl_per_token": 1.2}, "a larger weight of the KL penalty"),
-        (MOVED, {"kl_per_token": 0.001}, "a smaller weight of the KL penalty"),
         (WINS, {"gold_win_rate": 0.4, "score_win_rate": 0.9}, "pairs of this policy's responses"),
-        (WINS, {"gold_win_rate": 0.74, "score_win_rate": 0.84}, "more iterations"),
-        (WINS, {"gold_win_rate": 0.4, "gold_win_rate_high": 0.45}, "It loses"),
-        (WINS, {"gold_win_rate": 0.5, "eos_fraction": 0.4}, "end with EOS"),
         # the lower end of the interval is no win rate
         (WINS_LOW, {"gold_win_rate": 0.74, "gold_win_rate_low": 0.64, "score_win_rate": 0.8},
          "a larger evaluation.num_prompts"),
         (REFUSES, {"refusal_rate_change": -0.3}, "the reward model's accuracy on harmful prompts"),
-        (BEATS_LENGTH, {"accuracy": 0.6, "longer_wins_accuracy": 0.61}, "lengths are matched"),
         (WINS, {}, "evaluation.gold"),
     ],
 )  # fmt: skip

@@ -11,13 +11,11 @@ from rlhf_lightning.evaluation.human import (
     blind_pairs,
     human_measures,
     judge_measures,
-    read_labels,
-    write_blind,
 )
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.annotators import RuleAnnotator, now
-from rlhf_lightning.preferences.records import Label, write_records
+from rlhf_lightning.preferences.records import Label
 from tests.evaluation.spoken import answers
 
 WORDS = ["a b", "c", "d e f", "g", "h i", "j", "k l", "same"]
@@ -128,37 +126,3 @@ def test_the_calibration_error_is_that_of_torchmetrics():
     found = reward_check(gaps.tolist(), [1] * 400, "x")["x_calibration_error"]
     assert found == pytest.approx(float(metric.compute()), abs=1e-5)
     assert found > 0.01
-
-
-def test_labels_are_read_from_a_file_and_only_those_of_people(tmp_path):
-    mine, theirs = both()
-    write_blind(tmp_path / "human", *blind_pairs(mine, theirs, num_pairs=4, scored=False, seed=1))
-    rows = [label("p", "first"), Label("p", "judge", "second", "judge", "first", now())]
-    write_records(tmp_path / "labels.jsonl", rows)
-    assert read_labels(tmp_path / "human", tmp_path / "labels.jsonl") == rows[:1]
-    with pytest.raises(FileNotFoundError, match=r"file="):
-        read_labels(tmp_path / "human", None)
-
-
-def test_a_judge_is_asked_once_and_skips_count_nowhere(tmp_path):
-    class Picky(RuleAnnotator):
-        asked = 0
-
-        def label(self, pairs):
-            Picky.asked += len(pairs)
-            return [
-                Label(p.pair_id, "picky", "skip", "rule", "first", now())
-                if "g" in (p.first, p.second)
-                else x
-                for p, x in zip(pairs, super().label(pairs), strict=True)
-            ]
-
-    mine, theirs = both()
-    for _ in range(2):
-        judge = Picky([lambda prompt, text: len(text.split())], name="picky")
-        found = judge_measures(judge, mine, theirs, tmp_path, seed=1)
-    assert Picky.asked == 7
-    # Longer in 4 of the 6 other pairs; equal answers are a tie, of the weight 6/7.
-    assert found["val/judge_win_rate"] == pytest.approx((4 + 3 / 7) / (6 + 6 / 7))
-    assert (found["val/judge_skipped"], found["val/judge_num_pairs"]) == (1, 6)
-    assert found["val/judge_win_rate_length_controlled"] < found["val/judge_win_rate"] + 0.1

@@ -92,17 +92,6 @@ def test_numbers_and_lists_of_them_are_compared_and_what_is_no_mean_is_named(
         assert high > 0.1
 
 
-@pytest.mark.thorough
-def test_the_questions_are_written_by_the_template_of_the_tokenizers_that_are_given(tmp_path, side):
-    task(tmp_path, "one", ["f1"])
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('this template is read') }}"
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    benchmark = LmEvalBenchmark(["one"], include_path=tmp_path, apply_chat_template=True)
-    with pytest.raises(Exception, match="this template is read"):
-        benchmark.measure(side, side, tokenizers=[str(tmp_path / "tokenizer")] * 2)
-
-
 def test_a_task_without_such_a_metric_ends_after_one_question(tmp_path, side):
     task(tmp_path, "none", ["perplexity", "matches"])
     with pytest.raises(ValueError, match=r"none has no metric .*matches, perplexity"):

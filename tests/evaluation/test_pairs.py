@@ -81,15 +81,6 @@ def test_the_surest_mistakes_come_first_with_their_texts_and_what_is_stated_adds
         assert (low, high) == pytest.approx(wilson_interval(1, 2, confidence=0.95))
 
 
-def test_an_answer_of_many_pairs_goes_through_the_model_once():
-    model, rows = tiny_scalar_model("llama"), encoded_pairs()
-    seen = []
-    model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
-    score_pairs(model, [*rows, *rows], batch_size=5, pad_token_id=PAD)
-    answers = {ids.tobytes() for r in rows for ids in (r.chosen_input_ids, r.rejected_input_ids)}
-    assert sum(seen) == len(answers) == 12
-
-
 PAIRS = [
     ScoredPair(1.0, 0.0, 100, 91, ("strict",), "a"),  # right, matched, longer
     ScoredPair(0.0, 1.0, 91, 100, ("strict",), "a"),  # wrong, matched, shorter

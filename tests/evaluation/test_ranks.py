@@ -11,7 +11,6 @@ import torch
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Side
 from rlhf_lightning.evaluation.normalization import fold_normalization
-from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
@@ -20,7 +19,6 @@ from tests.builders.models import (
     EOS,
     PAD,
     VOCABULARY,
-    config_fields,
     prompt_batch,
     prompt_rows,
     tiny_policy,
@@ -91,14 +89,6 @@ def test_ranks_that_sample_other_answers_run_policy_and_reference_equally_often(
     assert len(set(calls.values())) == 1, calls
     assert min(calls.values()) > 1, "the lengths must differ for this test to say anything"
     assert all(len(values) == len(PROMPTS) for values in kl)
-
-
-def test_a_policy_in_training_is_measured_without_its_dropout():
-    policy = load_policy(from_scratch=config_fields("gpt2"), dropout=0.5).train()
-    noise, same = RowNoise(1, "evaluation"), copy.deepcopy(policy)
-    found = sample_batches(policy, [PROMPTS], sampling(EOS), noise=noise, reference=same)
-    assert found.kl == [0.0] * len(PROMPTS)
-    assert policy.training
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -11,7 +11,6 @@ import pytest
 from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.metrics import measure_sides, wins
 from rlhf_lightning.evaluation.win_rate import (
-    length_controlled_win_rate,
     mean_over_prompts,
     share_over_prompts,
 )
@@ -130,17 +129,6 @@ def test_with_several_answers_every_answer_meets_every_other_of_its_prompt():
     ends = share_over_prompts(np.array([0.75, 0.25]), confidence=0.95)[1:]
     assert (found["val/gold_win_rate_low"], found["val/gold_win_rate_high"]) == pytest.approx(ends)
     assert mine.num_prompts == 2
-
-
-def test_the_length_controlled_rate_is_that_of_the_regression():
-    texts = ["a b c d", "a b c", "a", "a b", "a b c d e", "b"]
-    mine, theirs = answers(texts), answers(["a b"] * 6)
-    scores = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    found = wins("score", mine, theirs, *scores)
-    wanted = length_controlled_win_rate(*scores, mine.lengths, theirs.lengths, confidence=0.95)
-    ends = [found[f"val/score_win_rate_length_controlled{end}"] for end in ("", "_low", "_high")]
-    assert ends == pytest.approx(wanted)
-    assert wanted.mean < found["val/score_win_rate"]  # it wins by being longer
 
 
 def test_a_collapsed_policy_is_seen_in_every_measure_of_variety():

@@ -14,9 +14,9 @@ from examples.datasets.argument_pairs import (
 )
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.errors import BadRecordError
+from tests.builders.real_sets import DATA
 from tests.builders.record_files import pairs, write_arguments
 from tests.builders.tokenizers import build_tokenizer
-from tests.data.test_real_sets import DATA
 
 HELD_OUT = ("cats-or-dogs",)
 HELD_OUT_OF_ALL = (

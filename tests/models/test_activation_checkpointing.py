@@ -43,8 +43,7 @@ def states_read(policy: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return count
 
 
-@pytest.mark.parametrize("lora", [None, 0.0, 0.5])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("lora", "dropout"), [(None, 0.0), (None, 0.5), (0.0, 0.0), (0.5, 0.0)])
 def test_the_state_is_kept_with_dropout_alone_and_gradients_are_those_without_checkpointing(
     source, lora, dropout, monkeypatch
 ):

@@ -21,7 +21,7 @@ from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.hparams import LoraHparams, RewardHparams, SamplingHparams, SFTHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
-from rlhf_lightning.models.forward import ResponseRows, response_statistics, sequence_scores
+from rlhf_lightning.models.forward import response_statistics, sequence_scores
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.modules.reward import RewardModule
@@ -41,6 +41,7 @@ from tests.builders.models import (
     tiny_tokenizer,
 )
 from tests.builders.stages import RecordedPPO, adamw, ppo_hparams, trainer
+from tests.models.test_forward import padded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
 
@@ -145,18 +146,6 @@ def fit(module: Any, batch: Any, *, steps: int) -> list[float]:
     return losses
 
 
-def right_padded(rows: list[list[int]], prompts: list[int], pad: int) -> ResponseRows:
-    """Left-padded prompts and right-padded responses, as a rollout has them."""
-    p, r = max(prompts), max(len(row) - n for row, n in zip(rows, prompts, strict=True))
-    ids, mask, response = [], [], []
-    for row, n in zip(rows, prompts, strict=True):
-        left, right = p - n, r - (len(row) - n)
-        ids.append([pad] * left + row + [pad] * right)
-        mask.append([False] * left + [True] * len(row) + [False] * right)
-        response.append([True] * (len(row) - n) + [False] * right)
-    return ResponseRows(torch.tensor(ids), torch.tensor(mask), torch.tensor(response))
-
-
 @pytest.mark.parametrize(("name", "pad"), RUNS)
 def test_logprobs_are_those_of_the_plain_checkpoint(tmp_path, name, pad):
     folder = hub_model(tmp_path, name, pad=pad)
@@ -168,10 +157,13 @@ def test_logprobs_are_those_of_the_plain_checkpoint(tmp_path, name, pad):
     lengths = (9, 17, 4, 21)
     prompts = [3, 8, 1, 12]
     rows = [[*ids[:-1], EOS] for ids in prompt_rows(lengths, seed=4)]
-    batch = right_padded(rows, prompts, tokenizer.pad_token_id)
+    pairs = list(zip(rows, prompts, strict=True))
+    batch = padded(
+        [ids[:n] for ids, n in pairs], [ids[n:] for ids, n in pairs], pad=tokenizer.pad_token_id
+    )
     with torch.no_grad():
         got = response_statistics(policy, batch, temperature=1.0).logprobs
-        for row, (ids, n) in enumerate(zip(rows, prompts, strict=True)):
+        for row, (ids, n) in enumerate(pairs):
             logits = plain(input_ids=torch.tensor([ids])).logits[0]
             expected = logits.log_softmax(-1)[torch.arange(n - 1, len(ids) - 1), ids[n:]]
             torch.testing.assert_close(got[row, : len(ids) - n], expected, rtol=0, atol=2e-5)
@@ -279,10 +271,3 @@ class LetterScorer:
         ids = answers.sequences[:, -answers.response_mask.shape[1] :] % 5
         total: Tensor = (ids * answers.response_mask).sum(-1).float() / 10 - 1
         return Scores(total, {"ids": total})
-
-
-@pytest.mark.parametrize("head", ["zero", "reward"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_scalar_head_is_as_wide_as_the_states_it_reads(tmp_path, name, head):
-    model = load_scalar_model(hub_model(tmp_path, name), head=head)
-    assert model.head.in_features == (16 if name == "opt_projected" else HIDDEN)

@@ -45,29 +45,6 @@ def test_values_and_gradients_are_causal_attention_within_bf16(positions, heads)
         assert (mine - other).float().norm() / other.float().norm() < 0.01
 
 
-def test_rows_do_not_know_each_other_and_no_position_sees_a_later_one():
-    query, key, value = inputs(rows=3)
-    whole, _ = short_attention(Module(), query, key, value, None)
-    pair, _ = short_attention(Module(), query[1:], key[1:], value[1:], None)
-    assert torch.equal(whole[1:], pair)
-    with torch.no_grad():
-        key, value = key.clone(), value.clone()
-        key[:, :, 10:] += 5
-        value[:, :, 10:] += 5
-    changed, _ = short_attention(Module(), query, key, value, None)
-    assert torch.equal(changed[:, :10], whole[:, :10])
-    assert not torch.equal(changed[:, 10:], whole[:, 10:])
-
-
-def test_the_scale_is_the_one_asked_for():
-    tensors = inputs()
-    usual, _ = short_attention(Module(), *tensors, None)
-    again, _ = short_attention(Module(), *tensors, None, scaling=16**-0.5)
-    other, _ = short_attention(Module(), *tensors, None, scaling=1.0)
-    assert torch.equal(usual, again)
-    assert not torch.equal(usual, other)
-
-
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_models_use_it_and_their_exports_do_not_name_it(kind, tmp_path):
     policy = tiny_policy(kind)

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from rlhf_lightning.models.export import export_policy, export_scalar_model
 from rlhf_lightning.models.factory import (
     check_deterministic,
-    frozen,
     load_policy,
     load_scalar_model,
 )
@@ -127,16 +126,6 @@ def test_scores_of_another_frameworks_reward_model_are_clipped_only_if_it_normal
         assert score_clip_of("auto", scorer) == clip
 
 
-@pytest.mark.parametrize("offset", [float("nan"), "0.3"])
-def test_an_offset_that_is_no_number_is_refused(tmp_path, offset):
-    model = tiny_scalar_model("llama")
-    export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"reward_offset": offset}))
-    with pytest.raises(ValueError, match=rf"{tmp_path}: reward_offset"):
-        load_scalar_model(tmp_path)
-
-
 def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alone(tmp_path):
     policy = tiny_policy("llama")
     export_policy(policy, tmp_path, policy.state_dict())
@@ -153,15 +142,6 @@ def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alon
     assert first.head.weight.std().item() == pytest.approx((HIDDEN + 1) ** -0.5, rel=0.4)
 
 
-def test_a_policy_is_no_reward_model(tmp_path):
-    policy = tiny_policy("llama")
-    export_policy(policy, tmp_path, policy.state_dict())
-    with pytest.raises(
-        ValueError, match=r"stores no reward head .*score\.weight.*experiment=reward"
-    ):
-        load_scalar_model(tmp_path)
-
-
 def test_weights_from_scratch_depend_on_the_seed_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -169,9 +149,3 @@ def test_weights_from_scratch_depend_on_the_seed_alone():
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_frozen_model_is_in_eval_mode_without_gradients():
-    policy = frozen(tiny_policy())
-    assert not any(module.training for module in policy.modules())
-    assert not any(parameter.requires_grad for parameter in policy.parameters())

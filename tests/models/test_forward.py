@@ -127,19 +127,6 @@ def test_a_row_has_the_same_bits_in_every_micro_batch_and_padding(model_type, bf
             assert (a[:, width:] == 0).all()
 
 
-@pytest.mark.parametrize("size", [None, 1, 2, 5])
-def test_micro_batches_hold_every_row_once_and_only_rows_of_one_bucket(size):
-    lengths = torch.tensor([3, 20, 16, 40, 17, 1, 33, 16, 5])
-    mask = torch.arange(41) < lengths[:, None]
-    parts = micro_batches(mask, size)
-    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
-    for rows in parts:
-        assert bucket_width(lengths[rows]).unique().numel() == 1
-        assert len(rows) <= (size or len(lengths))
-    if size is None:
-        assert len(parts) == bucket_width(lengths).unique().numel() > 2
-
-
 def log_normal_mask(rows: int, seed: int) -> Tensor:
     """Rows of some 470 tokens on average, up to 1,024, as prompts and answers of a chat have."""
     generator = torch.Generator().manual_seed(seed)
@@ -176,14 +163,6 @@ def test_rows_share_a_forward_by_buckets_on_a_cpu_and_by_tokens_elsewhere_unless
         assert in_buckets("cuda")
     with pytest.raises(ValueError, match=r"model.micro_batches='rows': use auto, buckets, tokens"):
         micro_batching("rows").__enter__()
-
-
-@pytest.mark.parametrize("size", [None, 1, 2])
-def test_results_come_back_in_the_order_of_the_rows(size):
-    lengths = torch.tensor([3, 20, 16, 40, 17, 1])
-    mask = torch.arange(41) < lengths[:, None]
-    (got,) = by_micro_batch(lambda rows: (lengths[rows] * 10,), mask, size)
-    assert got.tolist() == (lengths * 10).tolist()
 
 
 def test_a_rank_with_fewer_micro_batches_repeats_one_and_drops_the_result():

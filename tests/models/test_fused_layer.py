@@ -77,15 +77,6 @@ def test_a_frozen_layer_hands_gradients_on_and_gets_none():
     assert got["model.layers.0.mlp.down_proj.weight"].abs().max() > 0
 
 
-def test_a_weight_with_a_hook_gets_its_gradient_from_autograd():
-    model = fused(llama())
-    weight, seen = model.model.layers[0].mlp.up_proj.weight, []
-    weight.register_hook(seen.append)
-    _, got = states_and_gradients(model, positions=8, bf16=True)
-    assert len(seen) == 1
-    assert torch.equal(seen[0], got["model.layers.0.mlp.up_proj.weight"])
-
-
 @pytest.mark.parametrize(
     ("config", "call"),
     [

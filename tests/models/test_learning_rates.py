@@ -32,13 +32,6 @@ def test_beyond_the_table_the_rate_stays_that_of_its_end():
         default_learning_rate("sft", 0, lora=False)
 
 
-def test_adapters_have_ten_times_the_rate():
-    for kind in KINDS:
-        for size in (10**6, 2 * 10**8, 10**10):
-            full = default_learning_rate(kind, size, lora=False)
-            assert default_learning_rate(kind, size, lora=True) == pytest.approx(10 * full)
-
-
 def test_a_module_without_a_rate_takes_that_of_its_own_model(tmp_path):
     start = make_start(tmp_path / "start")
     policy, reward = load_policy(start), load_scalar_model(start, head="reward")

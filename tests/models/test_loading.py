@@ -83,8 +83,6 @@ def damage(folder: Path, how: str) -> None:
         torch.save(tiny_policy("llama").model.state_dict(), folder / "pytorch_model.bin")
     elif how == "none":
         weights.unlink()
-    elif how == "config":
-        (folder / "config.json").write_text("{")
     elif how == "type":
         change_config(folder, model_type="no_such_type")
     elif how == "shape":
@@ -101,7 +99,6 @@ def damage(folder: Path, how: str) -> None:
         ("half", "cannot load {folder}: "),
         ("pickle", "cannot load {folder}: "),
         ("none", "cannot load {folder}: "),
-        ("config", "cannot load {folder}: "),
         ("type", "cannot load {folder}: .*no_such_type"),
         ("shape", "cannot load {folder}: "),
         ("nan", "LlamaForCausalLM of {folder} returns non-finite numbers"),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.hparams import LoraHparams
@@ -21,10 +20,9 @@ from rlhf_lightning.models.adapter_files import (
 from rlhf_lightning.models.factory import load_base, load_policy
 from rlhf_lightning.models.lora import AdaptedPolicy
 from tests.builders.models import config_fields
+from tests.models.test_lora import IDS, POSITIONS, TOKENS, logprobs
 
 LORA = LoraHparams(r=4, alpha=8, dropout=0.1)
-IDS = torch.arange(2, 34).reshape(2, 16)
-POSITIONS, TOKENS = torch.arange(0, 30), torch.arange(3, 33)
 
 _SHAPE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
 _DENSE_FIRST = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -35,7 +33,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | _DENSE_FIRST
     | {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 16}
     | {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    "glm4_moe": _SHAPE | _DENSE_FIRST,
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
     | {"moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_interval": 1},
     "qwen3_next": _SHAPE
@@ -53,10 +50,6 @@ def saved(folder: Path, model_type: str, **fields: Any) -> Path:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.save_pretrained(folder)
     return folder
-
-
-def logprobs(policy: Any) -> Tensor:
-    return policy(IDS, POSITIONS, TOKENS).logprobs
 
 
 def trained(folder: Path) -> AdaptedPolicy:

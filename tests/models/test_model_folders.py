@@ -9,9 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rlhf_lightning.app import export
-from rlhf_lightning.app.config.commands import ExportSettings
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import tiny_policy, tiny_tokenizer
@@ -50,8 +47,3 @@ def test_an_adapters_folder_is_named_with_its_base_and_the_way_to_merge_it(model
     for load in (load_policy, load_tokenizer):
         with pytest.raises(ValueError, match=r"is an adapter on .*merge_and_unload"):
             load(adapter)
-
-
-def test_an_adapter_that_is_to_be_exported_is_named_as_one(adapter):
-    with pytest.raises(ConfigError, match=r"is an adapter on .*merge_and_unload"):
-        export.run(ExportSettings(run=adapter))

@@ -15,9 +15,7 @@ from rlhf_lightning.models.cpu.row_blocks import DECODERS
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.forward import (
     pack_together,
-    packed_micro_batches,
     packs,
-    pair_micro_batches,
     sequence_scores,
 )
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
@@ -157,27 +155,6 @@ def test_what_cannot_keep_rows_apart_is_not_packed():
     with micro_batching("buckets"):
         assert not packs(tiny_policy("llama"))
     assert packs(tiny_policy("llama"))
-
-
-@pytest.mark.parametrize("budget", [40, 64, 100, 1000])
-def test_packed_micro_batches_hold_every_row_once_within_the_budget_and_nearly_alike(budget):
-    lengths = torch.tensor([3, 20, 16, 40, 17, 1, 33, 16, 5, 64])
-    parts = packed_micro_batches(lengths, budget)
-    assert sorted(torch.cat(parts).tolist()) == list(range(10))
-    sizes = [int(lengths[rows].sum()) for rows in parts]
-    assert all(s <= budget or len(p) == 1 for s, p in zip(sizes, parts, strict=True))
-    if budget >= 64:
-        assert len(parts) <= -(-215 // budget) + 1
-        assert max(sizes) - min(sizes) <= 64
-
-
-def test_pairs_are_packed_by_the_tokens_of_both_sides():
-    chosen = torch.arange(10) < torch.tensor([10, 2, 3, 1])[:, None]
-    rejected = torch.arange(10) < torch.tensor([10, 4, 9, 1])[:, None]
-    assert [p.tolist() for p in pair_micro_batches(chosen, rejected, 1, packed=True)] == [
-        [0],
-        [2, 1, 3],
-    ]
 
 
 def loss_and_gradient(module: Any, loss: Tensor, model: ScalarHeadModel | PolicyModel) -> Any:

@@ -21,7 +21,7 @@ from tests.models.test_architectures import hub_model
 from tests.rollout.plain_generation import ROWS, generated
 
 CPU = torch.device("cpu")
-KINDS = ("qwen2", "gpt2", "gemma3_text", "llama")
+KINDS = ("qwen2", "gpt2", "llama")
 IDS = torch.arange(2, 34).reshape(2, 16)
 POSITIONS, TOKENS = torch.arange(0, 30), torch.arange(3, 33)
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rlhf_lightning.distributed.process import cpu_threads
-from rlhf_lightning.models.cpu.side_by_side import run_beside
 from rlhf_lightning.models.cpu_kernels import cpu_kernels, side_by_side
 from tests.builders.models import tiny_policy, tiny_scalar_model
 from tests.builders.stages import fit, ppo_hparams, tiny_module
@@ -65,44 +61,3 @@ def test_models_take_turns_where_they_could_not_be_told_apart_from_one():
         assert side_by_side(policy, tiny_scalar_model("llama").to("meta")) is None, "not on a CPU"
     with cpu_threads(1):
         assert side_by_side(policy, tiny_scalar_model("llama")) is None, "one thread"
-
-
-def test_both_threads_compute_under_the_settings_of_the_caller():
-    def settings():
-        barrier.wait()  # each of the two threads takes one
-        return (
-            threading.get_ident(),
-            torch.get_num_threads(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
-        )
-
-    barrier = threading.Barrier(2, timeout=60)
-    with cpu_threads(4), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run_beside([settings, settings])
-        assert torch.get_num_threads() == 4
-    assert len({one[0] for one in found}) == 2
-    assert [one[1:] for one in found] == 2 * [(2, False, False, True, torch.bfloat16)]
-    with cpu_threads(2), torch.inference_mode():
-        found = run_beside([settings, settings])
-    assert [one[1:] for one in found] == 2 * [(1, False, True, False, torch.float32)]
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_failure_in_either_thread_reaches_the_caller_and_ends_the_rest(place):
-    def task(index):
-        barrier.wait()
-        if index == place:
-            raise KeyError(index)
-        done.append(index)
-
-    done: list[int] = []
-    barrier = threading.Barrier(2, timeout=60)
-    with cpu_threads(2):
-        with pytest.raises(KeyError, match=str(place)):
-            run_beside([partial(task, index) for index in range(2)])
-        assert done == [1 - place]
-        assert torch.get_num_threads() == 2
-        assert run_beside([partial(int, "7")]) == [7], "and another call works"

@@ -165,13 +165,6 @@ def old_config(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
     return content
 
 
-def test_a_scaled_rope_stands_under_the_keys_of_transformers_4(tmp_path):
-    content = old_config(tmp_path, "llama")
-    scaling = {k: v for k, v in LLAMA_3.items() if k != "rope_theta"} | {"type": "llama3"}
-    assert (content["rope_theta"], content["rope_scaling"]) == (777.0, scaling)
-    assert content["torch_dtype"] == content["dtype"] == "float32"
-
-
 def test_an_old_scaling_that_todays_transformers_would_read_otherwise_is_left_out(tmp_path):
     # Phi 3 of transformers 4 has no place for a factor of attention.
     content = old_config(tmp_path, "phi3", rope_parameters=LONG | {"attention_factor": 1.5})

@@ -19,11 +19,6 @@ def named(path: Path) -> str:
     return path.stem
 
 
-def test_there_are_notebooks_and_the_cheapest_is_one_of_them():
-    assert len(TEXTS) >= 2
-    assert CHEAPEST in {text.stem for text in TEXTS}
-
-
 @pytest.mark.parametrize("text", TEXTS, ids=named)
 def test_a_notebook_holds_the_cells_of_its_text_and_what_they_showed(text):
     written = nbformat.read(text.with_suffix(".ipynb"), as_version=4)

@@ -17,7 +17,7 @@ from rlhf_lightning.preferences.annotators import LengthRule, Panel, RuleAnnotat
 from rlhf_lightning.preferences.budget import BudgetHparams
 from rlhf_lightning.preferences.candidates import Decoding, Sampling
 from rlhf_lightning.preferences.collection import Lab, LabHparams
-from rlhf_lightning.preferences.pairing import Defeat, WorstSamples, adversarial_pairs
+from rlhf_lightning.preferences.pairing import WorstSamples
 from rlhf_lightning.preferences.records import Candidate, Pair, write_records, write_rows
 
 QUESTION = next(
@@ -31,26 +31,8 @@ def answer(text: str, prompt: Text = "p") -> Candidate:
     return Candidate.make(prompt, text, model="policy", settings={}, seed=1, domain="sums")
 
 
-def defeat(winner: str, loser: str, overrated: float, prompt: str = "p") -> Defeat:
-    return Defeat(answer("x", prompt).prompt_id, winner, loser, overrated)
-
-
 def texts(pairs: Sequence[Pair]) -> list[set[str]]:
     return [{pair.first, pair.second} for pair in pairs]
-
-
-def test_an_overrated_answer_meets_the_best_one_that_it_has_not_met() -> None:
-    answers = [answer(text) for text in ("good", "best", "bad", "fair")]
-    defeats = [
-        defeat("good", "bad", 2.0),
-        defeat("best", "fair", -1.0),
-        defeat("best", "good", -0.5),
-    ]
-    pairs, overrated = adversarial_pairs(answers, defeats, num_pairs=9, seed=1)
-    assert texts(pairs) == [{"bad", "best"}]
-    assert overrated == 1
-    assert {pairs[0].first_source, pairs[0].second_source} == {"policy seed=1"}
-    assert pairs[0].domain == "sums"
 
 
 def collected(folder: Path, prompt: Text, answers: Sequence[str], rejected: Sequence[int]) -> Path:

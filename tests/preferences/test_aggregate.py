@@ -78,15 +78,3 @@ def test_a_row_is_a_record_that_the_reward_stage_reads(prompt) -> None:
     assert (record.margin, record.domain) == (1.0, "sums")
     text = record.chosen if isinstance(record.chosen, str) else record.chosen[0]["content"]
     assert text == "bad"
-
-
-@pytest.mark.parametrize("prompt", ["q", ({"role": "user", "content": "q"},)])
-def test_a_row_keeps_the_variables_of_its_prompts_template(prompt) -> None:
-    columns = {"tools": '[{"name": "f"}]', "chat_template_kwargs": '{"thinking": false}', "a": "4"}
-    pair = Pair.make(prompt, "good", "bad", columns=columns)
-    (verdict,) = aggregate([pair], [label(pair.pair_id, "a", "second")], people=["a"])
-    parsed = parse_rows(
-        [(Location("x", 1), preference_row(verdict))], RowParser(), SkippedRecords("raise")
-    )
-    own = {} if isinstance(prompt, str) else {"tools": [{"name": "f"}], "thinking": False}
-    assert parsed[0].variables == own

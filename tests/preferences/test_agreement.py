@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from statsmodels.stats import inter_rater
 
 from rlhf_lightning.preferences.agreement import (
-    MISSING,
     cohen_kappa,
     collect_votes,
     fleiss_kappa,
-    majority,
     position_bias,
     raw_agreement,
 )
@@ -25,7 +21,7 @@ def test_fleiss_kappa_of_the_textbook_example_is_0_210() -> None:
     assert fleiss_kappa(TEXTBOOK) == pytest.approx(0.20993070442195522, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_fleiss_kappa_equals_that_of_statsmodels(seed: int) -> None:
     rng = np.random.default_rng(seed)
     raters, categories = rng.integers(2, 8), rng.integers(2, 6)
@@ -33,7 +29,7 @@ def test_fleiss_kappa_equals_that_of_statsmodels(seed: int) -> None:
     assert fleiss_kappa(counts) == pytest.approx(inter_rater.fleiss_kappa(counts), rel=1e-10)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_cohen_kappa_equals_that_of_statsmodels(seed: int) -> None:
     rng = np.random.default_rng(seed)
     first, second = rng.integers(0, 3, 50), rng.integers(0, 3, 50)
@@ -43,23 +39,6 @@ def test_cohen_kappa_equals_that_of_statsmodels(seed: int) -> None:
         table[a, b] += 1
     expected = inter_rater.cohens_kappa(table).kappa
     assert cohen_kappa(first, second) == pytest.approx(expected, rel=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_unequal_numbers_of_votes_equal_counting_pair_by_pair(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    items = [rng.integers(0, 3, rng.integers(1, 6)).tolist() for _ in range(30)]
-    counts = np.array([[votes.count(k) for k in range(3)] for votes in items])
-    several = [votes for votes in items if len(votes) > 1]
-    shares = []
-    for votes in several:
-        pairs = list(combinations(votes, 2))
-        shares.append(sum(a == b for a, b in pairs) / len(pairs))
-    observed = sum(shares) / len(shares)
-    pooled = [vote for votes in several for vote in votes]
-    chance = sum((pooled.count(k) / len(pooled)) ** 2 for k in range(3))
-    assert raw_agreement(counts) == pytest.approx(observed, rel=1e-12)
-    assert fleiss_kappa(counts) == pytest.approx((observed - chance) / (1 - chance), rel=1e-12)
 
 
 def test_what_cannot_be_measured_is_nan() -> None:
@@ -84,11 +63,6 @@ def test_votes_are_one_an_annotator_and_pair_and_skips_are_none() -> None:
     assert votes.counts.tolist() == [[0, 1, 0], [0, 0, 2]]
 
     assert votes.cells.tolist() == [[0, 0, 1], [1, 1, 2], [1, 0, 2]]
-
-
-def test_a_majority_is_alone_at_the_top() -> None:
-    counts = np.array([[2, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 2]])
-    assert majority(counts).tolist() == [0, MISSING, MISSING, 2]
 
 
 def test_position_bias_counts_what_was_shown_first_not_the_first_of_the_pair() -> None:

@@ -43,15 +43,6 @@ def test_each_rule_prefers_what_it_says() -> None:
     assert CallableRule(lambda prompt, response: len(prompt), 0.5)("four", "") == 2
 
 
-def test_a_rule_may_be_a_function_in_a_file_of_the_users(tmp_path: Path) -> None:
-    file = tmp_path / "my_rules.py"
-    file.write_text("def says_please(prompt, response):\n    return 'please' in response\n")
-    rule = CallableRule(f"{file}:says_please", weight=2.0)
-    assert [rule("", text) for text in ("yes please", "yes")] == [2.0, 0.0]
-    with pytest.raises(ValueError, match="'says_thanks' is no callable there"):
-        CallableRule(f"{file}:says_thanks")
-
-
 def test_a_sure_person_follows_gold_and_says_when_both_are_bad() -> None:
     person = SimulatedPerson(SURE, lengths, seed=1, bad_below=2, tie_below=0.5)
     pairs = [

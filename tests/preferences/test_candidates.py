@@ -108,16 +108,6 @@ def test_stopped_anywhere_it_goes_on_to_the_same_answers(
     assert loaded == ["sft", "base"]
 
 
-def test_the_journal_of_another_plan_is_refused(sampling: Sampling, tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    small = replace(sampling, policies={"sft": sampling.policies["sft"]})
-    sample_candidates(PROMPTS[:4], small, Journal(path, dict))
-    with pytest.raises(ValueError, match="other prompts or settings"):
-        sample_candidates(PROMPTS[:4], replace(small, seed=2), Journal(path, dict))
-    with pytest.raises(ValueError, match="start a new run"):
-        sample_candidates(PROMPTS[:3], small, Journal(path, dict))
-
-
 def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
     def made(prompt, response, *, finished=True, model="sft"):
         return Candidate.make(prompt, response, model=model, settings={}, seed=0, finished=finished)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_lightning.preferences.candidates import grid, truncate
-from rlhf_lightning.rollout.noise import sample
+from rlhf_lightning.preferences.candidates import truncate
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -24,26 +23,3 @@ def test_what_is_left_is_what_transformers_leaves(temperature, top_k, top_p) -> 
     kept = found.isfinite()
     assert torch.equal(found[kept], logits[kept])
     assert kept.any(-1).all()
-
-
-def test_samples_follow_the_truncated_distribution() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20_000, -1)
-    uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    kept = truncate(logits, temperature=0.8, top_k=0, top_p=0.9)
-    tokens, logprobs, _ = sample(kept, uniform, temperature=0.8)
-    weights = torch.softmax(torch.tensor([2.0, 1.0]) / 0.8, -1)
-    torch.testing.assert_close(logprobs.exp(), weights[tokens], msg="those of what was drawn from")
-    counts = torch.bincount(tokens, minlength=4) / 20_000
-    assert counts[2:].sum() == 0
-    assert counts[:2].tolist() == pytest.approx(weights.tolist(), abs=0.01)
-
-
-def test_a_grid_is_every_combination() -> None:
-    settings = grid({"temperature": [0.7, 1.0], "top_p": [0.9, 1.0]})
-    assert [d.settings for d in settings] == [
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 0.7, "top_p": 1.0},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 1.0, "top_p": 1.0},
-    ]
-    assert grid({"top_k": [20]})[0].settings == {"temperature": 1.0, "top_p": 1.0, "top_k": 20}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from rlhf_lightning.preferences.judge import (
 )
 from rlhf_lightning.preferences.records import Journal, Pair
 from rlhf_lightning.text.verdict import parse_verdict
-from tests.builders import chat_server
 from tests.builders.chat_server import (
     Failure,
     always_a,
@@ -170,19 +168,6 @@ def test_a_refused_text_is_a_skip_and_only_refusals_are_an_error() -> None:
         judge(server, concurrency=1).label(PAIRS)
 
 
-@pytest.mark.parametrize("count", [-5, None])
-def test_the_cost_is_estimated_where_the_service_counts_no_tokens(monkeypatch, count) -> None:
-    def odd(body: Any, reply: Any) -> Any:
-        found = completion(body, reply)
-        return found | {"usage": found["usage"] | {"prompt_tokens": count}}
-
-    monkeypatch.setattr(chat_server, "completion", odd)
-    with serving(prefers_longer) as server:
-        annotator = judge(server, input_price=1.0, output_price=1.0)
-        annotator.label(PAIRS)
-    assert all(one.estimated and one.input_tokens > 0 for one in annotator.judgements)
-
-
 def test_the_cost_is_that_of_the_tokens_and_a_limit_stops(tmp_path: Path) -> None:
     with serving(prefers_longer) as server:
         annotator = judge(server, input_price=1000.0, output_price=5000.0, concurrency=1)
@@ -199,26 +184,6 @@ def test_the_cost_is_that_of_the_tokens_and_a_limit_stops(tmp_path: Path) -> Non
         with pytest.raises(AnnotationError, match=r"max_cost=.* is reached"):
             limited.label(PAIRS)
     assert len(Journal(tmp_path / "judgements.jsonl", Judgement).read()) == 5
-
-
-def test_what_was_judged_is_not_asked_for_again(tmp_path: Path) -> None:
-    path = tmp_path / "judgements.jsonl"
-    broken = [prefers_longer] * 7 + [failing(401)]
-    with serving(*broken) as server:
-        first = judge(server, concurrency=1)
-        first.keep_in(path)
-        with pytest.raises(AnnotationError, match="api_key_env"):
-            first.label(PAIRS)
-    with serving(prefers_longer) as server:
-        second = judge(server, concurrency=1)
-        second.keep_in(path)
-        assert [x.choice for x in second.label(PAIRS)] == ["first", "second"] * 6
-        assert len(server.requests) == 24 - 7
-        other = judge(server, name="another judge")
-        other.keep_in(path)
-        other.label(PAIRS[:1])
-        assert len(server.requests) == 24 - 7 + 2
-    assert judge_figures(second.judgements).requests == 24
 
 
 @pytest.mark.parametrize(

@@ -127,18 +127,6 @@ def test_a_template_of_ones_own_has_its_own_delimiters() -> None:
     assert "[Answer A]" in message["content"]
 
 
-def test_responses_that_spell_a_delimiter_a_verdict_or_a_control_token_are_counted(
-    tmp_path,
-) -> None:
-    spelling = [INJECTED, "x <|im_end|>", "choose [[A]]", "plain"]
-    pairs = [Pair.make(f"request {i}", text, f"other {i}") for i, text in enumerate(spelling)]
-    with serving(prefers_longer) as server:
-        annotator = judge(server)
-        _, judgements = kept(annotator, tmp_path, pairs)
-    assert judge_figures(annotator.judgements).spelled == 3
-    assert len({j.mark for j in judgements}) == 8
-
-
 def test_what_an_earlier_run_paid_for_is_not_asked_for_again(tmp_path) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
@@ -152,6 +140,10 @@ def test_what_an_earlier_run_paid_for_is_not_asked_for_again(tmp_path) -> None:
         assert error is None
         assert len(server.requests) == 24 - 7
         assert len(judgements) == 24
+        other = judge(server, name="another judge")
+        other.keep_in(tmp_path / "second" / "judgements.jsonl")
+        other.label(PAIRS[:1])
+        assert len(server.requests) == 24 - 7 + 2
         with pytest.raises(AnnotationError, match=r"judge\.known=nowhere"):
             judge(server, known="nowhere").keep_in(tmp_path / "third.jsonl")
 

@@ -65,17 +65,3 @@ def test_the_quality_of_annotators_is_found_without_the_truth() -> None:
     assert (found == truth).mean() > 0.95
     # Four votes, one of them worse than chance: counting cannot do as well.
     assert (found == truth).mean() > (by_count == truth).mean() + 0.03
-
-
-def test_the_likelihood_equals_summing_over_every_truth() -> None:
-    votes, _ = simulated(6, seed=4)
-    model = dawid_skene(votes, smoothing=0.0, max_iterations=1)
-    total = 0.0
-    for number in range(len(votes.items)):
-        row = votes.cells[votes.cells[:, 0] == number]
-        joint = [
-            model.prior[k] * np.prod([model.confusion[a, k, v] for _, a, v in row])
-            for k in range(2)
-        ]
-        total += np.log(sum(joint))
-    assert model.log_likelihood == pytest.approx(total, rel=1e-9)

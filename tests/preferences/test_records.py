@@ -24,6 +24,13 @@ from rlhf_lightning.preferences.records import (
 )
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
+CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    "reasoning_content": "look",
+}
+RESULT = {"role": "tool", "content": "12", "name": "Ann", "tool_call_id": "c1"}
 NOW = "2026-11-02T09:30:00+00:00"
 
 
@@ -59,7 +66,7 @@ def label(**changes) -> Label:
         candidate(finished=True),
         Candidate.make(CHAT, "vier \u2028 \U0001f600", model="m", settings={}, seed=0),
         Pair.make("q", "a", "b", domain="d", first_source="sft seed=1"),
-        Pair.make(CHAT, "a", "", columns={"answer": "b"}),
+        Pair.make((*CHAT, CALLING, RESULT), "a", "", columns={"answer": "b"}),
         label(choice="tie", seconds=1.25, reason="both fine", margin=0.0, kind="judge"),
     ],
 )
@@ -117,12 +124,6 @@ def test_a_bad_row_names_its_line(change: dict, message: str) -> None:
         from_row(Label, row, WHERE)
 
 
-def test_the_answer_shown_first_is_told_from_the_first_of_the_pair() -> None:
-    assert label(choice="first", order="second").shown_first_won is False
-    assert label(choice="second", order="second").shown_first_won is True
-    assert label(choice="tie").shown_first_won is None
-
-
 def test_calls_of_tools_can_be_read() -> None:
     call = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": "ü"}}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call, call]}
@@ -143,15 +144,3 @@ def test_raters_and_judges_are_shown_no_thoughts_unless_they_are_kept() -> None:
         asked = judge.prompt.question(pair, "first").messages[-1]["content"]
         assert asked.count("think>") == count
         assert "\nYes.\n" in asked
-
-
-def test_a_prompt_keeps_all_keys_of_its_messages(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    prompt = (
-        {"role": "user", "content": "why?", "name": "Ann"},
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "look"},
-        {"role": "tool", "content": "12", "tool_call_id": "c1"},
-    )
-    pair = Pair.make(prompt, "a", "b")
-    assert pair.prompt == prompt
-    assert from_row(Pair, json.loads(json.dumps(to_row(pair))), Location("f", 1)) == pair

@@ -11,8 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
-from rlhf_lightning.preferences.annotators import label_pairs
-from rlhf_lightning.preferences.records import Journal, Label, Pair
+from rlhf_lightning.preferences.records import Pair
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
@@ -89,17 +88,6 @@ def test_the_template_is_given_the_variables_of_a_pair_and_must_write_them(folde
     annotator._loaded[0].chat_template = "{{ tools | tojson if tools }}" + CHATML
     (told,) = annotator.label([pair])
     assert told.margin != without.margin
-
-
-def test_a_label_does_not_depend_on_what_is_asked_together_with_it(
-    folder: Path, tmp_path: Path
-) -> None:
-    together = RewardModelAnnotator(folder).label(PLAIN)
-    alone = RewardModelAnnotator(folder, batch_size=1, micro_batch_size=1)
-    kept = label_pairs(alone, PLAIN, Journal(tmp_path / "labels.jsonl", Label))
-    for one, other in zip(together, kept, strict=True):
-        assert one.choice == other.choice
-        assert one.margin == pytest.approx(other.margin, rel=1e-4, abs=1e-5)
 
 
 def test_an_answer_that_is_too_long_is_skipped_and_near_scores_are_ties(folder: Path) -> None:

@@ -15,10 +15,9 @@ from rlhf_lightning.preferences.annotation.store import (
     LabelStore,
     StoreError,
     Task,
-    describe_store,
 )
 from rlhf_lightning.preferences.records import Choice, Label
-from tests.builders.labels import make_pair, make_pairs
+from tests.builders.labels import make_pairs
 
 RATER = Path(__file__).with_name("labelling_process.py")
 
@@ -134,14 +133,6 @@ def test_a_skipped_pair_goes_to_others_and_does_not_come_back(store):
     assert store.progress("Ann").own == 0
 
 
-def test_adding_pairs_again_changes_nothing(store):
-    pairs = make_pairs(3)
-    assert store.add_pairs(pairs, labels_per_pair=2) == 3
-    assert store.add_pairs([*pairs, make_pair(9)], labels_per_pair=5) == 1
-    assert store.progress().wanted == 11
-    assert list(store.pairs()) == [*pairs, make_pair(9)]
-
-
 def test_labels_from_elsewhere_count_if_a_person_gave_them(store):
     pairs = make_pairs(2)
     store.add_pairs(pairs, labels_per_pair=1)
@@ -170,17 +161,6 @@ def test_one_person_is_one_rater_however_the_name_is_written(store):
     for bad in ("", "   ", "x" * 61, "Ann\u202e", "Ann\x00"):
         with pytest.raises(StoreError, match="name"):
             store.enter(bad)
-
-
-def test_the_status_shows_agreement_and_who_labelled_how_much(store):
-    store.add_pairs(make_pairs(4), labels_per_pair=2)
-    for rater, choices in {"Ann": ["first"] * 4, "Bob": ["first"] * 3 + ["second"]}.items():
-        for pair, choice in zip(make_pairs(4), choices, strict=True):
-            assert store.label(rater, pair.pair_id, choice)
-    lines = describe_store(store).splitlines()
-    assert lines[0].endswith("8 of 8 labels")
-    assert lines[1] == "Agreement: 75% on 4 pairs with several labels, kappa -0.14"
-    assert lines[2:] == ["Ann: 4 labels", "Bob: 4 labels"]
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
@@ -233,7 +213,7 @@ def test_a_killed_process_loses_no_label_that_it_told_of(tmp_path: Path):
     with LabelStore(path) as store:
         store.add_pairs(make_pairs(500), labels_per_pair=1)
     told: list[str] = []
-    for number in (1, 7, 20):
+    for number in (1, 20):
         process = start(path, "Ann")
         assert process.stdout is not None
         told += [process.stdout.readline().strip() for _ in range(number)]
@@ -245,4 +225,4 @@ def test_a_killed_process_loses_no_label_that_it_told_of(tmp_path: Path):
         # One may have been committed and not yet told.
         assert len(kept) - len(told) in (0, 1)
         told = kept
-    assert len(told) == len(set(told)) >= 28
+    assert len(told) == len(set(told)) >= 21

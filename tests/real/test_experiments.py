@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data.test_real_sets import EXPERIMENTS, FILES, source_of
+from tests.builders.real_sets import EXPERIMENTS, FILES, source_of
 from tests.entry.test_train import summary, train
 from tests.real.test_smollm2 import FOLDER
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
-from tests.builders.run_folders import fake_ppo_run, fake_reward_run, fake_sft_run
+from tests.builders.run_folders import fake_reward_run, fake_sft_run
 from tests.reports.test_page import Outline
 
 STAGES = [f"round_1/{name}" for name in ("sft", "reward", "ppo", "evaluate")]
@@ -54,26 +54,3 @@ def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_p
     links = re.findall(r'href="(.*?)"', page)
     assert links == [f"{name}/report.html" for name in STAGES[:2]]
     assert all((tmp_path / link).is_file() for link in links)
-
-
-def test_what_was_not_run_says_for_what_it_waits_and_the_top_says_what_to_do(
-    tmp_path: Path,
-) -> None:
-    page = write_report(pipeline(tmp_path)).read_text()
-    *_, ppo, evaluation = cards(page)
-    for card in (ppo, evaluation):
-        assert "not run" in card
-        assert "waits for round_1/reward" in card
-    text = Outline(page).text
-    assert text.index("accept=[reward]") < text.index("What was run") < text.index("Stages")
-
-
-def test_a_stage_that_failed_says_why(tmp_path: Path) -> None:
-    run = pipeline(tmp_path)
-    stage = fake_ppo_run(tmp_path / "round_1/ppo", 5)
-    write_summary(
-        stage, replace(read_summary(stage), status="failed", cause="OutOfMemoryError: 3 GiB")
-    )
-    ppo = cards(write_report(run).read_text())[2]
-    assert "failed" in ppo
-    assert "OutOfMemoryError: 3 GiB" in ppo

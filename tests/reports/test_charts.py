@@ -14,7 +14,6 @@ from rlhf_lightning.reports.charts import (
     WIDTH,
     Series,
     line_chart,
-    thin,
 )
 
 
@@ -34,20 +33,6 @@ def test_a_rising_curve_rises_and_spans_the_width():
     assert (ys[1] - ys[2]) / (ys[0] - ys[1]) == pytest.approx(3, rel=0.02)
 
 
-def test_the_healthy_band_lies_between_its_edges():
-    points = [(1, 0.0), (2, 2.0)]
-    svg = line_chart("kl", [Series("kl", points)], band=(0.5, 1.0))
-    (band,) = ET.fromstring(svg).iter("rect")
-    (line,) = drawn(svg)
-    top, height = float(band.get("y", "")), float(band.get("height", ""))
-    zero, two = line[0][1], line[1][1]
-    per_unit = (zero - two) / 2
-    assert top == pytest.approx(zero - 1.0 * per_unit, abs=0.2)
-    assert height == pytest.approx(0.5 * per_unit, abs=0.2)
-    far = line_chart("kl", [Series("kl", points)], band=(50.0, 100.0))
-    assert "<rect" not in far, "a band that is nowhere near stays off the axis"
-
-
 def test_values_that_are_not_finite_are_gaps():
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 3.0), (5, math.inf), (6, 1.0), (7, 2.0)]
     svg = line_chart("x", [Series("x", points)])
@@ -56,20 +41,3 @@ def test_values_that_are_not_finite_are_gaps():
     assert "inf" not in svg
     assert line_chart("x", [Series("x", [(1, math.nan)])]) == ""
     assert line_chart("x", [Series("x", [])]) == ""
-
-
-def test_a_long_curve_is_thinned_but_keeps_its_extremes():
-    points = [(float(i), math.sin(i / 50)) for i in range(20_000)]
-    points[7777] = (7777.0, 25.0)
-    thinned = thin(points, 240)
-    assert len(thinned) <= 260
-    assert (7777.0, 25.0) in thinned
-    assert thinned == sorted(thinned)
-    assert len(line_chart("x", [Series("x", points)])) < 15_000
-
-
-def test_references_and_titles_are_escaped():
-    svg = line_chart("<b>", [Series("a", [(1, 1), (2, 2)])], references=[("<i>&", 1.5)])
-    assert "<b>" not in svg
-    assert "&lt;i&gt;&amp;" in svg
-    ET.fromstring(svg)

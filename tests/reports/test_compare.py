@@ -7,52 +7,26 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.report import run
-from rlhf_lightning.reports.compare import (
-    curves_of,
-    read_runs,
-    render_comparison,
-    write_comparison,
-)
+from rlhf_lightning.reports.compare import render_comparison, write_comparison
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
-from rlhf_lightning.runs.summary import Status, read_summary, write_summary
+from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run
 from tests.evaluation.test_comparisons import values_of_run
 
 
-def job(
-    path: Path,
-    kl_coef: float,
-    rate: float,
-    kl: float,
-    status: Status = "completed",
-) -> RunFolder:
-    """A sweep's job with this setting and this outcome; its interval is 0.04 wide."""
-    folder = fake_ppo_run(path, 8)
-    metrics = dict(read_summary(folder).metrics) | {
-        "val/score_win_rate": rate,
-        "val/score_win_rate_low": rate - 0.02,
-        "val/score_win_rate_high": rate + 0.02,
-        "val/kl_per_token": kl,
-    }
-    write_summary(folder, replace(read_summary(folder), metrics=metrics, status=status))
-    text = f"seed: 1\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
-    folder.config.write_text(text)
-    return folder
-
-
 def sweep(folder: Path) -> list[RunFolder]:
+    """Write four jobs of a sweep, each with its setting and its outcome."""
     outcomes = ((0.01, 0.90, 0.80), (0.05, 0.84, 0.40), (0.1, 0.83, 0.20), (0.2, 0.70, 0.10))
-    return [
-        job(folder / str(i), kl_coef, rate, kl) for i, (kl_coef, rate, kl) in enumerate(outcomes)
-    ]
-
-
-def test_runs_that_failed_are_shown(tmp_path):
-    folders = sweep(tmp_path)
-    failed = job(tmp_path / "4", 0.15, 0.99, 0.01, status="failed")
-    page = render_comparison([*folders, failed])
-    assert "1 did not end" in page
-    assert "<td>failed</td>" in page
+    jobs = [fake_ppo_run(folder / str(i), 8) for i in range(len(outcomes))]
+    for job, (kl_coef, rate, kl) in zip(jobs, outcomes, strict=True):
+        name = "val/score_win_rate"
+        metrics = {name: rate, f"{name}_low": rate - 0.02, f"{name}_high": rate + 0.02}
+        summary = read_summary(job)
+        metrics = dict(summary.metrics) | metrics | {"val/kl_per_token": kl}
+        write_summary(job, replace(summary, metrics=metrics))
+        text = f"seed: 1\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
+        job.config.write_text(text)
+    return jobs
 
 
 def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_path):
@@ -66,20 +40,6 @@ def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_pat
     assert "kl_coef=0.05" in page  # a label
     assert "/home/me" not in page
     assert not re.search(r"(https?:)?//[a-z]|url\(|<script|<img|<link", page, re.I)
-
-
-def test_runs_that_differ_in_the_seed_alone_are_one_line_with_a_bar_from_lowest_to_highest(
-    tmp_path,
-):
-    folders = [job(tmp_path / str(i), 0.05, 0.8, 0.2) for i in range(3)]
-    for seed, folder in enumerate(folders):
-        folder.config.write_text(folder.config.read_text().replace("seed: 1", f"seed: {seed}"))
-    other = job(tmp_path / "other", 0.2, 0.7, 0.1)
-    curve = next(f for f in curves_of(read_runs([*folders, other])) if f.code == "rollout/score")
-    assert list(curve.legends) == ["kl_coef=0.05, 3 seeds", "seed=1 kl_coef=0.2"]
-    # Eight iterations: a bar each of the three runs, none of the one.
-    assert curve.chart.count("faint s0") == 8
-    assert curve.chart.count("faint s1") == 0
 
 
 def test_the_command_writes_each_report_and_one_comparison_beside_the_runs(tmp_path):

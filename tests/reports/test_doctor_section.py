@@ -13,12 +13,6 @@ ALERT = DoctorEvent(
 ACTION = DoctorEvent(12, "action", "kl_high", "", "kl_coef from 0.05 to 0.1")
 
 
-def test_a_healthy_run_says_that_somebody_watched():
-    page = doctor_section([WATCH])
-    assert "2 detectors watched, none found anything" in page
-    assert "<li>" not in page
-
-
 def test_an_alert_stands_there_with_cause_and_remedy_and_nothing_of_it_is_markup():
     page = doctor_section([WATCH, ALERT, ACTION])
     for part in ("iterations 12 to the end", "too loose", "hold", "kl_coef from 0.05 to 0.1"):

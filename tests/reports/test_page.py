@@ -116,19 +116,6 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path):
         page.encode("utf-8")
 
 
-def test_without_comparison_the_best_and_the_worst_of_the_last_iteration_are_shown(tmp_path):
-    folder = RunFolder(tmp_path)
-    write_summary(folder, Summary("ppo", "completed", 1))
-    samples = [{"prompt": "p", "response": f"answer {i}", "score": float(i)} for i in range(20)]
-    SamplesAppender(folder.samples).append(1, [{**samples[0], "response": "of long ago"}])
-    SamplesAppender(folder.samples).append(2, samples)
-    text = Outline(render_report(folder)).text
-    shown = [int(n) for n in re.findall(r"answer (\d+)", text)]
-    assert sorted(shown) == [0, 1, 2, 3, 16, 17, 18, 19]
-    assert "of long ago" not in text
-    assert text.index("answer 19") < text.index("answer 0")
-
-
 def test_secrets_of_the_configuration_are_hidden_and_nothing_else(tmp_path):
     folder = fake_ppo_run(tmp_path, 3)
     folder.config.write_text(
@@ -151,57 +138,3 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
     folder.summary.unlink()
     MetricsAppender(folder.metrics).append(2, {"rollout/score": 0.5})
     assert "Curves" in Outline(render_report(folder)).text
-
-
-def test_the_time_of_a_run_is_named_and_adds_up(tmp_path):
-    folder = fake_reward_run(tmp_path / "run", 10)
-    MetricsAppender(folder.metrics).append(11, {"time/update": 10.0, "time/validate": 30.0})
-    seconds = {"setup": 5.0, "fit": 45.0, "measure": 40.0, "export": 10.0}
-    write_summary(folder, replace(read_summary(folder), seconds=seconds | {"total": 100.0}))
-    page = render_report(folder)
-    named = re.findall(r"</i>([\w ,]+) <span>[\d.]+ (?:s|min \d+ s) · ([\d.]+) %", page)
-    assert dict(named) == {
-        "final evaluation": "40.0",
-        "validating": "30.0",
-        "updating": "10.0",
-        "exporting": "10.0",
-        "loading": "5.0",
-        "reading data, checkpoints, logs": "5.0",
-    }
-    assert "everything else" not in page
-
-
-def test_a_figure_whose_interval_holds_one_half_is_undecided_and_not_red(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 5)
-    rate = "val/score_win_rate"
-    open_ = {rate: 0.7, f"{rate}_low": 0.4, f"{rate}_high": 0.9}
-    write_summary(folder, replace(read_summary(folder), metrics=open_, gates=()))
-    page = render_report(folder)
-    assert '<p class="figure undecided">70.0 %</p>' in page
-    assert "Undecided" in page
-
-
-def test_a_run_that_ended_says_what_to_do_next(tmp_path):
-    def top(folder: RunFolder, **changes) -> str:
-        write_summary(folder, replace(read_summary(folder), **changes))
-        return Outline(render_report(folder)).text.partition("What was run")[0]
-
-    ppo = fake_ppo_run(tmp_path / "ppo", 5)
-    assert "Next: 0.352 is below 0.36" in top(ppo)  # a gate failed
-    assert "Next: compare it" in top(ppo, gates=(), next="compare it")
-    assert "left no checkpoint" in top(ppo, status="failed", cause="disk full")
-    ppo.last_checkpoint.mkdir(parents=True)
-    assert "resume=auto" in top(ppo, status="failed", cause="disk full")
-
-
-def test_the_page_says_from_what_on_what_and_on_how_many_prompts(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 2)
-    assert "What was run" not in render_report(folder), "a summary of an earlier version"
-    about = {"trained from": "org/base", "data": HOSTILE, "reward": "f"}
-    old = read_summary(folder)
-    metrics = dict(old.metrics) | {"val/num_prompts": 512.0}
-    write_summary(folder, replace(old, about=about, metrics=metrics))
-    page = Outline(render_report(folder))
-    told = page.text[page.text.index("What was run") : page.text.index("Curves")]
-    assert told.index("org/base") < told.index("alert") < told.index("512 held-out prompts")
-    assert not page.tags & {"script", "img"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from rlhf_lightning.runs.doctor_log import (
     DoctorEvent,
     actions_of,
@@ -11,8 +9,6 @@ from rlhf_lightning.runs.doctor_log import (
     read_events,
     write_events,
 )
-from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 
 
 def alert(iteration: int, level: str, name: str = "kl_high", value: float = 1.2) -> DoctorEvent:
@@ -56,13 +52,3 @@ def test_alerts_before_a_rollback_are_not_cleared_by_what_comes_after_it():
     entries = alerts_of([alert(6, "alarm"), rollback, alert(6, "warn"), alert(8, "healthy")])
     assert [(e["raised_at"], e["cleared_at"]) for e in entries] == [(6, None), (6, 8)]
     assert [a["kind"] for a in actions_of([rollback])] == ["rollback"]
-
-
-def test_the_summary_holds_alerts_and_actions(tmp_path):
-    folder = RunFolder(tmp_path)
-    write_events(folder.doctor, EVENTS)
-    write_summary(folder, new_summary("ppo", seed=1, config_hash="x"))
-    content = json.loads(folder.summary.read_text())
-    assert [a["detector"] for a in content["alerts"]] == ["kl_high", "kl_high", "safety"]
-    assert content["actions"][0]["changes"] == {"kl_coef": [0.05, 0.1]}
-    assert read_summary(folder).alerts[0]["cause"] == "c"

@@ -10,8 +10,6 @@ from rlhf_lightning import SFTModule
 from rlhf_lightning.data.sources.base import HubSource
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.runs.hub import (
-    base_licence,
-    hub_base,
     hub_snapshot,
     tell_of_cache,
     unreachable_hub,
@@ -50,37 +48,6 @@ def test_without_the_hub_a_model_that_was_loaded_before_is_used_and_named(away, 
     for _ in range(2):
         assert loading_options("me/m") == {"trust_remote_code": False}
     assert [r.message.endswith("me/m is what was loaded before") for r in caplog.records] == [True]
-
-
-def with_card(folder, matter):
-    folder.mkdir(exist_ok=True)
-    (folder / "README.md").write_text(f"---\n{matter}\n---\n\n# A model\n")
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("configured", "matter", "licence"),
-    [
-        ("llama3.1", "license: mit", "llama3.1"),
-        (None, "license: mit", "mit"),
-        (None, "language: en", "unknown"),
-    ],
-)
-def test_the_licence_is_that_of_the_configuration_else_of_the_card(
-    tmp_path, configured, matter, licence
-):
-    assert base_licence(configured, with_card(tmp_path, matter)) == licence
-
-
-def test_the_root_on_the_hub_is_handed_down_by_our_own_cards(tmp_path):
-    assert hub_base("org/base") == "org/base"
-    folder = with_card(tmp_path / "sft", "base_model: org/base")
-    assert hub_base(folder) == "org/base"
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    assert hub_base(str(bare)) is None
-    assert hub_base(str(bare), "org/configured") == "org/configured"
-    assert hub_base(folder, "org/configured") == "org/base"
 
 
 def test_only_of_a_folder_in_the_hubs_cache_is_it_certain_what_it_is(tmp_path):

@@ -2,25 +2,15 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from huggingface_hub import ModelCard, metadata_load
 
 from rlhf_lightning.runs.model_card import CardFacts, add_figures, write_model_card
 from rlhf_lightning.runs.summary import GateResult
 
-NORMALIZED = "mean 0 and standard deviation 1"
-
 
 def facts(stage="reward", **changes):
     given = {"run": "run", "base": "sft", "data": "world", "licence": "apache-2.0"}
     return CardFacts(stage=stage, is_reward=stage == "reward", **(given | changes))
-
-
-@pytest.mark.parametrize(("metrics", "said"), [({"reward/sample_std": 2.0}, True), ({}, False)])
-def test_a_reward_models_card_says_that_it_is_normalized_only_if_it_is(tmp_path, metrics, said):
-    text = write_model_card(tmp_path, facts(metrics=metrics)).read_text()
-    assert (NORMALIZED in text) is said
-    assert "Trained from: sft" in text
 
 
 def test_the_hub_can_read_the_front_matter(tmp_path):
@@ -40,18 +30,6 @@ def test_the_hub_can_read_the_front_matter(tmp_path):
     text = ModelCard.load(path).text
     assert "| ppo.kl_coef | 0.05 |" in text
     assert "Data: world, org/data" in text
-
-
-def test_gates_stand_in_the_card_also_those_that_were_missed(tmp_path):
-    gates = (
-        GateResult("accuracy", 0.7, 0.85, False, "val/accuracy is 0.700, wanted at least 0.85"),
-        GateResult("length", 0.5, 0.9, True, "fine"),
-    )
-    text = write_model_card(tmp_path, facts(gates=gates, metrics={"val/accuracy": 0.7})).read_text()
-    assert "| accuracy | NOT PASSED: val/accuracy is 0.700, wanted at least 0.85 |" in text
-    assert "| length | passed: fine |" in text
-    assert "## Final metrics" in text
-    assert "| val/accuracy | 0.7 |" in text
 
 
 def test_the_card_of_an_adapter_is_one_of_peft(tmp_path):
@@ -84,15 +62,10 @@ def test_what_comes_from_outside_is_plain_text_of_a_card(tmp_path):
         "reward",
         base=HOSTILE,
         data=HOSTILE,
-        run=HOSTILE,
-        against=HOSTILE,
-        checkpoint=HOSTILE,
-        licence=HOSTILE,
         hub_base=HOSTILE,
         datasets=(HOSTILE,),
         metrics={HOSTILE: 1.0},
         settings={HOSTILE: HOSTILE},
-        versions={HOSTILE: HOSTILE},
         gates=(GateResult(HOSTILE, passed=False, value=1.0, threshold=2.0, reason=HOSTILE),),
         reward={"reward_offset": 1.0, "pad_token": "<|pad|>`" + HOSTILE},
     )

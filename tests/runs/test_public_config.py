@@ -16,8 +16,6 @@ from rlhf_lightning.runs.public_config import (
     [
         ("/home/me/models/sft", ".../sft"),
         ("/home/me/rewards.py:score", ".../rewards.py:score"),
-        ("data is at /mnt/x/y.jsonl, there", "data is at .../y.jsonl, there"),
-        ("artifacts/demo/sft", "artifacts/demo/sft"),
         ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
     ],
 )
@@ -53,10 +51,8 @@ def test_folders_secrets_and_who_is_told_are_left_out():
         ("+x.api_key=abc", f"+x.api_key={REMOVED}"),
         ("scorer.headers.X=abc", f"scorer.headers.X={REMOVED}"),
         ("scorer.url=http://me:pw@host/v1", "scorer.url=http://host/v1"),
-        ("dataset.path=/home/me/pairs.jsonl", "dataset.path=.../pairs.jsonl"),
         ("data.also=[/home/me/a,/home/me/b]", "data.also=[.../a,.../b]"),
         ("+experiment=ppo", "+experiment=ppo"),
-        ("~callbacks.doctor", "~callbacks.doctor"),
     ],
 )
 def test_words_of_a_command_line_are_shown_without_secrets_and_folders(word, shown):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -64,12 +63,3 @@ def test_what_a_killed_publication_left_is_removed(tmp_path):
     write(tmp_path / "sft", config="1")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".sft.tmp-99", "sft"]
     assert names(tmp_path / "sft") == [WRITTEN, "config"]
-
-
-def test_a_block_that_fails_leaves_the_former_folder(tmp_path):
-    write(tmp_path / "sft", config="1")
-    with pytest.raises(FileNotFoundError):
-        write(tmp_path / "sft", **{"no/folder": "2"})
-    assert names(tmp_path / "sft") == [WRITTEN, "config"]
-    shutil.rmtree(tmp_path / "sft")
-    assert not list(tmp_path.iterdir())

@@ -8,21 +8,11 @@ import pytest
 
 from rlhf_lightning.runs.stopping import (
     RunStoppedError,
-    SaveClock,
-    SignalWatch,
     deadline,
     stopping_on_signals,
 )
 
 START = datetime(2026, 11, 21, 22, 0).timestamp()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.time = START
-
-    def __call__(self) -> float:
-        return self.time
 
 
 @pytest.mark.parametrize(
@@ -47,53 +37,6 @@ def test_slurm_says_when_the_job_ends():
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(ValueError, match="3h50m"):
         deadline(text, started=START)
-
-
-def test_minutes_are_counted_from_the_last_save():
-    now = Clock()
-    clock = SaveClock(every_minutes=10, now=now)
-    clock.start()
-    now.time += 599
-    assert not clock.save_is_due()
-    now.time += 1
-    assert clock.save_is_due()
-    with clock.saving():
-        now.time += 30
-    now.time += 590
-    assert not clock.save_is_due()
-    now.time += 10
-    assert clock.save_is_due()
-    assert not clock.must_stop(), "there is no deadline"
-
-
-def test_a_deadline_leaves_room_for_the_longest_iteration_and_two_saves():
-    now = Clock()
-    clock = SaveClock(deadline=START + 1000, now=now)
-    clock.start()
-    now.time += 100
-    clock.end_iteration()
-    assert clock.save_is_due(), "the first save shows how long one takes"
-    with clock.saving():
-        now.time += 50
-    assert not clock.save_is_due()
-    now.time += 40
-    clock.end_iteration()  # a short one does not count
-    now.time = START + 1000 - 125 - 100 - 1
-    assert not clock.must_stop()
-    now.time += 1
-    assert clock.must_stop()
-
-
-def test_a_signal_is_noted_and_its_handler_comes_back():
-    before = signal.getsignal(signal.SIGTERM)
-    watch = SignalWatch()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        watch.start()
-        assert watch.received is None
-        os.kill(os.getpid(), number)
-        assert watch.received is number
-        watch.stop()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_outside_of_training_a_signal_stops_at_once():

@@ -9,13 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import (
     GateResult,
-    Summary,
-    git_commit,
     new_summary,
     read_summary,
     write_summary,
@@ -45,32 +41,6 @@ def test_a_summary_is_read_back_as_written_with_the_promised_keys(tmp_path):
     assert summary.passed
     assert not replace(summary, gates=(gate, replace(gate, passed=False))).passed
     assert {"python", "torch"} <= set(content["versions"])
-
-
-def test_a_stage_is_a_name():
-    with pytest.raises(ValueError, match="stage='PPO run'"):
-        Summary("PPO run", "running", 1)
-
-
-def test_a_missing_or_damaged_summary_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"summary\.json is missing"):
-        read_summary(RunFolder(tmp_path))
-    (tmp_path / "summary.json").write_text("{")
-    with pytest.raises(ValueError, match=r"summary\.json cannot be read"):
-        read_summary(RunFolder(tmp_path))
-
-
-def test_the_commit_is_that_of_the_folder_and_says_if_files_differ(tmp_path):
-    assert git_commit(tmp_path) is None
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    (tmp_path / "file").write_text("1")
-    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True)
-    clean = git_commit(tmp_path)
-    assert clean is not None
-    assert len(clean) == 40
-    (tmp_path / "file").write_text("2")
-    assert git_commit(tmp_path) == f"{clean}-dirty"
 
 
 WRITER = """

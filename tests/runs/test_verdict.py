@@ -99,47 +99,16 @@ def test_a_failed_gate_and_a_failed_run_are_said():
     assert "resume=auto" in verdict(Summary("ppo", "running", 1)).sentence
 
 
-def test_a_pipeline_ends_in_the_verdict_on_its_last_stage_not_in_the_figures_of_all():
-    last = ppo(0.8, 0.76, 0.84).metrics
-    every = {f"round_1/ppo/figure_{i}": 0.5 for i in range(300)}
-    result = verdict(Summary("pipeline", "completed", 1, metrics=last | every))
-    assert (result.tone, result.number) == ("good", "80.0 %")
-    assert len(result.facts) < 20
-    stopped = verdict(Summary("pipeline", "stopped", 1, metrics={"val/accuracy": 0.7} | every))
-    assert stopped.number == "70.0 %"
-    dpo = {"val/accuracy": 0.66, "val/gold_win_rate": 0.3}  # it measures the accuracy of its pairs
-    dpo |= {"val/gold_win_rate_low": 0.26, "val/gold_win_rate_high": 0.34}
-    result = verdict(Summary("pipeline", "completed", 1, metrics=dpo | every))
-    assert (result.tone, result.number) == ("bad", "30.0 %")
-
-
-@pytest.mark.parametrize(("stage", "judge"), [("evaluate", "judge"), ("ppo", "human")])
-def test_a_win_rate_by_a_judge_or_by_people_is_the_headline(stage, judge):
-    key = f"val/{judge}_win_rate"
-    metrics = {key: 0.7, f"{key}_low": 0.6, f"{key}_high": 0.8, f"val/{judge}_num_pairs": 80.0}
-    result = verdict(Summary(stage, "completed", 1, metrics=metrics))
-    assert (result.tone, result.number) == ("good", "70.0 %")
-    scored = metrics | {"val/score_win_rate": 0.9, "val/score_win_rate_low": 0.85}
-    assert verdict(Summary(stage, "completed", 1, metrics=scored)).number == "70.0 %"
-    by_gold = scored | {"val/gold_win_rate": 0.4}
-    result = verdict(Summary("evaluate", "completed", 1, metrics=by_gold))
-    assert result.number == "40.0 %"
-    assert {"70.0 %", "90.0 %"} <= {fact.value for fact in result.facts}
-
-
 @pytest.mark.parametrize(
     ("stage", "figure", "count", "noun"),
     [
         ("reward", "val/accuracy", "val/num_pairs", "pair"),
-        ("evaluate", "val/human_win_rate", "val/human_num_pairs", "pair"),
         ("ppo", "val/gold_win_rate", "val/num_prompts", "prompt"),
         ("evaluate", "best_of/4/gold_win_rate", "val/num_prompts", "prompt"),
-        ("ppo", "val/teacher_kl_per_token", "val/num_prompts", "prompt"),
     ],
 )
 def test_a_figure_of_few_prompts_or_pairs_is_no_headline(stage, figure, count, noun):
     metrics = {figure: 0.75, f"{figure}_low": 0.6, f"{figure}_high": 0.8, count: 30.0}
-    metrics |= {"val/baseline_teacher_kl_per_token": 1.0, "val/baseline_score": 0.0}
     known = verdict(Summary(stage, "completed", 1, metrics=metrics))
     few = verdict(Summary(stage, "completed", 1, metrics=metrics | {count: 6.0}))
     assert known.number

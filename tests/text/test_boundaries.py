@@ -17,8 +17,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_lightning.data.encode import encode_all
-from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-from rlhf_lightning.data.summary import render_examples
+from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids
 from tests.builders.models import tiny_tokenizer
 
@@ -236,50 +235,3 @@ def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
     for answer in ("w5 w6", " w5 w6"):
         (found,) = prompt_and_responses("w3 w4", [answer], tokenizer)
         assert found == ([3, 4, 5, 6, 1], 2, False)
-
-
-def test_white_space_that_has_other_tokens_in_front_of_an_answer_is_counted():
-    tokenizer = made("byte level")
-    pairs = [
-        ("Say:\n\n", "x"),
-        ("Say:\n\n", "x y"),
-        ("Say:\n", "x"),
-        ("Say:\n\n", "日"),
-        ("a", "\n"),
-    ]
-    rows, report = encode_all([DemonstrationRecord(*pair) for pair in pairs], tokenizer, **WIDE)
-    assert report.num_merged == 3
-    assert [tokenizer.decode(r.input_ids[r.loss_mask]) for r in rows[:2]] == ["x</s>", "x y</s>"]
-    # Its white space is one token in front of letters too.
-    whole = made("metaspace first")
-    rows, report = encode_all([DemonstrationRecord(*pair) for pair in pairs], whole, **WIDE)
-    assert report.num_merged == 0
-
-
-def test_rows_whose_boundary_is_in_a_token_are_counted_and_their_prompts_are_cut_as_usual():
-    tokenizer = made("byte level")
-    records = [DemonstrationRecord("Say ", "4"), DemonstrationRecord("Say", " 4")]
-    rows, report = encode_all(records, tokenizer, **WIDE)
-    assert report.num_merged == 1
-    assert rows[0].input_ids.tolist() == rows[1].input_ids.tolist()
-    rows, report = encode_all(records, tokenizer, max_length=3, over_long="truncate_left")
-    assert [tokenizer.decode(row.input_ids) for row in rows] == ["y 4</s>"] * 2
-    assert (report.num_merged, report.num_truncated) == (1, 2)
-    pair = PreferenceRecord("Say ", "4", "x")
-    (row,), report = encode_all([pair], tokenizer, **WIDE)
-    assert tokenizer.decode(row.chosen_input_ids[: row.prompt_length]) == "Say"
-    assert (report.num_merged, len(report.dropped)) == (1, 0)
-    (prompt,), report = encode_all([PromptRecord("Say ")], tokenizer, **WIDE)
-    assert tokenizer.decode(prompt.input_ids) == "Say "
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_examples_on_the_screen_show_what_is_learnt(tokenizers, kind):
-    tokenizer = tokenizers[kind]
-    shown = []
-    for answer in ("x4", " x4"):
-        rows, _ = encode_all([DemonstrationRecord("2+2=", answer)], tokenizer, **WIDE)
-        shown.append(render_examples(rows, tokenizer, 1).partition("]]")[0])
-    spaced = " " if kind == "word pieces" else ""
-    assert shown[1].endswith("[[ x4</s>" if kind != "word pieces" else "[[ x4 </s>")
-    assert shown[0].endswith(f"[[{spaced}x4{spaced}</s>")

@@ -3,7 +3,6 @@
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.text.render import render_chat
 from rlhf_lightning.text.tokenizers import load_tokenizer, read_template
 from tests.builders.tokenizers import build_tokenizer
@@ -60,11 +59,6 @@ def test_a_template_that_is_nowhere_is_an_error_that_names_ours(folder):
         load_tokenizer(folder, chat_template="chatlm")
 
 
-def test_a_conversation_without_a_template_names_the_setting(folder):
-    with pytest.raises(ValueError, match=r"model\.chat_template"):
-        render_chat((USER,), load_tokenizer(folder))
-
-
 def test_modules_take_and_keep_a_template(tmp_path):
     from rlhf_lightning import DPOModule, SFTModule
     from tests.builders.models import tiny_policy, tiny_tokenizer
@@ -76,13 +70,3 @@ def test_modules_take_and_keep_a_template(tmp_path):
         module = cls.from_pretrained(policy, chat_template="no_roles")
         assert module.tokenizer.chat_template == read_template("no_roles")
         assert module.hparams["chat_template"] == read_template("no_roles")
-
-
-@pytest.mark.parametrize(("template", "warned"), [("chatml", True), (None, False)])
-def test_plain_prompts_beside_a_chat_template_are_said_once(folder, template, warned, recwarn):
-    from rlhf_lightning import PromptDataModule
-
-    rows = GivenRows([{"prompt": f"p{i}"} for i in range(4)], validation_fraction=0.0)
-    tokenizer = load_tokenizer(folder, chat_template=template)
-    PromptDataModule(rows, tokenizer, batch_size=2, num_iterations=1).setup()
-    assert sum("chat template" in str(each.message) for each in recwarn) == warned

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
-from dataclasses import replace
 
 import pytest
-import torch
 
-from rlhf_lightning.callbacks.run_tables import describe_rows
 from rlhf_lightning.text.decode import response_texts
-from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
-from tests.builders.models import prompt_batch, tiny_tokenizer
-from tests.builders.stages import tiny_module
-from tests.builders.tokenizers import CHATML, build_tokenizer, family_tokenizer
+from rlhf_lightning.text.tokens import prompt_and_responses
+from tests.builders.models import tiny_tokenizer
+from tests.builders.tokenizers import family_tokenizer
 from tests.text.test_boundaries import ANSWERS, KINDS, PROMPTS, made
 
 
@@ -83,29 +77,3 @@ def test_a_long_run_of_bytes_is_decoded_from_its_start():
 
 def test_words_of_a_word_level_tokenizer_are_decoded_alone():
     assert response_texts([[3, 4]], [[5, 6]], tiny_tokenizer()) == ["w5 w6"]
-
-
-def test_the_saved_batch_of_a_fault_has_responses_with_their_first_space():
-    tokenizer = made("prepend")
-    prompt = tokenizer("2+2=", add_special_tokens=False).input_ids
-    four = tokenizer("2+2= 4", add_special_tokens=False).input_ids[len(prompt) :]
-    module = tiny_module()
-    module.configure_model()
-    rollout, _ = module.collect_rollout(prompt_batch([[3] * len(prompt)]), 0)
-    rest = torch.full((1, rollout.sequences.shape[1] - len(prompt) - len(four)), 0)
-    mask = torch.arange(rollout.response_mask.shape[1])[None] < len(four)
-    sequences = torch.cat([torch.tensor([[*prompt, *four]]), rest], 1)
-    [row] = describe_rows(replace(rollout, sequences=sequences, response_mask=mask), tokenizer)
-    assert row["response"] == " 4"
-    [row] = describe_rows(replace(rollout, sequences=sequences, response_mask=mask), None)
-    assert row["response"] == four  # of a module that knows no tokenizer
-
-
-def test_what_is_known_of_a_tokenizer_goes_with_it():
-    tokenizer = build_tokenizer(template=CHATML)
-    response_texts([[5]], [[6]], tokenizer)
-    TextEncoder(tokenizer)
-    gone = weakref.ref(tokenizer)
-    del tokenizer
-    gc.collect()
-    assert gone() is None

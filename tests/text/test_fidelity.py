@@ -12,12 +12,11 @@ from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.text.render import ChatTemplateError, render_chat
-from rlhf_lightning.text.tokenizers import read_template
 from tests.builders.tokenizers import build_tokenizer
 from tests.text.conversations import CONVERSATIONS, TOOLS, said
-from tests.text.written import letter
 
 # A letter a conversation: . all is written, L something is lost, R the template refuses it.
+# Of templates of one row one is listed.
 # As published, by way of TRL (Apache 2.0), from whose installed package they are read.
 PUBLISHED = {
     "cohere": ".............LLRRLRRRL",
@@ -26,41 +25,17 @@ PUBLISHED = {
     "deepseekv3": ".........LLL.LL......L",
     "diffusion_gemma": "..................L...",
     "gemma": ".R...........LLRRLRRRL",
-    "gemma3": ".............LLRRLRRRL",
     "gemma4": ".............LL...L...",
     "gemma4_v2": ".............LL.......",
-    "gemma4_v3": ".............LL...L...",
-    "gemma4_v4": ".............LL...L...",
-    "gemma4_v5": "..................L...",
-    "glm4moe": "......................",
     "gptoss": "................L.RL..",
     "idefics3": ".............LLLLL...L",
     "lfm2": ".............LLLLL....",
-    "lfm2_2_5": "......................",
-    "lfm2_2_5_v2": "......................",
-    "lfm2_2_5_vl": "......................",
-    "lfm2_v2": ".............LL.......",
-    "llama3": ".............LLLLL...L",
     "llama3_1": ".............LL.R.....",
-    "llama3_2": ".............LL.R.....",
     "llava_next": ".............LLRRLR..L",
-    "muse_glimmer": "......................",
-    "nemotron_3_5_lightning": "......................",
-    "nemotron_3_nano": "......................",
-    "nemotron_3_super": "......................",
-    "nemotron_3_ultra": "......................",
     "phi3": ".............LLLLLL..L",
-    "phi3_5": ".............LLLLLL..L",
-    "qwen2_5": ".............LL.......",
-    "qwen2_5_vl": ".............LLLLL...L",
     "qwen3": "......................",
-    "qwen3_5_nothink": "...................R..",
-    "qwen3_5_think": "...................R..",
-    "qwen3_6": "...................R..",
     "qwen3_8": "...................R..",
-    "qwen3_instruct_2507": ".............LL.......",
     "qwen3_vl": ".............LL....L..",
-    "smolvlm": ".............LLLLL...L",
 }
 # What templates of other families do with a message, in a form of our own.
 TURNS = "{% for m in messages %}<|{{ m.role }}|>BODY</s>{% endfor %}"
@@ -71,7 +46,6 @@ LAST = (  # Mistral: the system text stands in the last turn of the user
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}"
     "{% endfor %}"
 )
-PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
 THOUGHTS = "{% if m.thinking %}<|channel|>{{ m.thinking }}<|end|>{% endif %}{{ m.content }}"
 CALLS = (
     "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>"
@@ -83,20 +57,12 @@ SECOND = (  # as Kimi K2 Thinking: the first answer that calls no tool has no th
 )
 NEEDS_TOOLS = "{% for t in tools %}{{ t.function | tojson }}{% endfor %}"  # as Hermes 2 Pro
 FAMILIES = {
-    "ChatML, Zephyr, Yi": (TURNS.replace("BODY", "{{ m.content }}"), ".............LLLLL...L"),
     "SmolLM 2, Granite": (
         TURNS.replace("BODY", "{{ m.content | trim }}"),
         ".............LLLLL...L",
     ),
     "Mistral v3": (FIRST + LAST, ".............LLLLLLL.L"),
-    "Llama 2": (FIRST + LAST.replace("users[-1]", "users[0]"), ".............LLLLLLL.L"),
-    "R1, distilled": (
-        TURNS.replace("BODY", "{{ m.content.split('</think>')[-1] }}"),
-        ".........LLL.LLLLL...L",
-    ),
-    "LLaVA": (TURNS.replace("BODY", PARTS), ".............LLLLL...L"),
     "Harmony": (TURNS.replace("BODY", THOUGHTS), "...............LLL...L"),
-    "DeepSeek V3": (TURNS.replace("BODY", CALLS), ".............LL......L"),
     "Kimi K2 Thinking": (TURNS.replace("BODY", SECOND), ".............L.LLL...L"),
     "needs tools": (NEEDS_TOOLS + TURNS.replace("BODY", "{{ m.content }}"), "R" * 21 + "."),
     "Falcon": (
@@ -131,14 +97,6 @@ def row(tokenizer):
     return letters
 
 
-def independent_row(tokenizer):
-    """Return the same by what transformers writes."""
-    return "".join(
-        letter(tokenizer, messages, TOOLS if name == "tools" else None)
-        for name, messages in CONVERSATIONS.items()
-    )
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_a_published_template_does_not_write_is_known(name):
@@ -148,7 +106,6 @@ def test_what_a_published_template_does_not_write_is_known(name):
         pytest.skip("TRL, whose package holds the published templates, is not installed")
     tokenizer = build_tokenizer(template=file.read_text())
     assert row(tokenizer) == PUBLISHED[name]
-    assert independent_row(tokenizer) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,10 +113,6 @@ def test_what_a_family_of_templates_does_not_write_is_known(family):
     template, expected = FAMILIES[family]
     tokenizer = build_tokenizer(template=template)
     assert row(tokenizer) == expected
-    rewritten = {"upper case": ("old_thought",)}  # texts of digits stay
-    found = zip(CONVERSATIONS, independent_row(tokenizer), strict=True)
-    named = ("L" if name in rewritten.get(family, ()) else each for name, each in found)
-    assert "".join(named) == expected
 
 
 DROPS_TOOLS = "{% for m in messages if m.role != 'tool' %}{{ m.content }}</s>{% endfor %}"
@@ -225,15 +178,6 @@ def test_tools_have_the_shape_in_which_servers_give_them(written, expected, bare
     assert text == f"<tool>{expected}" * 2 + "<|user|>2+2?</s><|assistant|>4</s>"
 
 
-def test_tools_of_another_kind_stay_as_they_are():
-    tools = "{{ tools | tojson }}" + TURNS.replace("BODY", "{{ m.content }}")
-    for tool in ({"type": "web_search", "name": "w"}, {"name": None, "title": "x"}):
-        text = render_chat(
-            tuple(QUESTION), build_tokenizer(template=tools), variables={"tools": [tool]}
-        )
-        assert text.startswith(json.dumps([tool]))
-
-
 def test_a_shape_that_a_template_does_not_take_is_refused():
     body = "{% if m.role == 'tool' %}{{ m.content[0:] if m.content is not string }}{% else %}"
     of_some = build_tokenizer(template=TURNS.replace("BODY", f"{body}{LIST}{{% endif %}}"))
@@ -256,9 +200,7 @@ def called(**arguments):
         ("a.values() | join(',')", {"city": "Rome", "days": 3}, ["city", "days"]),
         ("''", {"b": True}, ["b", "true"]),
         ("a.keys() | join(',')", {"x": 1, "b": True, "list": [False]}, ["1", "true", "false"]),
-        ("a.x.values() | list", {"x": {"y": "z"}}, ["x", "y"]),
         ("a | tojson", {"x": {"y": True}, "z": [False, None]}, []),
-        ("a", {"x": {"y": True}, "a b": "c"}, []),
         ("'city=' ~ a.city", {"city": "Rome"}, []),
         ("'on: ' ~ ('yes' if a.on else 'no')", {"on": True}, ["true"]),
     ],
@@ -292,30 +234,6 @@ def test_a_system_text_may_be_put_into_the_users_turn():
     ((row,), _) = encoded([bad], STRICT, system_into_user=True)
     text = build_tokenizer().decode(row.input_ids)
     assert text.startswith("<|user|>Be brief.\n\n2+2?<|assistant|>4")
-
-
-def test_a_conversation_with_tools_is_written_a_fixed_number_of_times():
-    tokenizer = build_tokenizer(template=read_template("thoughts_and_tools"))
-    written = []
-    apply = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *given, **options: (
-        written.append(1),
-        apply(*given, **options),
-    )[1]
-
-    def count(turns):
-        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-        exchange = (
-            {"role": "user", "content": "go on"},
-            {"role": "assistant", "content": "x y z", "tool_calls": [call]},
-            {"role": "tool", "content": "the result"},
-        )
-        written.clear()
-        render_chat(exchange * turns, tokenizer, variables={"tools": TOOLS})
-        return len(written)
-
-    count(1)
-    assert count(8) == count(2)
 
 
 def test_arguments_of_a_call_are_learnt_as_the_template_spells_them():

@@ -42,15 +42,6 @@ def test_a_template_that_writes_the_date_writes_one_that_stays(tmp_path, templat
         assert write_chat(ASKED, tokenizer).startswith(front + "<|im_start|>")
 
 
-def test_each_of_several_templates_writes_a_date_that_stays(tmp_path):
-    templates = {"default": LLAMA, "tool_use": DIRECT}
-    for load in (load_tokenizer, lambda folder: as_saved(str(folder), loading_options(folder))):
-        tokenizer = load(saved(tmp_path / "hub", templates))
-        assert write_chat(ASKED, tokenizer).startswith("Today Date: 26 Jul 2024\n<|im_start|>")
-        with_tools = tokenizer.apply_chat_template(list(ASKED), tools=[{}], tokenize=False)
-        assert with_tools.startswith("26-July-2024 2024 <|im_start|>")
-
-
 @pytest.mark.parametrize(
     ("template", "front"),
     [(LLAMA, "Today Date: 3 May 2025\n"), (DIRECT, "03-May-2025 2025 ")],
@@ -68,8 +59,3 @@ def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path,
         load_tokenizer(tmp_path / "sft", chat_template_arguments={"date_string": DATE})
     with pytest.raises(ValueError, match="enable_thinking=True, but the stage before wrote false"):
         load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": True})
-
-
-def test_a_tokenizer_without_a_template_writes_no_date(tmp_path):
-    folder = saved(tmp_path / "hub", None)
-    assert not load_tokenizer(folder, chat_template_arguments={"date_string": DATE}).chat_template

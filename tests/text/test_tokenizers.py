@@ -31,7 +31,7 @@ def test_a_tokenizer_without_pad_pads_with_eos_on_the_left(tmp_path):
     assert loaded.padding_side == "left"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma", "gpt2"])
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2"])
 def test_a_tokenizer_of_its_own_is_read_as_it_was_saved_whatever_the_model_type(
     tmp_path, model_type
 ):
