@@ -1,17 +1,73 @@
-"""The documentation names files and tests that exist, and its links lead somewhere."""
+"""The documentation names metrics, files and tests that exist, and every metric is in it."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.runs.metric_catalog import QUANTITIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+METRIC = re.compile(r"(?:rollout|ppo|dpo|sft|reward|val|doctor|time|throughput)/[a-z0-9_*]+")
+# What an f-string appends to a prefix that it was given: `*_low` of `val/gold_win_rate`.
+SUFFIX = re.compile(r"\*[a-z0-9_]{4,}")
+PLACEHOLDER = re.compile(r"<(name|domain)>")
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|yaml|md|json))(?:::(\w+))?`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Yield string literals; what an f-string fills in is written `*`."""
+    nodes = list(ast.walk(tree))
+    filled = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    pieces = {id(piece) for values in filled for piece in values}
+    for values in filled:
+        yield "".join(p.value if isinstance(p, ast.Constant) else "*" for p in values)
+    for node in nodes:
+        if isinstance(node, ast.Constant) and id(node) not in pieces:
+            yield str(node.value)
+
+
+def code_strings(pattern: re.Pattern[str]) -> set[str]:
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    found = [text for tree in trees for text in strings(tree)]
+    return {text for text in (*found, *QUANTITIES) if pattern.fullmatch(text)}
+
+
+def documented_metrics() -> set[str]:
+    text = PLACEHOLDER.sub("*", (ROOT / "docs" / "metrics.md").read_text())
+    return {m.group(1) for m in re.finditer(rf"`({METRIC.pattern})`", text)}
+
+
+def same(first: str, second: str) -> bool:
+    return fnmatch(first, second) or fnmatch(second, first)
+
+
+@pytest.mark.thorough
+def test_every_metric_of_the_code_is_documented() -> None:
+    # A prefix that is passed on ends in an underscore or a slash and names no metric itself.
+    code = {name for name in code_strings(METRIC) if not name.endswith("_")}
+    docs = documented_metrics()
+    assert {"rollout/kl_per_token", "ppo/approx_kl"} <= code
+    missing = {name for name in code if not any(same(name, other) for other in docs)}
+    assert not missing, f"docs/metrics.md lacks {sorted(missing)}"
+
+
+@pytest.mark.thorough
+def test_every_documented_metric_is_in_the_code() -> None:
+    docs = documented_metrics()
+    assert len(docs) > 30
+    code = code_strings(METRIC) | code_strings(SUFFIX)
+    unknown = {name for name in docs if not any(same(name, other) for other in code)}
+    assert not unknown, f"docs/metrics.md names {sorted(unknown)}, which nothing logs"
 
 
 def named_files(page: Path) -> Iterator[tuple[str, str | None]]:

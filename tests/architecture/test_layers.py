@@ -285,3 +285,15 @@ def test_entry_points_import_nothing_heavy_before_main() -> None:
     loaded = set(result.stdout.split())
     assert "rlhf_lightning" in loaded
     assert not loaded & HEAVY
+
+
+def test_few_functions_of_app_import() -> None:
+    inside = {
+        (file.name, node.lineno)
+        for file in (PACKAGE / "app").rglob("*.py")
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert 0 < len(inside) <= 15, "what is imported when is decided in app/start.py"
