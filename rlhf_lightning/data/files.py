@@ -177,16 +177,6 @@ def _batches(path: Path) -> Iterator[Any]:
         raise BadRecordError(Location(str(path)), found, "write it anew as Parquet") from error
 
 
-def class_names(path: Path, column: str) -> list[str]:
-    """Return the names of a column of `ClassLabel` in a Parquet or Arrow file; else none."""
-    if _READERS[extension(path)] is not _read_table:
-        return []
-    batch = next(_batches(path), None)
-    written = {} if batch is None else batch.schema.metadata or {}
-    types = json.loads(written.get(b"huggingface", "{}")).get("info", {}).get("features", {})
-    return list(types.get(column, {}).get("names", ()))
-
-
 _READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
     ".jsonl": _read_lines,
     ".json": _read_json,

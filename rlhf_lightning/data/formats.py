@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -32,12 +32,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.data.errors import (
     BadRecordError,
     Location,
-    SkippedRecords,
     closest,
     describe,
     wrong_value,
 )
-from rlhf_lightning.data.files import LocatedRow, Row
+from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.public_formats import (
     PROMPTS,
     TEXT_KEYS,
@@ -83,37 +82,6 @@ _EMPTY = ("None", "", "[]", "{}", "nan")
 _RENDERER_OPTIONS = frozenset(
     inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 )
-
-
-def parse_rows(
-    rows: Iterable[LocatedRow], parse: Callable[[Row, Location], Record], skipped: SkippedRecords
-) -> list[Record]:
-    """Return the records of one set.
-
-    Args:
-        rows: rows with their locations, or errors in place of rows.
-        parse: makes a record of a row, such as a `RowParser`.
-        skipped: raises at a bad record or notes it.
-
-    Raises:
-        BadRecordError: for a bad record (unless skipped), and if no record is left.
-    """
-    records: list[Record] = []
-    where = Location("the source")
-    num_before = len(skipped.messages)  # of the other split of the source
-    for where, row in rows:
-        try:
-            if isinstance(row, BadRecordError):
-                raise row
-            records.append(parse(row, where))
-        except BadRecordError as error:
-            skipped.add(error)
-    skipped.log(where.source, len(records))
-    if not records:
-        bad = skipped.messages[num_before:] or ["the source is empty"]
-        found = f"no record is left: all {len(skipped.messages) - num_before} were bad"
-        raise BadRecordError(Location(where.source), found, f"mend them; the first: {bad[0]}")
-    return records
 
 
 class RowParser:

@@ -37,7 +37,7 @@ from rlhf_lightning.data.encode import (
     Encoded,
     EncodingReport,
     OverLong,
-    encode_all,
+    RecordEncoder,
     give_same_columns,
 )
 from rlhf_lightning.data.records import KINDS, LossOn, Record, RecordKind, Split
@@ -231,16 +231,13 @@ class RecordDataModule(LightningDataModule):
         if self._fits:
             self.max_length = self._length_in_context()
         records = {split: self._records(split) for split in get_args(Split)}
+        options: dict[str, Any] = {"max_length": self.max_length, "over_long": self.over_long}
+        options["loss_on"] = self.loss_on
         rows: dict[Split, list[Any]] = {}
         reports: dict[Split, EncodingReport] = {}
         for split in records:
-            rows[split], reports[split] = encode_all(
-                records[split],
-                self.tokenizer,
-                max_length=self.max_length,
-                over_long=self.over_long,
-                loss_on=self.loss_on,
-            )
+            encoder = RecordEncoder(self.tokenizer, **options)
+            rows[split], reports[split] = encoder.encode_all(records[split]), encoder.report
         give_same_columns(*rows.values())
         reports["train"].skipped += getattr(self.source, "skipped_records", ())
         for split, report in reports.items():

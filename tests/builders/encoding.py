@@ -1,7 +1,8 @@
-"""The row of one record."""
+"""The rows of records."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf_lightning.data.encode import RecordEncoder
@@ -11,3 +12,9 @@ from rlhf_lightning.data.records import Record
 def encode_one(record: Record, tokenizer: Any, **options: Any) -> Any:
     """Return the row of a record, None where it is dropped."""
     return next(iter(RecordEncoder(tokenizer, **options)(record)), None)
+
+
+def encode_all(records: Iterable[Record], tokenizer: Any, **options: Any) -> tuple[Any, Any]:
+    """Return the rows of records, and the report of their encoding."""
+    encoder = RecordEncoder(tokenizer, **options)
+    return encoder.encode_all(records), encoder.report

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
-from rlhf_lightning.data.formats import RowParser, detect_format, parse_rows
+from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.formats import detect_format
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -12,6 +12,7 @@ from rlhf_lightning.data.records import (
     TextRecord,
     kind_of,
 )
+from tests.builders.located_rows import source_of
 
 
 def user(content):
@@ -23,8 +24,7 @@ def assistant(content):
 
 
 def parse(*rows, columns=None, on_bad_record="raise"):
-    located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
-    return parse_rows(located, RowParser(columns), SkippedRecords(on_bad_record))
+    return source_of(*rows, columns=columns, on_bad_record=on_bad_record).parsed("train")
 
 
 def parse_one(row, **options):
@@ -133,14 +133,14 @@ def test_columns_with_a_name_that_is_not_ours_is_an_error_with_a_hint():
 
 def test_prompts_keep_the_other_columns_in_their_own_types():
     (parsed,) = parse({"prompt": "2+2", "completion": "4", "level": 3, "tags": ["a"], "none": None})
-    prompt = to_kind(parsed, "prompts")
+    (prompt,) = to_kind(parsed, "prompts")
     assert prompt.prompt == "2+2"
     assert dict(prompt.columns) == {"completion": "4", "level": 3, "tags": ["a"]}
 
 
 def test_demonstrations_are_taken_from_the_chosen_side_of_preferences():
     (parsed,) = parse({"prompt": "p", "chosen": "good", "rejected": "bad", "domain": "d"})
-    assert to_kind(parsed, "demonstrations") == DemonstrationRecord("p", "good", "d")
+    assert to_kind(parsed, "demonstrations") == [DemonstrationRecord("p", "good", "d")]
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,11 @@ def test_a_bad_record_names_its_place_what_was_found_and_how_to_mend_it(row, mes
 
 def test_a_bad_record_is_skipped_counted_and_named_on_request(caplog):
     row, _ = BAD["missing key"]
-    skipped = SkippedRecords("skip")
-    located = [(Location("set.jsonl", i + 1), r) for i, r in enumerate([PAIR, row, PAIR])]
-    parsed = parse_rows(located, RowParser(), skipped)
+    source = source_of(PAIR, row, PAIR, on_bad_record="skip")
+    parsed = source.parsed("train")
     assert parsed == [PreferenceRecord("p", "a", "b")] * 2
-    assert len(skipped.messages) == 1
-    assert skipped.messages[0].startswith("set.jsonl, line 2: ")
+    assert len(source.skipped_records) == 1
+    assert source.skipped_records[0].startswith("set.jsonl, line 2: ")
     assert "skipped 1 bad records, kept 2" in caplog.text
 
 

@@ -37,7 +37,6 @@ class GivenRows(RowSource):
         return f"the {type(self.rows).__name__} that was given"
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
-        self._features = getattr(self.rows, "features", {})
         source = f"{self.name}, {self.label}"
         numbered = ((Location(source, n, "row"), row) for n, row in enumerate(self.rows, start=1))
         located = ((where, as_row(row, where)) for where, row in numbered)

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
 from rlhf_lightning.data.files import Row
-from rlhf_lightning.data.kinds import Labels
+from rlhf_lightning.data.kinds import NO_LABELS, Labels
 from rlhf_lightning.data.records import DemonstrationRecord, Origin, Record, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.messages import as_text, fields_of
@@ -119,7 +119,7 @@ class TemplateSource(FileSource):
     def _find_labels(self, records: Sequence[Record]) -> Labels:
         # A field of this name is often a class, which a template writes.
         values = {str(record.origin.columns.get("label")).lower() for record in records}
-        return super()._find_labels(records) if values <= {"true", "false"} else Labels(None)
+        return super()._find_labels(records) if values <= {"true", "false"} else NO_LABELS
 
     def _parser(self) -> Callable[[Row, Location], Record]:
         return self._parse_row
