@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast, get_args
+from typing import Annotated, Any, ClassVar, TypedDict, Unpack, cast, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import (
     Count,
     CountOrZero,
+    Default,
     Epochs,
     Length,
     Seed,
@@ -55,6 +56,27 @@ from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.runs.manifest import Source
 
 VALIDATION_BATCH_FACTOR = 2
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of every DataModule, see `RecordDataModule`."""
+
+    num_iterations: Count | None
+    over_long: Annotated[OverLong, Default("drop")]
+    seed: Seed | None
+    show_examples: Annotated[CountOrZero, Default(0)]
+    max_validation_rows: Count | None
+    validation_batch_size: Size | None
+    num_workers: Annotated[Workers, Default(0)]
+
+
+class RowOptions(StreamOptions, total=False):
+    """Options of the DataModules whose rows are trained on, see `RecordDataModule`."""
+
+    kind: RecordKind | None
+    num_epochs: Epochs | None
+    max_length: Length | None
+    group_by_length: Annotated[bool, Default(True)]
 
 
 class _Rows(Dataset[Any]):
@@ -117,25 +139,16 @@ class RecordDataModule(LightningDataModule):
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         batch_size: Size,
-        kind: RecordKind | None = None,
-        num_iterations: Count | None = None,
-        num_epochs: Epochs | None = None,
-        max_length: Length | None = None,
-        over_long: OverLong = "drop",
         loss_on: LossOn = "last",
-        seed: Seed | None = None,
-        group_by_length: bool = True,
-        show_examples: CountOrZero = 0,
-        max_validation_rows: Count | None = None,
-        validation_batch_size: Size | None = None,
-        num_workers: Workers = 0,
+        **options: Unpack[RowOptions],
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__()
+        num_iterations, num_epochs = options["num_iterations"], options["num_epochs"]
         if num_iterations is not None and num_epochs is not None:
             both = f"num_iterations={num_iterations} and num_epochs={num_epochs}"
             raise ValueError(f"{both}: give one, and data.num_epochs=null (None) for the other")
-        self.kind = kind or self.kinds[0]
+        self.kind = options["kind"] or self.kinds[0]
         if self.kind not in self.kinds:
             raise ValueError(f"kind={self.kind!r}: use {' or '.join(map(repr, self.kinds))}")
         if loss_on == "all" and self.kind != "demonstrations":
@@ -145,16 +158,16 @@ class RecordDataModule(LightningDataModule):
         self.batch_size = batch_size
         self._num_iterations = num_iterations
         self._num_epochs = num_epochs
-        self.max_length = max_length or self._usual_length
-        self._fits = max_length is None
-        self.over_long = over_long
+        self.max_length = options["max_length"] or self._usual_length
+        self._fits = options["max_length"] is None
+        self.over_long = options["over_long"]
         self.loss_on = loss_on
-        self._seed = seed
-        self.group_by_length = group_by_length
-        self.show_examples = show_examples
-        self.max_validation_rows = max_validation_rows
-        self.validation_batch_size = validation_batch_size
-        self.num_workers = num_workers
+        self._seed = options["seed"]
+        self.group_by_length = options["group_by_length"]
+        self.show_examples = options["show_examples"]
+        self.max_validation_rows = options["max_validation_rows"]
+        self.validation_batch_size = options["validation_batch_size"]
+        self.num_workers = options["num_workers"]
         self.summaries: dict[Split, DataSummary] = {}
         self._rows: dict[Split, list[Any]] = {}
         self._restored: dict[str, Any] = {}
