@@ -66,7 +66,10 @@ class AdaptedBase(nn.Module):
         self.targets = target_modules(model, lora.target_modules)
         self.experts = experts_of(model)
         if self.experts:
-            _tell_of_experts(model, self.targets, self.experts)
+            found = f"{type(model).__name__}: adapters are on {len(self.targets)} matrices"
+            warn_once(
+                f"{found}; its experts ({', '.join(self.experts)}) stay: lora=none trains them"
+            )
         if lora.quantization == "none":
             round_frozen_weights(model, lora.base_precision or "32-true")
         self.model = model.eval().requires_grad_(False)
@@ -283,20 +286,6 @@ def experts_of(model: nn.Module) -> list[str]:
     modules = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
     own = (named for module in modules for named in module.named_parameters(recurse=False))
     return sorted({name for name, parameter in own if parameter.ndim == 3})
-
-
-def _tell_of_experts(model: nn.Module, targets: list[str], experts: list[str]) -> None:
-    """Say what adapters are on in a mixture of experts, and that its experts stay."""
-    matrices: list[Any] = [model.get_submodule(path) for path in targets]
-    adapted = sum(matrix.in_features * matrix.out_features for matrix in matrices)
-    own = {f"{path}.weight" for path in targets}
-    others = sum(p.numel() for name, p in model.named_parameters() if name not in own)
-    names = sorted({path.rpartition(".")[2] for path in targets})
-    warn_once(
-        f"{type(model).__name__}: adapters are on {len(targets)} matrices ({', '.join(names)}), "
-        f"{adapted / (adapted + others):.1%} of its weights. Its experts "
-        f"({', '.join(experts)}) stay as they are: lora=none trains them"
-    )
 
 
 def target_modules(model: nn.Module, names: str) -> list[str]:

@@ -15,14 +15,13 @@ from torch import Tensor
 from transformers import BertConfig, BertModel
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models import factory
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.classifiers import load_classifier
 from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.lora import add_policy
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
-from rlhf_lightning.runs.manifest import ManifestError, publish_artifact, write_manifest
+from rlhf_lightning.runs.manifest import ManifestError, write_manifest
 from tests.builders.models import PAD, tiny_policy, tiny_scalar_model
 from tests.models.test_architectures import ARCHITECTURES, hub_model
 
@@ -225,22 +224,3 @@ def test_a_flipped_bit_and_a_broken_manifest_are_refused(tmp_path, kind):
     (folder / "manifest.json").write_text(manifest[:-20])
     with pytest.raises(ManifestError, match=r"manifest\.json is damaged"):
         KINDS[kind](folder)
-
-
-def test_a_model_that_is_published_anew_while_it_is_loaded_is_refused(tmp_path, monkeypatch):
-    made, later = (hub_model(tmp_path / name, "gpt2") for name in ("made", "later"))
-    change(later, lambda tensors: {name: value + 1 for name, value in tensors.items()})
-    target = tmp_path / "artifacts/sft"
-    publish_artifact(made, target, stage="sft", run="1")
-    read_config = factory.load_config
-
-    def load_config(source, options):
-        config = read_config(source, options)
-        publish_artifact(later, target, stage="sft", run="2")
-        return config
-
-    with monkeypatch.context() as patch:
-        patch.setattr(factory, "load_config", load_config)
-        with pytest.raises(ManifestError, match="published anew while it was loaded"):
-            load_policy(target)
-    load_policy(target)
