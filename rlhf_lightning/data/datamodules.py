@@ -179,10 +179,7 @@ def with_other_responses(
         last = (number - 1) % len(others)
         other = last if prompts[last] != prompt.tobytes() else before[last]
         if other is None:
-            raise ValueError(
-                "all unpaired rows have one prompt: KTO estimates its KL from responses to other "
-                "prompts; add rows of other prompts"
-            )
+            raise ValueError("all unpaired rows have one prompt: KTO needs rows of other prompts")
         joined = np.concatenate([prompt, parts[other][1]])[:max_length]
         paired.append(
             EncodedPreference(row.input_ids, joined, length, domain=row.domain, label=row.label)

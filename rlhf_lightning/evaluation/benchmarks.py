@@ -319,10 +319,8 @@ def written_responses(
         record, completion = _disarmed(*given, encoder)
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is None:
-            raise ValueError(
-                f"benchmark: a prompt has more than prompts.max_length={max_prompt_length} tokens, "
-                f"or none: raise it. The prompt is {str(record.prompt)[:100]!r}"
-            )
+            told = f"benchmark: a prompt has more than prompts.max_length={max_prompt_length}"
+            raise ValueError(f"{told} tokens, or none: raise it for {str(record.prompt)[:100]!r}")
         rows.append(_written(record, completion, row, encoder))
     result, pad = PolicyAnswers(), int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     for start in range(0, len(rows), batch_size):

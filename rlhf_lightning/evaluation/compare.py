@@ -157,10 +157,8 @@ def compare(
         seed=seed,
     )
     if comparison is None:
-        raise ValueError(
-            f"no prompt of {prompts} that is short enough is held out: give a source with a "
-            "validation part (validation_fraction=, validation_path=), or max_prompt_length="
-        )
+        fix = "give validation_fraction=, validation_path= or max_prompt_length="
+        raise ValueError(f"no prompt of {prompts} that is short enough is held out: {fix}")
     judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
     return _compared(policy, mine, theirs, comparison, judge, gates or {}, num_samples)
 
@@ -185,10 +183,8 @@ def _compared(
         )
     by = "val/score_win_rate" if comparison.gold is None else "val/gold_win_rate"
     if by not in found.metrics:
-        raise ValueError(
-            "no score: the reward has none (None) for the two responses to any of the prompts; "
-            "compare by one that applies to them"
-        )
+        fix = "compare by a reward that applies to them"
+        raise ValueError(f"no score: no prompt has two responses with one: {fix}")
     required = required_measures(None if safety is None else safety.prompts)
     results = check_gates(gates, found.metrics, required=required)
     for callback in getattr(mine.trainer, "callbacks", ()):
@@ -315,10 +311,8 @@ def _side(policy: Any, name: str) -> _Side:
         return _Side(model, tokenizer, str(policy), str(policy))
     model = getattr(policy, "policy", None)
     if not isinstance(model, PolicyModel):
-        raise TypeError(
-            f"{name} is a {type(policy).__name__} that has no trained policy: give a PPOModule or "
-            "SFTModule after fit or load_from_checkpoint, or the folder or hub name of a policy"
-        )
+        fix = "give a module after fit or load_from_checkpoint, a folder or a hub name"
+        raise TypeError(f"{name} is a {type(policy).__name__} without a trained policy: {fix}")
     trainer, source = trainer_of(policy), start_of(policy)
     if trainer is not None:
         model = model.to(trainer.strategy.root_device)
@@ -388,8 +382,6 @@ def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
     """
     limit = max_positions(policy.model)
     if limit is not None and max_new_tokens >= limit:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {limit} positions "
-            "of the policy"
-        )
+        told = f"max_new_tokens={max_new_tokens} leaves no room for a prompt"
+        raise ValueError(f"{told} in the {limit} positions of the policy")
     return wanted if limit is None else min(wanted, limit - max_new_tokens)

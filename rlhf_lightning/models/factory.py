@@ -139,10 +139,8 @@ def load_base(
 
 def _four_bit() -> dict[str, Any]:
     if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "lora.quantization=nf4 needs CUDA and bitsandbytes (pip install -e '.[gpu]'): use "
-            "lora=lora, with a bf16 base under trainer.precision=bf16-mixed"
-        )
+        fix = "use lora=lora under trainer.precision=bf16-mixed"
+        raise ValueError(f"lora.quantization=nf4 needs CUDA and bitsandbytes ('.[gpu]'): {fix}")
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -261,10 +259,9 @@ def check_deterministic(model: PreTrainedModel) -> None:
     first, second = (model(input_ids=input_ids, use_cache=False)[0] for _ in range(2))
     model.train(was_training)
     if not bool(torch.isfinite(first).all()):
-        raise ValueError(
-            f"{type(model).__name__} of {model.config.name_or_path or 'random weights'} returns "
-            "non-finite numbers: its weights are damaged or diverged, take an earlier checkpoint"
-        )
+        name = f"{type(model).__name__} of {model.config.name_or_path or 'random weights'}"
+        fix = "its weights are damaged or diverged, take an earlier checkpoint"
+        raise ValueError(f"{name} returns non-finite numbers: {fix}")
     if not torch.equal(first, second):
         name = type(model).__name__
         raise ValueError(f"two forwards of {name} in train mode differ: dropout is still on")

@@ -392,7 +392,5 @@ def check_head_split(model: PreTrainedModel) -> None:
     scaled = getattr(model.config, "logit_scale", 1) != 1
     same = torch.allclose(got.float(), expected.float(), rtol=1e-3, atol=1e-3)
     if scaled or not same:
-        raise ValueError(
-            f"{type(model).__name__} changes its logits after the head (by scaling, or by a soft "
-            "cap other than final_logit_softcapping): choose another model"
-        )
+        fix = "(by scaling, or another soft cap): choose another model"
+        raise ValueError(f"{type(model).__name__} changes its logits after the head {fix}")

@@ -311,8 +311,6 @@ def target_modules(model: nn.Module, names: str) -> list[str]:
     for end in ends:
         if not any(f".{path}".endswith(end) for path in paths):
             known = sorted({path.rpartition(".")[2] for path in paths})
-            raise ValueError(
-                f"lora.target_modules names {end[1:]!r}, which {type(model).__name__} does not "
-                f"have: use {ALL_LINEAR}, or some of {', '.join(known)}"
-            )
+            told = f"lora.target_modules names {end[1:]!r}, not in {type(model).__name__}"
+            raise ValueError(f"{told}: use {ALL_LINEAR}, or some of {', '.join(known)}")
     return [path for path in paths if f".{path}".endswith(ends)]

@@ -54,10 +54,8 @@ class PolicyModels:
             return
         columns, known = (int(m.model.config.vocab_size) for m in (self.policy, self.teacher))
         if known < columns:
-            raise ValueError(
-                f"teacher: its logits have {known} columns and the policy's {columns}, so that it "
-                "has no probability for some ids: take a teacher with as many or more"
-            )
+            fix = "take one with as many or more"
+            raise ValueError(f"teacher: it has {known} columns, the policy {columns}: {fix}")
 
     @property
     def trained(self) -> tuple[nn.Module, ...]:
@@ -166,10 +164,8 @@ def ppo_models(
         ValueError: if there is nothing to start the value model from.
     """
     if value is None and value_head == "stored":
-        raise ValueError(
-            "the value model starts from a reward model (artifacts.reward), and none is given: "
-            "use module.value_head=zero to start it from the policy"
-        )
+        fix = "start it from the policy with module.value_head=zero"
+        raise ValueError(f"no reward model (artifacts.reward) for the value model: {fix}")
     found = policy_models(policy, seed=seed, **options)
     zero = value is None or value_head == "zero"
     values: ScalarHeadModel
@@ -201,9 +197,9 @@ def freeze_but(model: nn.Module, patterns: Sequence[str] | None) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for pattern in patterns:
         if not fnmatch.filter(trained, pattern):
+            like = ", ".join(list(trained)[:3])
             raise ValueError(
-                f"value_trainable={pattern!r} matches no parameter of the value model: its names "
-                f"are like {', '.join(list(trained)[:3])}"
+                f"value_trainable={pattern!r} matches no parameter of those like {like}"
             )
     for name, parameter in trained.items():
         parameter.requires_grad_(any(fnmatch.fnmatchcase(name, one) for one in patterns))
