@@ -139,12 +139,9 @@ class DetectorSpec:
         return Reading(measured.value, level, measured.subject)
 
     def _level(self, value: float, limits: SharedThresholds) -> int:
-        level = HEALTHY
-        for candidate, key in zip((WARN, ALARM), self.bound_keys, strict=True):
-            bound = getattr(limits, key) if key else math.nan  # beyond which there is nothing
-            if value > bound if self.beyond == "above" else value < bound:
-                level = candidate
-        return level
+        # An alarm lies beyond its warning: the level is the number of bounds that are passed.
+        bounds = [getattr(limits, key) for key in self.bound_keys if key]
+        return sum(value > b if self.beyond == "above" else value < b for b in bounds)
 
     def raise_after(self, limits: SharedThresholds) -> int:
         """Return how many readings in a row raise an alert."""

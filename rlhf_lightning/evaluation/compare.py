@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import (
     Count,
     CountOrZero,
+    Default,
     Length,
     PathOrName,
     Seed,
@@ -73,6 +74,19 @@ class Comparison:
     gates: tuple[GateResult, ...] = ()
 
 
+class ComparisonOptions(TypedDict, total=False):
+    """Options of a comparison, during training and after it; see `compare`."""
+
+    gold: GoldReward | None
+    safety: SafetyCheck | None
+    answers_per_prompt: Annotated[Size, Default(1)]
+    max_new_tokens: Size | None
+    temperature: Temperature | None
+    batch_size: Annotated[Size, Default(64)]
+    micro_batch_size: Size | None
+    skip_special_tokens: bool | None
+
+
 @checked(but=("prompts", "reward"))
 def compare(
     policy: PathOrName | nn.Module,
@@ -80,19 +94,12 @@ def compare(
     prompts: str | Path | Rows | RecordSource | RecordDataModule,
     *,
     reward: Any = None,
-    gold: GoldReward | None = None,
-    safety: SafetyCheck | None = None,
     gates: Mapping[str, CheckedGate] | None = None,
     num_prompts: Count = 400,
     num_samples: CountOrZero | None = None,
-    answers_per_prompt: Size = 1,
-    max_new_tokens: Size | None = None,
     max_prompt_length: Length | None = None,
-    temperature: Temperature | None = None,
-    batch_size: Size = 64,
-    micro_batch_size: Size | None = None,
-    skip_special_tokens: bool | None = None,
     seed: Seed = 1,
+    **options: Unpack[ComparisonOptions],
 ) -> Comparison:
     """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward` or `gold`.
 
@@ -137,6 +144,7 @@ def compare(
     theirs = _baseline(policy, mine, baseline)
     reward = getattr(policy, "scorer", None) if reward is None else reward
     scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
+    gold = options["gold"]
     if gold is None and reward_of(scorer) is None:
         raise TypeError("compare needs reward=, a function or a reward model, or gold=")
     comparison = comparison_of(
@@ -144,17 +152,10 @@ def compare(
         prompts,
         side=mine,
         scorer=scorer,
-        gold=gold,
-        safety=safety,
         num_prompts=num_prompts,
-        answers_per_prompt=answers_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_prompt_length=max_prompt_length,
-        temperature=temperature,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        skip_special_tokens=skip_special_tokens,
         seed=seed,
+        **options,
     )
     if comparison is None:
         fix = "give validation_fraction=, validation_path= or max_prompt_length="

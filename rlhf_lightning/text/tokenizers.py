@@ -8,12 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    _CACHED_NO_EXIST,
-    hf_hub_download,
-    is_offline_mode,
-    try_to_load_from_cache,
-)
+from huggingface_hub import hf_hub_download, is_offline_mode
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import (
     AutoTokenizer,
@@ -283,8 +278,7 @@ def _has_generation_config(source: str | Path, options: Mapping[str, Any]) -> bo
     except RemoteEntryNotFoundError:
         return False
     except OSError:  # else a hub that is out of order would hide where responses stop
-        cached = try_to_load_from_cache(str(source), GENERATION_CONFIG, **options)
-        if cached is _CACHED_NO_EXIST or is_offline_mode():
+        if is_offline_mode():
             return False
         raise
     return True
