@@ -47,9 +47,8 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
             empty = False
             yield place, as_row(row, place)
     except (UnicodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        found = f"it is not UTF-8, or not whole ({error})"
         fix = "save the file as UTF-8; let the name of a compressed one end with .gz"
-        raise BadRecordError(where, found, fix) from error
+        raise BadRecordError(where, f"it is not UTF-8, or not whole ({error})", fix) from error
     if empty:
         raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
 

@@ -62,8 +62,7 @@ class Labels:
             return cls(None)
         if good is not None and not any(map(labels.is_good, records)):
             fix = f"give a value that it has, such as {labels.value(first)!r}"
-            found = f"no label {labels.column!r} is label_good={good!r}"
-            raise BadRecordError(first.place, found, fix)
+            raise BadRecordError(first.place, f"no {labels.column!r} is label_good={good!r}", fix)
         return labels
 
     def value(self, record: Record) -> Any:
@@ -126,9 +125,8 @@ def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Seq
     if kind == "unpaired":
         good = labels.is_good(record)
         if good is None or not isinstance(record, DemonstrationRecord):
-            found = f"the row has no label (other columns: {', '.join(columns)})"
             fix = "give prompt, completion and label, or map one with columns={label: theirs}"
-            raise BadRecordError(record.place, found, fix)
+            raise BadRecordError(record.place, f"the row has no label, but {[*columns]}", fix)
         parts = (record.prompt, record.completion, record.domain, record.rendered, good)
         return [UnpairedRecord(*parts, **more)]
     if kind == "prompts" and not isinstance(record, TextRecord):

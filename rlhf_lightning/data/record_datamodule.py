@@ -238,9 +238,8 @@ class RecordDataModule(LightningDataModule):
         if self._rows:
             return
         if not isinstance(self.tokenizer, PreTrainedTokenizerBase):
-            fix = "expected a tokenizer of transformers: give module.tokenizer"
-            kind = type(self.tokenizer).__name__
-            raise TypeError(f"tokenizer={self.tokenizer!r} is {kind}, {fix}")
+            fix = "expected one of transformers: give module.tokenizer"
+            raise TypeError(f"tokenizer={self.tokenizer!r}, {fix}")
         if self._fits:
             self.max_length = self._length_in_context()
         records = {split: self._records(split) for split in get_args(Split)}
@@ -266,8 +265,7 @@ class RecordDataModule(LightningDataModule):
         # Else a batch would hold some rows several times.
         if self.batch_size > num_rows and not self._may_repeat:
             size = f"batch_size={self.batch_size} is more than the {num_rows} training {self.kind}"
-            fix = f"use at most {num_rows}, a multiple of ranks times minibatches, or give more"
-            raise ValueError(f"{size}: {fix} records")
+            raise ValueError(f"{size}: use at most {num_rows}, or give more records")
         self._digests = {"validation_rows": rows_digest(rows["validation"])}
         part = validation_part(rows["validation"], self.max_validation_rows, self.seed)
         self._rows = rows | {"validation": part}
@@ -280,9 +278,8 @@ class RecordDataModule(LightningDataModule):
         wrong = next((n for n, r in enumerate(records) if KINDS.get(type(r)) != self.kind), None)
         if wrong is not None:
             place = f"{type(self.source).__name__}.records({self.kind!r}, {split!r})[{wrong}]"
-            fix = "see rlhf_lightning.data.records, or give the DataModule the rows, a list of dict"
-            kind = type(records[wrong]).__name__
-            raise TypeError(f"{place} is {kind}, expected a record of {self.kind}: {fix}")
+            found = f"{type(records[wrong]).__name__}, expected a record of {self.kind}"
+            raise TypeError(f"{place} is {found}: give the DataModule the rows, a list of dict")
         return records
 
     def token_ids(self) -> frozenset[int]:
@@ -440,8 +437,7 @@ class RecordDataModule(LightningDataModule):
             saved = self._restored.get(name, value)  # an older checkpoint may lack it
             if saved != value:
                 found = f"the checkpoint was made with data {name}={saved}, this run has {value}"
-                fix = "give the same data, or start again with resume=never"
-                raise ValueError(f"{found}: the remaining batches would differ, {fix}")
+                raise ValueError(f"{found}: give the same data, or start again with resume=never")
 
 
 def rows_digest(rows: Iterable[Encoded]) -> str:

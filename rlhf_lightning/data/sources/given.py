@@ -104,8 +104,7 @@ def _named(source: str | Path, name: str) -> RecordSource:
     if path.exists():
         return FileSource(path)
     if isinstance(source, Path) or path.suffix:
-        fix = "give a folder, the hub name of a data set, or a file that ends with one of "
-        fix += f"{ENDINGS}; a pattern is not read, so join its files into one"
+        fix = f"give a folder, a name on the hub, or one file that ends with {ENDINGS}"
         where = Location(f"{name}={source}")
         raise MissingFileError(where, "there is no such file or folder", fix)
     return HubSource(source)
