@@ -138,7 +138,7 @@ class Detectors:
         self.read_now = set()
         transitions = []
         for name, spec in DETECTORS.items():
-            if not spec.source.measured_in(fresh):
+            if not spec.measured_in(fresh):
                 continue
             self.measured[name] += 1
             reading = spec.reading(self.history)
@@ -159,14 +159,14 @@ class Detectors:
 
     def _why_idle(self, spec: DetectorSpec) -> str:
         needed = spec.first_alert(self.thresholds, self.history.num_iterations)
-        count, source = self.measured[spec.name], spec.source
+        count = self.measured[spec.name]
         if self.iterations and not count:
-            if source.missing_with and not self.measured[source.missing_with]:
-                source = DETECTORS[source.missing_with].source
-            return source.missing or f"{source.measure} was not measured"
+            if spec.missing_with and not self.measured[spec.missing_with]:
+                spec = DETECTORS[spec.missing_with]
+            return spec.missing or f"{spec.metric} was not measured"
         if count < needed:
             return f"not enough iterations: {count} of {needed}"
-        return source.unread
+        return spec.unread
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
