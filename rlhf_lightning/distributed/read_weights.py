@@ -36,8 +36,6 @@ class ReadWeights:
         self.needed = any(lacks for lacks, _ in told)
         self.described: dict[str, Any] = told[0][1] or {}
         self.given: set[str] = set()
-        if told[0][0]:
-            raise RuntimeError(f"rank 0 has not read the weights of {type(model).__name__}")
         for name in sorted(places.keys() ^ self.described.keys()):
             told = f"rank {rank()} builds {type(model).__name__} otherwise than rank 0: {name}"
             raise RuntimeError(f"{told}: start all ranks with the same files and versions")

@@ -265,10 +265,8 @@ def score_candidates(
         device: device of the scorer's models.
 
     Raises:
-        ValueError: if there is none, or one has a prompt of more tokens.
+        ValueError: if one has a prompt of more tokens.
     """
-    if not candidates:
-        raise ValueError("benchmark: the file holds no rows")
     answers = written_responses(
         [one.prompt for one in candidates for _ in one.answers],
         [answer for one in candidates for answer in one.answers],

@@ -87,12 +87,7 @@ class AdaptedBase(nn.Module):
             name: name of the adapter.
             seed: seeds the random half; the other half is 0.
             lora: rank and scale, where they differ from the base's own.
-
-        Raises:
-            ValueError: if there is one of that name.
         """
-        if name in self.adapters:
-            raise ValueError(f"the base has an adapter {name!r} already: {sorted(self.adapters)}")
         lora = lora or self.lora
         trained = [p for p in self.parameters() if p.requires_grad]
         config = LoraConfig(
