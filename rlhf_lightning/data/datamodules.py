@@ -20,12 +20,7 @@ from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTC
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
 from rlhf_lightning.data.record_datamodule import RecordDataModule, RowOptions, StreamOptions
 from rlhf_lightning.data.sampler import stream_generator
-from rlhf_lightning.data.sources.base import (
-    JoinedSource,
-    PreferenceFolder,
-    RecordSource,
-    RowSource,
-)
+from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder, RecordSource, RowSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 
 

@@ -29,13 +29,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.errors import (
-    BadRecordError,
-    Location,
-    closest,
-    describe,
-    wrong_value,
-)
+from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe, wrong_value
 from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.public_formats import (
     PROMPTS,

@@ -28,13 +28,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.messages import BadValueError, Messages, Text
-from rlhf_lightning.text.render import (
-    ChatTemplateError,
-    any_of,
-    render_chat,
-    turn_end,
-    write_chat,
-)
+from rlhf_lightning.text.render import ChatTemplateError, any_of, render_chat, turn_end, write_chat
 
 NUM_TOKENIZED_TOGETHER = 256
 

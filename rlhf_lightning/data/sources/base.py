@@ -23,19 +23,8 @@ from rlhf_lightning.arguments import (
     Seed,
     checked,
 )
-from rlhf_lightning.data.errors import (
-    BadRecordError,
-    Location,
-    MissingFileError,
-    OnBadRecord,
-)
-from rlhf_lightning.data.files import (
-    LocatedRow,
-    Row,
-    is_data_file,
-    read_rows,
-    split_files,
-)
+from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, OnBadRecord
+from rlhf_lightning.data.files import LocatedRow, Row, is_data_file, read_rows, split_files
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.kinds import NO_LABELS, Labels, to_kind
 from rlhf_lightning.data.records import (
