@@ -246,7 +246,7 @@ class RecordEncoder:
 
         An empty prompt of a tokenizer without BOS leaves the completion's first token untrained.
         """
-        (rendered,) = self._rendered(record, [record.completion])
+        (rendered,) = self._rendered(record, record.completion)
         prompt = self._cut(rendered.prompt, len(rendered.response))
         if prompt is None:
             return None
@@ -275,7 +275,7 @@ class RecordEncoder:
 
     def _preference(self, record: PreferenceRecord) -> EncodedPreference | None:
         """Return both responses behind the same (perhaps cut) prompt, EOS included."""
-        first, second = self._rendered(record, [record.chosen, record.rejected])
+        first, second = self._rendered(record, record.chosen, record.rejected)
         chosen, rejected = first.response, second.response
         if chosen == rejected:
             self.report.dropped[IDENTICAL] += 1
@@ -293,16 +293,9 @@ class RecordEncoder:
             subsets=record.subsets,
         )
 
-    def _rendered(
-        self, record: DemonstrationRecord | PreferenceRecord, responses: Sequence[Text]
-    ) -> list[Rendered]:
-        return prompt_and_responses(
-            record.prompt,
-            responses,
-            self.encoder,
-            rendered=record.rendered,
-            variables=record.variables,
-        )
+    def _rendered(self, record: Any, *responses: Text) -> list[Rendered]:
+        how = {"rendered": record.rendered, "variables": record.variables}
+        return prompt_and_responses(record.prompt, responses, self.encoder, **how)
 
     def _cut(self, prompt: list[int], num_response: int = 0) -> list[int] | None:
         """Return a prompt, cut from the left if it must and may be; None drops the record."""

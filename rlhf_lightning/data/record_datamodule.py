@@ -434,7 +434,7 @@ class RecordDataModule(LightningDataModule):
 
     def _check_restored(self, num_rows: int) -> None:
         for name, value in self._identity(num_rows).items():
-            saved = self._restored.get(name, value)  # an older checkpoint may lack it
+            saved = self._restored.get(name, value)  # a run that starts has none
             if saved != value:
                 found = f"the checkpoint was made with data {name}={saved}, this run has {value}"
                 raise ValueError(f"{found}: give the same data, or start again with resume=never")
