@@ -54,8 +54,8 @@ class PolicyModels:
             return
         columns, known = (int(m.model.config.vocab_size) for m in (self.policy, self.teacher))
         if known < columns:
-            fix = "take one with as many or more"
-            raise ValueError(f"teacher: it has {known} columns, the policy {columns}: {fix}")
+            found = f"teacher: its logits have {known} columns and the policy's {columns}"
+            raise ValueError(f"{found}: take one with as many or more")
 
     @property
     def trained(self) -> tuple[nn.Module, ...]:
