@@ -15,10 +15,8 @@ _ALL = (
         "Every response gets the same score",
         "iterations in a row in which all scores were the same",
         "count",
-        "the reward function returns a constant: it reads a wrong column, finds no answer in the "
-        "expected form, or the task is too hard, or solved",
-        "score a few responses of samples.jsonl by hand; a reward of 0 and 1 needs prompts that "
-        "are sometimes solved; there is nothing to learn before scores differ",
+        "the reward is constant: a wrong column, no answer in its form, a task too hard or solved",
+        "score responses of samples.jsonl by hand; use prompts that are sometimes solved",
         "score_std",
         readings.iterations_with_equal_scores,
         bounds("constant", 0, 2, ge=0),
@@ -31,8 +29,7 @@ _ALL = (
         "The policy has left the reference",
         "KL to the reference",
         "nats a token",
-        "kl_coef is too small, or the learning rate too high, for this reward; beyond 2 nats the "
-        "language itself is usually gone",
+        "kl_coef is too small, or the learning rate too high, for this reward",
         "raise kl_coef (0.05, 0.1, 0.2), or set kl_target; stop earlier; read samples.jsonl",
         "kl_per_token",
         readings.latest,
@@ -46,8 +43,7 @@ _ALL = (
         "The policy has not moved",
         "recent KL to the reference, with the reward flat",
         "nats a token",
-        "the learning rate is too small, kl_coef too large, or the scores tell responses apart too "
-        "little to learn from",
+        "the learning rate is too small, kl_coef too large, or scores hardly differ",
         "lower kl_coef to 0.01, or raise learning_rate; look at rollout/score_std",
         "kl_per_token",
         readings.kl_where_score_is_flat,
@@ -67,8 +63,7 @@ _ALL = (
         "fall of the second scorer from its best while the score rose",
         "its standard deviations",
         "the policy has found what the reward model pays for and people do not want",
-        "read the samples that score highest; stop or roll back; raise kl_coef; label such "
-        "responses and train the reward model again",
+        "read the highest samples; stop or roll back; raise kl_coef; train it on pairs of them",
         "second_score",
         readings.fall_while_score_rose,
         {
@@ -85,10 +80,8 @@ _ALL = (
         "The score says something else than the second scorer",
         "recent correlation of score and second scorer",
         "correlation",
-        "the reward model has learnt noise (noisy labels, too few pairs), or one of the two is "
-        "read wrongly",
-        "look at the reward stage's val/accuracy against its label ceiling; check the labels; "
-        "train the reward model on more pairs",
+        "the reward model has learnt noise (labels, too few pairs), or one of the two is misread",
+        "look at val/accuracy against its label ceiling; check the labels; train on more pairs",
         "second_correlation",
         readings.recent,
         bounds("agreement", 0.2, 0.0, floor="_floor", ge=-1, le=1),
@@ -113,8 +106,7 @@ _ALL = (
         "excess of the longer over the shorter of recent and first response length",
         "share",
         "the reward pays for length, or responses are cut off or end at once",
-        "look at length_bias and at samples; balance the reward model's pairs by length; check "
-        "missing_eos_penalty and gamma",
+        "look at length_bias; balance pairs by length; check missing_eos_penalty and gamma",
         "response_length",
         readings.relative_change,
         bounds("length_drift", 0.8, 1.5, gt=0),
@@ -166,8 +158,7 @@ _ALL = (
         "how far it has fallen behind the others since its best",
         "standard deviations",
         "the reward misjudges the domain or leaves it out, or its prompts are few",
-        "look at that domain's samples; raise its weight (controls.domain_weights); add prompts "
-        "or pairs of it",
+        "look at its samples; raise its weight (controls.domain_weights); add prompts or pairs",
         DOMAIN,
         readings.fall_behind_others,
         {
@@ -215,10 +206,8 @@ _ALL = (
         "Groups of responses teach nothing",
         "recent share of prompts whose responses differ in score",
         "share",
-        "prompts are too easy or too hard for the policy, or the reward is too coarse: all "
-        "responses to a prompt score alike, and have no advantage over each other",
-        "use prompts that are sometimes solved, more responses to a prompt "
-        "(data.num_generations), a reward that tells responses apart, or "
+        "prompts are too easy or too hard, or the reward is too coarse: a group scores alike",
+        "use prompts that are sometimes solved, a larger data.num_generations, a finer reward, or "
         "module.grpo.max_resampling_rounds",
         "informative_groups",
         readings.recent,
@@ -232,8 +221,7 @@ _ALL = (
         "recent share of scores at score_clip or beyond",
         "share",
         "scores have left the range that they had when they were normalised",
-        "raise score_clip, or normalise the scorer (mean, std); a run that got there by training "
-        "is over-optimised",
+        "raise score_clip, or normalise the scorer (mean, std); or training has over-optimised it",
         "clipped",
         readings.recent,
         bounds("clipped", 0.25, 0.5, gt=0, le=1),
@@ -244,8 +232,7 @@ _ALL = (
         "Responses do not end by themselves",
         "recent share of responses that end with a stop token",
         "share",
-        "max_new_tokens is too small, the stop token is not the one that SFT taught, or the "
-        "reward pays for going on",
+        "max_new_tokens is too small, SFT taught another stop token, or the reward pays for length",
         "compare the tokenizer's EOS and the generation config's with the SFT data; raise "
         "max_new_tokens or missing_eos_penalty",
         "eos_fraction",
@@ -257,10 +244,8 @@ _ALL = (
         "Samples do not come from the policy that is trained",
         "mean surprise of the sampled tokens less the entropy",
         "nats a token",
-        "the engine truncates (top-k, top-p), has another temperature, a penalty, or old weights; "
-        "the ratio is then wrong before any update",
-        "use rollout=cached; switch every truncation of the engine off; check that it gets the "
-        "weights of each iteration",
+        "the engine truncates (top-k, top-p), has another temperature, a penalty, or old weights",
+        "use rollout=cached; switch truncation off; check that it gets each iteration's weights",
         "sampler_bias",
         readings.bias_of_sampler,
         {
@@ -274,8 +259,7 @@ _ALL = (
         "The engine samples with other weights",
         "mean |log-probability of the sampler less that of the policy|",
         "nats a token",
-        "the weights of this iteration did not reach the engine, or not all of them (a tied head, "
-        "an adapter), or the engine computes in a lower precision",
+        "not all weights of this iteration reached the engine, or it computes in lower precision",
         "compare with rollout=cached, where only rounding is left; check the transfer of the "
         "weights; off_policy=truncated or masked corrects for older weights, not for wrong ones",
         "sampler_gap",
@@ -290,8 +274,7 @@ _ALL = (
         "Few tokens are inside the trust region",
         "recent share of tokens that the mask of the policy's loss keeps",
         "share",
-        "the policy has moved too far from the base of its ratio: the samples are too old, the "
-        "engine has other weights, the updates are too large, or the band is too narrow",
+        "samples are too old, weights differ, updates are too large, or the band is too narrow",
         "look at rollout/sampler_gap; lower learning_rate or the number of passes; send the "
         "weights more often; widen cliprange and cliprange_high",
         "kept_fraction",
@@ -306,8 +289,7 @@ _ALL = (
         "Harmful requests are refused less often",
         "fall of the recent refusal rate on harmful prompts from its best",
         "share",
-        "the reward pays for complying, or pairs on harmful prompts are missing or labelled "
-        "wrongly",
+        "the reward pays for complying, or pairs on harmful prompts are missing or mislabelled",
         "roll back; look at those pairs; add refusals as the preferred responses",
         "refusal_rate",
         readings.fall_of_refusals,
@@ -324,8 +306,7 @@ _ALL = (
     DetectorSpec(
         "update_size",
         "Updates are too large",
-        "KL from the policy that sampled, mean over the minibatches of the updates, the one that "
-        "stopped them included",
+        "KL from the policy that sampled, mean over the minibatches, the last one included",
         "nats a token",
         "the learning rate or num_ppo_epochs is too high: most ratios are clipped",
         "lower learning_rate or num_ppo_epochs, or set target_approx_kl",

@@ -111,15 +111,13 @@ def check_first_rollout(first: FirstRollout) -> list[Check]:
             ends and first.stop_errors == 0 and first.eos_known,
             f"{100 * first.finished:.0f} % of responses ended by themselves, {first.stop_errors} "
             f"without a stop token; the tokenizer's EOS {known} one",
-            "the engine must stop at the EOS that SFT taught (tokenizer and generation config of "
-            "artifacts.sft), and max_new_tokens must leave room for it",
+            "stop at the EOS that SFT taught (artifacts.sft), and leave it room by max_new_tokens",
         ),
         Check(
             "padding",
             first.padded <= max(MOST_PADDED, first.padded_by_chance),
             f"{100 * first.padded:.1f} % of responses hold the pad token before their end",
-            "no response may hold the pad token (EOS, or a token of its own): set pad_token of the "
-            "tokenizer in artifacts.sft",
+            "no response may hold the pad token: set pad_token of the tokenizer in artifacts.sft",
         ),
         *([_scores(first)] if first.has_reward else []),
         _lengths(first),
@@ -127,8 +125,7 @@ def check_first_rollout(first: FirstRollout) -> list[Check]:
             "samples are the policy's",
             not (abs(bias) >= 6 * error and abs(bias) > 0.03),
             f"surprise less entropy {bias:+.3f} +- {error:.3f} nats",
-            "the engine samples from another distribution than the one that is trained: switch off "
-            "top-k, top-p and penalties, and compare the temperatures",
+            "switch off top-k, top-p and penalties of the engine, and compare the temperatures",
         ),
     ]
 
@@ -140,8 +137,7 @@ def _scores(first: FirstRollout) -> Check:
         first.finite and first.score_std > rounding,
         f"scores have mean {first.score_mean:.3g} and standard deviation {first.score_std:.3g}"
         + ("" if first.finite else "; some are not finite"),
-        "a scorer that gives every response the same teaches nothing: look at the reward stage's "
-        "val/accuracy, or at what the function returns",
+        "one score for all teaches nothing: look at val/accuracy, or at what the function returns",
     )
 
 
@@ -153,6 +149,5 @@ def _lengths(first: FirstRollout) -> Check:
         passed,
         f"responses have {first.shortest} to {first.longest} tokens, {first.length_mean:.1f} on "
         f"average, of at most {first.max_new_tokens}",
-        "responses of one token are empty: the prompt's template is not that of SFT; responses "
-        "that all reach the limit do not end",
+        "take the template of SFT where responses are empty; let them end before the limit",
     )
