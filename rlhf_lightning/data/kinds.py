@@ -27,10 +27,7 @@ from rlhf_lightning.data.records import (
 )
 
 EVERY = "learn all rows alike with columns={label: null}"
-GOOD = (
-    "name the value of good responses with dataset.source.label_good=VALUE (in Python "
-    f"label_good=VALUE), or {EVERY}"
-)
+GOOD = f"name the value of good responses with dataset.source.label_good=VALUE, or {EVERY}"
 _TRUTH = {"true": True, "false": False}
 
 

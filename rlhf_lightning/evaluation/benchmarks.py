@@ -165,10 +165,7 @@ class RewardBench2:
         is_tie = group.partition(":")[0] in ("ref", "tied") and group.partition(":")[2]
         is_row = all(lists) and all(isinstance(text, str) for text in texts)
         if not is_row or "subset" not in row or (subset == TIES and not is_tie):
-            fix = (
-                "give prompt, a text; chosen and rejected, lists of texts; subset; id, of ties "
-                "ref:NUMBER and tied:NUMBER"
-            )
+            fix = "give prompt; chosen and rejected, lists; subset; id (of ties ref:N and tied:N)"
             raise BadRecordError(where, f"it is {describe(row)}, not of RewardBench 2", fix)
         roles = ("user", *["assistant"] * (len(texts) - 1))
         prompt, *answers = [

@@ -236,10 +236,7 @@ def comparison_of(
     if comparison is not None and isinstance(source, WholeSource):
         asked, rows = len(comparison.records), source.num_rows()
         left = "; long and repeated prompts, and num_prompts, leave out the others"
-        unknown = (
-            ". If the policy was trained on some of them, give the DataModule or the source of "
-            "that training, whose held-out part is asked"
-        )
+        unknown = ". If it was trained on some, give the DataModule or source of that training"
         if told := left * (asked < rows) + unknown * (trainer_of(policy) is None):
             logger.warning("%d of all %d rows are asked%s", asked, rows, told)
     if data is None:  # else the DataModule has said it

@@ -110,10 +110,8 @@ def load_classifier(
     def not_stored(missing: list[str]) -> str | None:
         if not any(name.split(".")[-2] in _HEADS for name in missing if "." in name):
             return None
-        return (
-            f"{source} stores no {listed(missing)}: a reward model needs a trained classification "
-            "head; give a checkpoint of AutoModelForSequenceClassification"
-        )
+        fix = "a reward model needs a trained head (AutoModelForSequenceClassification)"
+        return f"{source} stores no {listed(missing)}: {fix}"
 
     try:
         model = load_whole(
