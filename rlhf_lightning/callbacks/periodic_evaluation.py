@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from rlhf_lightning.arguments import Count, Size, Temperature, checked
+from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.evaluation.compare import comparison_of
-from rlhf_lightning.evaluation.generate import GoldReward, PolicyAnswers, side_by_side
+from rlhf_lightning.evaluation.compare import ComparisonOptions, comparison_of
+from rlhf_lightning.evaluation.generate import PolicyAnswers, side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison
-from rlhf_lightning.evaluation.safety import SafetyCheck
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 
 NUM_SAMPLES = 8  # of the table in W&B
@@ -41,28 +40,11 @@ class PeriodicEvaluation(Callback):
         *,
         every_n_iterations: Count,
         num_prompts: Count = 128,
-        gold: GoldReward | None = None,
-        safety: SafetyCheck | None = None,
-        answers_per_prompt: Size = 1,
-        max_new_tokens: Size | None = None,
-        temperature: Temperature | None = None,
-        batch_size: Size = 64,
-        micro_batch_size: Size | None = None,
-        skip_special_tokens: bool | None = None,
+        **options: Unpack[ComparisonOptions],
     ) -> None:
         self.every_n_iterations = every_n_iterations
         self.comparison: HeldOutComparison | None = None
-        self._asked: dict[str, Any] = {
-            "num_prompts": num_prompts,
-            "gold": gold,
-            "safety": safety,
-            "answers_per_prompt": answers_per_prompt,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "batch_size": batch_size,
-            "micro_batch_size": micro_batch_size,
-            "skip_special_tokens": skip_special_tokens,
-        }
+        self._asked: dict[str, Any] = {"num_prompts": num_prompts, **options}
         self._baseline: PolicyAnswers | None = None
         self._names: set[str] = set()
 

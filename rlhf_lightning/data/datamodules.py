@@ -8,35 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import (
-    Count,
-    CountOrZero,
-    Epochs,
-    Length,
-    PathOrName,
-    Seed,
-    Size,
-    Workers,
-    checked,
-)
+from rlhf_lightning.arguments import Length, PathOrName, Size, checked
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence, OverLong
-from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.records import RecordKind
+from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
+from rlhf_lightning.data.record_datamodule import RecordDataModule, RowOptions, StreamOptions
 from rlhf_lightning.data.sampler import stream_generator
-from rlhf_lightning.data.sources.base import (
-    JoinedSource,
-    PreferenceFolder,
-    RecordSource,
-    RowSource,
-)
+from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder, RecordSource, RowSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 
 
@@ -84,35 +68,12 @@ class PreferenceDataModule(RecordDataModule):
         also: Sequence[PathOrName] = (),
         group_by_prompt: bool = False,
         balance_length: bool = False,
-        kind: RecordKind | None = None,
-        num_iterations: Count | None = None,
-        num_epochs: Epochs | None = None,
-        max_length: Length | None = None,
-        over_long: OverLong = "drop",
-        seed: Seed | None = None,
-        group_by_length: bool = True,
-        show_examples: CountOrZero = 0,
-        max_validation_rows: Count | None = None,
-        validation_batch_size: Size | None = None,
-        num_workers: Workers = 0,
+        **options: Unpack[RowOptions],
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        super().__init__(
-            _source_of_pairs(source, path, also),
-            tokenizer,
-            batch_size=batch_size,
-            kind=kind,
-            num_iterations=num_iterations,
-            num_epochs=num_epochs,
-            max_length=max_length,
-            over_long=over_long,
-            seed=seed,
-            group_by_length=group_by_length and not group_by_prompt,
-            show_examples=show_examples,
-            max_validation_rows=max_validation_rows,
-            validation_batch_size=validation_batch_size,
-            num_workers=num_workers,
-        )
+        options["group_by_length"] = options["group_by_length"] and not group_by_prompt
+        pairs = _source_of_pairs(source, path, also)
+        super().__init__(pairs, tokenizer, batch_size=batch_size, **options)
         if self.kind == "unpaired" and (group_by_prompt or balance_length):
             given = f"{group_by_prompt=} and {balance_length=}"
             raise ValueError(f"{given}: both are of pairs alone, use false with kind=unpaired")
@@ -213,10 +174,7 @@ def with_other_responses(
         last = (number - 1) % len(others)
         other = last if prompts[last] != prompt.tobytes() else before[last]
         if other is None:
-            raise ValueError(
-                "all unpaired rows have one prompt: KTO estimates its KL from responses to other "
-                "prompts; add rows of other prompts"
-            )
+            raise ValueError("all unpaired rows have one prompt: KTO needs rows of other prompts")
         joined = np.concatenate([prompt, parts[other][1]])[:max_length]
         paired.append(
             EncodedPreference(row.input_ids, joined, length, domain=row.domain, label=row.label)
@@ -258,29 +216,11 @@ class PromptDataModule(RecordDataModule):
         batch_size: Size,
         max_prompt_length: Length | None = None,
         num_generations: Size = 1,
-        num_iterations: Count | None = None,
-        over_long: OverLong = "drop",
-        seed: Seed | None = None,
-        show_examples: CountOrZero = 0,
-        max_validation_rows: Count | None = None,
-        validation_batch_size: Size | None = None,
-        num_workers: Workers = 0,
+        **options: Unpack[StreamOptions],
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        super().__init__(
-            source,
-            tokenizer,
-            batch_size=batch_size,
-            num_iterations=num_iterations,
-            max_length=max_prompt_length,
-            over_long=over_long,
-            seed=seed,
-            group_by_length=False,
-            show_examples=show_examples,
-            max_validation_rows=max_validation_rows,
-            validation_batch_size=validation_batch_size,
-            num_workers=num_workers,
-        )
+        length: Any = {"max_length": max_prompt_length, "group_by_length": False}
+        super().__init__(source, tokenizer, batch_size=batch_size, **length, **options)
         self.num_generations = num_generations
 
     def predict_dataloader(self) -> Any:

@@ -138,53 +138,6 @@ class EncodingReport:
     unread_columns: Counter[str] = field(default_factory=Counter)
 
 
-def encode_all(
-    records: Iterable[Record],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    over_long: OverLong = "drop",
-    loss_on: LossOn = "last",
-) -> tuple[list[Any], EncodingReport]:
-    """Return the encoded records in their order, without the dropped ones, and the report.
-
-    Args:
-        records: records of one kind.
-        tokenizer: makes ids of them.
-        max_length: most tokens of a row.
-        over_long: what to do with longer ones.
-        loss_on: `"last"` response of a demonstration, or `"all"` turns of the assistant.
-
-    Raises:
-        ValueError: if a record cannot be encoded, naming its number.
-    """
-    encode = RecordEncoder(tokenizer, max_length=max_length, over_long=over_long, loss_on=loss_on)
-    encoder, report = encode.encoder, encode.report
-    everything = list(records)
-    encoded: list[Any] = []
-    for at, record in enumerate(with_progress(everything, "encoding", len(everything))):
-        if at % NUM_REMEMBERED == 0:
-            encoder.remember(_plain_texts(everything[at : at + NUM_REMEMBERED]))
-        try:
-            rows = encode(record)
-        except ValueError as error:
-            if isinstance(error, BadRecordError) and record.origin.where is not None:
-                raise
-            raise ValueError(f"record {at + 1}: {error}") from error
-        encoded += rows
-        if not rows:
-            continue
-        texts = _texts(record)
-        messages = [m for text in texts if not isinstance(text, str) for m in text]
-        if messages or record.variables:
-            report.unread.update(unread_keys(messages, record.variables, tokenizer))
-        every = not isinstance(record, PromptRecord | TextRecord)  # else rewards get them
-        report.unread_columns.update(k for k in record.origin.unread if every or k in ROW_KEYS)
-        unknown = any(_holds(row, encoder.unknown) for row in rows) or encoder.drops(*texts)
-        report.num_unknown += not record.rendered and unknown
-    return encoded, report
-
-
 @dataclass
 class RecordEncoder:
     """Makes rows of records, and counts what becomes of them in its `report`.
@@ -226,6 +179,37 @@ class RecordEncoder:
             return []
         return [row for row in rows if row is not None]
 
+    def encode_all(self, records: Iterable[Record]) -> list[Any]:
+        """Return the rows of records of one kind in their order, without the dropped ones.
+
+        Raises:
+            ValueError: if a record cannot be encoded, naming its number.
+        """
+        encoder, report = self.encoder, self.report
+        everything = list(records)
+        encoded: list[Any] = []
+        for at, record in enumerate(with_progress(everything, "encoding", len(everything))):
+            if at % NUM_REMEMBERED == 0:
+                encoder.remember(_plain_texts(everything[at : at + NUM_REMEMBERED]))
+            try:
+                rows = self(record)
+            except ValueError as error:
+                if isinstance(error, BadRecordError) and record.origin.where is not None:
+                    raise
+                raise ValueError(f"record {at + 1}: {error}") from error
+            encoded += rows
+            if not rows:
+                continue
+            texts = _texts(record)
+            messages = [m for text in texts if not isinstance(text, str) for m in text]
+            if messages or record.variables:
+                report.unread.update(unread_keys(messages, record.variables, encoder.tokenizer))
+            every = not isinstance(record, PromptRecord | TextRecord)  # else rewards get them
+            report.unread_columns.update(k for k in record.origin.unread if every or k in ROW_KEYS)
+            unknown = any(_holds(row, encoder.unknown) for row in rows) or encoder.drops(*texts)
+            report.num_unknown += not record.rendered and unknown
+        return encoded
+
     def _rows(self, record: Record) -> Sequence[Encoded | None]:
         if isinstance(record, TextRecord):
             return [self._text(record)]
@@ -262,7 +246,7 @@ class RecordEncoder:
 
         An empty prompt of a tokenizer without BOS leaves the completion's first token untrained.
         """
-        (rendered,) = self._rendered(record, [record.completion])
+        (rendered,) = self._rendered(record, record.completion)
         prompt = self._cut(rendered.prompt, len(rendered.response))
         if prompt is None:
             return None
@@ -291,7 +275,7 @@ class RecordEncoder:
 
     def _preference(self, record: PreferenceRecord) -> EncodedPreference | None:
         """Return both responses behind the same (perhaps cut) prompt, EOS included."""
-        first, second = self._rendered(record, [record.chosen, record.rejected])
+        first, second = self._rendered(record, record.chosen, record.rejected)
         chosen, rejected = first.response, second.response
         if chosen == rejected:
             self.report.dropped[IDENTICAL] += 1
@@ -309,16 +293,9 @@ class RecordEncoder:
             subsets=record.subsets,
         )
 
-    def _rendered(
-        self, record: DemonstrationRecord | PreferenceRecord, responses: Sequence[Text]
-    ) -> list[Rendered]:
-        return prompt_and_responses(
-            record.prompt,
-            responses,
-            self.encoder,
-            rendered=record.rendered,
-            variables=record.variables,
-        )
+    def _rendered(self, record: Any, *responses: Text) -> list[Rendered]:
+        how = {"rendered": record.rendered, "variables": record.variables}
+        return prompt_and_responses(record.prompt, responses, self.encoder, **how)
 
     def _cut(self, prompt: list[int], num_response: int = 0) -> list[int] | None:
         """Return a prompt, cut from the left if it must and may be; None drops the record."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,10 +11,7 @@ from typing import Any, Literal
 from rlhf_lightning.text.messages import BadValueError
 
 OnBadRecord = Literal["raise", "skip"]
-NUM_NAMED_SKIPS = 5
 LONGEST_QUOTE = 60
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,38 +50,6 @@ class BadRecordError(ValueError):
 
 class MissingFileError(BadRecordError, FileNotFoundError):
     """A file or folder of records that does not exist."""
-
-
-class SkippedRecords:
-    """Counts and names the bad records of one source, or raises at the first.
-
-    Args:
-        on_bad_record: `"raise"`, or `"skip"` to leave bad records out.
-    """
-
-    def __init__(self, on_bad_record: OnBadRecord) -> None:
-        """Start with none."""
-        self.on_bad_record = on_bad_record
-        self.messages: list[str] = []
-        self._num_told = 0
-        self._known: set[str] = set()
-
-    def add(self, error: BadRecordError) -> None:
-        """Raise `error`, or note it, once, where bad records are skipped."""
-        if self.on_bad_record != "skip":
-            raise error
-        if str(error) not in self._known:
-            self._known.add(str(error))
-            self.messages.append(str(error))
-
-    def log(self, source: str, num_kept: int) -> None:
-        """Warn about the records skipped since the last warning, naming the first few."""
-        untold = self.messages[self._num_told :]
-        self._num_told = len(self.messages)
-        if untold:
-            text = "%s: skipped %d bad records, kept %d:\n  %s"
-            named = "\n  ".join(untold[:NUM_NAMED_SKIPS])
-            logger.warning(text, source, len(untold), num_kept, named)
 
 
 def closest(name: str, names: Iterable[str], *, cutoff: float = 0.7) -> str | None:

@@ -47,9 +47,8 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
             empty = False
             yield place, as_row(row, place)
     except (UnicodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        found = f"it is not UTF-8, or not whole ({error})"
         fix = "save the file as UTF-8; let the name of a compressed one end with .gz"
-        raise BadRecordError(where, found, fix) from error
+        raise BadRecordError(where, f"it is not UTF-8, or not whole ({error})", fix) from error
     if empty:
         raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
 
@@ -175,16 +174,6 @@ def _batches(path: Path) -> Iterator[Any]:
     except pyarrow.ArrowException as error:
         found = f"it cannot be read ({' '.join(str(error).split())[:200]})"
         raise BadRecordError(Location(str(path)), found, "write it anew as Parquet") from error
-
-
-def class_names(path: Path, column: str) -> list[str]:
-    """Return the names of a column of `ClassLabel` in a Parquet or Arrow file; else none."""
-    if _READERS[extension(path)] is not _read_table:
-        return []
-    batch = next(_batches(path), None)
-    written = {} if batch is None else batch.schema.metadata or {}
-    types = json.loads(written.get(b"huggingface", "{}")).get("info", {}).get("features", {})
-    return list(types.get(column, {}).get("names", ()))
 
 
 _READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {

@@ -22,22 +22,15 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.errors import (
-    BadRecordError,
-    Location,
-    SkippedRecords,
-    closest,
-    describe,
-    wrong_value,
-)
-from rlhf_lightning.data.files import LocatedRow, Row
+from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe, wrong_value
+from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.public_formats import (
     PROMPTS,
     TEXT_KEYS,
@@ -83,37 +76,6 @@ _EMPTY = ("None", "", "[]", "{}", "nan")
 _RENDERER_OPTIONS = frozenset(
     inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 )
-
-
-def parse_rows(
-    rows: Iterable[LocatedRow], parse: Callable[[Row, Location], Record], skipped: SkippedRecords
-) -> list[Record]:
-    """Return the records of one set.
-
-    Args:
-        rows: rows with their locations, or errors in place of rows.
-        parse: makes a record of a row, such as a `RowParser`.
-        skipped: raises at a bad record or notes it.
-
-    Raises:
-        BadRecordError: for a bad record (unless skipped), and if no record is left.
-    """
-    records: list[Record] = []
-    where = Location("the source")
-    num_before = len(skipped.messages)  # of the other split of the source
-    for where, row in rows:
-        try:
-            if isinstance(row, BadRecordError):
-                raise row
-            records.append(parse(row, where))
-        except BadRecordError as error:
-            skipped.add(error)
-    skipped.log(where.source, len(records))
-    if not records:
-        bad = skipped.messages[num_before:] or ["the source is empty"]
-        found = f"no record is left: all {len(skipped.messages) - num_before} were bad"
-        raise BadRecordError(Location(where.source), found, f"mend them; the first: {bad[0]}")
-    return records
 
 
 class RowParser:
@@ -197,8 +159,7 @@ class RowParser:
     def _is_rendered(self, ours: Mapping[str, Any]) -> bool:
         value = ours.get("rendered", self._rendered)
         if str(value).lower() not in ("true", "false"):  # a CSV cell is text
-            fix = "write one of them, or hide the column with columns={rendered: null}"
-            raise wrong_value("rendered", value, "true or false", fix)
+            raise wrong_value("rendered", value, "true or false", "or set columns={rendered: null}")
         return str(value).lower() == "true"
 
     def _format(self, ours: Mapping[str, Any], row: Row, rendered: bool) -> str:
@@ -220,9 +181,8 @@ class RowParser:
         other = next((key for key in PROMPTS if isinstance(row.get(key), str)), None)
         alone = name == "chosen+rejected" and "prompt" not in self._columns
         if other and alone and isinstance(ours["chosen"], str) and not rendered:
-            fix = f"read it with columns={{prompt: {other}}}, or let both sides repeat their prompt"
-            found = f"the pair has no key 'prompt', but a column {other!r}"
-            raise BadValueError(found, f"{fix} and set columns={{prompt: null}}")
+            fix = f"read it with columns={{prompt: {other}}}, or set columns={{prompt: null}}"
+            raise BadValueError(f"the pair has no key 'prompt', but a column {other!r}", fix)
         return began
 
 
@@ -335,8 +295,9 @@ def _margin(value: Any) -> float | None:
     except (ValueError, OverflowError):  # a whole number of 400 digits is no float
         margin = math.nan
     if not 0 <= margin < math.inf:
-        fix = "swap the sides of a negative one, or leave the key out"
-        raise wrong_value("margin", value, "a finite number >= 0", fix)
+        raise wrong_value(
+            "margin", value, "a finite number >= 0", "swap the sides, or leave it out"
+        )
     return margin
 
 
@@ -359,20 +320,20 @@ def check_response(prompt: Text, response: Text, key: str) -> None:
     else:
         roles = [message["role"] for message in response]
         if not prompt:
-            found = f"no message comes before {key!r}, so it answers nothing"
-            raise BadValueError(found, "give the question under the key 'prompt'")
+            raise BadValueError(
+                f"no message is before {key!r}, so it answers nothing", "give 'prompt'"
+            )
         if roles != ["assistant"]:
             found = f"{key!r} is from {', '.join(roles) or 'nobody, after the shared messages'}"
             found += ", expected only the assistant's response, one message"
             raise BadValueError(found, f"move the earlier messages to 'prompt'; {whole}")
         if response[-1].get(WEIGHT) == 0:
-            found = f"the response of {key!r} has weight 0 (or train or loss: false)"
-            raise BadValueError(found, "end with a response that is learnt, or leave it out")
+            raise BadValueError(
+                f"the response of {key!r} has weight 0", "end with one that is learnt"
+            )
         is_empty = not response[-1]["content"].strip() and CALLS not in response[-1]
     if is_empty:
-        raise BadValueError(
-            f"the response of {key!r} is empty: it would teach to say nothing", FILL
-        )
+        raise BadValueError(f"the response of {key!r} is empty", FILL)
 
 
 def _style(text: Text) -> str:
@@ -446,9 +407,8 @@ def with_row_keys(record: Record, ours: Mapping[str, Any]) -> tuple[Record, list
     if not given or isinstance(record, TextRecord) or isinstance(record.prompt, str):
         return record, []
     if "history" in given:
-        found = "the column 'history' is not read beside a conversation"
         fix = "write earlier turns as messages, or hide the column with columns={history: null}"
-        raise BadValueError(found, fix)
+        raise BadValueError("the column 'history' is not read beside a conversation", fix)
     kwargs = given.get(_KWARGS) or {}
     if not isinstance(kwargs, Mapping) or not _RENDERER_OPTIONS.isdisjoint(kwargs):
         found = f"{_KWARGS} holds {describe(kwargs)}, expected variables of a chat template"

@@ -6,7 +6,7 @@ responses are good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,37 +27,8 @@ from rlhf_lightning.data.records import (
 )
 
 EVERY = "learn all rows alike with columns={label: null}"
-GOOD = (
-    "name the value of good responses with dataset.source.label_good=VALUE (in Python "
-    f"label_good=VALUE), or {EVERY}"
-)
+GOOD = f"name the value of good responses with dataset.source.label_good=VALUE, or {EVERY}"
 _TRUTH = {"true": True, "false": False}
-
-
-def to_kind(record: Record, kind: RecordKind) -> Record:
-    """Return a record as one of the wanted kind.
-
-    A prompt may be taken from any record that has one (its row's other columns go with it), a
-    demonstration from a preference (its chosen response).
-
-    Raises:
-        BadRecordError: if the record cannot be turned into that kind, naming both.
-    """
-    columns = record.origin.columns
-    more: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
-    if kind == "prompts" and not isinstance(record, TextRecord):
-        if not record.prompt:
-            raise BadRecordError(record.place, "the key 'prompt' is empty", FILL)
-        return PromptRecord(record.prompt, record.domain, columns, record.rendered, **more)
-    if kind == "demonstrations" and isinstance(record, PreferenceRecord):
-        given = (record.prompt, record.chosen, record.domain, record.rendered)
-        return DemonstrationRecord(*given, **more)
-    if kind != kind_of(record):
-        found = f"{kind} were asked for, but the records are {kind_of(record)}"
-        found += f" (other columns: {', '.join(columns) or 'none'})"
-        fix = f"map columns with {mapping_of(columns)} to one of {known_formats()}"
-        raise BadRecordError(record.place, found, f"{fix}, or {pair_of(columns)}")
-    return record
 
 
 @dataclass(frozen=True)
@@ -74,43 +45,34 @@ class Labels:
 
     @classmethod
     def of_records(
-        cls,
-        records: Sequence[Record],
-        columns: Mapping[str, str | None],
-        good: Value | None,
-        names_of: Callable[[str], Sequence[str]],
+        cls, records: Sequence[Record], columns: Mapping[str, str | None], good: Value | None
     ) -> Labels:
         """Return the labels of a set: those of its column `label`, or of the one mapped to it.
 
         Raises:
-            BadRecordError: if no label is `good`, or the labels are the numbers of a `ClassLabel`,
-                whose names say which are good.
+            BadRecordError: if no label is `good`.
         """
         labels = cls(columns.get("label", "label"), good)
         shown = (record for record in records if isinstance(record, DemonstrationRecord))
-        first = next((record for record in shown if labels._value(record) is not None), None)
+        first = next((record for record in shown if labels.value(record) is not None), None)
         if labels.column is None or first is None:
             return cls(None)
-        if good is None and (names := names_of(labels.column)):
-            listed = ", ".join(f"{number} {name!r}" for number, name in enumerate(names[:4]))
-            found = f"the label {labels.column!r} holds the names {listed} (ClassLabel)"
-            raise BadRecordError(first.place, found, GOOD)
-        if good is not None and not any(map(labels._is_good, records)):
-            fix = f"give a value that it has, such as {labels._value(first)!r}"
-            found = f"no label {labels.column!r} is label_good={good!r}"
-            raise BadRecordError(first.place, found, fix)
+        if good is not None and not any(map(labels.is_good, records)):
+            fix = f"give a value that it has, such as {labels.value(first)!r}"
+            raise BadRecordError(first.place, f"no {labels.column!r} is label_good={good!r}", fix)
         return labels
 
-    def _value(self, record: Record) -> Any:
+    def value(self, record: Record) -> Any:
+        """Return the label of a record's row; None without one."""
         return None if self.column is None else record.origin.columns.get(self.column)
 
-    def _is_good(self, record: Record) -> bool | None:
+    def is_good(self, record: Record) -> bool | None:
         """Return whether the response of a demonstration is good; None without a label.
 
         Raises:
             BadRecordError: if the label says neither.
         """
-        value = self._value(record)
+        value = self.value(record)
         if value is None or value == "":
             return None
         if self.good is not None:
@@ -123,32 +85,6 @@ class Labels:
     def unread(self, record: Record) -> tuple[str, ...]:
         """Return the columns that neither a record nor its label has."""
         return tuple(key for key in record.origin.unread if key != self.column)
-
-    def records(self, record: Record, kind: RecordKind) -> Sequence[Record]:
-        """Return a record as records of a kind: a pair is two unpaired ones.
-
-        Raises:
-            BadRecordError: if its response is to be imitated and labelled bad, or not at all in a
-                labelled set; if an unpaired row has no label; or as `to_kind`.
-        """
-        if kind == "unpaired" and isinstance(record, PreferenceRecord):
-            return both_responses(record)
-        if kind == "unpaired":
-            good = self._is_good(record)
-            if good is None or not isinstance(record, DemonstrationRecord):
-                found = f"the row has no label (other columns: {', '.join(record.origin.columns)})"
-                fix = "give prompt, completion and label, or map one with columns={label: theirs}"
-                raise BadRecordError(record.place, found, fix)
-            parts = (record.prompt, record.completion, record.domain, record.rendered, good)
-            return [UnpairedRecord(*parts, variables=record.variables, origin=record.origin)]
-        is_shown = kind == "demonstrations" and isinstance(record, DemonstrationRecord)
-        if is_shown and self.column is not None and not self._is_good(record):
-            found = f"the label {self.column!r} holds {describe(self._value(record))}"
-            fix = "leave such rows out with dataset.source.on_bad_record=skip, learn from both "
-            raise BadRecordError(
-                record.place, found, f"{fix} labels with +experiment=kto, or {EVERY}"
-            )
-        return [to_kind(record, kind)]
 
     def check_unread(self, records: Sequence[Record]) -> None:
         """Check that no unread column of demonstrations may be a label.
@@ -163,3 +99,47 @@ class Labels:
                 text = f"the column {key!r} holds true and false, and is not read"
                 fix = f"if true says that a response is good set columns={{label: {key}}}, else "
                 raise BadRecordError(shown[0].place, text, fix + EVERY)
+
+
+NO_LABELS = Labels(None)
+
+
+def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Sequence[Record]:
+    """Return a record as records of the wanted kind: a pair is two unpaired ones, else one.
+
+    A prompt may be taken from any record that has one (its row's other columns go with it), a
+    demonstration from a preference (its chosen response).
+
+    Raises:
+        BadRecordError: if the record cannot be turned into that kind, naming both; if its response
+            is to be imitated and labelled bad, or not at all in a labelled set; or if an unpaired
+            row has no label.
+    """
+    columns = record.origin.columns
+    more: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
+    if kind == "unpaired" and isinstance(record, PreferenceRecord):
+        return both_responses(record)
+    if kind == "unpaired":
+        good = labels.is_good(record)
+        if good is None or not isinstance(record, DemonstrationRecord):
+            fix = "give prompt, completion and label, or map one with columns={label: theirs}"
+            raise BadRecordError(record.place, f"the row has no label, but {[*columns]}", fix)
+        parts = (record.prompt, record.completion, record.domain, record.rendered, good)
+        return [UnpairedRecord(*parts, **more)]
+    if kind == "prompts" and not isinstance(record, TextRecord):
+        if not record.prompt:
+            raise BadRecordError(record.place, "the key 'prompt' is empty", FILL)
+        return [PromptRecord(record.prompt, record.domain, columns, record.rendered, **more)]
+    if kind == "demonstrations" and isinstance(record, PreferenceRecord):
+        given = (record.prompt, record.chosen, record.domain, record.rendered)
+        return [DemonstrationRecord(*given, **more)]
+    if kind != kind_of(record):
+        found = f"{kind} were asked for, but the records are {kind_of(record)}"
+        found += f" (other columns: {', '.join(columns) or 'none'})"
+        fix = f"map columns with {mapping_of(columns)} to one of {known_formats()}"
+        raise BadRecordError(record.place, found, f"{fix}, or {pair_of(columns)}")
+    if kind == "demonstrations" and labels.column is not None and not labels.is_good(record):
+        found = f"the label {labels.column!r} holds {describe(labels.value(record))}"
+        fix = "leave such rows out with dataset.source.on_bad_record=skip, learn from both labels "
+        raise BadRecordError(record.place, found, f"{fix}with +experiment=kto, or {EVERY}")
+    return [record]

@@ -9,8 +9,9 @@ from typing import NamedTuple, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.encode import Encoded, EncodedPrompt, encode_all, give_same_columns
+from rlhf_lightning.data.encode import Encoded, EncodedPrompt, RecordEncoder, give_same_columns
 from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import LossOn, Record, RecordKind, Split, kind_of
 from rlhf_lightning.data.sources.base import RowSource
 from rlhf_lightning.data.summary import length_summary, summarize, warn_of_rows
@@ -62,7 +63,8 @@ def preview(
     splits = {split: source.records(kind, split) for split in get_args(Split)}
     records = [record for split in splits.values() for record in split]
     some = records[:: -(-len(records) // num_rows) or 1] if num_rows else records
-    rows, report = encode_all(some, tokenizer, max_length=sys.maxsize, loss_on=loss_on)
+    encoder = RecordEncoder(tokenizer, max_length=sys.maxsize, loss_on=loss_on)
+    rows, report = encoder.encode_all(some), encoder.report
     give_same_columns(rows)
     report.skipped[:0] = source.skipped_records
     summary = summarize(rows, name=kind, report=report)
@@ -87,7 +89,7 @@ def preview(
 
 def _reads(source: RowSource, record: Record, kind: RecordKind) -> bool:
     try:
-        return bool(source.labels.records(record, kind))
+        return bool(to_kind(record, kind, source.labels))
     except BadRecordError:
         return False
 

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast, get_args
+from typing import Annotated, Any, ClassVar, TypedDict, Unpack, cast, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import (
     Count,
     CountOrZero,
+    Default,
     Epochs,
     Length,
     Seed,
@@ -37,7 +38,7 @@ from rlhf_lightning.data.encode import (
     Encoded,
     EncodingReport,
     OverLong,
-    encode_all,
+    RecordEncoder,
     give_same_columns,
 )
 from rlhf_lightning.data.records import KINDS, LossOn, Record, RecordKind, Split
@@ -55,6 +56,27 @@ from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.runs.manifest import Source
 
 VALIDATION_BATCH_FACTOR = 2
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of every DataModule, see `RecordDataModule`."""
+
+    num_iterations: Count | None
+    over_long: Annotated[OverLong, Default("drop")]
+    seed: Seed | None
+    show_examples: Annotated[CountOrZero, Default(0)]
+    max_validation_rows: Count | None
+    validation_batch_size: Size | None
+    num_workers: Annotated[Workers, Default(0)]
+
+
+class RowOptions(StreamOptions, total=False):
+    """Options of the DataModules whose rows are trained on, see `RecordDataModule`."""
+
+    kind: RecordKind | None
+    num_epochs: Epochs | None
+    max_length: Length | None
+    group_by_length: Annotated[bool, Default(True)]
 
 
 class _Rows(Dataset[Any]):
@@ -117,25 +139,16 @@ class RecordDataModule(LightningDataModule):
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         batch_size: Size,
-        kind: RecordKind | None = None,
-        num_iterations: Count | None = None,
-        num_epochs: Epochs | None = None,
-        max_length: Length | None = None,
-        over_long: OverLong = "drop",
         loss_on: LossOn = "last",
-        seed: Seed | None = None,
-        group_by_length: bool = True,
-        show_examples: CountOrZero = 0,
-        max_validation_rows: Count | None = None,
-        validation_batch_size: Size | None = None,
-        num_workers: Workers = 0,
+        **options: Unpack[RowOptions],
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__()
+        num_iterations, num_epochs = options["num_iterations"], options["num_epochs"]
         if num_iterations is not None and num_epochs is not None:
             both = f"num_iterations={num_iterations} and num_epochs={num_epochs}"
             raise ValueError(f"{both}: give one, and data.num_epochs=null (None) for the other")
-        self.kind = kind or self.kinds[0]
+        self.kind = options["kind"] or self.kinds[0]
         if self.kind not in self.kinds:
             raise ValueError(f"kind={self.kind!r}: use {' or '.join(map(repr, self.kinds))}")
         if loss_on == "all" and self.kind != "demonstrations":
@@ -145,16 +158,16 @@ class RecordDataModule(LightningDataModule):
         self.batch_size = batch_size
         self._num_iterations = num_iterations
         self._num_epochs = num_epochs
-        self.max_length = max_length or self._usual_length
-        self._fits = max_length is None
-        self.over_long = over_long
+        self.max_length = options["max_length"] or self._usual_length
+        self._fits = options["max_length"] is None
+        self.over_long = options["over_long"]
         self.loss_on = loss_on
-        self._seed = seed
-        self.group_by_length = group_by_length
-        self.show_examples = show_examples
-        self.max_validation_rows = max_validation_rows
-        self.validation_batch_size = validation_batch_size
-        self.num_workers = num_workers
+        self._seed = options["seed"]
+        self.group_by_length = options["group_by_length"]
+        self.show_examples = options["show_examples"]
+        self.max_validation_rows = options["max_validation_rows"]
+        self.validation_batch_size = options["validation_batch_size"]
+        self.num_workers = options["num_workers"]
         self.summaries: dict[Split, DataSummary] = {}
         self._rows: dict[Split, list[Any]] = {}
         self._restored: dict[str, Any] = {}
@@ -225,22 +238,18 @@ class RecordDataModule(LightningDataModule):
         if self._rows:
             return
         if not isinstance(self.tokenizer, PreTrainedTokenizerBase):
-            fix = "expected a tokenizer of transformers: give module.tokenizer"
-            kind = type(self.tokenizer).__name__
-            raise TypeError(f"tokenizer={self.tokenizer!r} is {kind}, {fix}")
+            fix = "expected one of transformers: give module.tokenizer"
+            raise TypeError(f"tokenizer={self.tokenizer!r}, {fix}")
         if self._fits:
             self.max_length = self._length_in_context()
         records = {split: self._records(split) for split in get_args(Split)}
+        options: dict[str, Any] = {"max_length": self.max_length, "over_long": self.over_long}
+        options["loss_on"] = self.loss_on
         rows: dict[Split, list[Any]] = {}
         reports: dict[Split, EncodingReport] = {}
         for split in records:
-            rows[split], reports[split] = encode_all(
-                records[split],
-                self.tokenizer,
-                max_length=self.max_length,
-                over_long=self.over_long,
-                loss_on=self.loss_on,
-            )
+            encoder = RecordEncoder(self.tokenizer, **options)
+            rows[split], reports[split] = encoder.encode_all(records[split]), encoder.report
         give_same_columns(*rows.values())
         reports["train"].skipped += getattr(self.source, "skipped_records", ())
         for split, report in reports.items():
@@ -256,8 +265,7 @@ class RecordDataModule(LightningDataModule):
         # Else a batch would hold some rows several times.
         if self.batch_size > num_rows and not self._may_repeat:
             size = f"batch_size={self.batch_size} is more than the {num_rows} training {self.kind}"
-            fix = f"use at most {num_rows}, a multiple of ranks times minibatches, or give more"
-            raise ValueError(f"{size}: {fix} records")
+            raise ValueError(f"{size}: use at most {num_rows}, or give more records")
         self._digests = {"validation_rows": rows_digest(rows["validation"])}
         part = validation_part(rows["validation"], self.max_validation_rows, self.seed)
         self._rows = rows | {"validation": part}
@@ -270,9 +278,8 @@ class RecordDataModule(LightningDataModule):
         wrong = next((n for n, r in enumerate(records) if KINDS.get(type(r)) != self.kind), None)
         if wrong is not None:
             place = f"{type(self.source).__name__}.records({self.kind!r}, {split!r})[{wrong}]"
-            fix = "see rlhf_lightning.data.records, or give the DataModule the rows, a list of dict"
-            kind = type(records[wrong]).__name__
-            raise TypeError(f"{place} is {kind}, expected a record of {self.kind}: {fix}")
+            found = f"{type(records[wrong]).__name__}, expected a record of {self.kind}"
+            raise TypeError(f"{place} is {found}: give the DataModule the rows, a list of dict")
         return records
 
     def token_ids(self) -> frozenset[int]:
@@ -427,11 +434,10 @@ class RecordDataModule(LightningDataModule):
 
     def _check_restored(self, num_rows: int) -> None:
         for name, value in self._identity(num_rows).items():
-            saved = self._restored.get(name, value)  # an older checkpoint may lack it
+            saved = self._restored.get(name, value)  # a run that starts has none
             if saved != value:
                 found = f"the checkpoint was made with data {name}={saved}, this run has {value}"
-                fix = "give the same data, or start again with resume=never"
-                raise ValueError(f"{found}: the remaining batches would differ, {fix}")
+                raise ValueError(f"{found}: give the same data, or start again with resume=never")
 
 
 def rows_digest(rows: Iterable[Encoded]) -> str:

@@ -123,7 +123,7 @@ def summarize(
     Args:
         encoded: the rows of one split, all of one kind.
         name: title of the summary.
-        report: what `encode_all` said about them, and the bad records that were left out.
+        report: what their `RecordEncoder` counted, and the bad records that were left out.
     """
     lengths: dict[str, list[int]] = {}
     for row in encoded:

@@ -86,8 +86,7 @@ def messages_in(value: Any, key: str) -> Any:
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
         return messages
     if isinstance(found, str) and _BEGINS_AS_MESSAGES.match(value):
-        fix = "write them whole and as JSON, by json.dumps"
-        raise wrong_value(key, value, "messages, as it begins", fix)
+        raise wrong_value(key, value, "messages, as it begins", "write them by json.dumps")
     return value
 
 
@@ -127,8 +126,7 @@ def check_characters(text: str, name: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         found = f"{name} holds half of a character (U+{ord(text[error.start]):04X})"
-        fix = "write the file again with whole characters, as UTF-8"
-        raise BadValueError(found, fix) from error
+        raise BadValueError(found, "write whole characters, as UTF-8") from error
     return text
 
 
@@ -152,8 +150,7 @@ def _parse_message(message: Any, name: str) -> dict[str, Any]:
         found = f"{name} has the unknown role {describe(given.get('role'))}"
         raise BadValueError(found, f"use one of {', '.join(ROLES)}")
     if given.get("function_call"):
-        fix = f"write it as {CALLS}, a list of functions"
-        raise BadValueError(f"{name} has the legacy key 'function_call'", fix)
+        raise BadValueError(f"{name} has the legacy key 'function_call'", f"write it as {CALLS}")
     calls = _calls(given.get(CALLS), name)
     content = _content(given.get("content", "" if calls else None), name)
     thought = _thought(given, content, name)
@@ -196,16 +193,18 @@ def _thought(given: Mapping[str, Any], content: str, name: str) -> str:
         found = f"{' and '.join(thoughts)} of {name} is not one text"
         raise BadValueError(found, f"write the thought as text under {THOUGHT!r}")
     if content.lstrip().startswith("<think>"):
-        found = f"{name} has a thought under {THOUGHT!r} and another as <think> in its content"
-        raise BadValueError(found, "take one of them out")
+        raise BadValueError(
+            f"{name} has a thought under {THOUGHT!r} and as <think>", "take one out"
+        )
     return check_characters(first, f"the {THOUGHT} of {name}")
 
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     value = from_json(value)
     if value and not isinstance(value, list | tuple):
-        found = f"{CALLS} of {name} is {describe(value)}"
-        raise BadValueError(found, 'write a list, [{"name": "...", "arguments": {}}]')
+        raise BadValueError(
+            f"{CALLS} of {name} is {describe(value)}", 'write [{"name": "..."}, ...]'
+        )
     return [_call(call, name) for call in value or ()]
 
 
@@ -250,8 +249,7 @@ def parse_transcript(text: object, key: str) -> list[dict[str, str]]:
             last turn is not the assistant's.
     """
     if not isinstance(text, str) or _TURN.match(text) is None:
-        fix = "read other sets with data.sources.base.HubSource"
-        raise wrong_value(key, text, "'\\n\\nHuman: ...'", fix)
+        raise wrong_value(key, text, "'\\n\\nHuman: ...'", "read other sets with HubSource")
     _, *pieces = _TURN.split(text)
     names = pieces[::2]
     if names != ["Human", "Assistant"] * (len(names) // 2):

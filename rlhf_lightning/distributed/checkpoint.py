@@ -108,8 +108,7 @@ def load_shards(path: Path, model: nn.Module, optimizers: list[torch.optim.Optim
     untouched = {name for name in set(shared) - stored if not name.startswith(f"{_MODEL}/")}
     if differing := sorted(stored ^ set(shared) - untouched):
         raise ValueError(
-            f"{path} holds the tensors of another model: {differing[0]} and "
-            f"{len(differing) - 1} more are in one of the two only"
+            f"{path} holds the tensors of another model: {differing[0]} is in one only"
         )
     shared = {name: tensor for name, tensor in shared.items() if name in stored}
     with _cause_of_failure():
@@ -272,10 +271,8 @@ def _check(staging: Path, written: set[str], path: Path) -> None:
     there = {file.name for file in staging.iterdir()}
     stored = set(HuggingFaceStorageReader(str(staging)).read_metadata().state_dict_metadata)
     if listed != there or stored != written:
-        raise OSError(
-            f"the checkpoint {path} cannot be read back: {sorted(listed ^ there)} of its files and "
-            f"{len(stored ^ written)} of its {len(written)} tensors are missing"
-        )
+        lost = f"{sorted(listed ^ there)} of its files and {len(stored ^ written)} of its tensors"
+        raise OSError(f"the checkpoint {path} cannot be read back: {lost} are missing")
 
 
 def _by_number(optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -36,13 +36,9 @@ class ReadWeights:
         self.needed = any(lacks for lacks, _ in told)
         self.described: dict[str, Any] = told[0][1] or {}
         self.given: set[str] = set()
-        if told[0][0]:
-            raise RuntimeError(f"rank 0 has not read the weights of {type(model).__name__}")
         for name in sorted(places.keys() ^ self.described.keys()):
-            raise RuntimeError(
-                f"rank {rank()} builds {type(model).__name__} otherwise than rank 0, {name} is in "
-                "one of them only: start all ranks with the same files and versions"
-            )
+            told = f"rank {rank()} builds {type(model).__name__} otherwise than rank 0: {name}"
+            raise RuntimeError(f"{told}: start all ranks with the same files and versions")
         self.names: dict[int, dict[str, str]] = {id(store): {} for store, _ in places.values()}
         for name, (store, key) in places.items():
             self.names[id(store)][key] = name

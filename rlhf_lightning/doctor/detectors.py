@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.history import History
-from rlhf_lightning.doctor.spec import ALARM, HEALTHY, LEVELS, WARN, DetectorSpec, Reading
+from rlhf_lightning.doctor.spec import ALARM, HEALTHY, LEVELS, DetectorSpec, Reading
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 
@@ -26,45 +26,23 @@ class Hysteresis:
         raise_after: readings in a row at a higher level before it is taken.
         clear_after: readings in a row at a lower level before it is left.
         level: HEALTHY, WARN or ALARM.
-        above_warn, above_alarm: readings in a row at that level or a higher one.
-        below_warn, below_alarm: readings in a row under that level.
+        last: levels of the last readings, as many as decide.
     """
 
     raise_after: int
     clear_after: int
     level: int = HEALTHY
-    above_warn: int = 0
-    above_alarm: int = 0
-    below_warn: int = 0
-    below_alarm: int = 0
+    last: list[int] = field(default_factory=list)
 
     def update(self, reading: int) -> int:
         """Take one iteration's reading and return the level."""
-        self.above_warn = self.above_warn + 1 if reading >= WARN else 0
-        self.above_alarm = self.above_alarm + 1 if reading >= ALARM else 0
-        self.below_warn = self.below_warn + 1 if reading < WARN else 0
-        self.below_alarm = self.below_alarm + 1 if reading < ALARM else 0
-        reached = HEALTHY
-        if self.above_alarm >= self.raise_after:
-            reached = ALARM
-        elif self.above_warn >= self.raise_after:
-            reached = WARN
-        if reached > self.level:
-            self.level = reached
-        elif self.below_warn >= self.clear_after:
-            self.level = HEALTHY
-        elif self.level == ALARM and self.below_alarm >= self.clear_after:
-            self.level = WARN
+        self.last = [*self.last, reading][-max(self.raise_after, self.clear_after) :]
+        count = len(self.last)
+        # At least, and at most, at these levels for as long as it takes to raise, and to clear.
+        lowest = min(self.last[-self.raise_after :]) if count >= self.raise_after else HEALTHY
+        highest = max(self.last[-self.clear_after :]) if count >= self.clear_after else ALARM
+        self.level = lowest if lowest > self.level else min(self.level, highest)
         return self.level
-
-    def state_dict(self) -> dict[str, int]:
-        """Return plain values for a checkpoint."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take the counts of a checkpoint; how many are needed stays as it is configured."""
-        for name in ("level", "above_warn", "above_alarm", "below_warn", "below_alarm"):
-            setattr(self, name, int(state[name]))
 
 
 _BARE = ("share", "ratio", "correlation", "count")  # units that a sentence leaves out
@@ -160,7 +138,7 @@ class Detectors:
         self.read_now = set()
         transitions = []
         for name, spec in DETECTORS.items():
-            if not spec.source.measured_in(fresh):
+            if not spec.measured_in(fresh):
                 continue
             self.measured[name] += 1
             reading = spec.reading(self.history)
@@ -181,19 +159,19 @@ class Detectors:
 
     def _why_idle(self, spec: DetectorSpec) -> str:
         needed = spec.first_alert(self.thresholds, self.history.num_iterations)
-        count, source = self.measured[spec.name], spec.source
+        count = self.measured[spec.name]
         if self.iterations and not count:
-            if source.missing_with and not self.measured[source.missing_with]:
-                source = DETECTORS[source.missing_with].source
-            return source.missing or f"{source.measure} was not measured"
+            if spec.missing_with and not self.measured[spec.missing_with]:
+                spec = DETECTORS[spec.missing_with]
+            return spec.missing or f"{spec.metric} was not measured"
         if count < needed:
             return f"not enough iterations: {count} of {needed}"
-        return source.unread
+        return spec.unread
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
         return {
-            "levels": {name: h.state_dict() for name, h in self.levels.items()},
+            "levels": {name: [h.level, h.last] for name, h in self.levels.items()},
             **self.history.state_dict(),
             "readings": {name: asdict(reading) for name, reading in self.readings.items()},
             "subjects": dict(self.subjects),
@@ -203,13 +181,11 @@ class Detectors:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint; a detector that it does not know starts healthy."""
-        for name, hysteresis in self.levels.items():
-            if name in state["levels"]:
-                hysteresis.load_state_dict(state["levels"][name])
+        """Take the values of a checkpoint; how many readings are needed stays as configured."""
+        for name, (level, last) in state["levels"].items():
+            self.levels[name].level, self.levels[name].last = level, list(last)
         self.history.load_state_dict(state)
         self.readings = {name: Reading(**saved) for name, saved in state["readings"].items()}
-        last = {name: reading.subject for name, reading in self.readings.items()}
-        self.subjects = dict(state.get("subjects", last))  # older checkpoints have none
+        self.subjects = dict(state["subjects"])
         self.iterations = int(state["iterations"])
         self.measured, self.read = Counter(state["measured"]), Counter(state["read"])

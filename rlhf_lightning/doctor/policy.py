@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -121,17 +122,12 @@ class InterventionPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        state = asdict(self)
-        del state["settings"]
-        return state
+        return {name: value for name, value in asdict(self).items() if name != "settings"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint."""
-        self.acted_at = dict(state["acted_at"])
-        self.alarmed_since = dict(state["alarmed_since"])
-        self.rollbacks = int(state["rollbacks"])
-        self.alarmed_iterations = list(state["alarmed_iterations"])
-        self.held = dict(state["held"])
+        for name, value in copy.deepcopy(dict(state)).items():
+            setattr(self, name, value)
 
 
 def serious_alarms(active: Mapping[str, int]) -> list[str]:

@@ -90,51 +90,44 @@ class Check:
 
 def check_first_rollout(first: FirstRollout) -> list[Check]:
     """Return every check with its finding; a run in which one fails is not worth starting."""
-    scores = (_scores,) if first.has_reward else ()
-    checks = (_ratio, _reference, _stops, _pads, *scores, _lengths, _sampler)
-    return [check(first) for check in checks]
-
-
-def _ratio(first: FirstRollout) -> Check:
-    return Check(
-        "ratio 1",
-        first.ratio_error <= first.tolerance,
-        f"mean |log-ratio| {first.ratio_error:.2g} nats a token before any update",
-        RATIO_CAUSES,
-    )
-
-
-def _reference(first: FirstRollout) -> Check:
-    return Check(
-        "KL 0",
-        not first.same_source or first.reference_error <= first.tolerance,
-        f"mean |log p - log p_ref| {first.reference_error:.2g} nats a token before any update",
-        REFERENCE_CAUSES,
-    )
-
-
-def _stops(first: FirstRollout) -> Check:
-    ends = first.finished >= 0.5 or first.untrained
-    passed = ends and first.stop_errors == 0 and first.eos_known
     known = "is" if first.eos_known else "is not"
-    return Check(
-        "responses end",
-        passed,
-        f"{100 * first.finished:.0f} % of responses ended by themselves, {first.stop_errors} of "
-        f"them without a stop token; the tokenizer's EOS {known} one",
-        "the engine must stop at the EOS that SFT taught (tokenizer and generation config of "
-        "artifacts.sft), and max_new_tokens must leave room for it",
-    )
-
-
-def _pads(first: FirstRollout) -> Check:
-    return Check(
-        "padding",
-        first.padded <= max(MOST_PADDED, first.padded_by_chance),
-        f"{100 * first.padded:.1f} % of responses hold the pad token before their end",
-        "the pad token must never occur in a response (EOS, or a separate token): set pad_token "
-        "of the tokenizer in artifacts.sft",
-    )
+    ends = first.finished >= 0.5 or first.untrained
+    bias, error = first.sampler_bias, first.sampler_error
+    return [
+        Check(
+            "ratio 1",
+            first.ratio_error <= first.tolerance,
+            f"mean |log-ratio| {first.ratio_error:.2g} nats a token before any update",
+            RATIO_CAUSES,
+        ),
+        Check(
+            "KL 0",
+            not first.same_source or first.reference_error <= first.tolerance,
+            f"mean |log p - log p_ref| {first.reference_error:.2g} nats a token before any update",
+            REFERENCE_CAUSES,
+        ),
+        Check(
+            "responses end",
+            ends and first.stop_errors == 0 and first.eos_known,
+            f"{100 * first.finished:.0f} % of responses ended by themselves, {first.stop_errors} "
+            f"without a stop token; the tokenizer's EOS {known} one",
+            "stop at the EOS that SFT taught (artifacts.sft), and leave it room by max_new_tokens",
+        ),
+        Check(
+            "padding",
+            first.padded <= max(MOST_PADDED, first.padded_by_chance),
+            f"{100 * first.padded:.1f} % of responses hold the pad token before their end",
+            "no response may hold the pad token: set pad_token of the tokenizer in artifacts.sft",
+        ),
+        *([_scores(first)] if first.has_reward else []),
+        _lengths(first),
+        Check(
+            "samples are the policy's",
+            not (abs(bias) >= 6 * error and abs(bias) > 0.03),
+            f"surprise less entropy {bias:+.3f} +- {error:.3f} nats",
+            "switch off top-k, top-p and penalties of the engine, and compare the temperatures",
+        ),
+    ]
 
 
 def _scores(first: FirstRollout) -> Check:
@@ -144,8 +137,7 @@ def _scores(first: FirstRollout) -> Check:
         first.finite and first.score_std > rounding,
         f"scores have mean {first.score_mean:.3g} and standard deviation {first.score_std:.3g}"
         + ("" if first.finite else "; some are not finite"),
-        "a scorer that gives every response the same teaches nothing: look at the reward stage's "
-        "val/accuracy, or at what the function returns",
+        "one score for all teaches nothing: look at val/accuracy, or at what the function returns",
     )
 
 
@@ -157,17 +149,5 @@ def _lengths(first: FirstRollout) -> Check:
         passed,
         f"responses have {first.shortest} to {first.longest} tokens, {first.length_mean:.1f} on "
         f"average, of at most {first.max_new_tokens}",
-        "responses of one token are empty: the prompt's template is not that of SFT; responses "
-        "that all reach the limit do not end",
-    )
-
-
-def _sampler(first: FirstRollout) -> Check:
-    far = abs(first.sampler_bias) >= 6 * first.sampler_error and abs(first.sampler_bias) > 0.03
-    return Check(
-        "samples are the policy's",
-        not far,
-        f"surprise less entropy {first.sampler_bias:+.3f} +- {first.sampler_error:.3f} nats",
-        "the engine samples from another distribution than the one that is trained: switch off "
-        "top-k, top-p and penalties, and compare the temperatures",
+        "take the template of SFT where responses are empty; let them end before the limit",
     )

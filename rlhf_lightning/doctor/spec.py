@@ -50,35 +50,6 @@ def from_window(limits: SharedThresholds, num_iterations: int) -> int:
     return limits.window
 
 
-@dataclass(frozen=True)
-class Source:
-    """The source of a detector's value, and when there is one.
-
-    Args:
-        measure: without which an iteration has nothing to read; one that ends with a slash is each
-            that begins so.
-        value: takes the history and `measure`; None where there is no value yet.
-        begins: takes thresholds and number of iterations, and returns the first iteration that can
-            give a value.
-        missing: why the measure may never be made.
-        missing_with: another detector, whose reason holds where that had nothing to read either.
-        unread: why there may be no value where the measure was made often enough.
-    """
-
-    measure: str
-    value: Callable[[History, str], Measured | float | None]
-    begins: Callable[[SharedThresholds, int], int] = from_window
-    missing: str = ""
-    missing_with: str = ""
-    unread: str = "the first iterations give nothing to compare with"
-
-    def measured_in(self, names: Iterable[str]) -> bool:
-        """Return whether these metrics include the ones it reads."""
-        if self.measure.endswith("/"):
-            return any(name.startswith(self.measure) for name in names)
-        return self.measure in names
-
-
 @dataclass(frozen=True, eq=False)
 class DetectorSpec:
     """One detector: everything that the code, the alerts, the report and docs/doctor.md use.
@@ -90,13 +61,20 @@ class DetectorSpec:
         unit: unit of the value.
         cause: the usual cause.
         remedy: the recommended fix by hand.
-        source: source of the value.
+        metric: without which an iteration has nothing to read; one that ends with a slash is each
+            that begins so.
+        value: takes the history and `metric`; None where there is no value yet.
         thresholds: its fields of `DoctorThresholds`, first the warning's bound, then the alarm's
             if there is one (`bounds` makes both), then what else it compares with. Beyond a bound
             it raises an alert: below one that is called a floor, above all others.
         counts_iterations: its value is a number of iterations, so one reading raises an alert.
         action: action of the doctor with `doctor=act`.
         serious: whether a lasting alarm may end a fit; others are reported, and training continues.
+        begins: takes thresholds and number of iterations, and returns the first iteration that can
+            give a value.
+        missing: why the measure may never be made.
+        missing_with: another detector, whose reason holds where that had nothing to read either.
+        unread: why there may be no value where the measure was made often enough.
     """
 
     name: str
@@ -105,11 +83,22 @@ class DetectorSpec:
     unit: str
     cause: str
     remedy: str
-    source: Source
+    metric: str
+    value: Callable[[History, str], Measured | float | None]
     thresholds: Mapping[str, Threshold]
     counts_iterations: bool = False
     action: Action | None = None
     serious: bool = False
+    begins: Callable[[SharedThresholds, int], int] = from_window
+    missing: str = ""
+    missing_with: str = ""
+    unread: str = "the first iterations give nothing to compare with"
+
+    def measured_in(self, names: Iterable[str]) -> bool:
+        """Return whether these metrics include the ones it reads."""
+        if self.metric.endswith("/"):
+            return any(name.startswith(self.metric) for name in names)
+        return self.metric in names
 
     @property
     def beyond(self) -> str:
@@ -129,7 +118,7 @@ class DetectorSpec:
 
     def reading(self, history: History) -> Reading | None:
         """Return what it reads at the last iteration; None where there is no value."""
-        found = self.source.value(history, self.source.measure)
+        found = self.value(history, self.metric)
         if found is None:
             return None
         measured = found if isinstance(found, Measured) else Measured(found)
@@ -139,12 +128,9 @@ class DetectorSpec:
         return Reading(measured.value, level, measured.subject)
 
     def _level(self, value: float, limits: SharedThresholds) -> int:
-        level = HEALTHY
-        for candidate, key in zip((WARN, ALARM), self.bound_keys, strict=True):
-            bound = getattr(limits, key) if key else math.nan  # beyond which there is nothing
-            if value > bound if self.beyond == "above" else value < bound:
-                level = candidate
-        return level
+        # An alarm lies beyond its warning: the level is the number of bounds that are passed.
+        bounds = [getattr(limits, key) for key in self.bound_keys if key]
+        return sum(value > b if self.beyond == "above" else value < b for b in bounds)
 
     def raise_after(self, limits: SharedThresholds) -> int:
         """Return how many readings in a row raise an alert."""
@@ -152,7 +138,7 @@ class DetectorSpec:
 
     def first_alert(self, limits: SharedThresholds, num_iterations: int) -> int:
         """Return the iteration at which it can raise an alert at the earliest."""
-        return self.source.begins(limits, num_iterations) + self.raise_after(limits) - 1
+        return self.begins(limits, num_iterations) + self.raise_after(limits) - 1
 
 
 class Threshold(NamedTuple):

@@ -165,10 +165,7 @@ class RewardBench2:
         is_tie = group.partition(":")[0] in ("ref", "tied") and group.partition(":")[2]
         is_row = all(lists) and all(isinstance(text, str) for text in texts)
         if not is_row or "subset" not in row or (subset == TIES and not is_tie):
-            fix = (
-                "give prompt, a text; chosen and rejected, lists of texts; subset; id, of ties "
-                "ref:NUMBER and tied:NUMBER"
-            )
+            fix = "give prompt; chosen and rejected, lists; subset; id (of ties ref:N and tied:N)"
             raise BadRecordError(where, f"it is {describe(row)}, not of RewardBench 2", fix)
         roles = ("user", *["assistant"] * (len(texts) - 1))
         prompt, *answers = [
@@ -249,10 +246,7 @@ def score_candidates(
     candidates: Sequence[Candidates],
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
-    batch_size: int,
-    device: torch.device,
+    **how: Any,
 ) -> list[Scored]:
     """Return the scores and tokens of all responses.
 
@@ -260,23 +254,17 @@ def score_candidates(
         candidates: prompts with their responses.
         scorer: scores them; its models are on `device`.
         tokenizer: tokenizer of the policy, whose tokens the scorer reads.
-        max_prompt_length: longest prompt, in tokens.
-        batch_size: rows that are scored together.
-        device: device of the scorer's models.
+        **how: further arguments of `written_responses`.
 
     Raises:
-        ValueError: if there is none, or one has a prompt of more tokens.
+        ValueError: if one has a prompt of more tokens.
     """
-    if not candidates:
-        raise ValueError("benchmark: the file holds no rows")
     answers = written_responses(
         [one.prompt for one in candidates for _ in one.answers],
         [answer for one in candidates for answer in one.answers],
         tokenizer,
-        max_prompt_length=max_prompt_length,
-        batch_size=batch_size,
-        device=device,
         scorer=scorer,
+        **how,
     )
     unknown, ids = tokenizer.unk_token_id, answers.token_ids
     if unknown is not None and (rows := sum(unknown in one[:-1] for one in ids)):
@@ -319,11 +307,12 @@ def written_responses(
         record, completion = _disarmed(*given, encoder)
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is None:
-            raise ValueError(
-                f"benchmark: a prompt has more than prompts.max_length={max_prompt_length} tokens, "
-                f"or none: raise it. The prompt is {str(record.prompt)[:100]!r}"
-            )
-        rows.append(_written(record, completion, row, encoder))
+            told = f"benchmark: a prompt has more than prompts.max_length={max_prompt_length}"
+            raise ValueError(f"{told} tokens, or none: raise it for {str(record.prompt)[:100]!r}")
+        asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
+        (found,) = prompt_and_responses(record.prompt, [completion], encoder, **asked)
+        prompt = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
+        rows.append((replace(row, input_ids=prompt), found.response))
     result, pad = PolicyAnswers(), int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
@@ -352,13 +341,3 @@ def _disarmed(
     plain = encoder.control.disarmed
     prompt, variables = plain(record.prompt), plain(dict(record.variables))
     return replace(record, prompt=prompt, variables=variables), plain(completion)
-
-
-def _written(
-    record: PromptRecord, completion: Text, row: EncodedPrompt, encoder: TextEncoder
-) -> tuple[EncodedPrompt, list[int]]:
-    """Return the tokens of a prompt and of the response behind it."""
-    asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
-    (found,) = prompt_and_responses(record.prompt, [completion], encoder, **asked)
-    given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
-    return replace(row, input_ids=given), found.response

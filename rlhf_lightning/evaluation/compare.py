@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import (
     Count,
     CountOrZero,
+    Default,
     Length,
     PathOrName,
     Seed,
@@ -73,6 +74,19 @@ class Comparison:
     gates: tuple[GateResult, ...] = ()
 
 
+class ComparisonOptions(TypedDict, total=False):
+    """Options of a comparison, during training and after it; see `compare`."""
+
+    gold: GoldReward | None
+    safety: SafetyCheck | None
+    answers_per_prompt: Annotated[Size, Default(1)]
+    max_new_tokens: Size | None
+    temperature: Temperature | None
+    batch_size: Annotated[Size, Default(64)]
+    micro_batch_size: Size | None
+    skip_special_tokens: bool | None
+
+
 @checked(but=("prompts", "reward"))
 def compare(
     policy: PathOrName | nn.Module,
@@ -80,19 +94,12 @@ def compare(
     prompts: str | Path | Rows | RecordSource | RecordDataModule,
     *,
     reward: Any = None,
-    gold: GoldReward | None = None,
-    safety: SafetyCheck | None = None,
     gates: Mapping[str, CheckedGate] | None = None,
     num_prompts: Count = 400,
     num_samples: CountOrZero | None = None,
-    answers_per_prompt: Size = 1,
-    max_new_tokens: Size | None = None,
     max_prompt_length: Length | None = None,
-    temperature: Temperature | None = None,
-    batch_size: Size = 64,
-    micro_batch_size: Size | None = None,
-    skip_special_tokens: bool | None = None,
     seed: Seed = 1,
+    **options: Unpack[ComparisonOptions],
 ) -> Comparison:
     """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward` or `gold`.
 
@@ -137,6 +144,7 @@ def compare(
     theirs = _baseline(policy, mine, baseline)
     reward = getattr(policy, "scorer", None) if reward is None else reward
     scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
+    gold = options["gold"]
     if gold is None and reward_of(scorer) is None:
         raise TypeError("compare needs reward=, a function or a reward model, or gold=")
     comparison = comparison_of(
@@ -144,23 +152,14 @@ def compare(
         prompts,
         side=mine,
         scorer=scorer,
-        gold=gold,
-        safety=safety,
         num_prompts=num_prompts,
-        answers_per_prompt=answers_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_prompt_length=max_prompt_length,
-        temperature=temperature,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        skip_special_tokens=skip_special_tokens,
         seed=seed,
+        **options,
     )
     if comparison is None:
-        raise ValueError(
-            f"no prompt of {prompts} that is short enough is held out: give a source with a "
-            "validation part (validation_fraction=, validation_path=), or max_prompt_length="
-        )
+        fix = "give validation_fraction=, validation_path= or max_prompt_length="
+        raise ValueError(f"no prompt of {prompts} that is short enough is held out: {fix}")
     judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
     return _compared(policy, mine, theirs, comparison, judge, gates or {}, num_samples)
 
@@ -185,10 +184,8 @@ def _compared(
         )
     by = "val/score_win_rate" if comparison.gold is None else "val/gold_win_rate"
     if by not in found.metrics:
-        raise ValueError(
-            "no score: the reward has none (None) for the two responses to any of the prompts; "
-            "compare by one that applies to them"
-        )
+        fix = "compare by a reward that applies to them"
+        raise ValueError(f"no score: no prompt has two responses with one: {fix}")
     required = required_measures(None if safety is None else safety.prompts)
     results = check_gates(gates, found.metrics, required=required)
     for callback in getattr(mine.trainer, "callbacks", ()):
@@ -239,10 +236,7 @@ def comparison_of(
     if comparison is not None and isinstance(source, WholeSource):
         asked, rows = len(comparison.records), source.num_rows()
         left = "; long and repeated prompts, and num_prompts, leave out the others"
-        unknown = (
-            ". If the policy was trained on some of them, give the DataModule or the source of "
-            "that training, whose held-out part is asked"
-        )
+        unknown = ". If it was trained on some, give the DataModule or source of that training"
         if told := left * (asked < rows) + unknown * (trainer_of(policy) is None):
             logger.warning("%d of all %d rows are asked%s", asked, rows, told)
     if data is None:  # else the DataModule has said it
@@ -315,10 +309,8 @@ def _side(policy: Any, name: str) -> _Side:
         return _Side(model, tokenizer, str(policy), str(policy))
     model = getattr(policy, "policy", None)
     if not isinstance(model, PolicyModel):
-        raise TypeError(
-            f"{name} is a {type(policy).__name__} that has no trained policy: give a PPOModule or "
-            "SFTModule after fit or load_from_checkpoint, or the folder or hub name of a policy"
-        )
+        fix = "give a module after fit or load_from_checkpoint, a folder or a hub name"
+        raise TypeError(f"{name} is a {type(policy).__name__} without a trained policy: {fix}")
     trainer, source = trainer_of(policy), start_of(policy)
     if trainer is not None:
         model = model.to(trainer.strategy.root_device)
@@ -388,8 +380,6 @@ def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
     """
     limit = max_positions(policy.model)
     if limit is not None and max_new_tokens >= limit:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {limit} positions "
-            "of the policy"
-        )
+        told = f"max_new_tokens={max_new_tokens} leaves no room for a prompt"
+        raise ValueError(f"{told} in the {limit} positions of the policy")
     return wanted if limit is None else min(wanted, limit - max_new_tokens)

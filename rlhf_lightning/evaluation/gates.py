@@ -45,10 +45,8 @@ def explain_accuracy(accuracy: float, metrics: Metrics) -> str:
     train, ceiling, larger, high = (measured_value(metrics, f"val/{name}") for name in names)
     high = accuracy + NEAR if high is None else high
     if train is not None and train - accuracy > GAP:
-        return (
-            f"Overfitting: {train:.3f} on training pairs. Try fewer epochs, more pairs, "
-            "label_smoothing or weight decay"
-        )
+        fix = "Try fewer epochs, more pairs, label_smoothing or weight decay"
+        return f"Overfitting: {train:.3f} on training pairs. {fix}"
     if ceiling is not None and ceiling < LOW and high >= ceiling - NEAR:
         return f"Noise: the labels allow no more than {ceiling:.3f}. Try more raters a pair"
     if larger is not None and larger - accuracy > GAIN:
@@ -58,14 +56,10 @@ def explain_accuracy(accuracy: float, metrics: Metrics) -> str:
     if larger is not None:
         return f"Too little training (the labels allow {ceiling:.3f}). Try more epochs or pairs"
     if ceiling is not None:
-        return (
-            f"Capacity or too little training: the labels allow {ceiling:.3f}. Try more epochs or "
-            "pairs, then a larger model"
-        )
-    return (
-        "Noise or capacity: train a larger model on the same pairs and give its folder as "
-        "evaluation.larger_reward_model, which tells them apart"
-    )
+        fix = "Try more epochs or pairs, then a larger model"
+        return f"Capacity or too little training: the labels allow {ceiling:.3f}. {fix}"
+    fix = "train a larger model and give it as evaluation.larger_reward_model"
+    return f"Noise or capacity: {fix}"
 
 
 def _explain(metric: str, bound: str, threshold: float, metrics: Metrics) -> str:
@@ -84,10 +78,8 @@ def _explain(metric: str, bound: str, threshold: float, metrics: Metrics) -> str
     if "win_rate" in metric:
         return _explain_win_rate(metric, threshold, metrics)
     if "refusal" in metric:
-        return (
-            "What is refused has changed for the worse. Look at the reward model's accuracy on "
-            f"harmful prompts; try more pairs about them, or a larger {LEVER}"
-        )
+        fix = "Look at the reward model's accuracy on harmful prompts; try more such pairs"
+        return f"What is refused has changed for the worse. {fix}, or a larger {LEVER}"
     return ""
 
 
@@ -100,15 +92,11 @@ def _explain_win_rate(metric: str, threshold: float, metrics: Metrics) -> str:
     if kl is not None and kl < MOVED:
         return STAYED
     if finished is not None and finished < FINISHED:
-        return (
-            f"Only {finished:.3f} of its responses end by themselves. Try training responses that "
-            "end with EOS, or a larger evaluation.max_new_tokens"
-        )
+        fix = "Train responses that end with EOS, or try a larger evaluation.max_new_tokens"
+        return f"Only {finished:.3f} of its responses end by themselves. {fix}"
     if proxy is not None and proxy >= max(PROXY_GAINED, (rate or 0.0) + PROXY_APART):
-        return (
-            f"By the learnt reward it wins {proxy:.3f}: the reward model pays for the wrong "
-            f"things. Train it on pairs of this policy's responses, or try a larger {LEVER}"
-        )
+        fix = f"Train it on pairs of this policy's responses, or try a larger {LEVER}"
+        return f"By the learnt reward, which pays for the wrong things, it wins {proxy:.3f}. {fix}"
     if metric.endswith("_low") and rate is not None and rate >= threshold:
         return f"The rate itself is {rate:.3f}. Try a larger evaluation.num_prompts"
     if rate is not None and (rate if high is None else high) < 0.5:
@@ -139,9 +127,6 @@ def check_gates(
             that is there and not finite fails it.
         metrics: final metrics of the run.
         required: metrics that were requested, so that their gates are not optional.
-
-    Raises:
-        ValueError: if a gate is malformed.
     """
     return tuple(_check_gate(name, gate, metrics, required) for name, gate in gates.items())
 
@@ -155,10 +140,8 @@ def gate_problem(gate: Any) -> str | None:
     bounds = {key: gate[key] for key in BOUNDS if gate.get(key) is not None}
     fit = [isinstance(x, str) if key == "above" else _is_number(x) for key, x in bounds.items()]
     if not isinstance(gate.get("metric"), str) or not gate["metric"] or fit != [True]:
-        return (
-            "needs metric and exactly one of at_least, at_most (finite numbers) and above (the "
-            "name of a metric)"
-        )
+        wanted = "at_least, at_most (finite numbers) and above (the name of a metric)"
+        return f"needs metric and exactly one of {wanted}"
     if not isinstance(gate.get("optional"), bool | None):
         return f"optional={gate['optional']!r} must be true or false"
     if (near := gate.get("or_near")) is not None:
@@ -178,8 +161,6 @@ CheckedGate = Annotated[Any, AfterValidator(_checked_gate)]
 
 
 def _check_gate(name: str, gate: Gate, metrics: Metrics, required: Collection[str]) -> GateResult:
-    if problem := gate_problem(gate):
-        raise ValueError(f"gate {name} {problem}")
     metric = gate["metric"]
     value = measured_value(metrics, metric)
     bound = next(key for key in BOUNDS if gate.get(key) is not None)

@@ -196,14 +196,12 @@ def held_out_comparison(
     scorer: Scorer | None,
     gold: GoldReward | None,
     safety: SafetyCheck | None,
-    num_prompts: int,
     answers_per_prompt: int,
     max_prompt_length: int,
     batch_size: int,
     seed: int,
-    over_long: OverLong = "drop",
-    once: bool = False,
     setting: str = "max_prompt_length",
+    **drawn: Any,
 ) -> HeldOutComparison | None:
     """Return the comparison on held-out prompts; None if none of them can be asked.
 
@@ -213,14 +211,12 @@ def held_out_comparison(
         scorer: scores responses, or None.
         gold: scores texts, unseen by any stage; or None.
         safety: prompts that must be refused, and the detector of refusals; or None.
-        num_prompts: largest number of prompts, a random part of those that are short enough.
         answers_per_prompt: responses of each side to each prompt.
         max_prompt_length: longest prompt, in tokens.
         batch_size: rows of a batch.
         seed: seeds the choice of prompts, the noise and self-BLEU.
-        over_long: what to do with longer prompts.
-        once: ask a prompt of several records once.
         setting: configuration key of the length, for messages.
+        **drawn: `num_prompts`, `over_long` and `once` of `encode_questions`.
 
     Raises:
         BadRecordError: for a file of safety prompts that cannot be read.
@@ -228,16 +224,8 @@ def held_out_comparison(
     """
     tokenizers: list[Any] = [sampling.tokenizer for sampling in samplings]
     lengths: dict[str, Any] = {"max_prompt_length": max_prompt_length, "batch_size": batch_size}
-    batches, asked, unused = encode_questions(
-        records,
-        tokenizers,
-        **lengths,
-        answers_per_prompt=answers_per_prompt,
-        num_prompts=num_prompts,
-        seed=seed,
-        over_long=over_long,
-        once=once,
-    )
+    drawn |= {"answers_per_prompt": answers_per_prompt, "seed": seed}
+    batches, asked, unused = encode_questions(records, tokenizers, **lengths, **drawn)
     if not asked:
         return None
     dangers = [] if safety is None else safety.records()

@@ -279,10 +279,7 @@ def sample_pool(
         given: dict[str, Any] = {"noise": noise.at_iteration(place), "scorer": scorer}
         drawn.append(sample_batches(policy, batches, sampling, **given))
         if any(map(math.isnan, drawn[-1].scores)):
-            raise ValueError(
-                "best of n chooses by score, and the scorer has none (None) for some responses: "
-                "use a scorer that scores every response"
-            )
+            raise ValueError("best of n chooses by score: use a scorer that scores every response")
     read = getattr(gold, "votes", None)
     votes = [] if read is None else [read(one.prompts, one.completions) for one in drawn]
     return Pool(

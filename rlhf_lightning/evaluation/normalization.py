@@ -137,8 +137,7 @@ def fold_normalization(
     mean, std = float(scores.mean()), float(scores.std(correction=0))
     if all_equal(mean, std) or not math.isfinite(mean + std):
         told = (
-            "the reward model is not normalized: it scores all %d samples of the policy alike "
-            "(mean %g, standard deviation %g), and PPO would gain nothing from it"
+            "the reward model is not normalized: it scores all %d samples alike (mean %g, std %g)"
         )
         logger.warning(told, len(scores), mean, std)
         return {}

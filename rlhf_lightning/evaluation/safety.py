@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rlhf_lightning.arguments import Count, Name, Names, PathOrName, checked
 from rlhf_lightning.data.errors import BadRecordError, describe
-from rlhf_lightning.data.files import read_rows
+from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import PromptRecord
@@ -205,9 +205,7 @@ def read_safety_prompts(path: Path) -> list[PromptRecord]:
         BadRecordError: with file and line, for what cannot be read.
     """
     records = []
-    for where, row in read_rows(path):
-        if isinstance(row, BadRecordError):
-            raise row
+    for where, row in checked_rows(path):
         prompt, harmful = row.get("prompt"), row.get("harmful")
         if isinstance(harmful, str):  # of a CSV file
             harmful = {"true": True, "false": False}.get(harmful.lower())
@@ -219,7 +217,7 @@ def read_safety_prompts(path: Path) -> list[PromptRecord]:
             fix = 'write {"prompt": "...", "harmful": true} for prompts to refuse, else false'
             raise BadRecordError(where, f"it is {describe(row)}", fix)
         parsed = RowParser()({k: v for k, v in row.items() if k != "harmful"}, where)
-        read: Any = to_kind(parsed, "prompts")
+        (read,) = cast("Sequence[PromptRecord]", to_kind(parsed, "prompts"))
         domain = HARMFUL if harmful else HARMLESS
         records.append(replace(read, domain=domain, columns={}))
     return records

@@ -86,10 +86,8 @@ def win_rate(
     policy = torch.as_tensor(policy_scores, dtype=torch.float64).flatten()
     baseline = torch.as_tensor(baseline_scores, dtype=torch.float64).flatten()
     if len(policy) != len(baseline) or bool((policy.isnan() | baseline.isnan()).any()):
-        raise ValueError(
-            f"policy_scores has {len(policy)} scores, baseline_scores {len(baseline)}: give one of "
-            "each a prompt, and leave out prompts with NaN, which neither wins nor loses"
-        )
+        sizes = f"policy_scores has {len(policy)} scores, baseline_scores {len(baseline)}"
+        raise ValueError(f"{sizes}: give one of each a prompt, and no NaN")
     # Equal infinities differ by NaN, and are a tie.
     tie = ((policy - baseline).abs() <= tolerance) | (policy == baseline)
     wins = int(((policy > baseline) & ~tie).sum())
@@ -145,10 +143,8 @@ def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
     """
     policy, baseline = policy_scores.double(), baseline_scores.double()
     if len(policy) != len(baseline) or bool(policy.isnan().any() | baseline.isnan().any()):
-        raise ValueError(
-            f"scores {list(policy.shape)} and {list(baseline.shape)}: give both as [prompts, "
-            "responses], and leave out prompts with NaN, which neither wins nor loses"
-        )
+        shapes = f"scores {list(policy.shape)} and {list(baseline.shape)}"
+        raise ValueError(f"{shapes}: give both as [prompts, responses], and no NaN")
     difference = policy.unsqueeze(2) - baseline.unsqueeze(1)  # [N, K, L]
     return (difference > 0).double() + 0.5 * (difference == 0).double()
 

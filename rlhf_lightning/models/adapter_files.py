@@ -151,10 +151,8 @@ def read_adapter(folder: Path) -> AdapterFiles:
     except Exception as error:
         raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
     if problem := _problem(config, tensors):
-        raise ValueError(
-            f"the adapter in {folder} {problem}, and is not alpha / r * lora_B lora_A on a base as "
-            "it was: merge it with PEFT (merge_and_unload), and use the whole model"
-        )
+        fix = "merge it with PEFT (merge_and_unload), and use the whole model"
+        raise ValueError(f"the adapter in {folder} {problem}, not alpha / r * B A alone: {fix}")
     targets = config.target_modules or config.target_parameters
     names = targets if isinstance(targets, str) else ",".join(sorted(targets))
     return AdapterFiles(
@@ -188,10 +186,9 @@ def check_same_scale(files: AdapterFiles, lora: LoraHparams, folder: Path) -> No
         ValueError: if it has others.
     """
     if (files.lora.r, files.lora.alpha) != (lora.r, lora.alpha):
-        raise ValueError(
-            f"lora.r={lora.r} lora.alpha={lora.alpha} differ from those of {folder}: use "
-            f"lora.r={files.lora.r} lora.alpha={files.lora.alpha}, or lora=none"
-        )
+        asked = f"lora.r={lora.r} lora.alpha={lora.alpha} are not those of {folder}"
+        own = f"lora.r={files.lora.r} lora.alpha={files.lora.alpha}"
+        raise ValueError(f"{asked}: use {own}, or lora=none")
 
 
 def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedScalarModel:
@@ -235,10 +232,9 @@ def _filled(model: ModelT, files: AdapterFiles, folder: Path) -> ModelT:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(
-            f"the adapter in {folder} (trained on {files.base}) does not fit the base: "
-            f"{' '.join(str(error).split()[6:])[:300]}"
-        ) from error
+        why = " ".join(str(error).split()[6:])[:300]
+        told = f"the adapter in {folder} (trained on {files.base}) does not fit the base"
+        raise ValueError(f"{told}: {why}") from error
     return model
 
 

@@ -110,10 +110,8 @@ def load_classifier(
     def not_stored(missing: list[str]) -> str | None:
         if not any(name.split(".")[-2] in _HEADS for name in missing if "." in name):
             return None
-        return (
-            f"{source} stores no {listed(missing)}: a reward model needs a trained classification "
-            "head; give a checkpoint of AutoModelForSequenceClassification"
-        )
+        fix = "a reward model needs a trained head (AutoModelForSequenceClassification)"
+        return f"{source} stores no {listed(missing)}: {fix}"
 
     try:
         model = load_whole(
@@ -127,10 +125,8 @@ def load_classifier(
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(
-            f"{source} needs code from its own repository, which is never run: serve the model "
-            "and use scorer=http"
-        ) from error
+        fix = "serve the model and use scorer=http"
+        raise ValueError(f"{source} needs code of its own, which is never run: {fix}") from error
     if dtype == "auto" and reads_weights():
         _restore_heads(model, str(source), revision)
     return SequenceClassifier(model).eval().requires_grad_(False)
@@ -190,10 +186,9 @@ def check_reading(classifier: SequenceClassifier, pad_id: int) -> None:
     alone, padded = classifier(row, real), classifier(torch.cat([row, padding], 1), mask)
     for found in (alone, padded):
         if not torch.allclose(found, own, rtol=tolerance, atol=tolerance):
-            raise ValueError(
-                f"{type(model).__name__} gives a text {own.tolist()}, {alone.tolist()} at its last "
-                f"token and {padded.tolist()} with padding behind it: serve it and use scorer=http"
-            )
+            told = f"{type(model).__name__} gives a text {own.tolist()}, {alone.tolist()} read here"
+            behind = f"and {padded.tolist()} with padding behind it"
+            raise ValueError(f"{told} {behind}: serve it and use scorer=http")
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

@@ -16,14 +16,8 @@ _enabled = True
 
 @contextmanager
 def cpu_kernels(enabled: bool) -> Iterator[None]:
-    """Use the CPU kernels inside if `enabled`, and if they are not switched off outside.
-
-    Raises:
-        ValueError: if `enabled` is no truth value.
-    """
+    """Use the CPU kernels inside if `enabled`, and if they are not switched off outside."""
     global _enabled
-    if not isinstance(enabled, bool):
-        raise ValueError(f"model.cpu_kernels={enabled} must be true or false")
     before, _enabled = _enabled, _enabled and enabled
     try:
         yield

@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_lightning.arguments import Fraction, Line, PathOrName, RunsCode, Seed, checked
+from rlhf_lightning.arguments import Default, Fraction, Line, PathOrName, RunsCode, Seed, checked
 from rlhf_lightning.hparams import LoraHparams, Precision
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.building import reads_weights, seeded_init
@@ -29,7 +29,6 @@ from rlhf_lightning.models.loading import (
     load_whole,
     loading_options,
     mended_settings,
-    not_replaced,
     outside_trunk,
     reward_normalization,
 )
@@ -38,6 +37,22 @@ from rlhf_lightning.models.precision import round_frozen_weights
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Head = Literal["stored", "zero", "reward"]
+
+
+class ModelOptions(TypedDict, total=False):
+    """Options of what is loaded.
+
+    Attributes:
+        dropout: probability for every dropout of the config; 0 in RLHF.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: run the code beside the weights, see `loading_options`.
+    """
+
+    dropout: Annotated[Fraction, Default(0.0)]
+    activation_checkpointing: Annotated[bool, Default(False)]
+    revision: Line | None
+    trust_remote_code: Annotated[RunsCode, Default(False)]
 
 
 def set_dropout(config: PretrainedConfig, probability: float) -> PretrainedConfig:
@@ -53,24 +68,18 @@ def load_policy(
     source: PathOrName | None = None,
     *,
     from_scratch: Mapping[str, Any] | None = None,
-    dropout: Fraction = 0.0,
     seed: Seed = 0,
     lora: LoraHparams | None = None,
-    activation_checkpointing: bool = False,
-    revision: Line | None = None,
-    trust_remote_code: RunsCode = False,
+    **options: Unpack[ModelOptions],
 ) -> PolicyModel:
     """Return a trainable causal language model with fp32 weights and its dropout set.
 
     Args:
         source: folder or hub name of a Hugging Face checkpoint in safetensors.
         from_scratch: fields of a config (with `model_type`) for a model with random weights.
-        dropout: probability for every dropout of the config; 0 in RLHF.
         seed: seeds random weights, and a new adapter.
         lora: train an adapter on the frozen model instead of the model.
-        activation_checkpointing: compute decoder layers again in the backward pass.
-        revision: branch, tag or commit of a hub name.
-        trust_remote_code: run the code beside the weights, see `loading_options`.
+        **options: see `ModelOptions`.
 
     Raises:
         ValueError: unless exactly one of `source` and `from_scratch` is given, or if `source`
@@ -79,36 +88,27 @@ def load_policy(
     if lora is not None:
         if source is None:
             raise ValueError("lora adapts a trained model: give load_policy its source")
-        base = load_base(
-            source,
-            lora,
-            dropout=dropout,
-            activation_checkpointing=activation_checkpointing,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        return add_policy(base, "policy", seed=seed)
+        return add_policy(load_base(source, lora, **options), "policy", seed=seed)
     if (source is None) == (from_scratch is None):
         raise ValueError("give exactly one of source and from_scratch to load_policy")
     if from_scratch is not None:
-        config = set_dropout(AutoConfig.for_model(**from_scratch), dropout)
+        config = set_dropout(AutoConfig.for_model(**from_scratch), options["dropout"])
         with seeded_init(seed):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if reads_weights():
             model.to(torch.get_default_device())
     else:
         assert source is not None  # or it is from scratch
-        options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
-        model = _load(AutoModelForCausalLM, source, dropout, options)
+        model = _load(AutoModelForCausalLM, source, options)
         model.generation_config = mended_settings(model.generation_config, source)
-    return PolicyModel(_ready(model, dropout, activation_checkpointing).train())
+    return PolicyModel(_ready(model, options).train())
 
 
-def _ready(model: Any, dropout: float, activation_checkpointing: bool) -> Any:
+def _ready(model: Any, options: ModelOptions) -> Any:
     """Return a model that was checked to be deterministic, unless it has dropout."""
-    if not dropout:
+    if not options["dropout"]:
         check_deterministic(model)
-    if activation_checkpointing:
+    if options["activation_checkpointing"]:
         checkpoint_activations(model)
     return model
 
@@ -117,39 +117,30 @@ def _ready(model: Any, dropout: float, activation_checkpointing: bool) -> Any:
 def load_base(
     source: PathOrName,
     lora: LoraHparams,
-    *,
-    dropout: Fraction = 0.0,
-    activation_checkpointing: bool = False,
-    revision: Line | None = None,
-    trust_remote_code: RunsCode = False,
+    **options: Unpack[ModelOptions],
 ) -> AdaptedBase:
     """Return a frozen causal language model that adapters can be put on.
 
     Args:
         source: folder or hub name of a Hugging Face checkpoint in safetensors.
         lora: settings of the adapters, and the precision in which the base is held.
-        dropout: probability for every dropout of the config.
-        activation_checkpointing: compute decoder layers again in the backward pass.
-        revision: branch, tag or commit of a hub name.
-        trust_remote_code: run the code beside the weights, see `loading_options`.
+        **options: see `ModelOptions`.
 
     Raises:
         ValueError: if a 4-bit base is asked for without CUDA or without bitsandbytes.
     """
-    options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     extra = _four_bit() if lora.quantization == "nf4" else {}
-    model: Any = _load(AutoModelForCausalLM, source, dropout, options, **extra)
+    model: Any = _load(AutoModelForCausalLM, source, options, **extra)
     model.generation_config = mended_settings(model.generation_config, source)
-    _ready(model, dropout, False)
-    return AdaptedBase(model, lora, activation_checkpointing=activation_checkpointing)
+    again = options["activation_checkpointing"]  # of layers with their adapters
+    _ready(model, {**options, "activation_checkpointing": False})
+    return AdaptedBase(model, lora, activation_checkpointing=again)
 
 
 def _four_bit() -> dict[str, Any]:
     if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "lora.quantization=nf4 needs CUDA and bitsandbytes (pip install -e '.[gpu]'): use "
-            "lora=lora, with a bf16 base under trainer.precision=bf16-mixed"
-        )
+        fix = "use lora=lora under trainer.precision=bf16-mixed"
+        raise ValueError(f"lora.quantization=nf4 needs CUDA and bitsandbytes ('.[gpu]'): {fix}")
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -164,13 +155,10 @@ def load_scalar_model(
     source: PathOrName,
     *,
     head: Head = "stored",
-    dropout: Fraction = 0.0,
     seed: Seed = 0,
     lora: LoraHparams | None = None,
-    activation_checkpointing: bool = False,
     precision: Precision | None = None,
-    revision: Line | None = None,
-    trust_remote_code: RunsCode = False,
+    **options: Unpack[ModelOptions],
 ) -> ScalarHeadModel:
     """Return a decoder with a scalar head, fp32.
 
@@ -179,14 +167,11 @@ def load_scalar_model(
         head: "stored" reads `score` and `reward_offset` of a reward model, and mean and std where
             its config.json has them, as OpenRLHF's; "zero" starts values at 0; "reward" draws
             N(0, 1 / sqrt(H + 1)) as for a new reward model.
-        dropout: probability for every dropout of the config.
         seed: seeds a new head, and a new adapter.
         lora: train an adapter and the head on the frozen causal LM in `source`.
-        activation_checkpointing: compute decoder layers again in the backward pass.
         precision: the Trainer's, for a model that stays frozen: its matrices are then held in the
             dtype that autocast would give them.
-        revision: branch, tag or commit of a hub name.
-        trust_remote_code: run the code beside the weights, see `loading_options`.
+        **options: see `ModelOptions`.
 
     Raises:
         ValueError: if `head` is unknown, if the checkpoint cannot be loaded or stores no scalar
@@ -195,22 +180,14 @@ def load_scalar_model(
     if lora is not None:
         if head == "stored":
             raise ValueError("lora adapts a causal language model: use head='zero' or 'reward'")
-        base = load_base(
-            source,
-            lora,
-            dropout=dropout,
-            activation_checkpointing=activation_checkpointing,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
+        base = load_base(source, lora, **options)
         std = head_std(base.hidden_size, head)
         return add_scalar_model(base, "reward", init_std=std, seed=seed)
-    options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     if head == "stored":
-        model = _stored_scalar_model(source, dropout, options)
+        model = _stored_scalar_model(source, options)
     else:
-        model = _new_scalar_model(source, dropout, options, head=head, seed=seed)
-    _ready(model.trunk, dropout, activation_checkpointing)
+        model = _new_scalar_model(source, options, head=head, seed=seed)
+    _ready(model.trunk, options)
     if precision is not None:
         round_frozen_weights(frozen(model).trunk, precision)
     return model.train()
@@ -222,24 +199,21 @@ def head_std(hidden_size: int, head: str) -> float:
 
 
 def _new_scalar_model(
-    source: str | Path, dropout: float, options: dict[str, Any], *, head: str, seed: int
+    source: str | Path, options: ModelOptions, *, head: str, seed: int
 ) -> ScalarHeadModel:
-    model: Any = _load(AutoModelForCausalLM, source, dropout, options, not_read=outside_trunk)
+    model: Any = _load(AutoModelForCausalLM, source, options, not_read=outside_trunk)
     hidden_size = model.get_output_embeddings().in_features
     with seeded_init(seed):
         new_head = scalar_head(hidden_size, init_std=head_std(hidden_size, head))
     return ScalarHeadModel(model.base_model, new_head.to(model.device))
 
 
-def _stored_scalar_model(
-    source: str | Path, dropout: float, options: dict[str, Any]
-) -> ScalarHeadModel:
+def _stored_scalar_model(source: str | Path, options: ModelOptions) -> ScalarHeadModel:
     fix = "train one with +experiment=reward, or start from head='zero'"
     no_head = f"{source} stores no reward head (missing ['score.weight']): {fix}"
     model: Any = _load(
         AutoModelForSequenceClassification,
         source,
-        dropout,
         options,
         num_labels=1,
         not_stored=lambda missing: no_head if missing == ["score.weight"] else None,
@@ -285,21 +259,19 @@ def check_deterministic(model: PreTrainedModel) -> None:
     first, second = (model(input_ids=input_ids, use_cache=False)[0] for _ in range(2))
     model.train(was_training)
     if not bool(torch.isfinite(first).all()):
-        raise ValueError(
-            f"{type(model).__name__} of {model.config.name_or_path or 'random weights'} returns "
-            "non-finite numbers: its weights are damaged or diverged, take an earlier checkpoint"
-        )
+        name = f"{type(model).__name__} of {model.config.name_or_path or 'random weights'}"
+        fix = "its weights are damaged or diverged, take an earlier checkpoint"
+        raise ValueError(f"{name} returns non-finite numbers: {fix}")
     if not torch.equal(first, second):
         name = type(model).__name__
         raise ValueError(f"two forwards of {name} in train mode differ: dropout is still on")
 
 
-def _load(
-    cls: Any, source: str | Path, dropout: float, options: dict[str, Any], **extra: Any
-) -> Any:
+def _load(cls: Any, source: str | Path, options: ModelOptions, **extra: Any) -> Any:
     """Return what `load_whole` returns: fp32, its dropout set."""
-    with not_replaced(source):
-        config = set_dropout(load_config(source, options), dropout)
-        if "num_labels" in extra:
-            config.num_labels = extra.pop("num_labels")
-        return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)
+    revision, trusts = options["revision"], options["trust_remote_code"]
+    loading = loading_options(source, revision=revision, trust_remote_code=trusts)
+    config = set_dropout(load_config(source, loading), options["dropout"])
+    if "num_labels" in extra:
+        config.num_labels = extra.pop("num_labels")
+    return load_whole(cls, source, config=config, dtype=torch.float32, options=loading, **extra)

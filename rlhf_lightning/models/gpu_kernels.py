@@ -96,14 +96,11 @@ def kernels_of(roots: Sequence[nn.Module]) -> str:
     if not fuses():
         return "those of transformers and torch (model.kernels=torch)"
     parts = set().union(*map(fused_parts, roots))
-    install = "pip install 'rlhf-lightning[gpu]'"
     head = "compiled head" if _has_triton() else "plain head (Triton is not installed)"
-    if "MLPs" in parts:
-        return f"Liger's norms, rotary embeddings and MLPs; {head}"
-    if "norms" in parts:
-        more = "" if has_liger() else f" (Liger's, with more of them: {install})"
-        return f"torch's fused norms{more}; {head}"
-    return f"those of transformers (fused for {', '.join(KNOWN)}); {head}"
+    if not parts:
+        return f"those of transformers (fused for {', '.join(KNOWN)}); {head}"
+    whose = "Liger's" if has_liger() else "torch's (Liger's with 'rlhf-lightning[gpu]')"
+    return f"{whose}, for {' and '.join(sorted(parts))}; {head}"
 
 
 def fuse_layers(model: Any, *, liger: bool) -> None:

@@ -5,9 +5,10 @@ docs/models.md says where the numbers come from.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from math import exp, log
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 Kind = Literal["sft", "reward", "policy", "value"]
 LORA_FACTOR = 10  # Schulman et al. 2025, "LoRA Without Regret"
@@ -51,14 +52,7 @@ def default_learning_rate(kind: Kind, num_parameters: int, *, lora: bool) -> flo
     """
     if num_parameters < 1:
         raise ValueError(f"num_parameters={num_parameters} must be at least 1")
-    sizes = [row.num_parameters for row in TABLE]
-    above = min(bisect_left(sizes, num_parameters), len(TABLE) - 1)
-    below = max(above - 1, 0)
-    low, high = TABLE[below], TABLE[above]
-    share = 1.0
-    if low is not high:
-        size = min(max(num_parameters, sizes[0]), sizes[-1])
-        share = log(size / low.num_parameters) / log(high.num_parameters / low.num_parameters)
-    rates = [float(getattr(row, kind)) for row in (low, high)]
-    rate = exp((1 - share) * log(rates[0]) + share * log(rates[1]))
+    sizes = [log(row.num_parameters) for row in TABLE]
+    rates = [log(getattr(row, kind)) for row in TABLE]
+    rate = exp(np.interp(log(num_parameters), sizes, rates))
     return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")

@@ -20,8 +20,6 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from rlhf_lightning.runs.hub import check_on_hub
 from rlhf_lightning.runs.manifest import (
     ADAPTER_CONFIG,
-    MANIFEST,
-    ManifestError,
     has_manifest,
     is_adapter,
     of_adapter,
@@ -78,10 +76,9 @@ def loading_options(
         if (Path(source) / ADAPTER_CONFIG).is_file():
             warn_once(f"{source} holds an adapter too, which is not applied: merge or remove it")
     if trust_remote_code and not local and not COMMIT.fullmatch(revision or ""):
-        raise ValueError(
-            f"model.trust_remote_code=true runs Python code of {source}, which can change: read "
-            f"it and pin it with model.revision=COMMIT (40 hex digits), not {revision}"
-        )
+        told = f"model.trust_remote_code=true runs code of {source}, which can change"
+        fix = f"read it, and set model.revision=COMMIT (40 hex digits), not {revision}"
+        raise ValueError(f"{told}: {fix}")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None and not local:
         options["revision"] = revision
@@ -91,10 +88,8 @@ def loading_options(
             content, _ = PretrainedConfig.get_config_dict(str(source), revision=version)
         for name, place in (content.get("auto_map") or {}).items():
             if "--" in str(place):
-                raise ValueError(
-                    f"{source} takes the code of {name} from {place}, which no revision pins: copy "
-                    "that code beside the weights, and point auto_map to it"
-                )
+                fix = "copy it beside the weights, and point auto_map to it"
+                raise ValueError(f"{source} takes the code of {name} from {place}: {fix}")
     return options
 
 
@@ -122,10 +117,8 @@ def reward_normalization(config: Any, source: str | Path) -> tuple[float, float]
         return None
     numbers = all(type(value) in (int, float) and math.isfinite(value) for value in (mean, std))
     if not numbers or std <= 0:
-        raise ValueError(
-            f"{source}: mean={mean!r} and std={std!r} in its config.json normalize no score: they "
-            "are to be numbers, std above 0; or set normalize_reward to false there"
-        )
+        fix = "give numbers, std above 0, or set normalize_reward to false there"
+        raise ValueError(f"{source}: mean={mean!r} and std={std!r} in its config.json: {fix}")
     return float(mean), float(std)
 
 
@@ -166,15 +159,10 @@ def naming_source(source: str | Path) -> Iterator[None]:
         if isinstance(error, MemoryError) or full:
             raise
         if "custom code" in reason:
-            raise ValueError(
-                f"cannot load {source}: it needs Python code of its repository, which is not run. "
-                "Read it, then set model.trust_remote_code=true, and model.revision=COMMIT for a "
-                "hub name"
-            ) from error
-        raise ValueError(
-            f"cannot load {source}: {reason[:LONGEST_REASON]}. Wanted is a folder or hub name in "
-            "the format of transformers, its weights in safetensors"
-        ) from error
+            fix = "read it, then set model.trust_remote_code=true, with model.revision=COMMIT"
+            raise ValueError(f"cannot load {source}: it needs Python code: {fix}") from error
+        wanted = "Wanted is a folder or hub name of transformers, in safetensors"
+        raise ValueError(f"cannot load {source}: {reason[:LONGEST_REASON]}. {wanted}") from error
 
 
 def load_whole(
@@ -228,12 +216,10 @@ def load_whole(
     shapes = sorted(entry for entry in info["mismatched_keys"] if entry[0] not in spare)
     unexpected = listed(sorted(set(info["unexpected_keys"]) - spare))
     if missing:
-        raise ValueError(
-            not_stored(missing)
-            or f"cannot load {source}: its weights lack {listed(missing)}"
-            f"{f' (it holds {unexpected})' if unexpected else ''}, which would be random numbers: "
-            "give a complete checkpoint in the names of transformers"
-        )
+        held = f" (it holds {unexpected})" if unexpected else ""
+        found = f"cannot load {source}: its weights lack {listed(missing)}{held}"
+        found += ", which would be random: give a complete checkpoint"
+        raise ValueError(not_stored(missing) or found)
     if shapes:
         told = (f"{name} is {list(got)} and not {list(want)}" for name, got, want in shapes)
         raise ValueError(
@@ -267,20 +253,6 @@ def check_artifact(source: str | Path) -> None:
     """
     if has_manifest(source):
         read_manifest(source)
-
-
-@contextmanager
-def not_replaced(source: str | Path) -> Iterator[None]:
-    """Refuse an artifact that another takes the place of while it is read inside.
-
-    Raises:
-        ManifestError: then: the config would be that of one, and the weights those of the other.
-    """
-    path = Path(source) / MANIFEST
-    before = path.read_bytes() if path.is_file() else None
-    yield
-    if before is not None and path.read_bytes() != before:
-        raise ManifestError(f"{source} was published anew while it was loaded: start again")
 
 
 def outside_trunk(model: PreTrainedModel) -> list[str]:

@@ -66,7 +66,10 @@ class AdaptedBase(nn.Module):
         self.targets = target_modules(model, lora.target_modules)
         self.experts = experts_of(model)
         if self.experts:
-            _tell_of_experts(model, self.targets, self.experts)
+            found = f"{type(model).__name__}: adapters are on {len(self.targets)} matrices"
+            warn_once(
+                f"{found}; its experts ({', '.join(self.experts)}) stay: lora=none trains them"
+            )
         if lora.quantization == "none":
             round_frozen_weights(model, lora.base_precision or "32-true")
         self.model = model.eval().requires_grad_(False)
@@ -84,12 +87,7 @@ class AdaptedBase(nn.Module):
             name: name of the adapter.
             seed: seeds the random half; the other half is 0.
             lora: rank and scale, where they differ from the base's own.
-
-        Raises:
-            ValueError: if there is one of that name.
         """
-        if name in self.adapters:
-            raise ValueError(f"the base has an adapter {name!r} already: {sorted(self.adapters)}")
         lora = lora or self.lora
         trained = [p for p in self.parameters() if p.requires_grad]
         config = LoraConfig(
@@ -285,20 +283,6 @@ def experts_of(model: nn.Module) -> list[str]:
     return sorted({name for name, parameter in own if parameter.ndim == 3})
 
 
-def _tell_of_experts(model: nn.Module, targets: list[str], experts: list[str]) -> None:
-    """Say what adapters are on in a mixture of experts, and that its experts stay."""
-    matrices: list[Any] = [model.get_submodule(path) for path in targets]
-    adapted = sum(matrix.in_features * matrix.out_features for matrix in matrices)
-    own = {f"{path}.weight" for path in targets}
-    others = sum(p.numel() for name, p in model.named_parameters() if name not in own)
-    names = sorted({path.rpartition(".")[2] for path in targets})
-    warn_once(
-        f"{type(model).__name__}: adapters are on {len(targets)} matrices ({', '.join(names)}), "
-        f"{adapted / (adapted + others):.1%} of its weights. Its experts "
-        f"({', '.join(experts)}) stay as they are: lora=none trains them"
-    )
-
-
 def target_modules(model: nn.Module, names: str) -> list[str]:
     """Return the full paths of the modules that get an adapter.
 
@@ -322,8 +306,6 @@ def target_modules(model: nn.Module, names: str) -> list[str]:
     for end in ends:
         if not any(f".{path}".endswith(end) for path in paths):
             known = sorted({path.rpartition(".")[2] for path in paths})
-            raise ValueError(
-                f"lora.target_modules names {end[1:]!r}, which {type(model).__name__} does not "
-                f"have: use {ALL_LINEAR}, or some of {', '.join(known)}"
-            )
+            told = f"lora.target_modules names {end[1:]!r}, not in {type(model).__name__}"
+            raise ValueError(f"{told}: use {ALL_LINEAR}, or some of {', '.join(known)}")
     return [path for path in paths if f".{path}".endswith(ends)]

@@ -6,15 +6,20 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import load_policy_adapter, load_scalar_adapter
 from rlhf_lightning.models.building import place_on_ranks
-from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
+from rlhf_lightning.models.factory import (
+    ModelOptions,
+    frozen,
+    load_base,
+    load_policy,
+    load_scalar_model,
+)
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
@@ -49,10 +54,8 @@ class PolicyModels:
             return
         columns, known = (int(m.model.config.vocab_size) for m in (self.policy, self.teacher))
         if known < columns:
-            raise ValueError(
-                f"teacher: its logits have {known} columns and the policy's {columns}, so that it "
-                "has no probability for some ids: take a teacher with as many or more"
-            )
+            found = f"teacher: its logits have {known} columns and the policy's {columns}"
+            raise ValueError(f"{found}: take one with as many or more")
 
     @property
     def trained(self) -> tuple[nn.Module, ...]:
@@ -88,18 +91,29 @@ def policy_models(
     start: str | Path | None = None,
     teacher: str | Path | None = None,
     lora: LoraHparams | None = None,
-    activation_checkpointing: bool = False,
     precision: str = "32-true",
     seed: int = 0,
-    revision: str | None = None,
-    trust_remote_code: RunsCode = False,
+    **options: Unpack[ModelOptions],
 ) -> PolicyModels:
-    """Return policy and reference, without a value model; the arguments are as in `ppo_models`."""
+    """Return policy and reference, without a value model.
+
+    Args:
+        policy: folder or hub name of the SFT policy, which policy and reference start from.
+        start: folder of a policy that was trained before, to continue from; the reference stays
+            `policy`. With LoRA it is the `adapter` folder of one trained on that same `policy`.
+        teacher: folder or hub name of a model to learn from, which stays frozen.
+        lora: None trains whole models; otherwise adapters on one frozen base, which with its
+            adapters off is the reference.
+        precision: the Trainer's; under `bf16-mixed` frozen matrices are held in bf16.
+        seed: seeds new adapters.
+        **options: see `ModelOptions`; `revision` is that of `policy`.
+    """
 
     def load(source: str | Path, **how: Any) -> PolicyModel:
         # The revision is that of `policy`; what was trained from it is a folder.
-        own = revision if str(source) == str(policy) else None
-        return load_policy(source, revision=own, trust_remote_code=trust_remote_code, **how)
+        own = options.get("revision") if str(source) == str(policy) else None
+        trusts = options.get("trust_remote_code", False)
+        return load_policy(source, revision=own, trust_remote_code=trusts, **how)
 
     def load_frozen(source: str | Path) -> PolicyModel:
         model = frozen(load(source))
@@ -108,13 +122,7 @@ def policy_models(
         return model
 
     if lora is not None:
-        base = load_base(
-            policy,
-            lora,
-            activation_checkpointing=activation_checkpointing,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
+        base = load_base(policy, lora, **options)
         return PolicyModels(
             policy=_policy_on(base, start, seed=seed),
             reference=frozen(AdaptedPolicy(base, None)),
@@ -123,10 +131,9 @@ def policy_models(
             same_source=start is None,
         )
     reference = load_frozen(policy)
+    again = options.get("activation_checkpointing", False)
     return PolicyModels(
-        policy=place_on_ranks(
-            load(start or policy, activation_checkpointing=activation_checkpointing)
-        ),
+        policy=place_on_ranks(load(start or policy, activation_checkpointing=again)),
         reference=reference,
         teacher=None if teacher is None else load_frozen(teacher),
         same_source=start is None,
@@ -137,15 +144,9 @@ def ppo_models(
     policy: str | Path,
     value: str | Path | None,
     *,
-    start: str | Path | None = None,
-    teacher: str | Path | None = None,
     value_head: Literal["stored", "zero"] = "stored",
-    lora: LoraHparams | None = None,
-    activation_checkpointing: bool = False,
-    precision: str = "32-true",
     seed: int = 0,
-    revision: str | None = None,
-    trust_remote_code: RunsCode = False,
+    **options: Any,
 ) -> PPOModels:
     """Return policy, value model and reference.
 
@@ -154,39 +155,18 @@ def ppo_models(
         value: folder or hub name that the value model starts from: a reward model, with
             `value_head="stored"`, or a causal LM. Adapters start from the `adapter` folder of a
             reward model trained with LoRA on the same policy.
-        start: folder of a policy that PPO has trained before, to continue from; the reference stays
-            `policy`. With LoRA it is the `adapter` folder of one trained on that same `policy`.
-        teacher: folder or hub name of a model to learn from, which stays frozen.
         value_head: "stored", or "zero" for values that start at 0.
-        lora: None trains whole models; otherwise adapters on one frozen base, which with its
-            adapters off is the reference.
-        activation_checkpointing: compute decoder layers again in the backward pass.
-        precision: the Trainer's; under `bf16-mixed` frozen matrices are held in bf16.
         seed: seeds new adapters.
-        revision: branch, tag or commit of `policy`, where that is a hub name.
-        trust_remote_code: run the code beside the weights, see `loading_options`; `value`, where
-            it is another hub name, has no commit and is refused.
+        **options: those of `policy_models`; with `trust_remote_code` a `value` that is another hub
+            name is refused, as it has no commit.
 
     Raises:
         ValueError: if there is nothing to start the value model from.
     """
-    if value_head not in ("stored", "zero"):
-        raise ValueError(f"value_head={value_head!r} must be 'stored' or 'zero'")
     if value is None and value_head == "stored":
-        raise ValueError(
-            "the value model starts from a reward model (artifacts.reward), and none is given: "
-            "use module.value_head=zero to start it from the policy"
-        )
-    common: dict[str, Any] = {
-        "start": start,
-        "teacher": teacher,
-        "lora": lora,
-        "activation_checkpointing": activation_checkpointing,
-        "precision": precision,
-        "seed": seed,
-        "trust_remote_code": trust_remote_code,
-    }
-    found = policy_models(policy, revision=revision, **common)
+        fix = "start it from the policy with module.value_head=zero"
+        raise ValueError(f"no reward model (artifacts.reward) for the value model: {fix}")
+    found = policy_models(policy, seed=seed, **options)
     zero = value is None or value_head == "zero"
     values: ScalarHeadModel
     if found.base is not None and zero:
@@ -195,15 +175,10 @@ def ppo_models(
         values = load_scalar_adapter(found.base, Path(str(value)) / ADAPTER, "value")
     else:
         source = policy if value is None else value
-        values = place_on_ranks(
-            load_scalar_model(
-                source,
-                head=value_head,
-                activation_checkpointing=activation_checkpointing,
-                revision=revision if str(source) == str(policy) else None,
-                trust_remote_code=trust_remote_code,
-            )
-        )
+        own = ["activation_checkpointing", "trust_remote_code"]
+        own += ["revision"] if str(source) == str(policy) else []
+        given = {name: options[name] for name in own if name in options}
+        values = place_on_ranks(load_scalar_model(source, head=value_head, **given))
     return PPOModels(**vars(found), value=values)
 
 
@@ -222,9 +197,9 @@ def freeze_but(model: nn.Module, patterns: Sequence[str] | None) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for pattern in patterns:
         if not fnmatch.filter(trained, pattern):
+            like = ", ".join(list(trained)[:3])
             raise ValueError(
-                f"value_trainable={pattern!r} matches no parameter of the value model: its names "
-                f"are like {', '.join(list(trained)[:3])}"
+                f"value_trainable={pattern!r} matches no parameter of those like {like}"
             )
     for name, parameter in trained.items():
         parameter.requires_grad_(any(fnmatch.fnmatchcase(name, one) for one in patterns))

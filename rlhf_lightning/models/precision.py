@@ -51,7 +51,6 @@ def set_matmul_precision(level: str) -> None:
 
 
 MIXED_BF16 = "bf16-mixed"
-PRECISIONS = ("32-true", MIXED_BF16)
 _ROUNDED = "_rounded_for_bf16_mixed"
 
 
@@ -102,13 +101,7 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
 
 
 def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a Trainer of that precision runs its steps.
-
-    Raises:
-        ValueError: for a precision that is none of `PRECISIONS`.
-    """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision} must be one of {', '.join(PRECISIONS)}")
+    """Return the context in which a Trainer of that precision runs its steps."""
     if precision != MIXED_BF16:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)

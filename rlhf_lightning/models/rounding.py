@@ -74,8 +74,11 @@ def measure_rounding(
         short = whole.to(dtype).float()
         size += float(whole.square().sum(dtype=torch.float64))
         lost += float((short - whole).square().sum(dtype=torch.float64))
-        former = _read(files[name], name) if name in files else None
-        if former is not None and former.shape == whole.shape:
+        if name not in files:
+            continue
+        with safe_open(files[name], framework="pt") as content:
+            former = content.get_tensor(name).float()
+        if former.shape == whole.shape:
             delta = whole - former
             change += float(delta.square().sum(dtype=torch.float64))
             kept += float(((short - former) * delta).sum(dtype=torch.float64))
@@ -96,9 +99,3 @@ def _files_of_tensors(source: str | None, revision: str | None) -> dict[str, Pat
         with safe_open(file, framework="pt") as content:
             found |= dict.fromkeys(content.keys(), file)
     return found
-
-
-def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as content:
-        value: Tensor = content.get_tensor(name)
-    return value.float()

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
+from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import Row, checked_rows
-from rlhf_lightning.data.formats import RowParser, parse_rows
+from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.records import PreferenceRecord, Text, as_columns
 from rlhf_lightning.preferences.agreement import Method, aggregate, preference_row
 from rlhf_lightning.preferences.records import (
@@ -149,8 +149,9 @@ def _read_trl(
     rows: Iterable[tuple[Location, Row]], source: str, now: str
 ) -> tuple[list[Pair], list[Label]]:
     pairs, labels = [], []
-    for record in parse_rows(rows, RowParser(), SkippedRecords("raise")):
-        where = record.place
+    parse = RowParser()
+    for where, row in rows:
+        record = parse(row, where)
         if not isinstance(record, PreferenceRecord):
             found = "the row has no 'chosen' and 'rejected'"
             raise BadRecordError(where, found, "give pairs, or another format")

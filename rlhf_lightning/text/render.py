@@ -74,10 +74,8 @@ def write_chat(
         ChatTemplateError: if the template refuses the conversation.
     """
     if not tokenizer.chat_template:
-        raise ValueError(
-            "the tokenizer has no chat template, and the records are conversations: set "
-            "model.chat_template=FILE or NAME (in Python chat_template=), or use plain text"
-        )
+        fix = "set model.chat_template=FILE or NAME (in Python chat_template=), or use plain text"
+        raise ValueError(f"the tokenizer has no chat template for conversations: {fix}")
     further = dict(variables or {})
     if isinstance(further.get("tools"), list | tuple):
         further["tools"] = [_as_function(tool) for tool in further["tools"]]

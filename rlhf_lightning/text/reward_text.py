@@ -62,23 +62,18 @@ class Renderer:
         before, found, after = other.partition(_PLACEHOLDER)
         fits = found and len(before) + len(after) <= len(full)
         if not (fits and full.startswith(before) and full.endswith(after)):
-            raise ValueError(
-                "the reward model's chat template does not write the response between "
-                f"{before[-40:]!r} and {after[:40]!r} as it does for others: it made "
-                f"{full[-80:]!r}; {_OTHER}"
+            told = (
+                f"the response between {before[-40:]!r} and {after[:40]!r}: it made {full[-80:]!r}"
             )
+            raise ValueError(f"the reward model's chat template does not write {told}; {_OTHER}")
         if not self._told:
             # A reward model may be blind to thoughts.
             others = [{k: v for k, v in message.items() if k != THOUGHT} for message in turns]
             missing = parts_missing(full, others, self.tokenizer, variables=variables)
             self._told = bool(missing)
             if missing:
-                logger.warning(
-                    "the reward model's chat template does not write %s: such responses are scored "
-                    "without it, or %s",
-                    ", nor ".join(missing[:3]),
-                    _OTHER,
-                )
+                told = "the reward model's chat template does not write %s: %s, or score without it"
+                logger.warning(told, ", nor ".join(missing[:3]), _OTHER)
         return before, full[len(before) : len(full) - len(after)], after
 
     def question(self, row: Completion) -> str:
@@ -101,20 +96,16 @@ class Renderer:
 
     def _write(self, turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         if not self.tokenizer.chat_template:
-            raise ValueError(
-                "the reward model's tokenizer has no chat template, and prompts are conversations: "
-                "give a tokenizer with one by scorer.tokenizer=FOLDER"
-            )
+            fix = "give a tokenizer with one by scorer.tokenizer=FOLDER"
+            raise ValueError(f"the reward model has no chat template for conversations: {fix}")
         try:
             return write_chat(
                 turns, self.tokenizer, variables=variables, add_generation_prompt=False
             )
         except ChatTemplateError as error:
             roles = ", ".join(message["role"] for message in turns)
-            raise ValueError(
-                "the reward model's chat template refuses a conversation of "
-                f"{roles}: {error.__cause__}; {_OTHER}"
-            ) from error
+            told = f"the reward model's chat template refuses a conversation of {roles}"
+            raise ValueError(f"{told}: {error.__cause__}; {_OTHER}") from error
 
 
 class Tokens(NamedTuple):

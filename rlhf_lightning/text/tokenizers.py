@@ -8,12 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    _CACHED_NO_EXIST,
-    hf_hub_download,
-    is_offline_mode,
-    try_to_load_from_cache,
-)
+from huggingface_hub import hf_hub_download, is_offline_mode
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import (
     AutoTokenizer,
@@ -107,10 +102,8 @@ def read_template(source: str) -> str:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, str):
-        raise ValueError(
-            f"model.chat_template={source!r} is no file, no model with a template, and none of "
-            f"ours: give one of {', '.join(sorted(own))}, or a Jinja file"
-        )
+        known = ", ".join(sorted(own))
+        raise ValueError(f"model.chat_template={source!r}: give a file, a model, or {known}")
     return found
 
 
@@ -120,11 +113,8 @@ def _check_rows(tokenizer: Any, source: str, options: dict[str, Any]) -> None:
     except (ValueError, AttributeError):  # a tokenizer alone
         return
     if tokenizer.eos_token_id >= size:
-        raise ValueError(
-            f"the EOS of {source}, {tokenizer.eos_token!r}, has id {tokenizer.eos_token_id}, and "
-            f"the model has {size} embeddings: call resize_token_embeddings({len(tokenizer)}) on "
-            "the model and save it"
-        )
+        found = f"the EOS of {source} has id {tokenizer.eos_token_id}, and the model {size} rows"
+        raise ValueError(f"{found}: call resize_token_embeddings({len(tokenizer)}) and save it")
     if tokenizer.pad_token_id >= size:
         tokenizer.pad_token = tokenizer.eos_token
 
@@ -149,10 +139,8 @@ def with_template_arguments(
     if not arguments:
         return tokenizer
     if not tokenizer.chat_template and arguments.keys() - {"date_string"}:
-        raise ValueError(
-            f"model.chat_template_arguments={dict(arguments)} need a chat template, and the "
-            "tokenizer has none: give model.chat_template=FILE or a name, or leave them out"
-        )
+        fix = "give model.chat_template=FILE or a name, or leave them out"
+        raise ValueError(f"model.chat_template_arguments={dict(arguments)} need a template: {fix}")
     _change_templates(tokenizer, lambda template: _with_settings(template, arguments))
     return tokenizer
 
@@ -162,11 +150,9 @@ def _with_settings(template: str, arguments: Mapping[str, Any]) -> str:
     written = {k: "none" if v is None else json.dumps(v) for k, v in arguments.items()}
     for name, value in written.items():
         if known.get(name, value) != value:
-            raise ValueError(
-                f"model.chat_template_arguments.{name}={arguments[name]}, but the stage before "
-                f"wrote {known[name]} into the chat template: give the same, or start from the "
-                "original checkpoint"
-            )
+            told = f"model.chat_template_arguments.{name}={arguments[name]}, but the stage before"
+            wrote = f"wrote {known[name]} into the chat template"
+            raise ValueError(f"{told} {wrote}: give the same, or take the original checkpoint")
     new = sorted(arguments.keys() - known - {"date_string"})
     template = with_fixed_date(template, arguments.get("date_string", DATE))
     return "".join(f"{{%- set {k} = {written[k]} %}}" for k in new) + template
@@ -225,27 +211,20 @@ def check_same_tokenizer(
     try:
         other = as_saved(str(source), options)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source} has no tokenizer to be compared with the policy's, whose ids it would read: "
-            "save its tokenizer there"
-        ) from error
+        told = f"{source} has no tokenizer to be compared with the policy's"
+        raise ValueError(f"{told}: save its tokenizer there") from error
     theirs = other.get_vocab()
     differ = [(t, i) for t, i in tokenizer.get_vocab().items() if theirs.get(t) != i]
     if differ:
         token, index = min(differ, key=lambda item: item[1])
-        raise ValueError(
-            f"{source} has another tokenizer than the policy: {len(differ)} of {len(tokenizer)} "
-            f"tokens differ, the first is {token!r}, id {index} of the policy's and "
-            f"{theirs.get(token)} there. It would read other words than were written: {fix}"
-        )
+        ids = f"{token!r} has id {index} of the policy's and {theirs.get(token)} there"
+        found = f"{source} has another tokenizer than the policy: {len(differ)} tokens differ"
+        raise ValueError(f"{found}, {ids}: {fix}")
     mine, its = (None if (end := turn_end(t)) is None else end.token for t in (tokenizer, other))
     parts = mine != its and None not in (mine, its)
     if parts or other.eos_token_id != tokenizer.eos_token_id:
-        raise ValueError(
-            f"{source} ends texts with {other.eos_token!r} and responses with {its!r}, the policy "
-            f"with {tokenizer.eos_token!r} and {mine!r}: it does not know where these responses "
-            f"end: {fix}"
-        )
+        told = f"{source} ends texts with {other.eos_token!r} and responses with {its!r}"
+        raise ValueError(f"{told}, the policy with {tokenizer.eos_token!r} and {mine!r}: {fix}")
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -299,8 +278,7 @@ def _has_generation_config(source: str | Path, options: Mapping[str, Any]) -> bo
     except RemoteEntryNotFoundError:
         return False
     except OSError:  # else a hub that is out of order would hide where responses stop
-        cached = try_to_load_from_cache(str(source), GENERATION_CONFIG, **options)
-        if cached is _CACHED_NO_EXIST or is_offline_mode():
+        if is_offline_mode():
             return False
         raise
     return True

@@ -28,13 +28,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.messages import BadValueError, Messages, Text
-from rlhf_lightning.text.render import (
-    ChatTemplateError,
-    any_of,
-    render_chat,
-    turn_end,
-    write_chat,
-)
+from rlhf_lightning.text.render import ChatTemplateError, any_of, render_chat, turn_end, write_chat
 
 NUM_TOKENIZED_TOGETHER = 256
 
@@ -170,12 +164,9 @@ class TextEncoder:
             BadValueError: if one does.
         """
         if (token := self.control.spelled_in(*texts)) is not None:
-            raise BadValueError(
-                f"a text spells the control token {token!r}, which would be read as the token",
-                "take it out, set dataset.source.rendered=true (or `rendered: true` in the row) if "
-                "it is meant as the token, or leave such records out with "
-                "dataset.source.on_bad_record=skip",
-            )
+            fix = "take it out, set dataset.source.rendered=true if it is meant as the token, or "
+            fix += "leave such records out with dataset.source.on_bad_record=skip"
+            raise BadValueError(f"a text spells the control token {token!r}", fix)
 
     def drops(self, *texts: Text) -> bool:
         """Return True if a character gets no token: a BPE model without `unk` leaves it out."""
@@ -332,11 +323,9 @@ def _conversations(
         if not text.startswith(start):
             same = _num_same(start, text)
             at = max(same - 40, 0)
+            parts = f"{start[at : same + 60]!r}, the conversation {text[at : same + 60]!r}"
             raise ChatTemplateError(
-                "the chat template does not keep the prompt as the start of the whole "
-                "conversation, so it is not known which tokens are the response. They part after "
-                f"{same} characters: the prompt has ...{start[at : same + 60]!r}, the conversation "
-                f"...{text[at : same + 60]!r}",
+                f"the chat template does not keep the prompt as the start: the prompt has {parts}",
                 "take a template whose generation prompt is what it writes before every response",
             )
         cuts.append(encoder.cut(text, len(start)))

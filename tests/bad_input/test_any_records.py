@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
-from rlhf_lightning.data.files import read_rows
-from rlhf_lightning.data.formats import KNOWN_KEYS, RowParser, parse_rows
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.formats import KNOWN_KEYS
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import ROLES, Record, kind_of, text_key
+from rlhf_lightning.data.sources.base import FileSource
 from tests.bad_input.examples import examples
+from tests.builders.located_rows import source_of
 
 # JSON may spell half of a surrogate pair, which no file can hold as UTF-8.
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
@@ -37,8 +38,7 @@ TEXTUAL = ("texts", "prompts", "demonstrations", "preferences")
 
 
 def parse(rows: list[Any], on_bad_record: Any = "raise") -> list[Record]:
-    located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
-    return parse_rows(located, RowParser(), SkippedRecords(on_bad_record))
+    return source_of(*rows, on_bad_record=on_bad_record).parsed("train")
 
 
 def must_tell(error: BadRecordError, place: str) -> None:
@@ -66,14 +66,13 @@ def check_rows(rows: list[Any]) -> None:
     else:
         assert len(parsed) == len(rows)
         assert all(map(is_whole, parsed))
-    skipped = SkippedRecords("skip")
-    located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
+    source = source_of(*rows, on_bad_record="skip")
     try:
-        kept = parse_rows(located, RowParser(), skipped)
+        kept = source.parsed("train")
     except BadRecordError as error:
         must_tell(error, "set.jsonl: no record is left")
     else:
-        assert len(kept) + len(skipped.messages) == len(rows), "a record is gone without a word"
+        assert len(kept) + len(source.skipped_records) == len(rows), "a record is gone"
         for record in kept:
             for kind in TEXTUAL:
                 convert(record, kind)
@@ -81,7 +80,8 @@ def check_rows(rows: list[Any]) -> None:
 
 def convert(record: Record, kind: Any) -> None:
     try:
-        assert kind_of(to_kind(record, kind)) == kind
+        (found,) = to_kind(record, kind)
+        assert kind_of(found) == kind
     except BadRecordError as error:
         must_tell(error, "set.jsonl")
 
@@ -124,6 +124,6 @@ def test_valid_json_that_no_text_or_number_can_hold_is_named(tmp_path, line, fou
     path = tmp_path / f"pairs{extension}"
     path.write_text(f"[{line}]" if extension == ".json" else line)
     with pytest.raises(BadRecordError) as caught:
-        parse_rows(read_rows(path), RowParser(), SkippedRecords("raise"))
+        FileSource(path, validation_fraction=0.0).parsed("train")
     assert found in str(caught.value)
     must_tell(caught.value, str(path))

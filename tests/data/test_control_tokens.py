@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from transformers import ByT5Tokenizer
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -16,7 +15,7 @@ from rlhf_lightning.data.records import (
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.render import render_chat, turn_end
 from rlhf_lightning.text.tokens import ControlTokens, prompt_and_responses, prompt_ids
-from tests.builders.encoding import assistant, encode_one, user
+from tests.builders.encoding import assistant, encode_all, encode_one, user
 from tests.builders.tokenizers import family_tokenizer
 
 WIDE = {"max_length": 2000}

@@ -7,13 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
-from tests.builders.encoding import assistant, user
+from tests.builders.encoding import assistant, encode_all, user
 from tests.builders.tokenizers import build_tokenizer
 
 

@@ -7,7 +7,6 @@ from rlhf_lightning.data.encode import (
     NO_TOKENS,
     RESPONSE_TOO_LONG,
     EncodingReport,
-    encode_all,
     encode_prompt,
 )
 from rlhf_lightning.data.records import (
@@ -17,7 +16,7 @@ from rlhf_lightning.data.records import (
     TextRecord,
 )
 from rlhf_lightning.text.tokens import prompt_ids
-from tests.builders.encoding import assistant, encode_one, user
+from tests.builders.encoding import assistant, encode_all, encode_one, user
 
 WIDE = {"max_length": 1000}
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
-from rlhf_lightning.data.formats import RowParser, detect_format, parse_rows
+from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.formats import detect_format
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -13,11 +13,11 @@ from rlhf_lightning.data.records import (
     kind_of,
 )
 from tests.builders.encoding import assistant, user
+from tests.builders.located_rows import source_of
 
 
-def parse(*rows, columns=None):
-    located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
-    return parse_rows(located, RowParser(columns), SkippedRecords("raise"))
+def parse(*rows, columns=None, on_bad_record="raise"):
+    return source_of(*rows, columns=columns, on_bad_record=on_bad_record).parsed("train")
 
 
 def parse_one(row, **options):

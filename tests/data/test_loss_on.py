@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning import DemonstrationDataModule
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import render_examples
+from tests.builders.encoding import encode_all
 from tests.builders.tokenizers import FAMILIES, KINDS, build_tokenizer, family_tokenizer
 
 VECTORS = Path(__file__).resolve().parents[3] / "shared" / "vectors" / "conversation.json"

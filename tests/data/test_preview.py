@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.preview import preview
 from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import MASKED, TRAINED, coloured_examples
+from tests.builders.encoding import encode_all
 
 PAIR = {"prompt": "why?", "chosen": " so", "rejected": " no"}
 PAIRS = {"prompts", "demonstrations", "unpaired"}

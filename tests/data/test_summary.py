@@ -5,13 +5,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
     PromptRecord,
 )
 from rlhf_lightning.data.summary import summarize
+from tests.builders.encoding import encode_all
 from tests.builders.tokenizers import word_tokenizer
 
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.evaluation.benchmarks import written_responses
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, stop_ids
-from tests.builders.encoding import encode_one
+from tests.builders.encoding import encode_all, encode_one
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
 
 ASKED = ({"role": "user", "content": "why the end?"},)

@@ -13,9 +13,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from tests.builders.command_lines import settings_of
+from tests.builders.encoding import encode_all
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
 KINDS = {"sft": "demonstrations", "reward": "preferences", "ppo": "prompts"}

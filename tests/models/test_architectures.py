@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.hparams import LoraHparams, RewardHparams, SamplingHparams, SFTHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
@@ -30,6 +29,7 @@ from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
+from tests.builders.encoding import encode_all
 from tests.builders.models import (
     EOS,
     HIDDEN,

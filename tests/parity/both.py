@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from rlhf_lightning.data.collate import PreferenceCollator, SFTCollator
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from rlhf_lightning.hparams import RewardHparams, SFTHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
@@ -24,6 +23,7 @@ from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.text.tokenizers import load_tokenizer
+from tests.builders.encoding import encode_all
 from tests.builders.models import EOS, VOCABULARY, tiny_policy, tiny_scalar_model, tiny_tokenizer
 from tests.builders.stages import trainer
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from rlhf_lightning.data.errors import Location, SkippedRecords
-from rlhf_lightning.data.formats import RowParser, parse_rows
+from rlhf_lightning.data.errors import Location
+from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.records import PreferenceRecord
 from rlhf_lightning.preferences.agreement import (
     NO_MAJORITY,
@@ -72,8 +72,7 @@ def test_a_row_is_a_record_that_the_reward_stage_reads(prompt) -> None:
     assert row["labelled_by"] == "people"
     assert (row["chosen_source"], row["rejected_source"]) == ("base", "sft")
     assert row["votes"] == {"second": 2, "first": 1}
-    parsed = parse_rows([(Location("x", 1), row)], RowParser(), SkippedRecords("raise"))
-    record = parsed[0]
+    record = RowParser()(row, Location("x", 1))
     assert isinstance(record, PreferenceRecord)
     assert (record.margin, record.domain) == (1.0, "sums")
     text = record.chosen if isinstance(record.chosen, str) else record.chosen[0]["content"]

@@ -16,9 +16,9 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.text.tokens import prompt_and_responses, prompt_ids
+from tests.builders.encoding import encode_all
 from tests.builders.models import tiny_tokenizer
 
 WIDE = {"max_length": 1000}

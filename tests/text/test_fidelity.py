@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.text.render import ChatTemplateError, render_chat
+from tests.builders.encoding import encode_all
 from tests.builders.tokenizers import build_tokenizer
 from tests.text.conversations import CONVERSATIONS, TOOLS, said
 

@@ -6,7 +6,8 @@ A response is a sequence of sentences, each ended by " .": `[opener] core [fille
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -157,10 +158,10 @@ def render_core(core: Core, rng: Random) -> str:
 @cache
 def parse_core(words: tuple[str, ...]) -> Core | None:
     """Return what a sentence (its words without the full stop) says, or None if it is no core."""
-    for kind, form, sorts in _core_patterns():
-        values = _match(form, sorts, words)
-        if values is not None:
-            return Core(kind, values)
+    text = " ".join(words)
+    for kind, pattern in _core_patterns():
+        if found := pattern.fullmatch(text):
+            return Core(kind, found.groups())
     for prefix in LIST_PREFIXES:
         head = tuple(prefix.split())
         items = _match_items(words[len(head) :]) if words[: len(head)] == head else None
@@ -170,35 +171,20 @@ def parse_core(words: tuple[str, ...]) -> Core | None:
 
 
 @cache
-def _core_patterns() -> tuple[tuple[str, tuple[str, ...], tuple[frozenset[str], ...]], ...]:
+def _core_patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     answers = {*NUMBERS, *(value for table in RELATIONS.values() for value in table.values())}
-    tools, targets = set(TOOLS.values()), {*OBJECTS, *HARMFUL_OBJECTS}
-    sorts: dict[str, tuple[frozenset[str], ...]] = {
-        "answer": (frozenset(answers),),
-        "steps": (frozenset(tools), frozenset(targets)),
+    sorts: dict[str, tuple[Iterable[str], ...]] = {
+        "answer": (answers,),
+        "steps": (TOOLS.values(), (*OBJECTS, *HARMFUL_OBJECTS)),
     }
-    names = (frozenset(NAMES),)
+
+    def pattern(kind: str, form: str) -> re.Pattern[str]:
+        slots = [f"({'|'.join(map(re.escape, words))})" for words in sorts.get(kind, (NAMES,))]
+        return re.compile(form.format(*slots))
+
     return tuple(
-        (kind, tuple(form.split()), sorts.get(kind, names))
-        for kind, forms in CORE_FORMS.items()
-        for form in forms
+        (kind, pattern(kind, form)) for kind, forms in CORE_FORMS.items() for form in forms
     )
-
-
-def _match(
-    form: tuple[str, ...], sorts: tuple[frozenset[str], ...], words: tuple[str, ...]
-) -> tuple[str, ...] | None:
-    if len(form) != len(words):
-        return None
-    values = []
-    for expected, word in zip(form, words, strict=True):
-        if expected.startswith("{"):
-            if word not in sorts[int(expected[1])]:
-                return None
-            values.append(word)
-        elif expected != word:
-            return None
-    return tuple(values)
 
 
 @cache

@@ -23,23 +23,10 @@ from rlhf_lightning.arguments import (
     Seed,
     checked,
 )
-from rlhf_lightning.data.errors import (
-    BadRecordError,
-    Location,
-    MissingFileError,
-    OnBadRecord,
-    SkippedRecords,
-)
-from rlhf_lightning.data.files import (
-    LocatedRow,
-    Row,
-    class_names,
-    is_data_file,
-    read_rows,
-    split_files,
-)
-from rlhf_lightning.data.formats import RowParser, parse_rows
-from rlhf_lightning.data.kinds import Labels
+from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, OnBadRecord
+from rlhf_lightning.data.files import LocatedRow, Row, is_data_file, read_rows, split_files
+from rlhf_lightning.data.formats import RowParser
+from rlhf_lightning.data.kinds import NO_LABELS, Labels, to_kind
 from rlhf_lightning.data.records import (
     PreferenceRecord,
     Record,
@@ -56,6 +43,7 @@ from rlhf_lightning.data.splits import connected_keys, shares, split_by_key
 from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.reading import read_json
 
+NUM_NAMED_SKIPS = 5
 logger = logging.getLogger(__name__)
 
 
@@ -100,10 +88,9 @@ class RowSource:
     def __post_init__(self) -> None:
         """Check the arguments; rows are read at the first call of `records`."""
         self._parser()  # checks the columns
-        self._skipped = SkippedRecords(self.on_bad_record)
+        self._skipped: dict[str, None] = {}  # messages, each once
         self._splits: dict[Split, list[Record]] | None = None
-        self.labels = Labels(None)
-        self._features: Mapping[str, Any] = {}  # of `datasets`, known once the rows are read
+        self.labels = NO_LABELS
 
     @property
     def label(self) -> str:
@@ -113,7 +100,7 @@ class RowSource:
     @property
     def skipped_records(self) -> tuple[str, ...]:
         """Messages about the bad records that were left out (of what was read so far)."""
-        return tuple(self._skipped.messages)
+        return tuple(self._skipped)
 
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return all records of `split` as `kind`, in the order of the source.
@@ -135,13 +122,13 @@ class RowSource:
             labels.check_unread(given)
         for record in given:
             try:
-                records += [self._placed(one) for one in labels.records(record, kind)]
+                records += [self._placed(one) for one in to_kind(record, kind, labels)]
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
                 by_label = kind in ("demonstrations", "unpaired") and labels.column is not None
                 if not (by_label or kind == "prompts") or kind_of(record) == "texts":
                     raise
-                self._skipped.add(error)
+                self._skip(error)
         return records
 
     def _placed(self, record: Record) -> Record:
@@ -151,6 +138,12 @@ class RowSource:
         if self.system_into_user and not isinstance(record, TextRecord):
             return replace(record, prompt=with_system_in_user(record.prompt))
         return record
+
+    def _skip(self, error: BadRecordError) -> None:
+        """Note a bad record, or raise its error."""
+        if self.on_bad_record != "skip":
+            raise error
+        self._skipped[str(error)] = None
 
     def parsed(self, split: Split) -> list[Record]:
         """Return a record for each row of a split, of whatever kind these are."""
@@ -162,9 +155,7 @@ class RowSource:
     def _load(self) -> dict[Split, list[Record]]:
         given = {split: self._rows(split) for split in get_args(Split)}
         splits: dict[Split, list[Record]] = {
-            split: parse_rows(rows, self._parser(), self._skipped)
-            for split, rows in given.items()
-            if rows is not None
+            split: self._parsed(rows) for split, rows in given.items() if rows is not None
         }
         self.labels = self._find_labels([one for records in splits.values() for one in records])
         if "validation" in splits:
@@ -173,21 +164,33 @@ class RowSource:
         train = splits["train"]
         keys = [record.origin.group or prompt_key(record) for record in train]
         keys = connected_keys(keys, [record.origin.sides for record in train])
-        train, held_out = split_by_key(
-            train,
-            keys,
-            validation_fraction=self.validation_fraction,
-            seed=self.seed,
-            name=self.label,
-        )
+        share: dict[str, Any] = {"validation_fraction": self.validation_fraction, "seed": self.seed}
+        train, held_out = split_by_key(train, keys, name=self.label, **share)
         return {"train": train, "validation": held_out}
 
-    def _find_labels(self, records: Sequence[Record]) -> Labels:
-        columns = self.columns or {}
-        return Labels.of_records(records, columns, self.label_good, self._class_names)
+    def _parsed(self, rows: Iterable[LocatedRow]) -> list[Record]:
+        parse, num_before = self._parser(), len(self._skipped)
+        records, where = list[Record](), Location(self.label)
+        for where, row in rows:
+            try:
+                if isinstance(row, BadRecordError):
+                    raise row
+                records.append(parse(row, where))
+            except BadRecordError as error:
+                self._skip(error)
+        bad = [*self._skipped][num_before:]
+        if bad:
+            told = "%s: skipped %d bad records, kept %d:\n  %s"
+            named = "\n  ".join(bad[:NUM_NAMED_SKIPS])
+            logger.warning(told, where.source, len(bad), len(records), named)
+        if not records:
+            found = f"no record is left: all {len(bad)} were bad"
+            fix = f"mend them; the first: {[*bad, 'the source is empty'][0]}"
+            raise BadRecordError(Location(where.source), found, fix)
+        return records
 
-    def _class_names(self, column: str) -> Sequence[str]:
-        return getattr(self._features.get(column), "names", ())
+    def _find_labels(self, records: Sequence[Record]) -> Labels:
+        return Labels.of_records(records, self.columns or {}, self.label_good)
 
     def _warn_of_shared_prompts(self, train: list[Record], validation: list[Record]) -> None:
         held_out = {prompt_key(record) for record in validation}
@@ -251,9 +254,6 @@ class FileSource(RowSource):
             validation = [Path(self.validation_path).expanduser()]
         return train if split == "train" else validation
 
-    def _class_names(self, column: str) -> Sequence[str]:
-        return next(filter(None, (class_names(file, column) for file in self.files("train"))), [])
-
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
         files = self.files(split)
         return (row for file in files for row in read_rows(file)) if files else None
@@ -305,7 +305,6 @@ class HubSource(RowSource):
             found = f"dataset {self.name!r} ({asked}) could not be loaded: {away or error}"
             fix = "Check name, config and split, the network, and the access to a gated set"
             raise ValueError(f"{found}. {fix}") from error
-        self._features = rows.features
         for number, row in enumerate(rows, start=1):
             yield Location(f"{self.name}[{part}]", number, "row"), row
 

@@ -37,7 +37,6 @@ class GivenRows(RowSource):
         return f"the {type(self.rows).__name__} that was given"
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
-        self._features = getattr(self.rows, "features", {})
         source = f"{self.name}, {self.label}"
         numbered = ((Location(source, n, "row"), row) for n, row in enumerate(self.rows, start=1))
         located = ((where, as_row(row, where)) for where, row in numbered)
@@ -105,8 +104,7 @@ def _named(source: str | Path, name: str) -> RecordSource:
     if path.exists():
         return FileSource(path)
     if isinstance(source, Path) or path.suffix:
-        fix = "give a folder, the hub name of a data set, or a file that ends with one of "
-        fix += f"{ENDINGS}; a pattern is not read, so join its files into one"
+        fix = f"give a folder, a name on the hub, or one file that ends with {ENDINGS}"
         where = Location(f"{name}={source}")
         raise MissingFileError(where, "there is no such file or folder", fix)
     return HubSource(source)

@@ -6,12 +6,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlhf_lightning.arguments import Count, Fraction, PathOrName, Seed, checked
-from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
+from rlhf_lightning.arguments import Count, Seed, checked
+from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.files import Row
-from rlhf_lightning.data.kinds import Labels
+from rlhf_lightning.data.kinds import NO_LABELS, Labels
 from rlhf_lightning.data.records import DemonstrationRecord, Origin, Record, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.messages import as_text, fields_of
@@ -21,17 +22,17 @@ TOO_LONG = "completion longer than max_completion_chars"
 SEEN = "held-out completion that training shows too"
 
 
+@checked
+@dataclass(eq=False, repr=False, kw_only=True)
 class TemplateSource(FileSource):
     """Prompts and completions made of a file's fields, plain or as conversations.
 
     `prompt="Platform: {platform}. Task: {task}"` puts the fields `platform` and `task` of each row
     into a text. Every prompt carries the row's fields as columns for reward functions, and the
-    finished completion as the column "completion".
+    finished completion as the column "completion". Further arguments are those of `FileSource`, but
+    `columns`, which fields of templates name.
 
     Args:
-        path: a file that `read_rows` reads, e.g. `.jsonl.gz`, or a folder of split files.
-        validation_path: a file of held-out rows; without one, the validation (or test) file of the
-            folder, or else a share of the groups.
         prompt: template of the user's message.
         completion: template of the response.
         system: template of a system message; None leaves it to the chat template.
@@ -39,60 +40,43 @@ class TemplateSource(FileSource):
             completion starts with a space.
         split_by: field whose rows all land on one side, e.g. a page of which there are several
             versions; None splits by prompt.
-        validation_fraction: share of the groups held out where there is no file of held-out rows.
         seed: seeds the split; not the run's, so that every stage holds out the same.
         domain: field that metrics are split by.
         remove: regular expression; what it matches is taken out of the completion.
         max_completion_chars: rows with longer completions are left out, and counted.
         unseen_completions: leave out held-out rows whose completion training shows, and count them.
-        on_bad_record: `"raise"`, or `"skip"` to leave bad rows out, counted and named.
 
     Raises:
         ValueError: if the path is missing, a template has no field or is malformed, `remove` is no
             regular expression, or a number is out of range.
     """
 
-    @checked
-    def __init__(
-        self,
-        path: PathOrName | None,
-        *,
-        prompt: str,
-        validation_path: PathOrName | None = None,
-        completion: str = "{completion}",
-        system: str | None = None,
-        chat: bool = True,
-        split_by: str | None = None,
-        validation_fraction: Fraction = 0.05,
-        seed: Seed = 0,
-        domain: str | None = None,
-        remove: str | None = None,
-        max_completion_chars: Count | None = None,
-        unseen_completions: bool = False,
-        on_bad_record: OnBadRecord = "raise",
-    ) -> None:
+    prompt: str
+    completion: str = "{completion}"
+    system: str | None = None
+    chat: bool = True
+    split_by: str | None = None
+    seed: Seed = 0
+    domain: str | None = None
+    remove: str | None = None
+    max_completion_chars: Count | None = None
+    unseen_completions: bool = False
+
+    def __post_init__(self) -> None:
         """Check the arguments; nothing is read yet."""
-        super().__init__(
-            path,
-            validation_path=validation_path,
-            validation_fraction=validation_fraction,
-            seed=seed,
-            on_bad_record=on_bad_record,
-        )
-        if system is not None and not chat:
+        super().__post_init__()
+        if self.columns:
+            raise ValueError(f"columns={dict(self.columns)}: name their columns in the templates")
+        if self.system is not None and not self.chat:
             raise ValueError("system is given, but chat=False has no system message: leave it out")
-        templates = {"prompt": prompt, "completion": completion}
-        self.templates = templates if system is None else {"system": system, **templates}
+        self.templates = {"prompt": self.prompt, "completion": self.completion}
+        if self.system is not None:
+            self.templates["system"] = self.system
         self.fields = {name: fields_of(text, name) for name, text in self.templates.items()}
-        self.chat = chat
-        self.split_by = split_by
-        self.domain = domain
         try:
-            self.remove = None if remove is None else re.compile(remove)
+            self._removed = None if self.remove is None else re.compile(self.remove)
         except re.error as error:
-            raise ValueError(f"remove={remove!r} is no regular expression: {error}") from error
-        self.max_completion_chars = max_completion_chars
-        self.unseen_completions = unseen_completions
+            raise ValueError(f"remove={self.remove!r} is no regular expression: {error}") from error
         self._left_out: dict[Split, Counter[str]] = {"train": Counter(), "validation": Counter()}
 
     def left_out(self, kind: RecordKind, split: Split) -> Mapping[str, int]:
@@ -119,7 +103,8 @@ class TemplateSource(FileSource):
     def _find_labels(self, records: Sequence[Record]) -> Labels:
         # A field of this name is often a class, which a template writes.
         values = {str(record.origin.columns.get("label")).lower() for record in records}
-        return super()._find_labels(records) if values <= {"true", "false"} else Labels(None)
+        are_labels = self.label_good is not None or values <= {"true", "false"}
+        return super()._find_labels(records) if are_labels else NO_LABELS
 
     def _parser(self) -> Callable[[Row, Location], Record]:
         return self._parse_row
@@ -131,8 +116,8 @@ class TemplateSource(FileSource):
             for name, fields in self.fields.items()
         }
         reference = texts["completion"]
-        if self.remove is not None:
-            reference = self.remove.sub("", reference)
+        if self._removed is not None:
+            reference = self._removed.sub("", reference)
         if not reference.strip():
             raise BadRecordError(where, "the completion is empty", "leave the row out")
         prompt: Text = texts["prompt"]
@@ -145,7 +130,7 @@ class TemplateSource(FileSource):
         group = "" if self.split_by is None else _field(columns, self.split_by, where)
         columns.pop("prompt", None)
         origin = Origin(where, {**columns, REFERENCE: reference}, group=group)
-        return DemonstrationRecord(prompt, answer, domain, origin=origin)
+        return DemonstrationRecord(prompt, answer, domain, self.rendered, origin=origin)
 
 
 def normalized(text: str) -> str:
