@@ -19,9 +19,10 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Te
     return hidden, weight, bias, tokens
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_rows", [16, 32, None])
-@pytest.mark.parametrize(("with_bias", "softcap"), [(True, None), (False, None), (False, 3.0)])
+@pytest.mark.parametrize(
+    ("temperature", "chunk_rows", "with_bias", "softcap"),
+    [(1.0, 16, True, None), (0.7, 32, False, None), (0.7, None, True, None), (0.7, 16, False, 3.0)],
+)
 def test_values_and_gradients_are_those_of_all_logits_at_once(
     temperature, chunk_rows, with_bias, softcap
 ):
