@@ -41,7 +41,8 @@ from tests.builders.stages import (
     some_score,
     tiny_distillation,
 )
-from tests.modules.test_grpo_runs import Stop, length, rows, samples
+from tests.builders.stopped_runs import Stop, assert_same_weights, rows, samples
+from tests.modules.test_grpo_runs import length
 
 pytestmark = pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
 WIDE = {"hidden_size": 48}
@@ -259,8 +260,7 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trai
     module, _ = train(material, tmp_path, "last", **variant)
     assert rows(tmp_path) == rows(folder)
     assert samples(tmp_path) == samples(folder)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_weights(module, whole)
 
 
 def test_it_is_read_from_its_checkpoint_without_a_reward_and_compared(material, trained):
@@ -268,8 +268,7 @@ def test_it_is_read_from_its_checkpoint_without_a_reward_and_compared(material, 
     read = DistillationModule.load_from_checkpoint(folder / "checkpoints/last.ckpt")
     assert isinstance(read.scorer, NoReward)
     assert read.teacher is not None
-    for name, value in module.state_dict().items():
-        assert torch.equal(read.state_dict()[name], value), name
+    assert_same_weights(read, module)
     how = {"num_prompts": 6, "batch_size": 6, "max_new_tokens": 5}
     held_out = PromptDataModule(material["prompts"], read.tokenizer, batch_size=12)
     found = compare(module, material["policy"], held_out, gold=gold, **how)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import Generation, PromptBatch
-from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import GRPOHparams, PPOHparams, UnusualHparamWarning
-from rlhf_lightning.modules import on_policy, optimization
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from rlhf_lightning.rollout.pending import PendingGeneration
@@ -24,6 +23,7 @@ from tests.builders.models import PAD, flat_parameters, prompt_batch, prompt_row
 from tests.builders.ranks import ROOT, SimulatedRanks
 from tests.builders.stages import (
     STOPS,
+    average_over_ranks,
     built,
     grouped,
     grpo_hparams,
@@ -33,6 +33,7 @@ from tests.builders.stages import (
     tiny_module,
     without_trainer,
 )
+from tests.builders.stopped_runs import assert_same_rollouts, assert_same_weights
 from tests.modules.test_ppo_resume import ITERATIONS, KilledError, run
 from tests.own.stale import StaleGenerator
 
@@ -149,13 +150,7 @@ def test_a_killed_run_with_a_lag_goes_on_bitwise(lagged, tmp_path: Path):
     assert len(module.rollouts) == ITERATIONS - 2
     # Iteration 3 was sampled before the kill: it comes out of the checkpoint.
     assert [call.row_ids for call in generator.calls] == [calls[3].row_ids]
-    for ours, theirs in zip(module.rollouts, whole.rollouts[2:], strict=True):
-        names = ("sequences", "response_mask", "sampler_logprobs", "logprobs", "values")
-        for name in (*names, "rewards", "advantages", "finish_reason"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-    assert module.steps == whole.steps[-len(module.steps) :]
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_run(module, whole)
     assert module.controls == whole.controls
 
 
@@ -177,13 +172,10 @@ def served_at_once(tmp_path_factory) -> Any:
     return run(tmp_path_factory.mktemp("served"), **served(AtOnce))[1]
 
 
-def assert_same_rollouts(module: Any, whole: Any) -> None:
-    for ours, theirs in zip(module.rollouts, whole.rollouts[-len(module.rollouts) :], strict=True):
-        for name in ("sequences", "response_mask", "sampler_logprobs", "logprobs", "rewards"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+def assert_same_run(module: Any, whole: Any) -> None:
+    assert_same_rollouts(module.rollouts, whole.rollouts)
     assert module.steps == whole.steps[-len(module.steps) :]
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_weights(module, whole)
 
 
 class Opened(L.Callback):
@@ -212,7 +204,7 @@ def test_servers_write_the_next_responses_while_the_policy_is_updated(served_at_
     _, module, _ = run(tmp_path, callback=opened, **served(STAND_IN_GATE=opened.gate))
     assert opened.under_way == [True] * (ITERATIONS - 1) + [False], "nothing after the last one"
     assert len(module.rollouts) == ITERATIONS
-    assert_same_rollouts(module, served_at_once)
+    assert_same_run(module, served_at_once)
 
 
 def test_a_killed_run_whose_responses_servers_were_writing_goes_on_bitwise(
@@ -222,7 +214,7 @@ def test_a_killed_run_whose_responses_servers_were_writing_goes_on_bitwise(
         run(tmp_path, die_at=3, **served())
     _, module, _ = run(tmp_path, resume=True, **served())
     assert len(module.rollouts) == ITERATIONS - 2
-    assert_same_rollouts(module, served_at_once)
+    assert_same_run(module, served_at_once)
 
 
 def test_a_checkpoint_without_what_is_pending_is_refused(tmp_path: Path):
@@ -267,15 +259,7 @@ def train_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int, stage: str, *, iterations: int = 3
 ) -> list[Any]:
     ranks = SimulatedRanks(monkeypatch, size)
-    step = optimization.clip_and_step
-
-    def averaged_step(module: Any, *rest: Any) -> Any:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad = global_sum(parameter.grad) / size
-        return step(module, *rest)
-
-    monkeypatch.setattr(on_policy, "clip_and_step", averaged_step)
+    average_over_ranks(monkeypatch, on_policy, size)
     if stage == "ppo":
         made = [tiny_module(ppo=ppo_hparams(**LAGGED)) for _ in range(size)]
     else:
@@ -293,7 +277,6 @@ def train_ranks(
                 modules[rank].pending.load_state_dict(states[rank])
 
     ranks.run(one)
-    monkeypatch.setattr(on_policy, "clip_and_step", step)
     for module, state in zip(modules, states, strict=True):
         module.saved = state
     return modules

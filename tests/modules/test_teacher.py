@@ -45,8 +45,9 @@ from tests.builders.stages import (
     tiny_models,
     tiny_module,
 )
+from tests.builders.stopped_runs import Stop, assert_same_weights, rows, samples
 from tests.builders.teacher_server import vllm_of
-from tests.modules.test_grpo_runs import Stop, made, rows, samples
+from tests.modules.test_grpo_runs import made
 from tests.modules.test_grpo_runs import prompts as prompt_data
 
 GRPO = GRPOHparams(learning_rate=1e-3, num_minibatches=2, teacher_coef=0.5)
@@ -215,8 +216,7 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trai
     module, _ = train(material, tmp_path, "last", lora=lora)
     assert rows(tmp_path) == rows(folder)
     assert samples(tmp_path) == samples(folder)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_weights(module, whole)
 
 
 def test_a_checkpoint_is_read_with_its_teacher_and_resumed_with_no_other(
@@ -307,8 +307,7 @@ def test_a_policy_learns_from_itself_what_it_would_write_if_it_were_told_more(ma
         distilled(material, tmp_path / "killed")
     again, _ = distilled(material, tmp_path / "killed", "last")
     assert rows(tmp_path / "killed") == found
-    for name, value in module.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+    assert_same_weights(again, module)
     checkpoint = tmp_path / "killed/checkpoints/last.ckpt"
     assert DistillationModule.load_from_checkpoint(checkpoint).teacher_prompt.fields == (
         "prompt",

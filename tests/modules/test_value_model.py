@@ -21,6 +21,7 @@ from tests.builders.stages import (
     rollout_of,
     tiny_module,
 )
+from tests.builders.stopped_runs import assert_same_weights
 from tests.modules.test_ppo_resume import KilledError, run
 from tests.modules.test_ppo_training import logged_by
 
@@ -180,6 +181,4 @@ def test_a_killed_run_of_sao_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         run(tmp_path / "killed", die_at=3, **SAO)
     _, resumed, rest = run(tmp_path / "killed", resume=True, **SAO)
     assert len(rest) < len(seen)
-    ours, theirs = resumed.state_dict(), whole.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(resumed, whole)
