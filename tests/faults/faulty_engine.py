@@ -1,8 +1,7 @@
 """vLLM's server with a fault: `faulty_engine.py -P ENGINE SOCKET`, in the place of its interpreter.
 
-FAULT is `kill`, `stop` or `stay` (in the middle of a generation), `edited` (a weight is changed
-after it arrived), or `lost` (a tensor is taken out of a transfer). FAULT_CALLS are the numbers of
-the calls, of this server and those before it, which FAULT_COUNT counts.
+In the middle of its second generation, counted by FAULT_COUNT over all servers of a run, it is
+killed (FAULT=kill) or stays where it is (FAULT=stay).
 """
 
 from __future__ import annotations
@@ -17,26 +16,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file, save_file
-
-FAULT = os.environ["FAULT"]
-CALLS = [int(number) for number in os.environ["FAULT_CALLS"].split(",")]
 COUNT = Path(os.environ["FAULT_COUNT"])
-LOST = "model.layers.0.mlp.down_proj.weight"
-EDITED = "model.norm.weight"  # of a matrix a CPU computes with a packed copy
 
 
 def is_due() -> bool:
     with COUNT.open("a") as file:
         file.write("x")
-    return COUNT.stat().st_size in CALLS
+    return COUNT.stat().st_size == 2
 
 
 def happen() -> None:
     COUNT.with_suffix(".pid").write_text(str(os.getpid()))
-    if FAULT == "stay":
+    if os.environ["FAULT"] == "stay":
         time.sleep(3600)
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[FAULT])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_the_middle(llm: Any) -> None:
@@ -57,17 +50,6 @@ def in_the_middle(llm: Any) -> None:
     engine.step = counted
 
 
-def edit(worker: Any) -> None:
-    worker.get_model().get_parameter(EDITED).data.mul_(1.5)
-
-
-def lose_a_tensor(folder: str) -> None:
-    for file in Path(folder).glob("*.safetensors"):
-        tensors = load_file(file)
-        if tensors.pop(LOST, None) is not None:
-            save_file(tensors, file)
-
-
 def main(path: str, socket: str) -> None:
     spec: Any = importlib.util.spec_from_file_location("vllm_engine", path)
     engine: Any = importlib.util.module_from_spec(spec)
@@ -75,17 +57,9 @@ def main(path: str, socket: str) -> None:
 
     class Faulty(engine.Engine):
         def generate(self, *arguments: Any, **options: Any) -> Any:
-            if FAULT in ("kill", "stop", "stay") and is_due():
+            if is_due():
                 in_the_middle(self.llm)
             return super().generate(*arguments, **options)
-
-        def load(self, folder: str) -> None:
-            due = FAULT in ("edited", "lost") and is_due()
-            if due and FAULT == "lost":
-                lose_a_tensor(folder)
-            super().load(folder)
-            if due and FAULT == "edited":
-                self.llm.collective_rpc(edit)
 
     engine.Engine = Faulty
     engine.serve(Connection(int(socket)))

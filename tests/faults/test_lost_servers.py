@@ -41,18 +41,14 @@ def served_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A PPO run of three iterations whose first server has a fault."""
 
-    def __init__(
-        self, folder: Path, start: Path, engine: Any, fault: str, calls: str, *overrides: str
-    ) -> None:
+    def __init__(self, folder: Path, start: Path, engine: Any, fault: str) -> None:
         python, variables = engine
         self.folder, self.count = folder, folder / "count"
         wrapper = folder / "python"
         faulty = Path(__file__).with_name("faulty_engine.py")
         wrapper.write_text(f'#!/bin/sh\nexec "{python}" "{faulty}" "$@"\n')
         wrapper.chmod(0o755)
-        variables = {
-            **variables, "FAULT": fault, "FAULT_CALLS": calls, "FAULT_COUNT": self.count
-        }  # fmt: skip
+        variables = {**variables, "FAULT": fault, "FAULT_COUNT": self.count}
         written = ", ".join(f"{name}: '{value}'" for name, value in variables.items())
         arguments = [
             *overrides_of("ppo", start),
@@ -62,7 +58,6 @@ class Run:
             f"rollout.replicas=[{{{written}}}]",
             "+rollout.engine.enforce_eager=true",
             "rollout.start_timeout=1000",
-            *overrides,
         ]
         self.process = ForkedPython(
             ["-m", "rlhf_lightning.train", *arguments],
@@ -134,29 +129,14 @@ def settle(happened: Callable[[], object], seconds: float) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_killed_while_it_generates_is_named(start_run, engine):
-    run = start_run(engine, "kill", "2")
+    run = start_run(engine, "kill")
     assert "vLLM's server 0 ended with status -9" in run.error()
     assert run.iterations() == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_server_that_hangs_is_named(start_run, engine):
-    error = start_run(engine, "stop", "2", "rollout.timeout=30").error()
-    assert "vLLM's server 0: said nothing for 30 s (log: " in error
-
-
-@pytest.mark.parametrize("fault", ["edited", "lost"])
-@pytest.mark.parametrize("engine", ENGINES[1:])
-def test_other_weights_than_were_sent_are_named(start_run, engine, fault):
-    options = ["module.ppo.learning_rate=0.01", "rollout.logprob_tolerance=1e-3"]
-    run = start_run(engine, fault, "1", *options)
-    assert "some weight has not arrived" in run.error()
-    assert run.iterations() == 1
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_neither_servers_nor_weights_outlive_a_run_that_is_killed(start_run, engine):
-    run = start_run(engine, "stay", "2")
+    run = start_run(engine, "stay")
     settle(lambda: run.count.with_suffix(".pid").exists(), PATIENCE)
     assert run.servers()
     assert len(run.weights()) == 1

@@ -47,9 +47,7 @@ def made(material: dict[str, Path], lora: LoraHparams | None = None, **changes: 
 
 
 def prompts(material: dict[str, Path], module: Any) -> PromptDataModule:
-    return PromptDataModule(
-        material["prompts"], module.tokenizer, batch_size=4, num_generations=3
-    )
+    return PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_generations=3)
 
 
 def train(

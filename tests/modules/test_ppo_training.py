@@ -248,6 +248,9 @@ def test_edge_cases_train_with_finite_measures_and_weights(name):
     assert all(torch.isfinite(p).all() for p in module.parameters())
     if name == "no answer stops":
         assert logged[0]["rollout/eos_fraction"] == 0
+    if name == "all scores are equal":
+        assert logged[0]["rollout/score_std"] == pytest.approx(0, abs=1e-6)
+        assert (logged[0]["ppo/skipped_steps"], logged[0]["ppo/num_updates"]) == (0, 2)
     if name == "every answer stops at once":
         assert logged[0]["rollout/response_length"] == 1
 

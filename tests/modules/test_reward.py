@@ -12,7 +12,7 @@ from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.modules import reward
-from tests.builders.models import EOS, MODEL_TYPES, PAD
+from tests.builders.models import EOS, MODEL_TYPES
 from tests.builders.stages import (
     assert_two_ranks_step_as_one,
     preference_batch,

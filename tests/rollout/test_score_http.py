@@ -129,6 +129,9 @@ def test_what_may_pass_is_tried_again_after_waits_that_double(trouble):
 def test_an_attempt_that_times_out_is_tried_again_and_a_service_that_is_not_there_is_named():
     with serving(slow(5), lengths) as server:
         assert scorer(server.url, timeout=0.5)(answers()).total.tolist() == SCORES
+    never = pytest.raises(ServiceError, match="did not answer: ReadTimeout")
+    with serving(slow(5)) as server, never:
+        scorer(server.url, timeout=0.2, max_retries=1)(answers())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/score"
