@@ -67,14 +67,6 @@ def test_log_probabilities_are_those_of_single_answers_by_transformers(model_typ
                 assert float(got[row]) == pytest.approx(float(by_token[-length:].sum()), abs=1e-4)
 
 
-def test_before_the_first_step_the_loss_is_log_2_and_no_reward_is_earned():
-    measures, gradient = untaken_step(with_references(tiny_dpo()), preference_batch())
-    assert measures["dpo/loss"] == pytest.approx(math.log(2), abs=1e-7)
-    for name in ("accuracy", "chosen_reward", "rejected_reward", "margin"):
-        assert measures[f"dpo/{name}"] == 0
-    assert gradient.abs().max() > 1e-3, "the policy must be able to start"
-
-
 @pytest.mark.parametrize(
     ("hparams", "formula"),
     [

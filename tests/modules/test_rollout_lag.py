@@ -301,14 +301,6 @@ def test_ranks_take_the_steps_of_one_and_save_the_rows_of_all(monkeypatch, stage
     assert widths == [int(mask.sum(-1).max()) for mask in masks], "cut to the rank's own longest"
 
 
-def test_nothing_is_sampled_after_the_last_iteration():
-    generator = Noted(STOPS, PAD)
-    module = with_steps(tiny_module(ppo=ppo_hparams(**LAGGED), generator=generator), 2)
-    for iteration in range(2):
-        module.training_step(batch(iteration), iteration)
-    assert [call.iteration for call in generator.calls] == [0, 1]
-
-
 def test_prompts_and_responses_that_are_missing_or_others_are_errors():
     module = with_steps(tiny_module(ppo=ppo_hparams(**LAGGED)), 4)
     with pytest.raises(ValueError, match=r"rollout_lag=1 needs .* has 0 for 8: .*PromptData"):
