@@ -20,7 +20,6 @@ from rlhf_lightning import (
     PromptDataModule,
     SamplingHparams,
     compare,
-    trainer_arguments,
 )
 from rlhf_lightning.callbacks.run_tables import describe_rollout, rollout_values
 from rlhf_lightning.functional.distillation import DIVERGENCES, vocabulary_divergence
@@ -28,6 +27,7 @@ from rlhf_lightning.models import heads
 from rlhf_lightning.models.forward import pack
 from rlhf_lightning.models.heads import hidden_states
 from rlhf_lightning.runs.folder import read_metrics
+from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows, samples
 from tests.builders.models import flat_gradients, tiny_policy, tiny_tokenizer
 from tests.builders.record_files import write_material
 from tests.builders.stages import (
@@ -41,7 +41,6 @@ from tests.builders.stages import (
     some_score,
     tiny_distillation,
 )
-from tests.builders.stopped_runs import Stop, assert_same_weights, rows, samples
 from tests.modules.test_grpo_runs import length
 
 pytestmark = pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
@@ -190,18 +189,10 @@ def train(
 ) -> tuple[Any, L.Trainer]:
     module = made(material, **changes)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=12)
-    trainer = L.Trainer(
-        **trainer_arguments(
-            folder,
-            max_iterations=iterations,
-            accelerator="cpu",
-            enable_progress_bar=False,
-            checkpoint_every_n_iterations=1,
-            doctor=True,
-            callbacks=callbacks,
-        )
+    flags = {"max_iterations": iterations, "callbacks": callbacks, "doctor": True}
+    trainer = fit_in(
+        folder, module, data, ckpt_path=ckpt_path, checkpoint_every_n_iterations=1, **flags
     )
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
     return module, trainer
 
 
@@ -295,8 +286,7 @@ def test_ppo_learns_from_a_teacher_alone_too(material, tmp_path):
     )
     assert module.hparams["reward"] is False
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=12)
-    given = {"max_iterations": 2, "accelerator": "cpu", "enable_progress_bar": False}
-    L.Trainer(**trainer_arguments(tmp_path, **given)).fit(module, data)
+    fit_in(tmp_path, module, data, max_iterations=2)
     assert "rollout/score" not in read_metrics(tmp_path / "metrics.csv")[0]
     read = PPOModule.load_from_checkpoint(tmp_path / "checkpoints/last.ckpt")
     assert isinstance(read.scorer, NoReward)

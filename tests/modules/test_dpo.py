@@ -16,13 +16,13 @@ from rlhf_lightning import (
     DPOModule,
     LoraHparams,
     PreferenceDataModule,
-    trainer_arguments,
 )
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.reference_logprobs import pair_logprobs
+from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows
 from tests.builders.models import EOS, MODEL_TYPES, flat_gradients
 from tests.builders.record_files import row_text, write_material
 from tests.builders.stages import (
@@ -32,7 +32,6 @@ from tests.builders.stages import (
     untaken_step,
     without_trainer,
 )
-from tests.builders.stopped_runs import Stop, assert_same_weights, rows
 
 ITERATIONS = 4
 
@@ -142,16 +141,12 @@ def train(
     *,
     lora: LoraHparams | None = None,
     ckpt_path: str | None = None,
-    policy: Path | None = None,
     **changes: Any,
 ) -> tuple[DPOModule, L.Trainer]:
     hparams = DPOHparams(learning_rate=1e-3, micro_batch_size=3)
-    module = DPOModule.from_pretrained(policy or material["policy"], dpo=hparams, lora=lora)
+    module = DPOModule.from_pretrained(material["policy"], dpo=hparams, lora=lora)
     data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=8)
-    given = {"max_iterations": ITERATIONS, "accelerator": "cpu", "enable_progress_bar": False}
-    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
+    return module, fit_in(folder, module, data, ckpt_path=ckpt_path, **changes)
 
 
 @pytest.fixture(scope="module", params=[None, LoraHparams(r=4)], ids=["whole", "lora"])

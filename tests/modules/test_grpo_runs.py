@@ -15,17 +15,17 @@ from rlhf_lightning import (
     PromptDataModule,
     SamplingHparams,
     export_model,
-    trainer_arguments,
 )
-from tests.builders.record_files import write_material
-from tests.builders.stages import RecordedGRPO
-from tests.builders.stopped_runs import (
+from tests.builders.library_runs import (
     Stop,
     assert_same_rollouts,
     assert_same_weights,
+    fit_in,
     rows,
     samples,
 )
+from tests.builders.record_files import write_material
+from tests.builders.stages import RecordedGRPO
 
 ITERATIONS = 4
 GRPO = GRPOHparams(learning_rate=1e-3, num_minibatches=2, num_epochs=2, micro_batch_size=3)
@@ -51,19 +51,10 @@ def prompts(material: dict[str, Path], module: Any) -> PromptDataModule:
 
 
 def train(
-    material: dict[str, Path],
-    folder: Path,
-    *,
-    lora: LoraHparams | None = None,
-    ckpt_path: str | None = None,
-    **changes: Any,
+    material: dict[str, Path], folder: Path, *, lora: LoraHparams | None = None, **flags: Any
 ) -> tuple[Any, L.Trainer]:
     module = made(material, lora)
-    data = prompts(material, module)
-    given = {"max_iterations": ITERATIONS, "accelerator": "cpu", "enable_progress_bar": False}
-    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
+    return module, fit_in(folder, module, prompts(material, module), **flags)
 
 
 @pytest.fixture(scope="module", params=[None, LoraHparams(r=4)], ids=["whole", "lora"])

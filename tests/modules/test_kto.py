@@ -21,6 +21,7 @@ from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import pair_logprobs
 from rlhf_lightning.runs.summary import new_summary
 from rlhf_lightning.runs.verdict import verdict
+from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows
 from tests.builders.models import EOS
 from tests.builders.record_files import row_text, write_material
 from tests.builders.stages import (
@@ -30,7 +31,6 @@ from tests.builders.stages import (
     untaken_step,
     without_trainer,
 )
-from tests.builders.stopped_runs import Stop, assert_same_weights, rows
 
 LABEL = torch.tensor([True, False, True, True, False, False, True, False])
 
@@ -172,11 +172,7 @@ def train(material: dict[str, Path], folder: Path, **changes: Any) -> tuple[Any,
     data = PreferenceDataModule(
         material["rows"], module.tokenizer, batch_size=8, kind="unpaired", max_length=64
     )
-    given = {"max_iterations": 5, "accelerator": "cpu", "enable_progress_bar": False}
-    ckpt_path = changes.pop("ckpt_path", None)
-    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
+    return module, fit_in(folder, module, data, **{"max_iterations": 5} | changes)
 
 
 def test_a_run_starts_at_reward_0_learns_the_labels_and_resumes_to_the_bit(material, tmp_path):

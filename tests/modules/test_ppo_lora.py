@@ -14,6 +14,7 @@ from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
 from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
+from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
 from tests.builders.models import tiny_policy
 from tests.builders.stages import (
     built,
@@ -23,7 +24,6 @@ from tests.builders.stages import (
     rollout_of,
     tiny_module,
 )
-from tests.builders.stopped_runs import assert_same_rollouts, assert_same_weights
 from tests.modules.test_ppo_resume import KilledError, run
 
 

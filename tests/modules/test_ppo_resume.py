@@ -15,9 +15,9 @@ from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
 from tests.builders.models import prompt_rows, tiny_tokenizer
 from tests.builders.stages import RecordedPPO, ppo_hparams, tiny_module, trainer
-from tests.builders.stopped_runs import assert_same_rollouts, assert_same_weights
 
 ITERATIONS = 4
 

@@ -19,6 +19,7 @@ from rlhf_lightning.modules import on_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from rlhf_lightning.rollout.pending import PendingGeneration
+from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
 from tests.builders.models import PAD, flat_parameters, prompt_batch, prompt_rows
 from tests.builders.ranks import ROOT, SimulatedRanks
 from tests.builders.stages import (
@@ -33,7 +34,6 @@ from tests.builders.stages import (
     tiny_module,
     without_trainer,
 )
-from tests.builders.stopped_runs import assert_same_rollouts, assert_same_weights
 from tests.modules.test_ppo_resume import ITERATIONS, KilledError, run
 from tests.own.stale import StaleGenerator
 

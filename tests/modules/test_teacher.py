@@ -29,6 +29,7 @@ from rlhf_lightning.callbacks.doctor.callback import knobs_of
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels
+from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows, samples
 from tests.builders.models import flat_gradients, flat_parameters, tiny_policy, tiny_tokenizer
 from tests.builders.record_files import write_material
 from tests.builders.reward_server import serving
@@ -45,7 +46,6 @@ from tests.builders.stages import (
     tiny_models,
     tiny_module,
 )
-from tests.builders.stopped_runs import Stop, assert_same_weights, rows, samples
 from tests.builders.teacher_server import vllm_of
 from tests.modules.test_grpo_runs import made
 from tests.modules.test_grpo_runs import prompts as prompt_data
@@ -154,23 +154,16 @@ def taught_ppo(coef: float | None) -> Any:
 
 
 def train(
-    material: dict[str, Path], folder: Path, ckpt_path: str | None = None, **changes: Any
+    material: dict[str, Path],
+    folder: Path,
+    ckpt_path: str | None = None,
+    callbacks: Any = None,
+    **changes: Any,
 ) -> tuple[Any, L.Trainer]:
-    given = {"grpo": GRPO, "teacher": material["teacher_7"]}
-    callbacks = changes.pop("callbacks", None)
-    module = made(material, **given | changes)
-    trainer = L.Trainer(
-        **trainer_arguments(
-            folder,
-            max_iterations=4,
-            accelerator="cpu",
-            enable_progress_bar=False,
-            checkpoint_every_n_iterations=1,
-            callbacks=callbacks,
-        )
-    )
-    trainer.fit(module, prompt_data(material, module), ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
+    module = made(material, **{"grpo": GRPO, "teacher": material["teacher_7"]} | changes)
+    flags = {"checkpoint_every_n_iterations": 1, "callbacks": callbacks}
+    data = prompt_data(material, module)
+    return module, fit_in(folder, module, data, ckpt_path=ckpt_path, **flags)
 
 
 @pytest.fixture(scope="module", params=[None, LoraHparams(r=4)], ids=["whole", "lora"])
@@ -269,18 +262,11 @@ def distilled(
         **{"teacher_prompt": "{prompt} {hint}"} | changes,
     )
     data = PromptDataModule(hinted, module.tokenizer, batch_size=16, num_iterations=iterations)
-    given: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
     callbacks = [Stop()] if folder.name == "killed" and ckpt_path is None else []
-    trainer = L.Trainer(
-        **trainer_arguments(
-            folder,
-            max_iterations=iterations,
-            checkpoint_every_n_iterations=1,
-            callbacks=callbacks,
-            **given,
-        )
+    flags = {"max_iterations": iterations, "callbacks": callbacks}
+    trainer = fit_in(
+        folder, module, data, ckpt_path=ckpt_path, checkpoint_every_n_iterations=1, **flags
     )
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
     return module, trainer
 
 

@@ -13,6 +13,7 @@ from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.modules.optimization import parameter_group
 from rlhf_lightning.rollout.estimators import GAE
+from tests.builders.library_runs import assert_same_weights
 from tests.builders.models import flat_parameters
 from tests.builders.stages import (
     after_some_training,
@@ -23,7 +24,6 @@ from tests.builders.stages import (
     rollout_of,
     tiny_module,
 )
-from tests.builders.stopped_runs import assert_same_weights
 from tests.modules.test_ppo_resume import KilledError, run
 from tests.modules.test_ppo_training import logged_by
 

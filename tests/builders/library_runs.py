@@ -1,4 +1,4 @@
-"""A run that stops in the middle and goes on: what it has written, and that it is the same run."""
+"""Runs from Python in a run folder: one that stops in the middle and goes on is the same run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from rlhf_lightning import trainer_arguments
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.runs.folder import read_metrics
 
@@ -24,6 +25,16 @@ FIELDS = (
     "rewards",
     "advantages",
 )
+
+
+def fit_in(
+    folder: Path, module: Any, data: Any, *, ckpt_path: str | None = None, **flags: Any
+) -> L.Trainer:
+    """Train for four iterations, unless `flags` say otherwise, as a user's program does."""
+    given = {"max_iterations": 4, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = L.Trainer(**trainer_arguments(folder, **given | flags))
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return trainer
 
 
 class Stop(L.Callback):
