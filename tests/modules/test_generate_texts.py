@@ -148,7 +148,6 @@ def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperatur
 def test_flags_of_a_trainer_name_the_setting_to_use(material, tmp_path, flag, setting):
     module = module_of(material)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
-
     with pytest.raises(ValueError, match=setting) as error:
         fit_in(tmp_path / "run", module, data, max_iterations=1, **flag)
     assert next(iter(flag)) in str(error.value)

@@ -334,24 +334,6 @@ def test_a_response_that_the_engine_cut_short_ends_the_run(monkeypatch):
         generated(generator, policy())
 
 
-def test_a_log_probability_above_0_ends_the_run_in_whichever_row_it_is(monkeypatch):
-    generator = server(ENGINES[0].values[0])
-    whole = [(list(range(5, 13)), [-1.0] * 8) for _ in ROWS]
-    whole[-1][1][3] = 3.0
-    monkeypatch.setattr(generator, "responses", lambda *_: whole)
-    with pytest.raises(RuntimeError, match=rf"row {len(ROWS) - 1} has a log-probability of 3,"):
-        generated(generator, policy())
-
-
-def test_a_server_ends_when_the_other_side_is_gone():
-    generator = server(ENGINES[0].values[0], {}, {})
-    generated(generator, policy())
-    for one in generator.pool.servers:
-        one.connection.close()
-        one.socket.close()
-        assert one.process.wait(10) == 0
-
-
 @pytest.mark.thorough
 def test_no_server_outlives_a_run_that_was_killed_while_it_waits_and_no_weights(tmp_path):
     script = tmp_path / "run.py"
