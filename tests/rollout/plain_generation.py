@@ -61,7 +61,9 @@ def generated(
     result = engine(STOPS, PAD)(
         model, prompts, noise=NOISE, temperature=temperature, max_new_tokens=max_new_tokens
     )
-    body = result.sequences[:, prompts.input_ids.shape[1] :]
+    width = prompts.input_ids.shape[1]
+    assert torch.equal(result.sequences[:, :width], prompts.input_ids)
+    body = result.sequences[:, width:]
     rows = [ids[mask].tolist() for ids, mask in zip(body, result.response_mask, strict=True)]
     return dict(zip(prompts.row_ids.tolist(), rows, strict=True))
 

@@ -47,7 +47,7 @@ def test_the_model_is_loaded_once_frozen_and_given_to_be_placed(tmp_path):
     assert torch.equal(first, second), "dropout must be off"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "deberta-v2"])
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_are_fp32_numbers_under_bf16(model_type, dtype, tmp_path):
     folder = save_reward_model(tmp_path, model_type)
@@ -65,17 +65,6 @@ def test_scores_are_fp32_numbers_under_bf16(model_type, dtype, tmp_path):
     assert not torch.equal(inside, exact), "the model must compute in bf16"
 
 
-def test_auto_takes_the_dtype_of_the_checkpoint(tmp_path):
-    folder = save_reward_model(tmp_path / "fp32", "gpt2")
-    saved = tmp_path / "bf16"
-    scorer = built(folder, dtype="bfloat16")
-    scorer.tokenizer.save_pretrained(saved)
-    scorer.model.model.save_pretrained(saved)
-    dtypes = {p.dtype for p in built(saved, dtype="auto").model.parameters()}
-    assert dtypes == {torch.bfloat16}
-    close(built(saved, dtype="auto")(answers()).total, scorer(answers()).total)
-
-
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
 @pytest.mark.parametrize("model_type", ["llama", "roberta"])
 def test_auto_does_not_round_a_head_in_fp32_of_a_checkpoint_in_bf16(model_type, shards, tmp_path):
@@ -91,6 +80,7 @@ def test_auto_does_not_round_a_head_in_fp32_of_a_checkpoint_in_bf16(model_type, 
     AutoTokenizer.from_pretrained(folder).save_pretrained(saved)
     kept = built(saved, dtype="auto").model.model
     read = dict(kept.named_parameters())
+    assert {value.dtype for value in read.values()} == {torch.float32, torch.bfloat16}
     own = [name for name, value in read.items() if value.dtype == torch.float32]
     assert {name.rpartition(".")[0] for name in own} == {
         "score" if model_type == "llama" else "classifier.out_proj"
@@ -185,7 +175,7 @@ def one_rank():
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "deberta-v2", "roberta"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "deberta-v2"])
 def test_a_sharded_model_scores_like_a_whole_one(model_type, compute_dtype, tmp_path, one_rank):
     whole = built(save_reward_model(tmp_path, model_type))
     expected = whole(answers()).total
