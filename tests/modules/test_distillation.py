@@ -41,7 +41,6 @@ from tests.builders.stages import (
     some_score,
     tiny_distillation,
 )
-from tests.modules.test_grpo_runs import length
 
 pytestmark = pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
 WIDE = {"hidden_size": 48}
@@ -184,16 +183,12 @@ def train(
     folder: Path,
     ckpt_path: str | None = None,
     callbacks: Any = None,
-    iterations: int = 4,
     **changes: Any,
 ) -> tuple[Any, L.Trainer]:
     module = made(material, **changes)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=12)
-    flags = {"max_iterations": iterations, "callbacks": callbacks, "doctor": True}
-    trainer = fit_in(
-        folder, module, data, ckpt_path=ckpt_path, checkpoint_every_n_iterations=1, **flags
-    )
-    return module, trainer
+    flags = {"checkpoint_every_n_iterations": 1, "callbacks": callbacks, "doctor": True}
+    return module, fit_in(folder, module, data, ckpt_path=ckpt_path, **flags)
 
 
 VARIANTS = {
@@ -224,11 +219,6 @@ def test_a_run_comes_closer_and_says_nothing_of_scores(trained):
     assert not [name for name in names if "score" in name]
     assert ("distillation/divergence" in names) == module.learns_distributions
     assert {name.split(".")[0] for name in module.state_dict()} == {"policy"}
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["about"]["reward"] == "none"
-    assert summary["about"]["teacher"] == ".../teacher"
-    report = (folder / "report.html").read_text()
-    assert "did not vary" not in report
     log = [json.loads(line) for line in (folder / "doctor.jsonl").read_text().splitlines()]
     told = [row for row in log if row["name"] == "constant_score"]
     assert [(row["kind"], row["message"]) for row in told] == [("idle", "no reward")]
@@ -268,13 +258,9 @@ def gold(prompts: list[str], completions: list[str], finished: list[bool]) -> li
     return [float(len(text)) for text in completions]
 
 
-def test_a_teacher_is_needed_and_a_function_must_be_given_again(material, tmp_path):
+def test_a_teacher_is_needed(material):
     with pytest.raises(ValueError, match=r"RecordedDistillation learns from a teacher.*teacher=FO"):
         RecordedDistillation.from_pretrained(material["policy"])
-    train(material, tmp_path, reward=length, iterations=1)
-    assert read_metrics(tmp_path / "metrics.csv")[0]["rollout/score_std"] > 0
-    with pytest.raises(ValueError, match="with a reward that no checkpoint can hold"):
-        DistillationModule.load_from_checkpoint(tmp_path / "checkpoints/last.ckpt")
 
 
 def test_ppo_learns_from_a_teacher_alone_too(material, tmp_path):

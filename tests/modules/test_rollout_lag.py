@@ -25,7 +25,6 @@ from tests.builders.ranks import ROOT, SimulatedRanks
 from tests.builders.stages import (
     STOPS,
     average_over_ranks,
-    built,
     grouped,
     grpo_hparams,
     ppo_hparams,
@@ -81,11 +80,6 @@ def lagged(tmp_path_factory) -> Any:
     return module, weights.before, generator.calls
 
 
-@pytest.fixture(scope="module")
-def at_once(tmp_path_factory) -> Any:
-    return run(tmp_path_factory.mktemp("at_once"), generator=Noted(STOPS, PAD))[1]
-
-
 def test_each_iteration_is_sampled_once_by_the_policy_after_the_update_two_before(lagged):
     _, before, calls = lagged
     assert [call.row_ids for call in calls] == [
@@ -116,29 +110,6 @@ def test_the_rollouts_are_what_was_sampled_and_old_log_probabilities_those_of_no
     # The ratio to the old policy still starts at 1 in each iteration.
     firsts = [step for number, step in enumerate(module.steps) if number % 4 == 0]
     assert [step["ppo/approx_kl"] for step in firsts] == [0.0] * ITERATIONS
-
-
-def test_tokens_are_those_of_the_older_weights_at_the_noise_of_their_own_iteration(lagged, at_once):
-    def responses(module: Any, number: int) -> list[list[int]]:
-        rollout = module.rollouts[number]
-        rows = zip(rollout.response_tensors, rollout.response_mask, strict=True)
-        return [ids[mask].tolist() for ids, mask in rows]
-
-    module, _, _ = lagged
-    assert responses(module, 0) == responses(at_once, 0)
-    assert responses(module, 1) != responses(at_once, 1), "the first update came in between"
-    prompts = at_once.rollouts[1]
-    initial = built(tiny_module(generator=CachedGenerator(STOPS, PAD)))
-    batch = PromptBatch(
-        prompts.query_tensors,
-        prompts.attention_mask[:, : prompts.prompt_length],
-        prompts.row_ids,
-        prompts.domains,
-        {"prompt": ("",) * 8},
-    )
-    rollout, _ = initial.collect_rollout(batch, 1)
-    initial.rollouts = [rollout]
-    assert responses(module, 1) == responses(initial, 0)
 
 
 def test_a_killed_run_with_a_lag_goes_on_bitwise(lagged, tmp_path: Path):

@@ -33,10 +33,7 @@ SHAPE = {
 }
 _MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 OTHER_MODELS = {
-    "gemma": {},
-    "gemma2": _MIXED,
     "gemma3_text": _MIXED,
-    "qwen2": {},
     "qwen3": _MIXED | {"use_sliding_window": True},
     "mistral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW},
