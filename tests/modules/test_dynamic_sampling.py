@@ -192,27 +192,6 @@ def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
             )
 
 
-def test_responses_of_all_rounds_keep_their_texts_and_ends_at_one_width():
-    def answered(prompts: PromptBatch) -> tuple[Responses, Scores]:
-        # The response of row n has n + 1 tokens.
-        ids = [[*range(8, 8 + n), EOS] for n in prompts.row_ids.tolist()]
-        answers = texts_of(prompts, ids)
-        return answers, ScorerByNumber(DULL.__contains__)(answers)
-
-    answers, scores, rounds = resampled(answered, share(rounds=2), max_rounds=2, score_clip=None)
-    assert rounds == 2
-    numbers = [0, 1, 10, 11, 4, 5, 6, 7]
-    assert answers.prompts.row_ids.tolist() == numbers
-    assert answers.response_mask.sum(1).tolist() == [n + 1 for n in numbers]
-    assert answers.attention_mask.shape == answers.sequences.shape
-    for row, n in enumerate(numbers):
-        assert answers.completions[row] == " ".join(f"w{i}" for i in range(8, 8 + n))
-        kept = answers.attention_mask[row]
-        wanted = [*answers.prompts.input_ids[row][answers.prompts.attention_mask[row]].tolist()]
-        assert answers.sequences[row][kept].tolist() == [*wanted, *range(8, 8 + n), EOS]
-    assert scores.total.tolist() == [0, 1, 0, 1, 0, 1, 0, 0]
-
-
 @pytest.mark.parametrize("scale", ["group_std", "global_std"])
 def test_the_rollout_is_that_of_the_chosen_prompts_alone(scale):
     """Log-probabilities, advantages and scores know nothing of the groups that were dropped."""

@@ -96,21 +96,6 @@ def test_without_a_correction_the_samplers_log_probabilities_change_no_bit():
     assert not [name for name in without.logged[0] if name.startswith("rollout/sampler")]
 
 
-@pytest.mark.parametrize(("stage", "correction"), zip(("ppo", "grpo"), CORRECTIONS, strict=True))
-def test_where_the_sampler_is_the_trainer_a_correction_changes_no_bit(stage, correction):
-    def gradient(**hparams: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
-        module = built(module_of(stage, **hparams))
-        rollout = after_some_training(rollout_of(module, prompts_of(stage)))
-        same = replace(rollout, sampler_logprobs=rollout.logprobs.clone())
-        return policy_loss_and_gradient(module, same, micro_batch_size=3)
-
-    plain, corrected = gradient(), gradient(**CORRECTIONS[correction])
-    assert plain[1].abs().max() > 1e-2
-    assert plain[0] == corrected[0]
-    assert torch.equal(plain[1], corrected[1])
-    assert plain[2] == corrected[2]
-
-
 @pytest.mark.parametrize(("stage", "surrogate"), [("ppo", "ppo"), ("grpo", "cispo")])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_the_gradient_is_that_of_each_token_times_its_weight(stage, correction, surrogate):

@@ -20,7 +20,6 @@ from tests.builders.encoding import encode_one
 from tests.builders.models import (
     EOS,
     config_fields,
-    flat_gradients,
     tiny_tokenizer,
 )
 from tests.builders.stages import (
@@ -162,16 +161,3 @@ def test_dropout_trains_and_the_validation_has_none():
         (first,) = the_trainer.validate(module, loader, verbose=False)
         (second,) = the_trainer.validate(module, loader, verbose=False)
     assert first == second
-
-
-def test_a_batch_without_a_learnt_token_has_loss_0_and_no_gradient():
-    module = tiny_sft()
-    module.configure_model()
-    batch = sft_batch()
-    nothing = type(batch)(
-        batch.input_ids, batch.attention_mask, torch.zeros_like(batch.loss_mask), batch.domains
-    )
-    loss = module.loss(nothing, nothing.loss_mask.sum())
-    loss.backward()
-    assert loss.item() == 0
-    assert (flat_gradients(module.policy) == 0).all()

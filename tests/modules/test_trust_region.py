@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,22 +82,6 @@ def test_the_gradient_is_that_of_the_kept_tokens_whatever_the_micro_batches(
     assert of_size[None] == pytest.approx(of_size[3], abs=1e-6)
     # The mutation: divided by the tokens that are kept.
     assert (gradient / share - wanted).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("surrogate", ["ppo", *REGIONS])
-def test_where_the_sampler_is_the_old_policy_either_base_gives_the_same_bits(surrogate):
-    def gradient(ratio_base: str) -> tuple[float, Tensor, dict[str, float]]:
-        hparams = {"surrogate": surrogate, "ratio_base": ratio_base}
-        module = built(module_of("ppo", **hparams))
-        rollout = after_some_training(rollout_of(module))
-        same = replace(rollout, sampler_logprobs=rollout.logprobs.clone())
-        return policy_loss_and_gradient(module, same)
-
-    old, sampler = gradient("old"), gradient("sampler")
-    assert old[1].abs().max() > 1e-2
-    assert old[0] == sampler[0]
-    assert torch.equal(old[1], sampler[1])
-    assert old[2] == sampler[2]
 
 
 @pytest.mark.parametrize("stage", ["ppo", "grpo"])
