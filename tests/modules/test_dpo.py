@@ -32,6 +32,7 @@ from tests.builders.stages import (
     untaken_step,
     without_trainer,
 )
+from tests.builders.stages import trainer as trainer_of
 
 ITERATIONS = 4
 
@@ -229,10 +230,7 @@ def test_a_finished_run_that_is_extended_goes_on_at_the_rates_of_the_longer_sche
 
 def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):
     module = tiny_dpo()
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = trainer_of(default_root_dir=tmp_path)
     loader = torch.utils.data.DataLoader([preference_batch()], batch_size=None)
     with pytest.raises(ValueError, match="give fit or validate a PreferenceDataModule"):
         trainer.fit(module, loader)
@@ -243,10 +241,7 @@ def test_a_validation_by_itself_has_the_measures_of_the_pairs(material, trained,
     loaded = DPOModule.load_from_checkpoint(folder / "checkpoints/last.ckpt")
     assert loaded.algorithm == module.algorithm
     data: Any = trainer.datamodule
-    again = L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
+    again = trainer_of(default_root_dir=tmp_path)
     (metrics,) = again.validate(loaded, datamodule=data, verbose=False)
     batch = data.collator(training=True)(data.rows("validation"))
     with torch.no_grad():
@@ -298,10 +293,7 @@ def test_a_validation_before_any_training_earns_no_reward_to_the_bit(material, t
     module = DPOModule.from_pretrained(material["policy"], dpo=hparams)
     pairs = PreferenceFolder(material["pairs"], validation_fraction=0.5)
     data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8)
-    trainer = L.Trainer(
-        accelerator="cpu", precision="bf16-mixed", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = trainer_of(precision="bf16-mixed", default_root_dir=tmp_path)
     (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
     assert metrics["val/chosen_reward"] == 0
     assert metrics["val/rejected_reward"] == 0

@@ -9,6 +9,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.data import DataLoader
 
 from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.modules import reward
@@ -61,20 +62,13 @@ def test_swapping_the_sides_maps_the_loss_of_d_to_the_loss_of_minus_d():
 
 
 def test_margin_smoothing_and_centring_enter_the_loss_as_written():
-    batch = preference_batch(margin=0.7)
-    module = without_trainer(tiny_reward(label_smoothing=0.1, center_coef=0.05))
-    with torch.no_grad():
-        chosen, rejected = module.scores(batch)
-    d = chosen - rejected - 0.7
-    expected = -(0.9 * logsigmoid(d) + 0.1 * logsigmoid(-d)) + 0.05 * (chosen + rejected) ** 2
-    measures, _ = untaken_step(module, batch)
-    assert measures["reward/loss"] == pytest.approx(float(expected.mean()), abs=1e-5)
-    plain = without_trainer(tiny_reward(label_smoothing=0.1, center_coef=0.05, use_margin=False))
-    without = d + 0.7
-    expected = expected + 0.9 * (logsigmoid(d) - logsigmoid(without))
-    expected = expected + 0.1 * (logsigmoid(-d) - logsigmoid(-without))
-    measures, _ = untaken_step(plain, batch)
-    assert measures["reward/loss"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    batch, how = preference_batch(margin=0.7), {"label_smoothing": 0.1, "center_coef": 0.05}
+    for use_margin, margin in ((True, batch.margin), (False, None)):
+        module = without_trainer(tiny_reward(use_margin=use_margin, **how))
+        with torch.no_grad():
+            expected = pairwise_reward_loss(*module.scores(batch), margin=margin, **how).loss
+        measures, _ = untaken_step(module, batch)
+        assert measures["reward/loss"] == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_the_gradient_does_not_depend_on_micro_batches_or_padding():

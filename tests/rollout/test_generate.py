@@ -114,20 +114,6 @@ def test_a_checkpoints_generation_config_changes_nothing(engine, monkeypatch):
     assert all(torch.isfinite(logits).all() for logits in seen)
 
 
-def test_transformers_own_sampling_would_have_used_the_hidden_settings():
-    # The premise of the test above: these settings do reach model.generate by default.
-    model, prompts = tiny("gpt2"), prompt_batch(ROWS[:1])
-    model.generation_config = HIDDEN_SETTINGS
-    output = model.generate(
-        input_ids=prompts.input_ids,
-        attention_mask=prompts.attention_mask.long(),
-        generation_config=GenerationConfig(do_sample=True, max_new_tokens=1),
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    assert torch.isinf(output.scores[0]).any()
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_response_ends_with_its_first_stop_token_and_says_how_it_ended(engine):
     model, prompts = tiny("gpt2"), prompt_batch(ROWS)

@@ -150,12 +150,3 @@ def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(tmp_path)
     check("scorer=function", f"scorer.function={file}:fine")
     with pytest.raises(ConfigError, match=r"scorer: .*openrlhf takes \(queries, prompts, labels\)"):
         check("scorer=function", f"scorer.function={file}:openrlhf")
-    base = "rlhf_lightning.rollout.scorers.base"
-    both = (
-        f"{{model: {{_target_: {base}.RewardModelScorer, load: {{_target_: "
-        "rlhf_lightning.models.factory.load_scalar_model, _partial_: true, source: x}}, "
-        f"mine: {{_target_: {base}.FunctionScorer, function: '{file}:openrlhf'}}}}"
-    )
-    total = f"+scorer._target_={base}.WeightedScorer"
-    with pytest.raises(ConfigError, match=r"scorer\.scorers\.mine: .*queries"):
-        check("scorer=none", total, f"+scorer.scorers={both}")
