@@ -11,16 +11,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
-from rlhf_lightning.data.collate import SFTCollator
-from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.evaluation.final_metrics import held_out_loss
-from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.models.factory import load_policy
-from tests.builders.encoding import encode_one
 from tests.builders.models import (
     EOS,
     config_fields,
-    tiny_tokenizer,
 )
 from tests.builders.stages import (
     ANSWER_LENGTHS,
@@ -48,20 +43,6 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers_without_any_padding(m
             logits = module.policy.model(ids[None]).logits[0]
             total += float(cross_entropy(logits[first - 1 : -1], ids[first:], reduction="sum"))
     assert float(loss) == pytest.approx(total / sum(ANSWER_LENGTHS), abs=1e-5)
-
-
-@pytest.mark.parametrize("pad_is_eos", [False, True])
-def test_labels_are_the_completion_and_its_eos_also_where_pad_is_eos(pad_is_eos):
-    tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos)
-    completions = ["w5 w6 w7", "w8", "w9 w10"]
-    records = [DemonstrationRecord("w20 w21", text) for text in completions]
-    rows = [encode_one(record, tokenizer, max_length=32) for record in records]
-    batch = SFTCollator(tokenizer.pad_token_id)(rows)
-    labels = next_token_labels(batch.input_ids, batch.loss_mask)
-    assert (labels >= 0).sum(-1).tolist() == [4, 2, 3]
-    for row, text in enumerate(completions):
-        wanted = [*(int(word[1:]) for word in text.split()), EOS]
-        assert labels[row][labels[row] >= 0].tolist() == wanted
 
 
 def test_loss_and_gradient_do_not_depend_on_micro_batches_or_padding():

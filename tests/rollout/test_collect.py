@@ -9,7 +9,7 @@ from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.ppo_models import PPOModels
-from rlhf_lightning.modules import metrics, on_policy
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -168,15 +168,6 @@ def test_the_diversity_bonus_pays_for_bigrams_that_no_other_answer_has():
     paid = [1.2, -1.8 - 1.5, 0.5, 5.0, 3.2 - 1.5, -0.8]  # before clip and penalty
     assert_rewards_add_up(rollout, paid, KL_COEF)
     assert rollout.scores.tolist() == SCORES, "the rollout keeps the scorer's own numbers"
-
-
-def test_novelty_is_judged_among_the_answers_of_all_ranks(monkeypatch):
-    answers = responses_of(prompt_batch(PROMPTS), RESPONSES)
-    assert metrics.novelty(answers) == [1, 1, 0, 1, 1, 1]
-    # The other rank has said (7, 8) and (4, 4) too, and this one is the second of the two.
-    monkeypatch.setattr(metrics, "gathered", lambda own: [[[7, 8], [4, 4]], own])
-    monkeypatch.setattr(metrics, "rank", lambda: 1)
-    assert metrics.novelty(answers) == [0.5, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])

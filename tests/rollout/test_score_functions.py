@@ -16,12 +16,12 @@ import torch
 from rlhf_lightning.rollout.scorers import base
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
-    Scores,
     WeightedScorer,
     load_function,
 )
 from tests.builders.models import EOS, prompt_batch
 from tests.rollout.answers import responses_of
+from tests.rollout.test_score import ConstantScorer
 
 ROWS = [[3, 4, 5], [6]]
 RESPONSES = [[7, 8, EOS], [9, 10, EOS]]
@@ -290,18 +290,6 @@ def test_a_function_that_is_not_there_is_an_error(path, message):
         load_function(path)
 
 
-class Fixed:
-    def __init__(self, *values):
-        self.values = values
-
-    def build(self, base=None):
-        return []
-
-    def __call__(self, answers):
-        total = torch.tensor(self.values)
-        return Scores(total, {"fixed": total})
-
-
 def test_a_sum_leaves_out_what_does_not_apply():
     prompts = prompt_batch([[3]] * 4, domains=["", "", "", "code"])
     answers = responses_of(prompts, [[7, EOS]] * 4)
@@ -315,6 +303,8 @@ def test_a_sum_leaves_out_what_does_not_apply():
     assert found.total[2:].isnan().all(), "nothing with a weight applies"
     assert found.applies.tolist() == [True, True, False, False]
     assert found.components["one"].isnan().tolist() == [False, True, True, True]
-    with_model = WeightedScorer({"one": one, "model": Fixed(1.0, 2.0, 3.0, 4.0)})(answers)
+    with_model = WeightedScorer({"one": one, "model": ConstantScorer([1.0, 2.0, 3.0, 4.0])})(
+        answers
+    )
     assert with_model.total.tolist() == [2.0, 2.0, 3.0, 4.0]
     assert with_model.applies.all()

@@ -8,13 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
 import pytest
-import torch
 
-from rlhf_lightning.batches import Generation
 from rlhf_lightning.evaluation.gold_rewards import NumberGold
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_responses
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward, math_reward
-from tests.builders.models import prompt_batch, tiny_tokenizer
 
 READ = {
     "it is 8.\n#### 72": "72",
@@ -191,24 +187,6 @@ def test_a_missing_column_and_a_right_answer_without_a_number_are_errors():
         NumberReward()(["p"], ["#### 3"], solution=["#### 3"])
     with pytest.raises(ValueError, match="'about three' holds no number"):
         NumberReward()(["p"], ["#### 3"], answer=["about three"])
-
-
-def test_the_column_reaches_the_reward_through_a_scorer():
-    tokenizer = tiny_tokenizer()
-    prompts = prompt_batch([[2, 3], [4, 5]], answer=["w7 a", "w8 b"], other=["a", "b"])
-    generation = Generation(
-        sequences=torch.tensor([[2, 3, 7, 1], [4, 5, 8, 1]]),
-        response_mask=torch.ones(2, 2, dtype=torch.bool),
-        finish_reason=torch.zeros(2, dtype=torch.long),
-    )
-    # Both sides hold "w7" and "w8" in place of the marker, so the words after them are read.
-    completions = make_responses(prompts, generation, tokenizer).completions
-    assert completions == ("w7", "w8")
-    reward = NumberReward(marker="w", column="answer")
-    scorer = FunctionScorer(reward, name="right_number")
-    scores = scorer(make_responses(prompts, generation, tokenizer))
-    assert scores.total.tolist() == [1.0, 1.0]
-    assert list(scores.components) == ["right_number"]
 
 
 @pytest.mark.parametrize("rule", [{}, {"fallback": "last_number"}])
