@@ -89,6 +89,20 @@ def test_the_vectors_notice(name: str):
     assert abs(whole(vector, torch.float64, mutant)["loss"] - vector.expected["loss"]) > 1e-3
 
 
+def test_the_sampled_form_has_in_expectation_the_gradient_of_the_reverse_kl():
+    student, teacher = torch.randn(2, 4, 9, dtype=torch.float64)
+    leaf = student.clone().requires_grad_()
+    logprobs, others = leaf.log_softmax(-1), teacher.log_softmax(-1)
+    every = torch.ones_like(logprobs, dtype=torch.bool)  # each token of the vocabulary once
+    advantages = distillation_advantages(logprobs.detach(), others, every, teacher_coef=1.0)
+    sampled = -(logprobs.detach().exp() * advantages * logprobs).sum()
+    reverse = vocabulary_divergence(logprobs, others, kind="reverse", weight=0.5).sum()
+    (got,) = torch.autograd.grad(sampled, leaf, retain_graph=True)
+    (wanted,) = torch.autograd.grad(reverse, leaf)
+    assert wanted.abs().max() > 1e-2
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
 def test_the_weight_is_that_of_the_teacher_in_the_mixture():
     student, teacher = torch.randn(2, 4, 9, dtype=torch.float64).log_softmax(-1)
     mixture = (0.2 * teacher.exp() + 0.8 * student.exp()).log()

@@ -303,8 +303,7 @@ def test_a_sum_leaves_out_what_does_not_apply():
     assert found.total[2:].isnan().all(), "nothing with a weight applies"
     assert found.applies.tolist() == [True, True, False, False]
     assert found.components["one"].isnan().tolist() == [False, True, True, True]
-    with_model = WeightedScorer({"one": one, "model": ConstantScorer([1.0, 2.0, 3.0, 4.0])})(
-        answers
-    )
+    model = ConstantScorer([1.0, 2.0, 3.0, 4.0])
+    with_model = WeightedScorer({"one": one, "model": model})(answers)
     assert with_model.total.tolist() == [2.0, 2.0, 3.0, 4.0]
     assert with_model.applies.all()

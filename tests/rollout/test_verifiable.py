@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -138,8 +137,6 @@ def test_the_strict_rule_reads_what_verl_reads(text, numbers):
     first, last = numbers or (None, None)
     assert NumberReward(strict="first").extract(text) == first
     assert NumberReward(strict="last").extract(text) == last
-    found = [n.replace(",", "") for n in re.findall("#### (\\-?[0-9\\.\\,]+)", text)]
-    assert (found[:1], found[-1:]) == (([], []) if numbers is None else ([first], [last]))
 
 
 def test_the_strict_rule_compares_text_but_for_commas():
