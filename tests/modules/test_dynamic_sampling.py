@@ -38,6 +38,7 @@ from tests.builders.models import (
 )
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import STOPS, RecordedGRPO, built, grpo_hparams, tiny_grpo, trainer
+from tests.modules.test_ppo_resume import KilledError
 from tests.rollout.answers import responses_of as texts_of
 
 ROWS = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
@@ -115,12 +116,12 @@ class InMemorySource:
         return [PromptRecord(" ".join(f"w{i}" for i in row)) for row in rows]
 
 
-def data(num_iterations: int = 3) -> PromptDataModule:
+def data() -> PromptDataModule:
     return PromptDataModule(
         InMemorySource(),
         tiny_tokenizer(),
         batch_size=BATCH,
-        num_iterations=num_iterations,
+        num_iterations=3,
         max_prompt_length=16,
         seed=SEED,
         num_generations=SIZE,
@@ -225,10 +226,6 @@ def test_where_every_group_teaches_resampling_costs_and_changes_nothing():
         assert new == {"rollout/resampled_groups", "rollout/resampling_rounds"}
         timed = {name for name in ours if name.startswith(("time/", "throughput/"))}
         assert all(ours[name] == theirs[name] for name in ours if name not in new | timed)
-
-
-class KilledError(RuntimeError):
-    pass
 
 
 class Kill(L.Callback):

@@ -12,8 +12,8 @@ from rlhf_lightning.rollout.generators.base import (
     TransformersGenerator,
     as_generation,
 )
-from rlhf_lightning.rollout.noise import sample_unchecked
-from tests.builders.models import EOS, MODEL_TYPES, PAD, prompt_batch
+from rlhf_lightning.rollout.noise import RowNoise, sample_unchecked
+from tests.builders.models import EOS, MODEL_TYPES, PAD, VOCABULARY, prompt_batch
 from tests.rollout.plain_generation import NOISE, ROWS, STOPS, generated, tiny, without_cache
 
 ENGINES = (CachedGenerator, TransformersGenerator)
@@ -31,7 +31,8 @@ def test_both_engines_give_the_tokens_of_the_plain_model_one_row_at_a_time(model
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_give_the_log_probability_of_each_token_under_what_they_sampled_from(engine):
     model, prompts = tiny("gpt2"), prompt_batch(ROWS)
-    result = engine(STOPS, PAD)(model, prompts, noise=NOISE, temperature=0.9, max_new_tokens=12)
+    stops, drawn = (EOS, *range(40, VOCABULARY)), RowNoise(seed=5, iteration=1)
+    result = engine(stops, PAD)(model, prompts, noise=drawn, temperature=0.9, max_new_tokens=12)
     body, mask = result.sequences[:, prompts.input_ids.shape[1] :], result.response_mask
     assert mask.sum(-1).unique().numel() > 3, "rows leave the batch at different steps"
     assert (result.logprobs[~mask] == 0).all()

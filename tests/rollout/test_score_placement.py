@@ -1,4 +1,4 @@
-"""A reward model of another maker inside PPO: placed, sharded, under every precision, on ranks."""
+"""A reward model of another maker: placed, sharded, under every precision, on ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores, make_responses
-from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, make_responses
 from tests.builders.models import config_fields, prompt_batch
 from tests.builders.ranks import SimulatedRanks
-from tests.builders.stages import RecordedPPO, fit, tiny_module
 from tests.rollout.reward_models import (
     built,
     byte_tokenizer,
@@ -86,35 +84,6 @@ def test_auto_does_not_round_a_head_in_fp32_of_a_checkpoint_in_bf16(model_type, 
         "score" if model_type == "llama" else "classifier.out_proj"
     }
     assert torch.equal(read[own[0]], stored)
-
-
-class RewardOfText(TextRewardModelScorer):
-    """Remembers what it scored."""
-
-    def __call__(self, answers: Responses) -> Scores:
-        self.seen = answers
-        self.scores = super().__call__(answers)
-        return self.scores
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("model_type", ["gpt2", "deberta-v2"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_ppo_trains_on_it_and_keeps_it_out_of_checkpoints(model_type, precision, tmp_path):
-    folder = save_reward_model(tmp_path, model_type)
-    module = tiny_module(cls=RecordedPPO, scorer=RewardOfText(folder))
-    fit(module, 1, precision=precision)
-    scorer = module.scorer
-    assert scorer.model in module.frozen_models
-    assert not any("scorer" in name or "classifier" in name for name in module.state_dict())
-    assert not scorer.model.training
-    (rollout,) = module.rollouts
-    assert torch.equal(rollout.scores, scorer.scores.total)
-    assert rollout.scores.std() > 0
-    assert scorer.seen.completions[0]
-    expected = built(folder)(scorer.seen).total
-    tolerance = 1e-5 if precision == "32-true" else 0.1
-    torch.testing.assert_close(rollout.scores, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_reward_model_of_ours_says_of_text_what_it_says_of_tokens(tmp_path):
