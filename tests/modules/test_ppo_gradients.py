@@ -77,13 +77,12 @@ def pad_columns(batch: RolloutBatch, left: int, right: int, fill: int) -> Rollou
     )
 
 
-@pytest.mark.parametrize(("left", "right"), [(5, 0), (0, 4), (7, 3)])
-@pytest.mark.parametrize("fill", [PAD, EOS, 9])
+@pytest.mark.parametrize(("left", "right", "fill"), [(5, 0, PAD), (0, 4, EOS), (7, 3, 9)])
 def test_extra_padding_columns_change_no_gradient(module, rollout, expected, left, right, fill):
     assert_same(loss_and_gradients(module, pad_columns(rollout, left, right, fill)), expected)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_the_gradient_does_not_depend_on_the_micro_batches(
     module, rollout, expected, micro_batch_size
 ):

@@ -54,10 +54,6 @@ def parts(artifacts: Path, precision: str = "32-true", **options: Any) -> dict[s
     }
 
 
-def adapters_of(module: Any) -> set[int]:
-    return {id(p) for model in (module.policy, module.value) for p in model.parameters()}
-
-
 @pytest.mark.parametrize(("precision", "checkpointing"), [("32-true", False), ("bf16-mixed", True)])
 def test_the_ratio_starts_at_1_the_kl_at_0_and_the_base_never_moves(
     artifacts, precision, checkpointing
@@ -67,7 +63,7 @@ def test_the_ratio_starts_at_1_the_kl_at_0_and_the_base_never_moves(
         ppo=hparams, **parts(artifacts, precision, activation_checkpointing=checkpointing)
     )
     built(module)
-    own = adapters_of(module)
+    own = {id(p) for model in (module.policy, module.value) for p in model.parameters()}
     frozen = {
         name: p.detach().clone()
         for name, p in module.policy.base.named_parameters()

@@ -12,7 +12,7 @@ from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import kv_cache as engine_cache
 from rlhf_lightning.rollout.generators.active_rows import Prefill
 from rlhf_lightning.rollout.generators.base import CachedGenerator, TransformersGenerator
-from tests.builders.models import MODEL_TYPES, PAD, prompt_batch
+from tests.builders.models import PAD, prompt_batch
 from tests.rollout.plain_generation import (
     NOISE,
     OTHER_MODELS,
@@ -105,7 +105,7 @@ def test_a_pad_id_inside_a_prompt_is_a_token_when_equal_prompts_are_found():
     assert generated(model, prompt_batch(rows)) == without_cache(model, rows)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_prompts_read_in_many_forwards_give_the_same_tokens(model_type, monkeypatch):
     model, prompts = tiny(model_type), prompt_batch(ROWS)
     expected = generated(model, prompts)

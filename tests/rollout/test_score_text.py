@@ -84,8 +84,9 @@ def test_a_decoder_without_a_pad_token_scores_batches_too(tmp_path):
         close(plain_logits(folder, ids_of(folder, prompt + completion + EOS))[0], got[row])
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
-@pytest.mark.parametrize("model_type", ENCODERS)
+@pytest.mark.parametrize(
+    ("model_type", "micro_batch_size"), zip(ENCODERS, (None, 1) * 2, strict=True)
+)
 def test_an_encoder_scores_a_text_as_a_plain_padded_call_does(
     model_type, micro_batch_size, tmp_path
 ):

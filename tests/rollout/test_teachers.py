@@ -47,8 +47,7 @@ def alone(model: Any, prompt: list[int], response: list[int], temperature: float
     return steps[range(len(response)), response]
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@pytest.mark.parametrize(("model_type", "micro_batch_size"), [("gpt2", None), ("llama", 2)])
 def test_a_teacher_reads_the_responses_behind_its_own_prompt(model_type, micro_batch_size):
     model, tokenizer = frozen(tiny_policy(model_type)), tiny_tokenizer()
     teacher = ModelTeacher(model, TeacherPrompt("w30 {hint} {prompt} w31", tokenizer))
