@@ -51,6 +51,7 @@ from tests.builders.models import (
     EOS,
     PAD,
     flat_gradients,
+    flat_parameters,
     prompt_batch,
     prompt_rows,
     tiny_policy,
@@ -425,12 +426,23 @@ def without_trainer(module: Any) -> Any:
     return module
 
 
-def train_ranks(
-    monkeypatch: pytest.MonkeyPatch, modules: Sequence[Any], batches: Sequence[Any]
-) -> None:
-    """Take one step a batch on `len(modules)` ranks, each with its contiguous share."""
-    size = len(modules)
-    ranks = SimulatedRanks(monkeypatch, size)
+def untaken_step(module: Any, batch: Any) -> tuple[dict[str, float], Tensor]:
+    """Return the measures and the gradient of a training step, without taking it."""
+    gradients: list[Tensor] = []
+
+    def capture(module: Any, *_: Any) -> dict[str, Tensor]:
+        gradients.append(flat_gradients(module))
+        module.zero_grad()
+        return {}
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(base, "clip_and_step", capture)
+        module.training_step(batch, 0)
+    return {name: float(value) for name, value in module.logged[-1].items()}, gradients[0]
+
+
+def average_over_ranks(monkeypatch: pytest.MonkeyPatch, place: Any, size: int) -> None:
+    """Average gradients over simulated ranks before each step, as DDP and FSDP2 do."""
 
     def averaged_step(module: Any, *rest: Any) -> Any:
         for parameter in module.parameters():
@@ -438,7 +450,16 @@ def train_ranks(
                 parameter.grad = global_sum(parameter.grad) / size
         return clip_and_step(module, *rest)
 
-    monkeypatch.setattr(base, "clip_and_step", averaged_step)
+    monkeypatch.setattr(place, "clip_and_step", averaged_step)
+
+
+def train_ranks(
+    monkeypatch: pytest.MonkeyPatch, modules: Sequence[Any], batches: Sequence[Any]
+) -> None:
+    """Take one step a batch on `len(modules)` ranks, each with its contiguous share."""
+    size = len(modules)
+    ranks = SimulatedRanks(monkeypatch, size)
+    average_over_ranks(monkeypatch, base, size)
 
     def one(rank: int) -> None:
         for number, batch in enumerate(batches):
@@ -446,3 +467,23 @@ def train_ranks(
             modules[rank].training_step(batch[rank * share : (rank + 1) * share], number)
 
     ranks.run(one)
+
+
+def assert_two_ranks_step_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], Any],
+    batches: Sequence[Any],
+    measures: Sequence[str],
+) -> None:
+    """Check weights and measures of two ranks with half of each batch against those of one."""
+    one, *two = (make() for _ in range(3))
+    start = flat_parameters(one)
+    train_ranks(monkeypatch, [one], batches)
+    train_ranks(monkeypatch, two, batches)
+    moved = flat_parameters(one) - start
+    assert moved.abs().max() > 1e-3
+    for rank in two:
+        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
+        for ours, theirs in zip(rank.logged, one.logged, strict=True):
+            for name in measures:
+                assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-4, abs=1e-5)

@@ -229,12 +229,6 @@ def test_an_alert_is_cleared_when_its_cause_is_over() -> None:
     assert [(t, x.after) for t, x in found] == [(12, WARN), (22, HEALTHY)]
 
 
-def test_hysteresis_needs_readings_in_a_row_to_raise_and_to_clear() -> None:
-    h = Hysteresis(raise_after=2, clear_after=3)
-    levels = [h.update(r) for r in (1, 0, 1, 1, 0, 0, 1, 0, 0, 0)]
-    assert levels == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0]
-
-
 def test_an_alarm_that_shrinks_is_a_warning_until_readings_in_a_row_are_healthy() -> None:
     h = Hysteresis(raise_after=2, clear_after=3)
     assert [h.update(r) for r in (2, 2, 1, 1, 0, 1, 0, 0, 0)] == [0, 2, 2, 2, 1, 1, 1, 1, 0]

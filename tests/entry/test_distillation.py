@@ -18,9 +18,9 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import SMALL, settings_of
+from tests.builders.library_runs import rows
 from tests.builders.reward_server import serving
 from tests.builders.teacher_server import vllm_of
-from tests.modules.test_grpo_runs import rows
 
 WORDS = [
     "+experiment=distillation",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from rlhf_lightning.app.build import check_devices
 from rlhf_lightning.app.command_line import ended_in_one_line
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluate import run as evaluate
 from rlhf_lightning.app.failures import (
     STOPPED,
@@ -47,14 +47,9 @@ def test_a_signal_ends_an_evaluation_with_a_word(start, tmp_path, name, capsys):
     assert read_summary(folder).status == "stopped"
 
 
-def on(kind: str, devices: int) -> TrainSettings:
-    found: TrainSettings = settings_of(
-        "+experiment=base",
-        f"trainer.accelerator={kind}",
-        f"trainer.devices={devices}",
-        "data.batch_size=24",
-    )
-    return found
+def on(kind: str, devices: int) -> Any:
+    words = (f"trainer.accelerator={kind}", f"trainer.devices={devices}", "data.batch_size=24")
+    return settings_of("+experiment=base", *words)
 
 
 def test_more_devices_than_there_are_is_refused(monkeypatch):

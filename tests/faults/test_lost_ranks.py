@@ -89,12 +89,6 @@ def gloo(**more: str) -> dict[str, str]:
     return environment(**own, RLHF_ALLOWED_TARGETS="tests.", **more)
 
 
-def trouble(rank: int, what: str) -> list[str]:
-    node = "+callbacks.extra.trouble"
-    target = "tests.faults.troubled_rank.Trouble"
-    return [f"{node}._target_={target}", f"{node}.rank={rank}", f"{node}.what={what}"]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_other_one(tmp_path, strategy):

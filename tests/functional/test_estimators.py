@@ -4,15 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_lightning.functional.advantages import (
-    compute_gae,
     group_advantages,
     informative_groups,
-    length_adaptive_lambda,
 )
 from rlhf_lightning.functional.losses import (
     loss_divisor,
@@ -31,7 +27,6 @@ def surrogate(name: str) -> Surrogate:
 LENGTHS = torch.tensor([5, 2, 0, 1, 4, 3])
 MASK = torch.arange(5) < LENGTHS[:, None]
 BASELINES = [("mean", "none"), ("mean", "group_std"), ("leave_one_out", "none")]
-REDUCTIONS = ["token", "sequence", "constant"]
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -44,9 +39,9 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, old, rows.expand(shape)
 
 
-def divisor(reduction: Any, rows: slice = slice(None)) -> Tensor:
+def divisor(reduction: Any) -> Tensor:
     return loss_divisor(
-        MASK[rows],
+        MASK,
         reduction=reduction,
         num_tokens=MASK.sum(),
         num_sequences=MASK.any(-1).sum(),
@@ -54,45 +49,17 @@ def divisor(reduction: Any, rows: slice = slice(None)) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", SURROGATES)
-def test_policy_losses_and_measures_of_micro_batches_add_up(name: str, reduction: str):
-    loss, tensors = surrogate(name), (*batch(), MASK)
-    whole = loss(*tensors, num_tokens=divisor(reduction))
-    assert min(abs(part) for part in whole) > 1e-3
-    for size in (1, 2, 4):
-        cuts = [slice(i, i + size) for i in range(0, len(MASK), size)]
-        parts = [
-            loss(*(t[rows] for t in tensors), num_tokens=divisor(reduction, rows)) for rows in cuts
-        ]
-        for field in whole._fields:
-            total = sum(getattr(part, field) for part in parts)
-            torch.testing.assert_close(total, getattr(whole, field))
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_measures_under_a_constant_divisor_become_token_means_by_the_documented_factor(name: str):
-    loss, tensors = surrogate(name), (*batch(), MASK)
-    by_token = loss(*tensors, num_tokens=None)
-    constant = loss(*tensors, num_tokens=divisor("constant"))
-    factor = divisor("constant") / MASK.sum()
-    torch.testing.assert_close(constant.clipfrac * factor, by_token.clipfrac)
-    torch.testing.assert_close(constant.approx_kl * factor, by_token.approx_kl)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("garbage", [1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("garbage", [torch.inf, torch.nan])
 @pytest.mark.parametrize("name", [*SURROGATES, "k2", "k3"])
-def test_nothing_off_the_mask_reaches_loss_or_gradient(name: str, garbage: float, reduction: str):
+def test_nothing_off_the_mask_reaches_loss_or_gradient(name: str, garbage: float):
+    num_tokens = divisor("sequence")
+
     def loss_and_gradient(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         leaf = tensors[0].clone().requires_grad_()
         if name in SURROGATES:
-            arguments = (leaf, *tensors[1:], MASK)
-            loss = surrogate(name)(*arguments, num_tokens=divisor(reduction)).loss
+            loss = surrogate(name)(leaf, *tensors[1:], MASK, num_tokens=num_tokens).loss
         else:
-            loss = policy_kl_loss(
-                leaf, tensors[1], MASK, estimator=name, num_tokens=divisor(reduction)
-            )
+            loss = policy_kl_loss(leaf, tensors[1], MASK, estimator=name, num_tokens=num_tokens)
         return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
     clean = loss_and_gradient(list(batch()))
@@ -111,17 +78,6 @@ def test_at_ratio_one_every_policy_loss_has_the_same_gradient(name: str):
     (gradient,) = torch.autograd.grad(loss, leaf)
     wanted = torch.where(MASK, -advantages / MASK.sum(), 0)
     torch.testing.assert_close(gradient, wanted)
-
-
-def test_cispo_keeps_the_gradient_of_every_token_and_gspo_clips_whole_responses():
-    logprobs, old, advantages = batch()
-    for loss, reached in ((surrogate("cispo"), MASK), (surrogate("gspo"), None)):
-        leaf = logprobs.clone().requires_grad_()
-        result = loss(leaf, old, advantages, MASK, num_tokens=None)
-        assert 0 < result.clipfrac < 1
-        moved = torch.autograd.grad(result.loss, leaf)[0] != 0
-        rows = moved.any(-1, keepdim=True)
-        assert torch.equal(moved, MASK & rows if reached is None else reached)
 
 
 def test_unknown_choices_are_named():
@@ -148,25 +104,6 @@ def test_unknown_choices_are_named():
         best_of_n_kl(0)
 
 
-@pytest.mark.parametrize(("baseline", "scale"), BASELINES)
-@settings(deadline=None)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5, width=32)), min_size=1, max_size=9),
-    data=st.data(),
-)
-def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_the_order(
-    baseline: Any, scale: Any, rows: list[tuple[int, float]], data: st.DataObject
-):
-    ids = torch.tensor([group for group, _ in rows])
-    scores = torch.tensor([score for _, score in rows], dtype=torch.float64)
-    advantages = group_advantages(scores, ids, baseline=baseline, scale=scale)
-    for group in ids.unique():
-        assert abs(advantages[ids == group].sum()) < 1e-9 * max(1, advantages.abs().max())
-    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
-    shuffled = group_advantages(scores[order], ids[order], baseline=baseline, scale=scale)
-    torch.testing.assert_close(shuffled, advantages[order], rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("baseline", "scale"), BASELINES)
 def test_equal_scores_and_single_responses_get_exactly_zero(baseline: Any, scale: Any, dtype: Any):
@@ -187,28 +124,10 @@ def test_a_nan_score_reaches_its_own_group_and_no_other(baseline: Any, scale: An
     assert informative_groups(scores, ids).all()
 
 
-def test_a_lambda_for_each_row_is_that_of_the_rows_alone():
-    rewards, values, _ = batch()
-    lambdas = length_adaptive_lambda(LENGTHS, alpha=0.5)
-    assert lambdas.min() == 0 < lambdas.max() < 1
-    whole = compute_gae(rewards, values, MASK, gamma=0.9, gae_lambda=lambdas)
-    for i, gae_lambda in enumerate(lambdas.tolist()):
-        alone = (tensor[i : i + 1] for tensor in (rewards, values, MASK))
-        row = compute_gae(*alone, gamma=0.9, gae_lambda=gae_lambda)
-        torch.testing.assert_close(row.advantages[0], whole.advantages[i], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(row.returns[0], whole.returns[i], rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
-def test_dpo_of_micro_batches_adds_up_and_of_no_pairs_is_zero_with_a_graph(kind: Any):
-    options: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.0, "kind": kind}
-    pairs = torch.randn(4, 5, dtype=torch.float64)
-    whole = dpo_loss(*pairs, **options, num_pairs=None)
-    halves = [dpo_loss(*pairs[:, rows], **options, num_pairs=5) for rows in ([0, 1], [2, 3, 4])]
-    for field in whole._fields:
-        total = sum(getattr(half, field) for half in halves)
-        torch.testing.assert_close(total, getattr(whole, field))
+def test_dpo_of_no_pairs_is_zero_with_a_graph(kind: Any):
     nothing = torch.zeros(0, requires_grad=True)
+    options: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.0, "kind": kind}
     empty = dpo_loss(nothing, nothing, nothing, nothing, **options, num_pairs=None)
     assert [part.item() for part in empty] == [0, 0, 0, 0]
     assert [part.requires_grad for part in empty] == [True, False, False, False]

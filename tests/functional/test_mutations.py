@@ -42,8 +42,6 @@ from tests.functional import (
 )
 from tests.vectors.cases import case
 
-VectorTest = Callable[..., None]
-
 
 def flipped_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return kl_k1(ref_logprobs, logprobs)
@@ -108,12 +106,6 @@ def mean_of_means(*args: Tensor, num_tokens: Any, **options: Any) -> PolicyLoss:
     return parts if num_tokens is None else PolicyLoss(*(part / 2 for part in parts))
 
 
-def sign_flipped_loss(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **options: Any
-) -> PolicyLoss:
-    return ppo_policy_loss(logprobs, old, -advantages, mask, **options)
-
-
 def whole_squares(*args: Tensor, **options: Any) -> losses.ValueLoss:
     result = clipped_value_loss(*args, **options)
     return result._replace(loss=2 * result.loss)
@@ -157,225 +149,116 @@ def ignored_temperature(logits: Tensor, tokens: Tensor, *, temperature: float) -
 
 
 @dataclass(frozen=True)
-class Mutation:
-    name: str
-    place: Any
-    attribute: str
-    mutant: Callable[..., Any]
-    test: VectorTest
+class Place:
+    """Where a test of vectors finds the functions that it checks."""
+
+    module: Any
+    test: Callable[..., None]
     topic: str
-    case: str
     typed: bool = True
 
 
-PIPELINE = (
+PIPELINE = Place(
     test_vectors_pipeline,
     test_vectors_pipeline.test_one_batch_from_tokens_to_gradients_matches_the_vectors,
+    "ppo_pipeline",
 )
-WHITEN = (
+WHITEN = Place(
     test_vectors_masked,
     test_vectors_masked.test_masked_statistics_match_the_vectors,
+    "masked_stats",
 )
-REWARDS = (test_vectors_rewards, test_vectors_rewards.test_rewards_match_the_vectors)
-GAE = (test_vectors_advantages, test_vectors_advantages.test_gae_matches_the_vectors)
-KL = (test_vectors_kl, test_vectors_kl.test_kl_estimators_match_the_vectors)
-POLICY = (test_vectors_losses, test_vectors_losses.test_policy_loss_matches_the_vectors)
-VALUE = (test_vectors_losses, test_vectors_losses.test_value_loss_matches_the_vectors)
-HALVES = (
+REWARDS = Place(
+    test_vectors_rewards, test_vectors_rewards.test_rewards_match_the_vectors, "rewards"
+)
+GAE = Place(test_vectors_advantages, test_vectors_advantages.test_gae_matches_the_vectors, "gae")
+KL = Place(test_vectors_kl, test_vectors_kl.test_kl_estimators_match_the_vectors, "kl")
+POLICY = Place(
+    test_vectors_losses, test_vectors_losses.test_policy_loss_matches_the_vectors, "policy_loss"
+)
+VALUE = Place(
+    test_vectors_losses, test_vectors_losses.test_value_loss_matches_the_vectors, "value_loss"
+)
+HALVES = Place(
     test_vectors_distributed,
     test_vectors_distributed.test_two_halves_with_global_sums_match_the_vectors,
+    "distributed",
 )
-MASK = (test_vectors_sequences, test_vectors_sequences.test_response_mask_matches_the_vectors)
-LAST = (
+MASK = Place(
+    test_vectors_sequences,
+    test_vectors_sequences.test_response_mask_matches_the_vectors,
+    "response_mask",
+    typed=False,
+)
+LAST = Place(
     test_vectors_sequences,
     test_vectors_sequences.test_last_token_and_positions_match_the_vectors,
+    "rm_last_index",
+    typed=False,
 )
-ESTIMATORS = (
+ESTIMATORS = Place(
     test_vectors_estimators,
     test_vectors_estimators.test_estimators_match_the_vectors,
+    "estimators",
 )
-GROUPS = (
+GROUPS = Place(
     test_vectors_estimators,
     test_vectors_estimators.test_group_advantages_match_the_vectors,
+    "group_advantages",
 )
-DPO = (test_vectors_estimators, test_vectors_estimators.test_dpo_matches_the_vectors)
-LOGPROBS = (test_vectors_logprobs, test_vectors_logprobs.test_logprobs_match_the_vectors)
+DPO = Place(test_vectors_estimators, test_vectors_estimators.test_dpo_matches_the_vectors, "dpo")
+LOGPROBS = Place(
+    test_vectors_logprobs, test_vectors_logprobs.test_logprobs_match_the_vectors, "seq_logprobs"
+)
+CISPO_WITH_CLIP = partial(ppo_policy_loss, dual_clip=None)
+
+# Which mistake: where, of which function, the mutant, and the case that notices it.
+MUTATIONS: dict[str, tuple[Place, str, Callable[..., Any], str]] = {
+    "k1_sign_flipped": (KL, "kl_k1", flipped_k1, "estimators"),
+    "k1_sign_flipped_in_chain": (PIPELINE, "kl_k1", flipped_k1, "one_batch"),
+    "k3_ratio_inverted": (KL, "kl_k3", inverted_k3, "estimators"),
+    "eos_dropped": (MASK, "response_mask", mask_without_eos, "pad_equals_eos"),
+    "eos_dropped_in_chain": (PIPELINE, "response_mask", mask_without_eos, "one_batch"),
+    "mask_from_pad": (MASK, "response_mask", mask_of_pad, "eos_variants"),
+    "last_index_is_count": (LAST, "last_token_index", last_index_of_count, "pad_equals_eos_2"),
+    "score_one_slot_late": (REWARDS, "shape_rewards", score_one_slot_late, "last_token_k1"),
+    "score_late_in_chain": (PIPELINE, "shape_rewards", score_one_slot_late, "one_batch"),
+    "penalty_before_clip": (REWARDS, "adjust_scores", penalty_hidden_by_clip, "score_shaping"),
+    "whitening_unmasked": (WHITEN, "masked_whiten", unmasked_whiten, "ragged"),
+    "whitening_unmasked_in_chain": (PIPELINE, "masked_whiten", unmasked_whiten, "one_batch"),
+    "whitening_not_centred": (GAE, "masked_whiten", uncentred_whiten, "ragged_g1.0_l0.95"),
+    "variance_unbiased": (WHITEN, "masked_var", unbiased_var, "ragged"),
+    "gae_bootstraps_from_padding": (GAE, "compute_gae", gae_without_mask, "ragged_g1.0_l0.95"),
+    "gae_zero_in_holes": (GAE, "compute_gae", gae_zero_in_holes, "holes_multi_turn"),
+    "mean_of_means": (HALVES, "ppo_policy_loss", mean_of_means, "loss_2_ranks_or_2_microbatches"),
+    "policy_loss_sign_flipped": (
+        POLICY, "ppo_policy_loss", flipped_advantages(ppo_policy_loss), "ratio_one",
+    ),
+    "gspo_sign_flipped": (
+        ESTIMATORS, "gspo_policy_loss", flipped_advantages(gspo_policy_loss), "gspo_0.2_0.28",
+    ),
+    "gspo_ratio_of_a_token": (ESTIMATORS, "gspo_policy_loss", ppo_policy_loss, "gspo_0.2_0.28"),
+    "cispo_sign_flipped": (
+        ESTIMATORS, "cispo_policy_loss", flipped_advantages(cispo_policy_loss), "cispo_0.2_0.28",
+    ),
+    "cispo_loses_clipped_tokens": (
+        ESTIMATORS, "cispo_policy_loss", CISPO_WITH_CLIP, "cispo_0.2_0.28",
+    ),
+    "group_advantage_sign_flipped": (GROUPS, "group_advantages", reversed_scores, "group_of_2"),
+    "dpo_pairs_swapped": (DPO, "dpo_loss", swapped_pairs, "sigmoid_0.1"),
+    "value_loss_without_half": (VALUE, "clipped_value_loss", whole_squares, "no_clip"),
+    "clip_is_optimistic": (POLICY, "ppo_policy_loss", optimistic_loss, "clip_0.2"),
+    "value_clip_ignored": (VALUE, "clipped_value_loss", unclipped_values, "clip_0.2"),
+    "temperature_ignored": (LOGPROBS, "token_logprobs", ignored_temperature, "T0.7"),
+}  # fmt: skip
 
 
-def mutation(
-    name: str, where: Any, attribute: str, mutant: Callable[..., Any], topic: str, case: str
-) -> Any:
-    place, test = where
-    typed = where not in (MASK, LAST)
-    return pytest.param(Mutation(name, place, attribute, mutant, test, topic, case, typed), id=name)
-
-
-MUTATIONS = [
-    mutation("k1_sign_flipped", KL, "kl_k1", flipped_k1, "kl", "estimators"),
-    mutation(
-        "k1_sign_flipped_in_chain", PIPELINE, "kl_k1", flipped_k1, "ppo_pipeline", "one_batch"
-    ),
-    mutation("k3_ratio_inverted", KL, "kl_k3", inverted_k3, "kl", "estimators"),
-    mutation(
-        "eos_dropped", MASK, "response_mask", mask_without_eos, "response_mask", "pad_equals_eos"
-    ),
-    mutation(
-        "eos_dropped_in_chain",
-        PIPELINE,
-        "response_mask",
-        mask_without_eos,
-        "ppo_pipeline",
-        "one_batch",
-    ),
-    mutation("mask_from_pad", MASK, "response_mask", mask_of_pad, "response_mask", "eos_variants"),
-    mutation(
-        "last_index_is_count",
-        LAST,
-        "last_token_index",
-        last_index_of_count,
-        "rm_last_index",
-        "pad_equals_eos_2",
-    ),
-    mutation(
-        "score_one_slot_late",
-        REWARDS,
-        "shape_rewards",
-        score_one_slot_late,
-        "rewards",
-        "last_token_k1",
-    ),
-    mutation(
-        "score_late_in_chain",
-        PIPELINE,
-        "shape_rewards",
-        score_one_slot_late,
-        "ppo_pipeline",
-        "one_batch",
-    ),
-    mutation(
-        "penalty_before_clip",
-        REWARDS,
-        "adjust_scores",
-        penalty_hidden_by_clip,
-        "rewards",
-        "score_shaping",
-    ),
-    mutation(
-        "whitening_unmasked", WHITEN, "masked_whiten", unmasked_whiten, "masked_stats", "ragged"
-    ),
-    mutation(
-        "whitening_unmasked_in_chain",
-        PIPELINE,
-        "masked_whiten",
-        unmasked_whiten,
-        "ppo_pipeline",
-        "one_batch",
-    ),
-    mutation(
-        "whitening_not_centred", GAE, "masked_whiten", uncentred_whiten, "gae", "ragged_g1.0_l0.95"
-    ),
-    mutation("variance_unbiased", WHITEN, "masked_var", unbiased_var, "masked_stats", "ragged"),
-    mutation(
-        "gae_bootstraps_from_padding",
-        GAE,
-        "compute_gae",
-        gae_without_mask,
-        "gae",
-        "ragged_g1.0_l0.95",
-    ),
-    mutation("gae_zero_in_holes", GAE, "compute_gae", gae_zero_in_holes, "gae", "holes_multi_turn"),
-    mutation(
-        "mean_of_means",
-        HALVES,
-        "ppo_policy_loss",
-        mean_of_means,
-        "distributed",
-        "loss_2_ranks_or_2_microbatches",
-    ),
-    mutation(
-        "policy_loss_sign_flipped",
-        POLICY,
-        "ppo_policy_loss",
-        sign_flipped_loss,
-        "policy_loss",
-        "ratio_one",
-    ),
-    mutation(
-        "gspo_sign_flipped",
-        ESTIMATORS,
-        "gspo_policy_loss",
-        flipped_advantages(gspo_policy_loss),
-        "estimators",
-        "gspo_0.2_0.28",
-    ),
-    mutation(
-        "gspo_ratio_of_a_token",
-        ESTIMATORS,
-        "gspo_policy_loss",
-        ppo_policy_loss,
-        "estimators",
-        "gspo_0.2_0.28",
-    ),
-    mutation(
-        "cispo_sign_flipped",
-        ESTIMATORS,
-        "cispo_policy_loss",
-        flipped_advantages(cispo_policy_loss),
-        "estimators",
-        "cispo_0.2_0.28",
-    ),
-    mutation(
-        "cispo_loses_clipped_tokens",
-        ESTIMATORS,
-        "cispo_policy_loss",
-        partial(ppo_policy_loss, dual_clip=None),
-        "estimators",
-        "cispo_0.2_0.28",
-    ),
-    mutation(
-        "group_advantage_sign_flipped",
-        GROUPS,
-        "group_advantages",
-        reversed_scores,
-        "group_advantages",
-        "group_of_2",
-    ),
-    mutation("dpo_pairs_swapped", DPO, "dpo_loss", swapped_pairs, "dpo", "sigmoid_0.1"),
-    mutation(
-        "value_loss_without_half",
-        VALUE,
-        "clipped_value_loss",
-        whole_squares,
-        "value_loss",
-        "no_clip",
-    ),
-    mutation(
-        "clip_is_optimistic", POLICY, "ppo_policy_loss", optimistic_loss, "policy_loss", "clip_0.2"
-    ),
-    mutation(
-        "value_clip_ignored",
-        VALUE,
-        "clipped_value_loss",
-        unclipped_values,
-        "value_loss",
-        "clip_0.2",
-    ),
-    mutation(
-        "temperature_ignored",
-        LOGPROBS,
-        "token_logprobs",
-        ignored_temperature,
-        "seq_logprobs",
-        "T0.7",
-    ),
-]
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_vectors_notice(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
-    vector = case(mutation.topic, mutation.case)
-    arguments = (vector, torch.float64) if mutation.typed else (vector,)
-    mutation.test(*arguments)
-    monkeypatch.setattr(mutation.place, mutation.attribute, mutation.mutant)
-    with pytest.raises(AssertionError, match=f"{mutation.topic}/{mutation.case}/"):
-        mutation.test(*arguments)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_vectors_notice(name: str, monkeypatch: pytest.MonkeyPatch):
+    place, function, mutant, case_name = MUTATIONS[name]
+    vector = case(place.topic, case_name)
+    arguments = (vector, torch.float64) if place.typed else (vector,)
+    place.test(*arguments)
+    monkeypatch.setattr(place.module, function, mutant)
+    with pytest.raises(AssertionError, match=f"{place.topic}/{case_name}/"):
+        place.test(*arguments)

@@ -57,39 +57,10 @@ def whole(
     return {"per_token": per_token.detach(), "loss": loss.detach(), "grad_student_logits": gradient}
 
 
-def in_chunks(case: Case, dtype: torch.dtype, chunk_rows: int) -> dict[str, Any]:
-    """The same from hidden states, which are the logits under a head that is the identity."""
-    student, teacher = (case.tensor(f"{name}_logits", dtype) for name in ("student", "teacher"))
-    mask, leaf = case.mask(), student.requires_grad_()
-    found = chunked_divergence(
-        leaf[mask],
-        teacher[mask],
-        torch.zeros(int(mask.sum()), dtype=torch.int64),
-        logits=lambda states: states,
-        teacher_logits=lambda states: states,
-        kind=case.inputs["kind"],
-        weight=case.inputs["weight"],
-        temperature=1.0,
-        chunk_rows=chunk_rows,
-    )
-    loss = found.divergence.sum() / mask.sum()
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    per_token = torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, found.divergence.detach())
-    return {"per_token": per_token, "loss": loss.detach(), "grad_student_logits": gradient}
-
-
 @pytest.mark.parametrize("case", cases("distillation"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_distillation_matches_the_vectors(case: Case, dtype: torch.dtype):
     assert_matches(case, (whole if "kind" in case.inputs else sampled)(case, dtype), dtype)
-
-
-@pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
-def test_chunks_give_the_values_and_gradients_of_the_whole(kind: str, chunk_rows: int):
-    vector = case("distillation", f"full_{kind}")
-    computed = in_chunks(vector, torch.float64, chunk_rows)
-    assert_matches(vector, computed, torch.float64)
 
 
 MUTANTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
@@ -116,6 +87,20 @@ def test_the_vectors_notice(name: str):
     kind, mutant = MUTANTS[name]
     vector = case("distillation", f"full_{kind}")
     assert abs(whole(vector, torch.float64, mutant)["loss"] - vector.expected["loss"]) > 1e-3
+
+
+def test_the_sampled_form_has_in_expectation_the_gradient_of_the_reverse_kl():
+    student, teacher = torch.randn(2, 4, 9, dtype=torch.float64)
+    leaf = student.clone().requires_grad_()
+    logprobs, others = leaf.log_softmax(-1), teacher.log_softmax(-1)
+    every = torch.ones_like(logprobs, dtype=torch.bool)  # each token of the vocabulary once
+    advantages = distillation_advantages(logprobs.detach(), others, every, teacher_coef=1.0)
+    sampled = -(logprobs.detach().exp() * advantages * logprobs).sum()
+    reverse = vocabulary_divergence(logprobs, others, kind="reverse", weight=0.5).sum()
+    (got,) = torch.autograd.grad(sampled, leaf, retain_graph=True)
+    (wanted,) = torch.autograd.grad(reverse, leaf)
+    assert wanted.abs().max() > 1e-2
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_the_weight_is_that_of_the_teacher_in_the_mixture():
@@ -210,14 +195,16 @@ def test_no_tensor_holds_all_logits_of_either_model_forward_or_backward():
     assert states.grad is not None
 
 
-def test_gradients_reach_the_head_at_the_temperature_and_both_outputs():
+@pytest.mark.parametrize(("kind", "chunk_rows"), zip(DIVERGENCES, (1, 8, 100), strict=True))
+def test_gradients_of_chunks_reach_the_head_at_the_temperature_and_both_outputs(kind, chunk_rows):
     own, others = heads(teacher_vocabulary=50)
     states = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
     teacher_states = torch.randn(21, 4, dtype=torch.float64)
-    found = with_heads(own, others, states, teacher_states, kind="forward")
+    how = {"kind": kind, "weight": 0.3}
+    found = with_heads(own, others, states, teacher_states, chunk_rows=chunk_rows, **how)
     logprobs = (states @ own.T / 0.7).log_softmax(-1)
     teacher = (teacher_states @ others.T / 0.7).log_softmax(-1)
-    wanted = (teacher.exp() * (teacher - logprobs)).sum(-1)
+    wanted = vocabulary_divergence(logprobs, teacher, **how)
     chosen = logprobs[torch.arange(21), torch.arange(21)]
     torch.testing.assert_close(found.divergence, wanted, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.logprobs, chosen, rtol=1e-9, atol=1e-9)

@@ -18,7 +18,6 @@ from rlhf_lightning.functional.off_policy import (
     sequence_ratios,
     truncated_weights,
 )
-from rlhf_lightning.functional.surrogates import SURROGATES
 from tests.vectors.cases import DTYPES, Case, assert_matches, case, cases
 
 PLAIN: dict[str, Any] = {"cliprange_high": None, "dual_clip": None}
@@ -164,27 +163,6 @@ def test_weights_carry_no_graph_and_are_1_where_the_sampler_is_the_trainer(weigh
         assert same.dim() == 1 or (same[~mask] == 0).all()
     no_gap = mismatch([mismatch_sums(old.detach(), old.detach(), mask)])
     assert no_gap == (0, 0, 0, 0, 1)
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_weighing_advantages_weighs_the_loss_of_each_token_of_every_surrogate(name: str):
-    vector = case("off_policy", CASES["truncated"])
-    mask = vector.mask()
-    logprobs, old, sampler = (
-        vector.tensor(n, torch.float64) for n in ("logprobs", "old_logprobs", "sampler_logprobs")
-    )
-    advantages = vector.tensor("advantages", torch.float64).unsqueeze(-1).expand(mask.shape)
-    dual = {"dual_clip": 1.5} if name in ("ppo", "gspo") else {}
-    surrogate = SURROGATES[name](cliprange=0.2, **dual)
-    weights = truncated_weights(old, sampler, mask, cap=1.1)
-    each = torch.zeros_like(weights)
-    for row, column in mask.nonzero().tolist():
-        divisor = torch.full_like(weights, torch.inf)
-        divisor[row, column] = 1.0
-        each[row, column] = surrogate(logprobs, old, advantages, mask, num_tokens=divisor).loss
-    whole = surrogate(logprobs, old, advantages * weights, mask, num_tokens=None).loss
-    assert each.abs().sum() > 1
-    torch.testing.assert_close(whole, (each * weights).sum() / mask.sum())
 
 
 def test_what_stands_off_the_mask_and_a_gap_that_overflows_make_no_weight_infinite():

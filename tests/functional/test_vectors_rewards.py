@@ -50,14 +50,6 @@ def test_without_clip_and_penalty_the_scores_stay():
     assert penalised.tolist() == [-100.0, 97.0]
 
 
-def test_a_negative_score_does_not_gain_from_being_cut_off():
-    scores = torch.tensor([-5.0, -5.0])
-    cut, finished = adjust_scores(
-        scores, torch.tensor([False, True]), clip=5.0, missing_eos_penalty=1.0
-    )
-    assert cut < finished
-
-
 @pytest.mark.parametrize(
     ("clip", "penalty", "message"),
     [

@@ -52,15 +52,6 @@ def test_labels_are_the_next_learnt_tokens():
     assert input_ids.tolist() == [[7, 8, 1, 2, 9], [7, 1, 9, 9, 9]]
 
 
-def test_each_learnt_token_is_predicted_once():
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(0, 50, (6, 11), generator=generator)
-    loss_mask = torch.rand(input_ids.shape, generator=generator) < 0.5
-    loss_mask[:, 0] = False
-    labels = next_token_labels(input_ids, loss_mask)
-    assert torch.equal(labels[labels != -100], input_ids[loss_mask])
-
-
 def test_the_state_before_a_response_token_is_one_position_earlier():
     index = response_state_index(torch.tensor([3, 1, 0]), 4)
     assert index.tolist() == [[2, 3, 4, 5], [0, 1, 2, 3], [0, 0, 1, 2]]

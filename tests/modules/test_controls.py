@@ -31,13 +31,6 @@ def test_a_checkpoint_that_lacks_a_control_is_refused():
         controls().load_state_dict(state)
 
 
-def test_running_means_count_each_value_on_its_own():
-    means = RunningMeans()
-    means.add({"a": 1.0, "b": 4.0})
-    means.add({"a": 3.0})
-    assert means.means() == {"a": 2.0, "b": 4.0}
-
-
 def test_a_minibatch_without_a_step_counts_in_the_means_and_not_in_the_steps():
     means = RunningMeans()
     means.add({"kl": 0.0, "loss": 2.0})

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -17,16 +16,23 @@ from rlhf_lightning import (
     DPOModule,
     LoraHparams,
     PreferenceDataModule,
-    trainer_arguments,
 )
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.modules import base, dpo
+from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.reference_logprobs import pair_logprobs
-from tests.builders.models import EOS, MODEL_TYPES, flat_gradients, flat_parameters
+from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows
+from tests.builders.models import EOS, flat_gradients
 from tests.builders.record_files import row_text, write_material
-from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
+from tests.builders.stages import (
+    assert_two_ranks_step_as_one,
+    preference_batch,
+    tiny_dpo,
+    untaken_step,
+    without_trainer,
+)
+from tests.builders.stages import trainer as trainer_of
 
 ITERATIONS = 4
 
@@ -41,23 +47,7 @@ def with_references(module: Any, offset: float = 0.0) -> Any:
     return module
 
 
-def step(module: Any, batch: PreferenceBatch) -> tuple[dict[str, float], torch.Tensor]:
-    """Return the measures and the gradient of a training step, without taking it."""
-    captured = {}
-
-    def capture(module, models, max_grad_norm, admit):
-        captured["gradient"] = flat_gradients(module.policy)
-        module.zero_grad()
-        return {"dpo/grad_norm": torch.zeros(())}
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(base, "clip_and_step", capture)
-        module.training_step(batch, 0)
-    measures = {name: float(value) for name, value in module.logged[-1].items()}
-    return measures, captured["gradient"]
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_log_probabilities_are_those_of_single_answers_by_transformers(model_type):
     module = without_trainer(tiny_dpo(model_type))
     batch = preference_batch(width=40, fill=EOS)
@@ -75,14 +65,6 @@ def test_log_probabilities_are_those_of_single_answers_by_transformers(model_typ
                 logprobs = module.policy.model(input_ids=alone).logits[0].log_softmax(-1)
                 by_token = logprobs[:-1].gather(1, alone[0, 1:, None])
                 assert float(got[row]) == pytest.approx(float(by_token[-length:].sum()), abs=1e-4)
-
-
-def test_before_the_first_step_the_loss_is_log_2_and_no_reward_is_earned():
-    measures, gradient = step(with_references(tiny_dpo()), preference_batch())
-    assert measures["dpo/loss"] == pytest.approx(math.log(2), abs=1e-7)
-    for name in ("accuracy", "chosen_reward", "rejected_reward", "margin"):
-        assert measures[f"dpo/{name}"] == 0
-    assert gradient.abs().max() > 1e-3, "the policy must be able to start"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +90,7 @@ def test_the_loss_is_as_written_and_its_gradient_that_of_the_formula(hparams, fo
     expected.backward()
     gradient = flat_gradients(module.policy)
     module.zero_grad()
-    measures, got = step(module, batch)
+    measures, got = untaken_step(module, batch)
     assert measures["dpo/loss"] == pytest.approx(float(expected), abs=1e-5)
     assert measures["dpo/chosen_reward"] == pytest.approx(0.3 * float(of_chosen.mean()), abs=1e-5)
     assert measures["dpo/accuracy"] == float((of_chosen > of_rejected).float().mean())
@@ -116,31 +98,24 @@ def test_the_loss_is_as_written_and_its_gradient_that_of_the_formula(hparams, fo
     torch.testing.assert_close(got, gradient, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_the_gradient_does_not_depend_on_micro_batches_or_padding(micro_batch_size):
-    loss, expected = step(with_references(tiny_dpo(), offset=2.0), preference_batch())
+def test_the_gradient_does_not_depend_on_micro_batches_or_padding():
+    loss, expected = untaken_step(with_references(tiny_dpo(), offset=2.0), preference_batch())
     assert expected.abs().max() > 1e-2
-    split = with_references(tiny_dpo(micro_batch_size=micro_batch_size), offset=2.0)
-    measures, got = step(split, preference_batch(width=40, fill=EOS))
+    split = with_references(tiny_dpo(micro_batch_size=3), offset=2.0)
+    measures, got = untaken_step(split, preference_batch(width=40, fill=EOS))
     for name in ("loss", "accuracy", "chosen_reward", "rejected_reward", "margin"):
         assert measures[f"dpo/{name}"] == pytest.approx(loss[f"dpo/{name}"], abs=1e-5)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
-    batches = [preference_batch()] * 3
-    (one,) = whole = [with_references(tiny_dpo(micro_batch_size=2))]
-    two = [with_references(tiny_dpo(micro_batch_size=2)) for _ in range(2)]
-    start = flat_parameters(one)
-    train_ranks(monkeypatch, whole, batches)
-    train_ranks(monkeypatch, two, batches)
-    moved = flat_parameters(one) - start
-    assert moved.abs().max() > 2e-3
-    for rank in two:
-        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
-        for ours, theirs in zip(rank.logged, one.logged, strict=True):
-            for name in ("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/grad_norm"):
-                assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-4, abs=1e-5)
+    measures = ("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/grad_norm")
+    assert_two_ranks_step_as_one(
+        monkeypatch,
+        lambda: with_references(tiny_dpo(micro_batch_size=2)),
+        [preference_batch()] * 3,
+        measures,
+    )
 
 
 # -- whole runs -------------------------------------------------------------------------------
@@ -167,30 +142,12 @@ def train(
     *,
     lora: LoraHparams | None = None,
     ckpt_path: str | None = None,
-    policy: Path | None = None,
     **changes: Any,
 ) -> tuple[DPOModule, L.Trainer]:
     hparams = DPOHparams(learning_rate=1e-3, micro_batch_size=3)
-    module = DPOModule.from_pretrained(policy or material["policy"], dpo=hparams, lora=lora)
+    module = DPOModule.from_pretrained(material["policy"], dpo=hparams, lora=lora)
     data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=8)
-    given = {"max_iterations": ITERATIONS, "accelerator": "cpu", "enable_progress_bar": False}
-    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
-            for row in csv.DictReader(file)
-        ]
-
-
-class Stop(L.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            raise RuntimeError("the power went")
+    return module, fit_in(folder, module, data, ckpt_path=ckpt_path, **changes)
 
 
 @pytest.fixture(scope="module", params=[None, LoraHparams(r=4)], ids=["whole", "lora"])
@@ -203,10 +160,10 @@ def test_a_run_starts_at_the_reference_to_the_bit_and_learns_the_pairs(trained):
     module, _, folder, lora = trained
     first, *_, last = rows(folder)
     for name in ("accuracy", "chosen_reward", "rejected_reward", "margin"):
-        assert float(first[f"dpo/{name}"]) == 0
-    assert float(first["dpo/loss"]) == pytest.approx(math.log(2), abs=1e-7)
-    assert float(last["dpo/loss"]) < 0.69
-    assert float(last["dpo/margin"]) > 0
+        assert first[f"dpo/{name}"] == 0
+    assert first["dpo/loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert last["dpo/loss"] < 0.69
+    assert last["dpo/margin"] > 0
     assert len(module.state_dict()) > 0
     held_by_adapter = all("/lora_" in name for name in module.state_dict() if "policy." in name)
     assert held_by_adapter == (lora is not None)
@@ -220,8 +177,7 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trai
     module, _ = train(material, tmp_path, lora=lora, ckpt_path="last")
     assert rows(tmp_path) == rows(folder)
     assert len(rows(folder)) == ITERATIONS
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_weights(module, whole)
 
 
 def test_the_reference_is_kept_by_row_and_is_the_start_of_each_row(material, trained):
@@ -274,10 +230,7 @@ def test_a_finished_run_that_is_extended_goes_on_at_the_rates_of_the_longer_sche
 
 def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):
     module = tiny_dpo()
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = trainer_of(default_root_dir=tmp_path)
     loader = torch.utils.data.DataLoader([preference_batch()], batch_size=None)
     with pytest.raises(ValueError, match="give fit or validate a PreferenceDataModule"):
         trainer.fit(module, loader)
@@ -288,10 +241,7 @@ def test_a_validation_by_itself_has_the_measures_of_the_pairs(material, trained,
     loaded = DPOModule.load_from_checkpoint(folder / "checkpoints/last.ckpt")
     assert loaded.algorithm == module.algorithm
     data: Any = trainer.datamodule
-    again = L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
+    again = trainer_of(default_root_dir=tmp_path)
     (metrics,) = again.validate(loaded, datamodule=data, verbose=False)
     batch = data.collator(training=True)(data.rows("validation"))
     with torch.no_grad():
@@ -343,10 +293,7 @@ def test_a_validation_before_any_training_earns_no_reward_to_the_bit(material, t
     module = DPOModule.from_pretrained(material["policy"], dpo=hparams)
     pairs = PreferenceFolder(material["pairs"], validation_fraction=0.5)
     data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8)
-    trainer = L.Trainer(
-        accelerator="cpu", precision="bf16-mixed", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = trainer_of(precision="bf16-mixed", default_root_dir=tmp_path)
     (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
     assert metrics["val/chosen_reward"] == 0
     assert metrics["val/rejected_reward"] == 0

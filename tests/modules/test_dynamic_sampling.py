@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 
-from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.rollouts import responses_of
 from rlhf_lightning.data.collate import PromptCollator
@@ -23,25 +23,22 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.encode import EncodedPrompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.sampler import StreamBatchSampler
-from rlhf_lightning.hparams import GRPOHparams, SamplingHparams
-from rlhf_lightning.models.factory import frozen
-from rlhf_lightning.models.ppo_models import PolicyModels
-from rlhf_lightning.modules.grpo import PolicyGradientModule
+from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules.metrics import rollout_metrics
-from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.resampling import resampled
 from rlhf_lightning.rollout.scorers.base import Responses, Scores
+from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
 from tests.builders.models import (
     EOS,
     PAD,
     flat_parameters,
     prompt_rows,
-    tiny_policy,
     tiny_tokenizer,
 )
 from tests.builders.ranks import SimulatedRanks
-from tests.builders.stages import STOPS, adamw, built, trainer
+from tests.builders.stages import STOPS, RecordedGRPO, built, grpo_hparams, tiny_grpo, trainer
+from tests.modules.test_ppo_resume import KilledError
 from tests.rollout.answers import responses_of as texts_of
 
 ROWS = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
@@ -65,55 +62,51 @@ class ScorerByNumber:
         return Scores(total, {"one": total, "half": total / 2})
 
 
-class Recorded(PolicyGradientModule):
-    """Keeps batches, rollouts, what is logged, and the prompts that its generator is asked for."""
+class Asked(CachedGenerator):
+    """Notes the numbers of the prompts that it is asked for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.numbers: list[list[int]] = []
+
+    def __call__(self, model: Any, prompts: PromptBatch, **options: Any) -> Any:
+        self.numbers.append(prompts.group_ids[::SIZE].tolist())
+        return super().__call__(model, prompts, **options)
+
+
+class Seen(RecordedGRPO):
+    """Keeps batches, rollouts, and what is logged."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
-        self.seen: list[tuple[PromptBatch, RolloutBatch]] = []
+        self.batches: list[PromptBatch] = []
         self.logged: list[dict[str, float]] = []
-        self.asked: list[list[int]] = []
-        generate = self.generator
-
-        def recorded(model: Any, prompts: PromptBatch, **options: Any) -> Any:
-            self.asked.append(prompts.group_ids[::SIZE].tolist())
-            return generate(model, prompts, **options)
-
-        self.generator = recorded
 
     def collect_rollout(self, prompts: PromptBatch, iteration: int) -> Any:
-        rollout, seconds = super().collect_rollout(prompts, iteration)
-        self.seen.append((prompts, rollout))
-        return rollout, seconds
+        self.batches.append(prompts)
+        return super().collect_rollout(prompts, iteration)
 
     def log_dict(self, dictionary: Any, **options: Any) -> None:
         self.logged.append(dict(dictionary))
 
     @property
+    def asked(self) -> list[list[int]]:
+        return self.generator.numbers
+
+    @property
     def groups(self) -> list[list[int]]:
         """The numbers of the prompts of each rollout."""
-        return [rollout.group_ids[::SIZE].tolist() for _, rollout in self.seen]
+        return [rollout.group_ids[::SIZE].tolist() for rollout in self.rollouts]
 
 
-def module_with(rounds: int, scorer: Any = None, **hparams: Any) -> Recorded:
-    return Recorded(
-        grpo=GRPOHparams(
-            **{
-                "learning_rate": 1e-3,
-                "num_minibatches": 2,
-                "missing_eos_penalty": 0.0,
-                "max_resampling_rounds": rounds,
-                **hparams,
-            }
-        ),
+def module_with(rounds: int, scorer: Any = None, **hparams: Any) -> Seen:
+    own = {"num_minibatches": 2, "missing_eos_penalty": 0.0, "max_resampling_rounds": rounds}
+    return tiny_grpo(
+        grpo=grpo_hparams(**own | hparams),
         sampling=SamplingHparams(max_new_tokens=7, temperature=0.9),
-        models=lambda: PolicyModels(policy=tiny_policy(), reference=frozen(tiny_policy())),
         scorer=scorer or ScorerByNumber(DULL.__contains__),
-        generator=CachedGenerator(STOPS, PAD),
-        tokenizer=tiny_tokenizer(),
-        optimizer=adamw,
-        schedule=Schedule("linear"),
-        seed=11,
+        generator=Asked(STOPS, PAD),
+        cls=Seen,
     )
 
 
@@ -123,25 +116,25 @@ class InMemorySource:
         return [PromptRecord(" ".join(f"w{i}" for i in row)) for row in rows]
 
 
-def data(num_iterations: int = 3) -> PromptDataModule:
+def data() -> PromptDataModule:
     return PromptDataModule(
         InMemorySource(),
         tiny_tokenizer(),
         batch_size=BATCH,
-        num_iterations=num_iterations,
+        num_iterations=3,
         max_prompt_length=16,
         seed=SEED,
         num_generations=SIZE,
     )
 
 
-def fitted(module: Recorded, *, resume: Path | None = None, **options: Any) -> Recorded:
+def fitted(module: Seen, *, resume: Path | None = None, **options: Any) -> Seen:
     trainer(**options).fit(module, datamodule=data(), ckpt_path=resume)
     return module
 
 
 @pytest.fixture(scope="module")
-def run() -> Recorded:
+def run() -> Seen:
     return fitted(module_with(2))
 
 
@@ -187,7 +180,7 @@ def test_what_was_resampled_is_logged(run):
 def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
     stream = StreamBatchSampler(len(ROWS), batch_size=10, num_iterations=2, seed=SEED)
     texts = [ROWS[row] for number in range(2) for row in stream.batch(number)]
-    for batch, rollout in run.seen:
+    for batch, rollout in zip(run.batches, run.rollouts, strict=True):
         assert rollout.group_ids.tolist() == rollout.group_ids[::SIZE].repeat_interleave(2).tolist()
         ids = rollout.group_ids * SIZE + torch.arange(len(rollout)) % SIZE
         assert rollout.row_ids.tolist() == ids.tolist()
@@ -198,27 +191,6 @@ def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
             assert answers.prompts.columns["prompt"][row] == " ".join(
                 f"w{i}" for i in texts[number]
             )
-
-
-def test_responses_of_all_rounds_keep_their_texts_and_ends_at_one_width():
-    def answered(prompts: PromptBatch) -> tuple[Responses, Scores]:
-        # The response of row n has n + 1 tokens.
-        ids = [[*range(8, 8 + n), EOS] for n in prompts.row_ids.tolist()]
-        answers = texts_of(prompts, ids)
-        return answers, ScorerByNumber(DULL.__contains__)(answers)
-
-    answers, scores, rounds = resampled(answered, share(rounds=2), max_rounds=2, score_clip=None)
-    assert rounds == 2
-    numbers = [0, 1, 10, 11, 4, 5, 6, 7]
-    assert answers.prompts.row_ids.tolist() == numbers
-    assert answers.response_mask.sum(1).tolist() == [n + 1 for n in numbers]
-    assert answers.attention_mask.shape == answers.sequences.shape
-    for row, n in enumerate(numbers):
-        assert answers.completions[row] == " ".join(f"w{i}" for i in range(8, 8 + n))
-        kept = answers.attention_mask[row]
-        wanted = [*answers.prompts.input_ids[row][answers.prompts.attention_mask[row]].tolist()]
-        assert answers.sequences[row][kept].tolist() == [*wanted, *range(8, 8 + n), EOS]
-    assert scores.total.tolist() == [0, 1, 0, 1, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("scale", ["group_std", "global_std"])
@@ -256,10 +228,6 @@ def test_where_every_group_teaches_resampling_costs_and_changes_nothing():
         assert all(ours[name] == theirs[name] for name in ours if name not in new | timed)
 
 
-class KilledError(RuntimeError):
-    pass
-
-
 class Kill(L.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -275,10 +243,8 @@ def test_a_killed_and_resumed_run_resamples_the_same(run, tmp_path):
         fitted(module_with(2), **callbacks(Kill()))
     resumed = fitted(module_with(2), resume=tmp_path / "last.ckpt", **callbacks())
     assert resumed.groups == run.groups[1:]
-    for (_, ours), (_, theirs) in zip(resumed.seen, run.seen[1:], strict=True):
-        assert torch.equal(ours.sequences, theirs.sequences)
-        assert torch.equal(ours.advantages, theirs.advantages)
-    assert torch.equal(flat_parameters(resumed), flat_parameters(run))
+    assert_same_rollouts(resumed.rollouts, run.rollouts)
+    assert_same_weights(resumed, run)
 
 
 def test_a_run_in_which_nothing_teaches_goes_on_without_an_advantage():
@@ -287,7 +253,7 @@ def test_a_run_in_which_nothing_teaches_goes_on_without_an_advantage():
     assert module.asked[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert len(module.asked) == 9
     assert torch.equal(flat_parameters(module), flat_parameters(built(module_with(0))))
-    for values, (_, rollout) in zip(module.logged, module.seen, strict=True):
+    for values, rollout in zip(module.logged, module.rollouts, strict=True):
         assert (rollout.advantages == 0).all()
         assert values["rollout/informative_groups"] == 0
         assert values["rollout/resampled_groups"] == 0
@@ -338,7 +304,7 @@ def test_the_prompts_that_are_trained_on_do_not_depend_on_the_number_of_ranks(mo
     assert all(len(module.asked) == 3 for module in modules)
     assert len({len(asked) for module in modules for asked in module.asked[1:2]}) == 1
     assert [group for module in modules for group in module.groups[0]] == one.groups[0]
-    parts = [module.seen[0][1] for module in modules]
+    parts = [module.rollouts[0] for module in modules]
     start = 0
     for part in parts:
         rows = slice(start, start := start + len(part))

@@ -22,8 +22,8 @@ from rlhf_lightning import (
     SFTModule,
     compare,
     normalize_reward_model,
-    trainer_arguments,
 )
+from tests.builders.library_runs import fit_in
 from tests.builders.record_files import write_material
 
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=1, num_ppo_epochs=1)
@@ -51,10 +51,7 @@ def trained(material: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     module = module_of(material)
     source = FileSource(material["prompts"], validation_fraction=0.5)
     data = PromptDataModule(source, module.tokenizer, batch_size=4, max_prompt_length=40)
-    arguments = trainer_arguments(
-        folder / "run", max_iterations=3, accelerator="cpu", enable_progress_bar=False
-    )
-    L.Trainer(**arguments).fit(module, data)
+    fit_in(folder / "run", module, data, max_iterations=3)
     module.folder = folder / "run"
     return module
 
@@ -151,9 +148,8 @@ def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperatur
 def test_flags_of_a_trainer_name_the_setting_to_use(material, tmp_path, flag, setting):
     module = module_of(material)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
-    arguments = trainer_arguments(tmp_path / "run", max_iterations=1, accelerator="cpu", **flag)
     with pytest.raises(ValueError, match=setting) as error:
-        L.Trainer(**arguments).fit(module, data)
+        fit_in(tmp_path / "run", module, data, max_iterations=1, **flag)
     assert next(iter(flag)) in str(error.value)
 
 
@@ -183,8 +179,7 @@ def test_a_reward_model_is_normalized_after_another_trainer_and_from_a_checkpoin
 ):
     module = RewardModule.from_pretrained(material["policy"])
     data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
-    given = {"max_iterations": 2, "accelerator": "cpu", "enable_progress_bar": False}
-    L.Trainer(**trainer_arguments(tmp_path / "run", **given)).fit(module, data)
+    fit_in(tmp_path / "run", module, data, max_iterations=2)
     loaded = RewardModule.load_from_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
     plain = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     plain.validate(module, data, verbose=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.surrogates import ClippedRatio
-from rlhf_lightning.hparams import PPOHparams
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.modules.optimization import StepCounts
 from rlhf_lightning.rollout.estimators import Returns
@@ -27,12 +26,10 @@ from tests.builders.stages import (
     group_prompts,
     grpo_hparams,
     policy_loss_and_gradient,
-    ppo_hparams,
     prompts,
     rollout_of,
     some_score,
     tiny_grpo,
-    tiny_module,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
@@ -304,35 +301,3 @@ def test_a_surrogate_and_an_estimator_of_one_s_own_take_the_place_of_those_by_na
         assert float(module.rollouts[0].advantages.sum().abs()) < 1e-3
         found.append(module.steps[0]["grpo/policy_loss"])
     assert found[0] == pytest.approx(2 * found[1], abs=1e-6)
-
-
-# -- PPO with what it shares ------------------------------------------------------------------
-
-
-def fitted(hparams: PPOHparams, batch: Any) -> Any:
-    module = tiny_module(ppo=hparams)
-    fit(module, [batch])
-    return module
-
-
-def test_ppo_takes_groups_another_surrogate_and_the_kl_in_its_loss():
-    changes = hparams_of("cispo", "sequence", kl_in="loss")
-    module = fitted(ppo_hparams(num_minibatches=4, **changes), group_prompts())
-    (rollout,) = module.rollouts
-    assert len(rollout.group_ids.unique()) == ROWS // GROUP
-    assert rollout.values is not None
-    assert module.num_optimizer_steps == 8
-    assert module.steps[0]["ppo/approx_kl"] == 0
-    assert module.steps[-1]["ppo/approx_kl"] > 0
-    assert module.steps[0]["ppo/value_loss"] > 0
-
-
-def test_the_weight_of_a_domain_scales_its_advantages():
-    module = built(tiny_grpo(grpo=grpo_hparams(score_clip=None, missing_eos_penalty=0.0)))
-    batch = replace(group_prompts(), domains=("maths",) * GROUP + ("",) * (ROWS - GROUP))
-    plain = rollout_of(module, batch).advantages
-    module.controls.domain_weights = {"maths": 2.0}
-    weighed = rollout_of(module, batch).advantages
-    assert plain[:GROUP].abs().max() > 0.1
-    torch.testing.assert_close(weighed[:GROUP], 2 * plain[:GROUP], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weighed[GROUP:], plain[GROUP:], rtol=0, atol=0)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning.distributed.collectives import global_sum
-from rlhf_lightning.modules import on_policy, optimization
+from rlhf_lightning.modules import on_policy
 from tests.builders.models import PAD, flat_parameters
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import (
     ROWS,
     STOPS,
     OtherSampler,
+    average_over_ranks,
     group_prompts,
     grpo_hparams,
     tiny_grpo,
@@ -47,14 +47,7 @@ HPARAMS: dict[str, dict[str, Any]] = {
 
 def train(monkeypatch: pytest.MonkeyPatch, size: int, hparams: dict[str, Any]) -> list[Any]:
     ranks = SimulatedRanks(monkeypatch, size)
-    step = optimization.clip_and_step
-
-    def averaged_step(module: Any, *rest: Any) -> Any:
-        for parameter in module.parameters():
-            parameter.grad = global_sum(parameter.grad) / size
-        return step(module, *rest)
-
-    monkeypatch.setattr(on_policy, "clip_and_step", averaged_step)
+    average_over_ranks(monkeypatch, on_policy, size)
     made = grpo_hparams(num_epochs=2, micro_batch_size=3, kl_coef=0.3, **hparams)
     sampler = {"generator": OtherSampler(STOPS, PAD)} if "off_policy" in hparams else {}
     modules = [without_trainer(tiny_grpo(grpo=made, **sampler)) for _ in range(size)]

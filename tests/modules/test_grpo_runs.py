@@ -15,9 +15,15 @@ from rlhf_lightning import (
     PromptDataModule,
     SamplingHparams,
     export_model,
-    trainer_arguments,
 )
-from rlhf_lightning.runs.folder import read_metrics
+from tests.builders.library_runs import (
+    Stop,
+    assert_same_rollouts,
+    assert_same_weights,
+    fit_in,
+    rows,
+    samples,
+)
 from tests.builders.record_files import write_material
 from tests.builders.stages import RecordedGRPO
 
@@ -34,49 +40,21 @@ def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [float(len(text)) / 10 for text in completions]
 
 
-class Stop(L.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            raise RuntimeError("the power went")
-
-
 def made(material: dict[str, Path], lora: LoraHparams | None = None, **changes: Any) -> Any:
     sampling = SamplingHparams(max_new_tokens=5)
     given = {"grpo": GRPO, "sampling": sampling, "lora": lora} | changes
     return RecordedGRPO.from_pretrained(material["policy"], length, **given)
 
 
-def prompts(material: dict[str, Path], module: Any, **changes: Any) -> PromptDataModule:
-    given = {"batch_size": 4, "num_generations": 3} | changes
-    return PromptDataModule(material["prompts"], module.tokenizer, **given)
+def prompts(material: dict[str, Path], module: Any) -> PromptDataModule:
+    return PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_generations=3)
 
 
 def train(
-    material: dict[str, Path],
-    folder: Path,
-    *,
-    lora: LoraHparams | None = None,
-    ckpt_path: str | None = None,
-    num_generations: int = 3,
-    **changes: Any,
+    material: dict[str, Path], folder: Path, *, lora: LoraHparams | None = None, **flags: Any
 ) -> tuple[Any, L.Trainer]:
     module = made(material, lora)
-    data = prompts(material, module, num_generations=num_generations)
-    given = {"max_iterations": ITERATIONS, "accelerator": "cpu", "enable_progress_bar": False}
-    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
-        for row in read_metrics(folder / "metrics.csv")
-    ]
-
-
-def samples(folder: Path) -> list[str]:
-    return (folder / "samples.jsonl").read_text().splitlines()
+    return module, fit_in(folder, module, prompts(material, module), **flags)
 
 
 @pytest.fixture(scope="module", params=[None, LoraHparams(r=4)], ids=["whole", "lora"])
@@ -121,22 +99,10 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trai
     assert len(rows(folder)) == ITERATIONS
     assert samples(tmp_path) == samples(folder)
     assert len(samples(folder)) > 1
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_weights(module, whole)
     ours, theirs = (t.optimizers[0].state_dict()["state"] for t in (again, trainer))
     for parameter, state in theirs.items():
         for name, value in state.items():
             assert torch.equal(ours[parameter][name], value), (parameter, name)
     assert 2 <= len(module.rollouts) < ITERATIONS
-    last = whole.rollouts[-len(module.rollouts) :]
-    for mine, other in zip(module.rollouts, last, strict=True):
-        names = ("sequences", "sampler_logprobs", "logprobs", "ref_logprobs", "rewards")
-        for name in (*names, "advantages"):
-            assert torch.equal(getattr(mine, name), getattr(other, name)), name
-
-
-def test_a_resume_with_another_number_of_responses_is_refused(material, tmp_path):
-    with pytest.raises(RuntimeError, match="the power went"):
-        train(material, tmp_path, checkpoint_every_n_iterations=1, callbacks=Stop())
-    with pytest.raises(ValueError, match="made with data num_generations=3, this run has 2"):
-        train(material, tmp_path, ckpt_path="last", num_generations=2)
+    assert_same_rollouts(module.rollouts, whole.rollouts)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import warnings
@@ -13,22 +11,26 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rich.console import Console
 
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
 from rlhf_lightning.batches import PreferenceBatch
-from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.functional.statistics import wilson_interval
-from rlhf_lightning.modules import base, dpo
+from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import pair_logprobs
-from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import new_summary, read_summary
+from rlhf_lightning.runs.summary import new_summary
 from rlhf_lightning.runs.verdict import verdict
-from tests.builders.models import EOS, flat_gradients, flat_parameters
+from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows
+from tests.builders.models import EOS
 from tests.builders.record_files import row_text, write_material
-from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
+from tests.builders.stages import (
+    assert_two_ranks_step_as_one,
+    preference_batch,
+    tiny_dpo,
+    untaken_step,
+    without_trainer,
+)
 
 LABEL = torch.tensor([True, False, True, True, False, False, True, False])
 
@@ -48,53 +50,27 @@ def module_of(shift: float = 1.5, **hparams: Any) -> Any:
     return module
 
 
-def step(module: Any, batch: Any) -> tuple[dict[str, float], torch.Tensor]:
-    """Return the measures and the gradient of a training step, without taking it."""
-    captured = {}
-
-    def capture(module, models, max_grad_norm, admit):
-        captured["gradient"] = flat_gradients(module.policy)
-        module.zero_grad()
-        return {}
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(base, "clip_and_step", capture)
-        module.training_step(batch, 0)
-    return {name: float(v) for name, v in module.logged[-1].items()}, captured["gradient"]
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_gradient_and_measures_do_not_depend_on_micro_batches_or_padding(micro_batch_size):
-    whole, expected = step(module_of(), unpaired_batch())
+def test_gradient_and_measures_do_not_depend_on_micro_batches_or_padding():
+    whole, expected = untaken_step(module_of(), unpaired_batch())
     assert whole["dpo/kl"] > 0.5
     assert expected.abs().max() > 1e-3
-    split = module_of(micro_batch_size=micro_batch_size)
-    measures, got = step(split, unpaired_batch(width=40, fill=EOS))
+    split = module_of(micro_batch_size=3)
+    measures, got = untaken_step(split, unpaired_batch(width=40, fill=EOS))
     for name in ("loss", "kl", "accuracy", "chosen_reward", "rejected_reward", "margin"):
         assert measures[f"dpo/{name}"] == pytest.approx(whole[f"dpo/{name}"], abs=1e-5)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
-    batches = [unpaired_batch()] * 3
-    (one,) = whole = [module_of(micro_batch_size=2)]
-    two = [module_of(micro_batch_size=2) for _ in range(2)]
-    start = flat_parameters(one)
-    train_ranks(monkeypatch, whole, batches)
-    train_ranks(monkeypatch, two, batches)
-    moved = flat_parameters(one) - start
-    assert moved.abs().max() > 1e-3
-    for rank in two:
-        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
-        for ours, theirs in zip(rank.logged, one.logged, strict=True):
-            for name in ("loss", "kl", "accuracy", "margin", "chosen_logprob"):
-                got, wanted = (float(x[f"dpo/{name}"]) for x in (ours, theirs))
-                assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    measures = [f"dpo/{name}" for name in ("loss", "kl", "accuracy", "margin", "chosen_logprob")]
+    assert_two_ranks_step_as_one(
+        monkeypatch, lambda: module_of(micro_batch_size=2), [unpaired_batch()] * 3, measures
+    )
 
 
 def test_the_reference_point_is_at_least_0_and_the_rewards_are_means_of_their_own_rows():
     module = module_of(shift=-5.0)
-    measures, _ = step(module, unpaired_batch())
+    measures, _ = untaken_step(module, unpaired_batch())
     assert measures["dpo/kl"] == 0
     with torch.no_grad():
         own, _ = pair_logprobs(module.policy, unpaired_batch())
@@ -105,8 +81,10 @@ def test_the_reference_point_is_at_least_0_and_the_rewards_are_means_of_their_ow
 
 def test_a_batch_of_one_label_says_nothing_of_the_other():
     module = module_of()
-    step(module, unpaired_batch())
-    measures, _ = step(module, replace(unpaired_batch(), label=torch.ones(8, dtype=torch.bool)))
+    untaken_step(module, unpaired_batch())
+    measures, _ = untaken_step(
+        module, replace(unpaired_batch(), label=torch.ones(8, dtype=torch.bool))
+    )
     assert measures["dpo/chosen_reward"] == measures["dpo/chosen_reward"]
     for name in ("rejected_reward", "margin"):  # not a number, and not the last batch's
         assert measures[f"dpo/{name}"] != measures[f"dpo/{name}"]
@@ -194,50 +172,24 @@ def train(material: dict[str, Path], folder: Path, **changes: Any) -> tuple[Any,
     data = PreferenceDataModule(
         material["rows"], module.tokenizer, batch_size=8, kind="unpaired", max_length=64
     )
-    given = {"max_iterations": 5, "accelerator": "cpu", "enable_progress_bar": False}
-    ckpt_path = changes.pop("ckpt_path", None)
-    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
-            for row in csv.DictReader(file)
-        ]
-
-
-def last_screen(folder: RunFolder) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    print_verdict(read_summary(folder), folder, console=console)
-    return console.file.getvalue()
-
-
-class Stop(L.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 2:
-            raise RuntimeError("the power went")
+    return module, fit_in(folder, module, data, **{"max_iterations": 5} | changes)
 
 
 def test_a_run_starts_at_reward_0_learns_the_labels_and_resumes_to_the_bit(material, tmp_path):
     whole, _ = train(material, tmp_path / "whole")
-    first, *_, last = rows = rows_of(tmp_path / "whole")
-    assert float(first["dpo/loss"]) == 0.5
+    first, *_, last = table = rows(tmp_path / "whole")
+    assert first["dpo/loss"] == 0.5
     for name in ("kl", "chosen_reward", "rejected_reward", "margin", "accuracy"):
-        assert float(first[f"dpo/{name}"]) == 0, name
-    assert float(last["dpo/margin"]) > 0
-    assert float(last["val/loss"]) < 0.5
-    assert float(last["val/majority_accuracy"]) >= 0.5
+        assert first[f"dpo/{name}"] == 0, name
+    assert last["dpo/margin"] > 0
+    assert last["val/loss"] < 0.5
+    assert last["val/majority_accuracy"] >= 0.5
     assert "<strong>KTO</strong>" in (tmp_path / "whole/report.html").read_text()
-    assert last_screen(RunFolder(tmp_path / "whole")).startswith("╭─ KTO: completed")
-    stopped = {"callbacks": Stop(), "checkpoint_every_n_iterations": 1}
     with pytest.raises(RuntimeError, match="the power went"):
-        train(material, tmp_path / "cut", **stopped)
+        train(material, tmp_path / "cut", callbacks=Stop(), checkpoint_every_n_iterations=1)
     resumed, _ = train(material, tmp_path / "cut", ckpt_path="last")
-    assert torch.equal(flat_parameters(whole), flat_parameters(resumed))
-    assert rows_of(tmp_path / "cut") == rows
+    assert_same_weights(resumed, whole)
+    assert rows(tmp_path / "cut") == table
 
 
 def test_pairs_are_two_rows_each_and_other_answers_are_of_other_prompts(material, tmp_path):

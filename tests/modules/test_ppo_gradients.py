@@ -10,7 +10,7 @@ import torch
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.sequences import response_mask
 from rlhf_lightning.hparams import UnusualHparamWarning
-from rlhf_lightning.models.forward import BUCKET, micro_batches, pack, response_statistics
+from rlhf_lightning.models.forward import BUCKET, micro_batches, pack
 from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.rollout.generators import base as generate
 from tests.builders.models import EOS, PAD, flat_gradients
@@ -77,13 +77,12 @@ def pad_columns(batch: RolloutBatch, left: int, right: int, fill: int) -> Rollou
     )
 
 
-@pytest.mark.parametrize(("left", "right"), [(5, 0), (0, 4), (7, 3)])
-@pytest.mark.parametrize("fill", [PAD, EOS, 9])
+@pytest.mark.parametrize(("left", "right", "fill"), [(5, 0, PAD), (0, 4, EOS), (7, 3, 9)])
 def test_extra_padding_columns_change_no_gradient(module, rollout, expected, left, right, fill):
     assert_same(loss_and_gradients(module, pad_columns(rollout, left, right, fill)), expected)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_the_gradient_does_not_depend_on_the_micro_batches(
     module, rollout, expected, micro_batch_size
 ):
@@ -225,27 +224,3 @@ def test_a_mask_that_drops_the_eos_does_not_pass_the_check_of_the_actions(monkey
     plain = built(tiny_module())
     with pytest.raises(AssertionError):
         assert_gradient_exactly_on_actions(plain, rollout_of(plain))
-
-
-def test_entropy_bonus_raises_the_entropy_and_kl_loss_lowers_the_k2(rollout):
-    shifted = replace(rollout, ref_logprobs=rollout.ref_logprobs - 0.3)
-    mask = shifted.response_mask
-
-    def policy_gradient(**changes: float) -> torch.Tensor:
-        return loss_and_gradients(built(tiny_module(ppo=ppo_hparams(**changes))), shifted)[1]
-
-    plain = policy_gradient()
-    module = built(tiny_module())
-    for changes, wanted in (
-        ({"entropy_coef": 0.05}, lambda new: -0.05 * new.entropy),
-        (
-            {"kl_in": "loss", "kl_coef": 0.5},
-            lambda new: 0.25 * (new.logprobs - shifted.ref_logprobs) ** 2,
-        ),
-    ):
-        module.zero_grad()
-        new = response_statistics(module.policy, shifted, temperature=0.9)
-        wanted(new)[mask].mean().backward()
-        expected = flat_gradients(module.policy)
-        assert expected.norm() > 1e-3
-        torch.testing.assert_close(policy_gradient(**changes) - plain, expected, **GRADIENT)

@@ -12,11 +12,11 @@ import torch
 
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_policy
 from tests.builders.stages import TokenScorer, fit, ppo_hparams, tiny_models, tiny_module
+from tests.modules.test_ppo_training import logged_by
 
 UPDATES = 50
 ROWS = 64
@@ -26,17 +26,6 @@ SIZE = {"vocab_size": 16, "n_embd": 32, "n_positions": 32, "initializer_range": 
 
 def task_score(ids: torch.Tensor, finished: bool) -> float:
     return float((ids == TARGET).sum()) / 8 - (0.0 if finished else 1.0)
-
-
-class Kept(PPOModule):
-    """Keeps the measures of every iteration."""
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self.history: list[dict[str, float]] = []
-
-    def log_dict(self, values: dict[str, float], **_: Any) -> None:
-        self.history.append(dict(values))
 
 
 class ScoredByTheNextRow(TokenScorer):
@@ -69,15 +58,15 @@ def train(seed: int, scorer: TokenScorer | None = None) -> list[dict[str, float]
         generator=CachedGenerator([EOS], PAD),
         schedule=Schedule("linear"),
         seed=seed,
-        cls=Kept,
     )
     prompts = []
     for iteration in range(UPDATES):
         generator = torch.Generator().manual_seed(seed * 1000 + iteration)
         rows = torch.randint(2, 16, (ROWS, 4), generator=generator).tolist()
         prompts.append(prompt_batch(rows, first_row=iteration * ROWS))
+    history = logged_by(module)
     fit(module, prompts)
-    return module.history
+    return history
 
 
 def final(history: list[dict[str, float]], name: str) -> float:

@@ -14,13 +14,12 @@ from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
 from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
+from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
 from tests.builders.models import tiny_policy
 from tests.builders.stages import (
     built,
     fit,
-    loss_and_gradients,
     ppo_hparams,
-    rollout_of,
     tiny_module,
 )
 from tests.modules.test_ppo_resume import KilledError, run
@@ -55,10 +54,6 @@ def parts(artifacts: Path, precision: str = "32-true", **options: Any) -> dict[s
     }
 
 
-def adapters_of(module: Any) -> set[int]:
-    return {id(p) for model in (module.policy, module.value) for p in model.parameters()}
-
-
 @pytest.mark.parametrize(("precision", "checkpointing"), [("32-true", False), ("bf16-mixed", True)])
 def test_the_ratio_starts_at_1_the_kl_at_0_and_the_base_never_moves(
     artifacts, precision, checkpointing
@@ -68,7 +63,7 @@ def test_the_ratio_starts_at_1_the_kl_at_0_and_the_base_never_moves(
         ppo=hparams, **parts(artifacts, precision, activation_checkpointing=checkpointing)
     )
     built(module)
-    own = adapters_of(module)
+    own = {id(p) for model in (module.policy, module.value) for p in model.parameters()}
     frozen = {
         name: p.detach().clone()
         for name, p in module.policy.base.named_parameters()
@@ -104,35 +99,27 @@ def test_the_value_model_starts_as_the_reward_model_and_the_reward_model_stays(a
     )
 
 
-def test_micro_batches_do_not_change_the_gradients(artifacts):
-    module = built(tiny_module(**parts(artifacts)))
-    rollout = rollout_of(module)
-    whole = loss_and_gradients(module, rollout)
-    cut = loss_and_gradients(module, rollout, micro_batch_size=5)
-    for ours, theirs in zip(cut[1:], whole[1:], strict=True):
-        assert (ours - theirs).norm() / theirs.norm() < 1e-5
+@pytest.fixture(scope="module")
+def killed(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.raises(KilledError):
+        run(folder, die_at=3, **parts(artifacts))
+    return folder
 
 
 @pytest.mark.thorough
-def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(artifacts, tmp_path):
-    _, whole, _ = run(tmp_path / "whole", **parts(artifacts))
-    with pytest.raises(KilledError):
-        run(tmp_path / "killed", die_at=3, **parts(artifacts))
-    _, module, _ = run(tmp_path / "killed", resume=True, **parts(artifacts))
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
-    for ours, theirs in zip(module.rollouts, whole.rollouts[2:], strict=True):
-        for name in ("sequences", "logprobs", "ref_logprobs", "values", "scores", "advantages"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(artifacts, killed, tmp_path):
+    _, whole, _ = run(tmp_path, **parts(artifacts))
+    _, module, _ = run(killed, resume=True, **parts(artifacts))
+    assert_same_weights(module, whole)
+    assert_same_rollouts(module.rollouts, whole.rollouts)
 
 
-def test_a_run_resumes_with_the_rank_and_scale_of_its_adapters_alone(artifacts, tmp_path):
-    with pytest.raises(KilledError):
-        run(tmp_path, die_at=2, **parts(artifacts))
+def test_a_run_resumes_with_the_rank_and_scale_of_its_adapters_alone(artifacts, killed):
     for other in (LoraHparams(r=4, alpha=64), LoraHparams(r=8, alpha=8)):
         wanted = rf"lora.r=4 lora.alpha=8 .*run has .*lora.r={other.r} lora.alpha={other.alpha}"
         with pytest.raises(ValueError, match=wanted):
-            run(tmp_path, resume=True, **parts(artifacts, lora=other))
+            run(killed, resume=True, **parts(artifacts, lora=other))
 
 
 def test_a_reward_adapter_without_a_shared_base_is_refused(artifacts):

@@ -2,102 +2,46 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_lightning.distributed.collectives import global_sum
-from rlhf_lightning.hparams import PPOHparams
-from rlhf_lightning.modules import on_policy, optimization
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.rollout import estimators
 from tests.builders.models import flat_parameters
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import (
     ROWS,
-    RecordedPPO,
-    adamw,
+    average_over_ranks,
     built,
     ppo_hparams,
     prompts,
     tiny_module,
+    without_trainer,
 )
 
 
-class RankPPO(RecordedPPO):
-    """A rank without a Trainer: gradients are averaged over ranks, as DDP and FSDP2 do."""
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self.logged: list[dict[str, float]] = []
-        self._trainer = SimpleNamespace(
-            strategy=SimpleNamespace(backward=lambda loss, *_: loss.backward())
-        )
-
-    def prepare(self) -> None:
-        built(self)
-        groups = [
-            {"params": list(self.policy.parameters()), "lr": self.algorithm.learning_rate},
-            {"params": list(self.value.parameters()), "lr": self.algorithm.value_learning_rate},
-        ]
-        self.the_optimizer = adamw(groups)
-
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return self.the_optimizer
-
-    def lr_schedulers(self) -> Any:
-        return SimpleNamespace(step=lambda: None)
-
-    def log_dict(self, values: dict[str, float], **_: Any) -> None:
-        self.logged.append(dict(values))
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-def prepared(hparams: PPOHparams) -> RankPPO:
-    # Not inside the ranks: random weights draw from a generator that threads share.
-    module = tiny_module(ppo=hparams, cls=RankPPO)
-    module.prepare()
-    return module
-
-
-def average_over_ranks(module: RankPPO, size: int) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad = global_sum(parameter.grad) / size
-
-
-def train(monkeypatch: pytest.MonkeyPatch, size: int, *, iterations: int = 2) -> list[RankPPO]:
+def train(monkeypatch: pytest.MonkeyPatch, size: int) -> list[Any]:
     ranks = SimulatedRanks(monkeypatch, size)
-    step = optimization.clip_and_step
-
-    def averaged_step(module: RankPPO, *rest: Any) -> Any:
-        average_over_ranks(module, size)
-        return step(module, *rest)
-
-    monkeypatch.setattr(on_policy, "clip_and_step", averaged_step)
+    average_over_ranks(monkeypatch, on_policy, size)
     # Micro-batches of 3 rows of one bucket: ranks have different numbers of them.
     hparams = ppo_hparams(num_minibatches=2, micro_batch_size=3, kl_target=2.0, kl_horizon=40)
-    modules = [prepared(hparams) for _ in range(size)]
+    # Not inside the ranks: random weights draw from a generator that threads share.
+    modules = [without_trainer(tiny_module(ppo=hparams)) for _ in range(size)]
+    share = ROWS // size
 
-    def one(rank: int) -> RankPPO:
-        module = modules[rank]
-        share = ROWS // size
-        for iteration in range(iterations):
+    def one(rank: int) -> Any:
+        for iteration in range(2):
             rows = slice(rank * share, (rank + 1) * share)
-            module.training_step(prompts(iteration)[rows], iteration)
-        return module
+            modules[rank].training_step(prompts(iteration)[rows], iteration)
+        return modules[rank]
 
-    result = ranks.run(one)
-    monkeypatch.setattr(on_policy, "clip_and_step", step)
-    return result
+    return ranks.run(one)
 
 
-def joined(modules: list[RankPPO], iteration: int, name: str) -> torch.Tensor:
+def joined(modules: list[Any], iteration: int, name: str) -> torch.Tensor:
     """Return one field of all ranks' rows, padded to one width."""
     parts = [getattr(module.rollouts[iteration], name) for module in modules]
     if parts[0].dim() == 1:
@@ -167,7 +111,8 @@ def test_ranks_with_few_micro_batches_run_as_many_forwards_as_the_others(monkeyp
     monkeypatch.setattr(on_policy, "gathered", lambda value: [value])
     ranks = SimulatedRanks(monkeypatch, 2)
     shares = [prompts()[:2], prompts()[2:]]
-    modules = [prepared(ppo_hparams(micro_batch_size=2)) for _ in range(2)]
+    hparams = ppo_hparams(micro_batch_size=2)
+    modules = [without_trainer(tiny_module(ppo=hparams)) for _ in range(2)]
     calls = [0, 0]
 
     def one(rank: int) -> None:

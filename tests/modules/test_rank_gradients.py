@@ -79,7 +79,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, name: str, size: int, rows: int) -> l
     return [found[rank] for rank in range(size)]
 
 
-@pytest.mark.parametrize(("size", "rows"), [(1, 3), (2, 16), (4, 3)])
+@pytest.mark.parametrize(("size", "rows"), [(1, 3), (4, 3)])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_do_not_depend_on_micro_batches_and_ranks(monkeypatch, name, size, rows):
     (expected,) = steps(monkeypatch, name, 1, ROWS)

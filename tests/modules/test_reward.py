@@ -9,15 +9,17 @@ from torch.nn.functional import logsigmoid
 from torch.utils.data import DataLoader
 
 from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
-from rlhf_lightning.modules import base, reward
-from tests.builders.models import EOS, MODEL_TYPES, PAD, flat_gradients, flat_parameters
+from rlhf_lightning.modules import reward
+from tests.builders.models import EOS
 from tests.builders.stages import (
+    assert_two_ranks_step_as_one,
     preference_batch,
     tiny_reward,
-    train_ranks,
     trainer,
+    untaken_step,
     without_trainer,
 )
 
@@ -34,42 +36,9 @@ def swapped(batch: PreferenceBatch) -> PreferenceBatch:
     )
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_scores_are_those_of_single_rows_whatever_the_padding(model_type):
-    module = tiny_reward(model_type)
-    module.configure_model()
-    with torch.no_grad():
-        base = module.scores(preference_batch())
-        wide = module.scores(preference_batch(width=40, fill=EOS))
-        for a, b in zip(base, wide, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-        batch = preference_batch()
-        for row in range(len(batch)):
-            ids = batch.chosen_input_ids[row][batch.chosen_attention_mask[row]][None]
-            alone = sequence_scores(module.model, ids, torch.ones_like(ids, dtype=torch.bool))
-            torch.testing.assert_close(alone[0], base[0][row], rtol=0, atol=1e-5)
-    assert torch.cat(base).std() > 0.1
-
-
-def step(module, batch: PreferenceBatch) -> tuple[dict[str, float], torch.Tensor]:
-    """Return the measures and the gradient of a training step, without taking it."""
-    captured = {}
-
-    def capture(module, models, max_grad_norm, admit):
-        captured["gradient"] = flat_gradients(module.model)
-        module.zero_grad()
-        return {"reward/grad_norm": torch.zeros(())}
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(base, "clip_and_step", capture)
-        module.training_step(batch, 0)
-    measures = {name: float(value) for name, value in module.logged[-1].items()}
-    return measures, captured["gradient"]
-
-
 def test_a_zero_head_has_a_loss_of_log_2_and_no_right_pair():
     module = without_trainer(tiny_reward(init_std=0.0))
-    measures, gradient = step(module, preference_batch())
+    measures, gradient = untaken_step(module, preference_batch())
     assert measures["reward/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert measures["reward/accuracy"] == 0
     assert measures["reward/margin"] == 0
@@ -82,8 +51,8 @@ def test_swapping_the_sides_maps_the_loss_of_d_to_the_loss_of_minus_d():
     with torch.no_grad():
         chosen, rejected = module.scores(batch)
     d = chosen - rejected
-    there, gradient = step(module, batch)
-    back, opposite = step(module, swapped(batch))
+    there, gradient = untaken_step(module, batch)
+    back, opposite = untaken_step(module, swapped(batch))
     assert there["reward/loss"] == pytest.approx(float(-logsigmoid(d).mean()), abs=1e-5)
     assert back["reward/loss"] == pytest.approx(float(-logsigmoid(-d).mean()), abs=1e-5)
     assert there["reward/accuracy"] == pytest.approx(float((d > 0).float().mean()), abs=1e-6)
@@ -93,30 +62,24 @@ def test_swapping_the_sides_maps_the_loss_of_d_to_the_loss_of_minus_d():
 
 
 def test_margin_smoothing_and_centring_enter_the_loss_as_written():
-    batch = preference_batch(margin=0.7)
-    module = without_trainer(tiny_reward(label_smoothing=0.1, center_coef=0.05))
-    with torch.no_grad():
-        chosen, rejected = module.scores(batch)
-    d = chosen - rejected - 0.7
-    expected = -(0.9 * logsigmoid(d) + 0.1 * logsigmoid(-d)) + 0.05 * (chosen + rejected) ** 2
-    measures, _ = step(module, batch)
-    assert measures["reward/loss"] == pytest.approx(float(expected.mean()), abs=1e-5)
-    plain = without_trainer(tiny_reward(label_smoothing=0.1, center_coef=0.05, use_margin=False))
-    without = d + 0.7
-    expected = expected + 0.9 * (logsigmoid(d) - logsigmoid(without))
-    expected = expected + 0.1 * (logsigmoid(-d) - logsigmoid(-without))
-    measures, _ = step(plain, batch)
-    assert measures["reward/loss"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    batch, how = preference_batch(margin=0.7), {"label_smoothing": 0.1, "center_coef": 0.05}
+    for use_margin, margin in ((True, batch.margin), (False, None)):
+        module = without_trainer(tiny_reward(use_margin=use_margin, **how))
+        with torch.no_grad():
+            expected = pairwise_reward_loss(*module.scores(batch), margin=margin, **how).loss
+        measures, _ = untaken_step(module, batch)
+        assert measures["reward/loss"] == pytest.approx(float(expected), abs=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_the_gradient_does_not_depend_on_micro_batches_or_padding(micro_batch_size):
+def test_the_gradient_does_not_depend_on_micro_batches_or_padding():
     margin = torch.linspace(0, 3, 8)
     whole = without_trainer(tiny_reward())
-    loss, expected = step(whole, replace(preference_batch(), margin=margin))
+    loss, expected = untaken_step(whole, replace(preference_batch(), margin=margin))
     assert expected.abs().max() > 1e-2
-    split = without_trainer(tiny_reward(micro_batch_size=micro_batch_size))
-    measures, got = step(split, replace(preference_batch(width=40, fill=EOS), margin=margin))
+    split = without_trainer(tiny_reward(micro_batch_size=3))
+    measures, got = untaken_step(
+        split, replace(preference_batch(width=40, fill=EOS), margin=margin)
+    )
     for name in ("reward/loss", "reward/accuracy", "reward/margin"):
         assert measures[name] == pytest.approx(loss[name], abs=1e-5)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
@@ -153,7 +116,7 @@ def test_an_answer_of_many_pairs_is_read_once_and_its_gradient_is_the_sum(
     for known in (False, True):
         rows_read.clear()
         module = without_trainer(tiny_reward(micro_batch_size=micro_batch_size))
-        found[known] = (*step(module, all_pairs(known=known)), sum(rows_read))
+        found[known] = (*untaken_step(module, all_pairs(known=known)), sum(rows_read))
     (apart, gradient, read_apart), (together, same, read_together) = found[False], found[True]
     assert read_apart == 56
     assert read_together == 8 if micro_batch_size is None else 8 < read_together < 56
@@ -164,19 +127,13 @@ def test_an_answer_of_many_pairs_is_read_once_and_its_gradient_is_the_sum(
 
 
 def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
-    batches = [preference_batch(seed=seed) for seed in range(3)]
-    (one,) = whole = [without_trainer(tiny_reward(micro_batch_size=2))]
-    two = [without_trainer(tiny_reward(micro_batch_size=2)) for _ in range(2)]
-    start = flat_parameters(one)
-    train_ranks(monkeypatch, whole, batches)
-    train_ranks(monkeypatch, two, batches)
-    moved = flat_parameters(one) - start
-    assert moved.abs().max() > 2e-3
-    for rank in two:
-        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
-        for ours, theirs in zip(rank.logged, one.logged, strict=True):
-            for name in ("reward/loss", "reward/accuracy", "reward/margin", "reward/grad_norm"):
-                assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-4, abs=1e-5)
+    measures = ("reward/loss", "reward/accuracy", "reward/margin", "reward/grad_norm")
+    assert_two_ranks_step_as_one(
+        monkeypatch,
+        lambda: without_trainer(tiny_reward(micro_batch_size=2)),
+        [preference_batch(seed=seed) for seed in range(3)],
+        measures,
+    )
 
 
 def test_it_learns_pairs_and_validates_by_the_pair():
@@ -275,18 +232,3 @@ def test_calibration_counts_both_orders_of_each_pair():
         expected = calibration_error(difference)
         assert expected > 0.05
         assert metrics["val/calibration_error"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_pad_equal_to_eos_and_right_padding_do_not_hide_the_final_eos():
-    module = tiny_reward("llama")
-    module.configure_model()
-    batch = preference_batch(fill=EOS)
-    cut = batch.chosen_attention_mask.clone()
-    last = cut.sum(-1) - 1
-    cut[torch.arange(8), last] = False
-    with torch.no_grad():
-        full, _ = module.scores(batch)
-        same, _ = module.scores(preference_batch(fill=PAD))
-        without_eos, _ = module.scores(replace(batch, chosen_attention_mask=cut))
-    assert torch.equal(full, same)
-    assert (full - without_eos).abs().min() > 1e-3

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import Generation, PromptBatch
-from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import GRPOHparams, PPOHparams, UnusualHparamWarning
-from rlhf_lightning.modules import on_policy, optimization
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from rlhf_lightning.rollout.pending import PendingGeneration
+from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
 from tests.builders.models import PAD, flat_parameters, prompt_batch, prompt_rows
 from tests.builders.ranks import ROOT, SimulatedRanks
 from tests.builders.stages import (
     STOPS,
-    built,
+    average_over_ranks,
     grouped,
     grpo_hparams,
     ppo_hparams,
@@ -80,11 +80,6 @@ def lagged(tmp_path_factory) -> Any:
     return module, weights.before, generator.calls
 
 
-@pytest.fixture(scope="module")
-def at_once(tmp_path_factory) -> Any:
-    return run(tmp_path_factory.mktemp("at_once"), generator=Noted(STOPS, PAD))[1]
-
-
 def test_each_iteration_is_sampled_once_by_the_policy_after_the_update_two_before(lagged):
     _, before, calls = lagged
     assert [call.row_ids for call in calls] == [
@@ -117,29 +112,6 @@ def test_the_rollouts_are_what_was_sampled_and_old_log_probabilities_those_of_no
     assert [step["ppo/approx_kl"] for step in firsts] == [0.0] * ITERATIONS
 
 
-def test_tokens_are_those_of_the_older_weights_at_the_noise_of_their_own_iteration(lagged, at_once):
-    def responses(module: Any, number: int) -> list[list[int]]:
-        rollout = module.rollouts[number]
-        rows = zip(rollout.response_tensors, rollout.response_mask, strict=True)
-        return [ids[mask].tolist() for ids, mask in rows]
-
-    module, _, _ = lagged
-    assert responses(module, 0) == responses(at_once, 0)
-    assert responses(module, 1) != responses(at_once, 1), "the first update came in between"
-    prompts = at_once.rollouts[1]
-    initial = built(tiny_module(generator=CachedGenerator(STOPS, PAD)))
-    batch = PromptBatch(
-        prompts.query_tensors,
-        prompts.attention_mask[:, : prompts.prompt_length],
-        prompts.row_ids,
-        prompts.domains,
-        {"prompt": ("",) * 8},
-    )
-    rollout, _ = initial.collect_rollout(batch, 1)
-    initial.rollouts = [rollout]
-    assert responses(module, 1) == responses(initial, 0)
-
-
 def test_a_killed_run_with_a_lag_goes_on_bitwise(lagged, tmp_path: Path):
     whole, _, calls = lagged
     with pytest.raises(KilledError):
@@ -149,13 +121,7 @@ def test_a_killed_run_with_a_lag_goes_on_bitwise(lagged, tmp_path: Path):
     assert len(module.rollouts) == ITERATIONS - 2
     # Iteration 3 was sampled before the kill: it comes out of the checkpoint.
     assert [call.row_ids for call in generator.calls] == [calls[3].row_ids]
-    for ours, theirs in zip(module.rollouts, whole.rollouts[2:], strict=True):
-        names = ("sequences", "response_mask", "sampler_logprobs", "logprobs", "values")
-        for name in (*names, "rewards", "advantages", "finish_reason"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-    assert module.steps == whole.steps[-len(module.steps) :]
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_run(module, whole)
     assert module.controls == whole.controls
 
 
@@ -177,13 +143,10 @@ def served_at_once(tmp_path_factory) -> Any:
     return run(tmp_path_factory.mktemp("served"), **served(AtOnce))[1]
 
 
-def assert_same_rollouts(module: Any, whole: Any) -> None:
-    for ours, theirs in zip(module.rollouts, whole.rollouts[-len(module.rollouts) :], strict=True):
-        for name in ("sequences", "response_mask", "sampler_logprobs", "logprobs", "rewards"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+def assert_same_run(module: Any, whole: Any) -> None:
+    assert_same_rollouts(module.rollouts, whole.rollouts)
     assert module.steps == whole.steps[-len(module.steps) :]
-    for name, value in whole.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_weights(module, whole)
 
 
 class Opened(L.Callback):
@@ -212,7 +175,7 @@ def test_servers_write_the_next_responses_while_the_policy_is_updated(served_at_
     _, module, _ = run(tmp_path, callback=opened, **served(STAND_IN_GATE=opened.gate))
     assert opened.under_way == [True] * (ITERATIONS - 1) + [False], "nothing after the last one"
     assert len(module.rollouts) == ITERATIONS
-    assert_same_rollouts(module, served_at_once)
+    assert_same_run(module, served_at_once)
 
 
 def test_a_killed_run_whose_responses_servers_were_writing_goes_on_bitwise(
@@ -222,7 +185,7 @@ def test_a_killed_run_whose_responses_servers_were_writing_goes_on_bitwise(
         run(tmp_path, die_at=3, **served())
     _, module, _ = run(tmp_path, resume=True, **served())
     assert len(module.rollouts) == ITERATIONS - 2
-    assert_same_rollouts(module, served_at_once)
+    assert_same_run(module, served_at_once)
 
 
 def test_a_checkpoint_without_what_is_pending_is_refused(tmp_path: Path):
@@ -267,15 +230,7 @@ def train_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int, stage: str, *, iterations: int = 3
 ) -> list[Any]:
     ranks = SimulatedRanks(monkeypatch, size)
-    step = optimization.clip_and_step
-
-    def averaged_step(module: Any, *rest: Any) -> Any:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad = global_sum(parameter.grad) / size
-        return step(module, *rest)
-
-    monkeypatch.setattr(on_policy, "clip_and_step", averaged_step)
+    average_over_ranks(monkeypatch, on_policy, size)
     if stage == "ppo":
         made = [tiny_module(ppo=ppo_hparams(**LAGGED)) for _ in range(size)]
     else:
@@ -293,7 +248,6 @@ def train_ranks(
                 modules[rank].pending.load_state_dict(states[rank])
 
     ranks.run(one)
-    monkeypatch.setattr(on_policy, "clip_and_step", step)
     for module, state in zip(modules, states, strict=True):
         module.saved = state
     return modules
@@ -316,14 +270,6 @@ def test_ranks_take_the_steps_of_one_and_save_the_rows_of_all(monkeypatch, stage
     widths = [module.rollouts[2].response_mask.shape[1] for module in two]
     masks = [module.rollouts[2].response_mask for module in two]
     assert widths == [int(mask.sum(-1).max()) for mask in masks], "cut to the rank's own longest"
-
-
-def test_nothing_is_sampled_after_the_last_iteration():
-    generator = Noted(STOPS, PAD)
-    module = with_steps(tiny_module(ppo=ppo_hparams(**LAGGED), generator=generator), 2)
-    for iteration in range(2):
-        module.training_step(batch(iteration), iteration)
-    assert [call.iteration for call in generator.calls] == [0, 1]
 
 
 def test_prompts_and_responses_that_are_missing_or_others_are_errors():

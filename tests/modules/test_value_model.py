@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_lightning.functional.advantages import compute_gae
+from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.modules.optimization import parameter_group
 from rlhf_lightning.rollout.estimators import GAE
-from tests.builders.models import flat_parameters
+from tests.builders.library_runs import assert_same_weights
 from tests.builders.stages import (
-    after_some_training,
     built,
     fit,
-    loss_and_gradients,
     ppo_hparams,
-    rollout_of,
     tiny_module,
 )
 from tests.modules.test_ppo_resume import KilledError, run
@@ -68,21 +67,6 @@ def test_the_value_model_takes_its_further_passes_alone_and_before_the_policy() 
     assert all("ppo/policy_grad_norm" not in s for s in module.steps[:4])
 
 
-def test_further_passes_of_the_value_model_change_it_and_no_update_of_the_policy() -> None:
-    # One minibatch: an order would be another one in another pass.
-    modules = [
-        tiny_module(ppo=ppo_hparams(num_ppo_epochs=1, num_value_epochs=n)) for n in (None, 1, 3)
-    ]
-    for module in modules:
-        fit(module, 1)
-    none, one, three = modules
-    assert torch.equal(flat_parameters(none), flat_parameters(one))
-    assert (flat_parameters(three.value) - flat_parameters(one.value)).abs().max() > 1e-3
-    torch.testing.assert_close(
-        flat_parameters(three.policy), flat_parameters(one.policy), rtol=0, atol=1e-6
-    )
-
-
 def test_a_policy_that_has_moved_too_far_ends_its_passes_after_those_of_the_value_model() -> None:
     ppo = ppo_hparams(
         learning_rate=0.05, num_ppo_epochs=2, num_value_epochs=4, target_approx_kl=1e-4
@@ -93,7 +77,7 @@ def test_a_policy_that_has_moved_too_far_ends_its_passes_after_those_of_the_valu
     assert module.num_optimizer_steps == 3
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_what_no_pattern_matches_is_neither_trained_nor_in_the_optimizer(model_type: str) -> None:
     module = tiny_module(model_type, ppo=ppo_hparams(value_trainable=MLP))
     before = weights(built(module).value)
@@ -114,48 +98,19 @@ def test_what_no_pattern_matches_is_neither_trained_nor_in_the_optimizer(model_t
     assert {f"value.{name}" for name in named} <= set(module.state_dict())
 
 
-def test_the_gradient_of_what_is_trained_is_that_of_the_whole_value_model() -> None:
-    whole = built(tiny_module())
-    part = built(tiny_module(ppo=ppo_hparams(value_trainable=MLP)))
-    rollout = after_some_training(rollout_of(whole))
-    for module in (whole, part):
-        loss_and_gradients(module, rollout, micro_batch_size=3)
-    of_whole = dict(whole.value.named_parameters())
-    for name, parameter in part.value.named_parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None
-            assert of_whole[name].grad is not None
-            continue
-        torch.testing.assert_close(parameter.grad, of_whole[name].grad, rtol=0, atol=1e-6)
-
-
-def of_a_loop(rewards: Tensor, values: Tensor, lengths: list[int], lambdas: list[float]) -> Tensor:
-    """Return the advantages `[B, R]` at discount 1, one token after the other."""
-    found = torch.zeros_like(values)
-    for row, (length, own) in enumerate(zip(lengths, lambdas, strict=True)):
-        following, state = 0.0, 0.0
-        for t in reversed(range(length)):
-            following = float(rewards[row, t]) + state - float(values[row, t]) + own * following
-            state = float(values[row, t])
-            found[row, t] = following
-    return found
-
-
 def test_lambda_by_length_counts_the_stop_token_and_is_of_the_advantages_alone() -> None:
     lengths, alpha = [6, 3, 4, 1], 0.5
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     generator = torch.Generator().manual_seed(1)
     rewards, values = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
-    own = [2 / 3, 1 / 3, 1 / 2, 0.0]  # 1 - 1 / (alpha length), the stop token included, or 0
-    advantages = of_a_loop(rewards, values, lengths, own)[mask]
-    whitened = (advantages - advantages.mean()) / advantages.std(correction=0)
+    # 1 - 1 / (alpha length), the stop token included, or 0
+    own = torch.tensor([2 / 3, 1 / 3, 1 / 2, 0.0], dtype=torch.float64)
+    wanted = compute_gae(rewards, values, mask, gamma=1.0, gae_lambda=own).advantages
     for value_lambda, of_values in ((None, 0.9), (1.0, 1.0)):
-        estimator = GAE(1.0, 0.9, value_lambda, alpha)
-        found, returns = estimator(rewards, values, mask, torch.arange(4))
-        torch.testing.assert_close(found[mask], whitened, rtol=1e-5, atol=1e-6)
-        targets = of_a_loop(rewards, values, lengths, [of_values] * 4) + values
-        torch.testing.assert_close(returns[mask], targets[mask], rtol=1e-5, atol=0)
-        assert not returns[~mask].any()
+        found, returns = GAE(1.0, 0.9, value_lambda, alpha)(rewards, values, mask, torch.arange(4))
+        torch.testing.assert_close(found, masked_whiten(wanted, mask), rtol=1e-5, atol=1e-6)
+        targets = compute_gae(rewards, values, mask, gamma=1.0, gae_lambda=of_values).returns
+        torch.testing.assert_close(returns, targets, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 1.5])
@@ -180,6 +135,4 @@ def test_a_killed_run_of_sao_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         run(tmp_path / "killed", die_at=3, **SAO)
     _, resumed, rest = run(tmp_path / "killed", resume=True, **SAO)
     assert len(rest) < len(seen)
-    ours, theirs = resumed.state_dict(), whole.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(resumed, whole)

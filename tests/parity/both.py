@@ -135,20 +135,20 @@ def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def sft_batches(folder: Path, rows: Sequence[Any], batch_size: int) -> list[Any]:
-    tokenizer = load_tokenizer(folder)
     records = [DemonstrationRecord(row["prompt"], row["completion"]) for row in rows]
-    encoded, _ = encode_all(records, tokenizer, max_length=64)
-    assert len(encoded) == len(rows)
-    collate = SFTCollator(int(tokenizer.pad_token_id))
-    return [collate(encoded[i : i + batch_size]) for i in range(0, len(encoded), batch_size)]
+    return _batches(folder, records, SFTCollator, batch_size)
 
 
 def preference_batches(folder: Path, rows: Sequence[Any], batch_size: int) -> list[Any]:
-    tokenizer = load_tokenizer(folder)
     records = [PreferenceRecord(r["prompt"], r["chosen"], r["rejected"]) for r in rows]
+    return _batches(folder, records, PreferenceCollator, batch_size)
+
+
+def _batches(folder: Path, records: list[Any], collator: Any, batch_size: int) -> list[Any]:
+    tokenizer = load_tokenizer(folder)
     encoded, _ = encode_all(records, tokenizer, max_length=64)
-    assert len(encoded) == len(rows)
-    collate = PreferenceCollator(int(tokenizer.pad_token_id))
+    assert len(encoded) == len(records)
+    collate = collator(int(tokenizer.pad_token_id))
     return [collate(encoded[i : i + batch_size]) for i in range(0, len(encoded), batch_size)]
 
 

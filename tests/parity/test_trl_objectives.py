@@ -6,7 +6,6 @@ log-probabilities are given.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from rlhf_lightning.functional.losses import (
 )
 from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.functional.surrogates import SURROGATES
+from tests.parity.test_trl_dpo import trl_self
 
 pytestmark = pytest.mark.timeout(120)
 SAME = {"rtol": 1e-4, "atol": 1e-7}
@@ -49,25 +49,29 @@ def logprobs() -> tuple[Tensor, Tensor, Tensor]:
     return new.requires_grad_(), old, ref
 
 
-def trl_self(new: Tensor, **settings: Any) -> Any:
-    model = SimpleNamespace(training=True)
-    accelerator = SimpleNamespace(
-        reduce=lambda x, reduction: x,
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
-        num_processes=1,
-        device=torch.device("cpu"),
-    )
-    return SimpleNamespace(
-        model=model,
-        accelerator=accelerator,
+def trl_on(new: Tensor, **settings: Any) -> Any:
+    return trl_self(
         _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
-        aux_loss_enabled=False,
         epsilon_low=0.2,
         epsilon_high=0.28,
         beta=BETA,
-        _metrics=defaultdict(lambda: defaultdict(list)),
         **settings,
+    )
+
+
+def trl_grpo(new: Tensor, loss_type: str) -> Any:
+    is_gspo = loss_type == "gspo"
+    return trl_on(
+        new,
+        loss_type="grpo" if is_gspo else loss_type,
+        importance_sampling_level="sequence" if is_gspo else "token",
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_LENGTH,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
     )
 
 
@@ -87,19 +91,8 @@ def test_policy_losses_and_gradients_with_k3_in_the_loss_are_those_of_trl(
     loss_type: str, name: str, reduction: Any
 ):
     new, old, ref = logprobs()
-    is_gspo, is_cispo = loss_type == "gspo", loss_type == "cispo"
-    trainer = trl_self(
-        new,
-        loss_type="grpo" if is_gspo else loss_type,
-        importance_sampling_level="sequence" if is_gspo else "token",
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        use_vllm=False,
-        _entropy_bonus_enabled=False,
-        current_gradient_accumulation_steps=1,
-        max_completion_length=MAX_LENGTH,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
-    )
+    is_cispo = loss_type == "cispo"
+    trainer = trl_grpo(new, loss_type)
     if is_cispo:
         trainer.epsilon_high = 1.28  # the largest weight itself
     inputs = trl_inputs(
@@ -124,18 +117,7 @@ def test_k3_pulls_a_policy_far_from_its_reference_back_as_trl_does():
     _, old, ref = logprobs()
     ours, theirs = ((ref - 4).requires_grad_() for _ in range(2))  # 55 times less likely
     for _ in range(5):
-        trainer = trl_self(
-            theirs,
-            loss_type="bnpo",
-            importance_sampling_level="token",
-            top_entropy_quantile=1.0,
-            off_policy_mask_threshold=None,
-            use_vllm=False,
-            _entropy_bonus_enabled=False,
-            current_gradient_accumulation_steps=1,
-            max_completion_length=MAX_LENGTH,
-            args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
-        )
+        trainer = trl_grpo(theirs, "bnpo")
         inputs = trl_inputs(old_per_token_logps=old, ref_per_token_logps=ref)
         inputs["advantages"] = torch.zeros_like(SCORES)
         GRPOTrainer._compute_loss(trainer, None, inputs).backward()
@@ -152,7 +134,7 @@ def test_k3_pulls_a_policy_far_from_its_reference_back_as_trl_does():
 def test_rloo_is_that_of_trl_before_the_first_step_and_clips_tokens_where_trl_clips_responses():
     def both(old: Tensor) -> tuple[Tensor, Tensor]:
         old_sums = torch.where(MASK, old, 0).sum(-1)
-        theirs = RLOOTrainer._compute_loss(trl_self(new), None, trl_inputs(old_logps=old_sums))
+        theirs = RLOOTrainer._compute_loss(trl_on(new), None, trl_inputs(old_logps=old_sums))
         advantages = SCORES[:, None].expand(MASK.shape)
         ours = ppo_policy_loss(
             new,
@@ -178,7 +160,7 @@ def test_dpo_losses_and_gradients_are_those_of_trl(kind: Any):
     new, _, ref = logprobs()
     completion = torch.cat([torch.zeros(len(MASK), 1, dtype=torch.bool), MASK], dim=1).long()
     outputs = [torch.where(MASK, part, 0) for part in (new, ref)]
-    trainer = trl_self(
+    trainer = trl_on(
         new,
         ld_alpha=None,
         precompute_ref_logps=True,
@@ -187,8 +169,6 @@ def test_dpo_losses_and_gradients_are_those_of_trl(kind: Any):
         loss_weights=[1.0],
         label_smoothing=0.0,
         use_weighting=False,
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     sums = [part.sum(-1) for part in outputs]
     lengths = MASK.sum(-1)

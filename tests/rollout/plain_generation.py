@@ -33,10 +33,7 @@ SHAPE = {
 }
 _MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 OTHER_MODELS = {
-    "gemma": {},
-    "gemma2": _MIXED,
     "gemma3_text": _MIXED,
-    "qwen2": {},
     "qwen3": _MIXED | {"use_sliding_window": True},
     "mistral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW},
@@ -61,7 +58,9 @@ def generated(
     result = engine(STOPS, PAD)(
         model, prompts, noise=NOISE, temperature=temperature, max_new_tokens=max_new_tokens
     )
-    body = result.sequences[:, prompts.input_ids.shape[1] :]
+    width = prompts.input_ids.shape[1]
+    assert torch.equal(result.sequences[:, :width], prompts.input_ids)
+    body = result.sequences[:, width:]
     rows = [ids[mask].tolist() for ids, mask in zip(body, result.response_mask, strict=True)]
     return dict(zip(prompts.row_ids.tolist(), rows, strict=True))
 

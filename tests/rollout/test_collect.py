@@ -9,7 +9,7 @@ from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.ppo_models import PPOModels
-from rlhf_lightning.modules import metrics, on_policy
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -124,19 +124,6 @@ def test_advantages_are_the_whitened_gae_of_rewards_and_values():
     assert (rollout.advantages[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_policy_equal_to_reference_gives_a_kl_of_exactly_0_and_only_the_scores(dtype):
-    same = tiny_policy(seed=0)
-    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-        rollout = assembled(reference=same)
-    assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
-    mask = rollout.response_mask
-    last = mask.sum(-1) - 1
-    at_last = torch.arange(mask.shape[1]) == last[:, None]
-    assert torch.equal(rollout.rewards[at_last], torch.tensor(ADJUSTED))
-    assert (rollout.rewards[~at_last] == 0).all()
-
-
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 4])
 def test_extra_padding_and_micro_batches_change_nothing(micro_batch_size):
     base = assembled()
@@ -161,13 +148,6 @@ def test_a_constant_added_to_all_scores_leaves_the_advantages_without_critic_alo
     assert (a.advantages - b.advantages).abs().max() > 0.01
 
 
-def test_domain_weights_multiply_the_scores_before_they_are_shaped():
-    prompts = prompt_batch(PROMPTS, domains=["maths"] * 3 + [""] * 3)
-    rollout = assembled(prompts, domain_weights={"maths": 0.5})
-    weighted = [0.5, -1.0 - 1.5, 0.25, *ADJUSTED[3:]]
-    assert_rewards_add_up(rollout, weighted, KL_COEF)
-
-
 @pytest.mark.parametrize(
     ("weight", "worth"),  # less the penalty of those that did not end
     [
@@ -190,15 +170,6 @@ def test_the_diversity_bonus_pays_for_bigrams_that_no_other_answer_has():
     assert rollout.scores.tolist() == SCORES, "the rollout keeps the scorer's own numbers"
 
 
-def test_novelty_is_judged_among_the_answers_of_all_ranks(monkeypatch):
-    answers = responses_of(prompt_batch(PROMPTS), RESPONSES)
-    assert metrics.novelty(answers) == [1, 1, 0, 1, 1, 1]
-    # The other rank has said (7, 8) and (4, 4) too, and this one is the second of the two.
-    monkeypatch.setattr(metrics, "gathered", lambda own: [[[7, 8], [4, 4]], own])
-    monkeypatch.setattr(metrics, "rank", lambda: 1)
-    assert metrics.novelty(answers) == [0.5, 1, 0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(temperature):
     the_module = module(temperature=temperature)
@@ -215,15 +186,3 @@ def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(tempera
         got = rollout.logprobs[row, : len(response)]
         torch.testing.assert_close(got, picked, rtol=0, atol=1e-5)
     assert not rollout.logprobs.requires_grad
-
-
-def test_equal_scores_without_kl_and_critic_give_advantages_of_exactly_0():
-    rollout = assembled(
-        scores=[0.7] * 6,
-        kl_coef=0.0,
-        missing_eos_penalty=0.0,
-        estimator=FULL_RETURNS,
-        **NO_VALUES,
-    )
-    assert (rollout.advantages == 0).all()
-    assert rollout.rewards.sum(-1).tolist() == pytest.approx([0.7] * 6)

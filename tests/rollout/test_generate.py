@@ -12,63 +12,27 @@ from rlhf_lightning.rollout.generators.base import (
     TransformersGenerator,
     as_generation,
 )
-from rlhf_lightning.rollout.noise import RowNoise, sample, sample_unchecked
-from tests.builders.models import (
-    EOS,
-    MODEL_TYPES,
-    PAD,
-    VOCABULARY,
-    prompt_batch,
-    prompt_rows,
-    tiny_policy,
-)
+from rlhf_lightning.rollout.noise import RowNoise, sample_unchecked
+from tests.builders.models import EOS, MODEL_TYPES, PAD, VOCABULARY, prompt_batch
+from tests.rollout.plain_generation import NOISE, ROWS, STOPS, generated, tiny, without_cache
 
 ENGINES = (CachedGenerator, TransformersGenerator)
-ROWS = prompt_rows([3, 8, 1, 5, 8, 2, 7, 4, 6, 3, 1, 8])
-STOPS = (EOS, *range(40, VOCABULARY))  # so many that most rows stop before the length limit
-NOISE = RowNoise(seed=5, iteration=1)
-
-
-def eval_model(model_type: str = "gpt2", **changes):
-    return tiny_policy(model_type, **changes).model.eval()
-
-
-def responses(engine, model, prompts, *, temperature: float = 0.9, max_new_tokens: int = 12):
-    """Return each row's response ids by its row id."""
-    generator = engine(STOPS, PAD)
-    result = generator(
-        model, prompts, noise=NOISE, temperature=temperature, max_new_tokens=max_new_tokens
-    )
-    width = prompts.input_ids.shape[1]
-    assert torch.equal(result.sequences[:, :width], prompts.input_ids)
-    pairs = zip(result.sequences[:, width:], result.response_mask, strict=True)
-    rows = [ids[mask].tolist() for ids, mask in pairs]
-    return dict(zip(prompts.row_ids.tolist(), rows, strict=True))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_both_engines_give_the_tokens_of_the_plain_model_one_row_at_a_time(model_type):
-    model = eval_model(model_type)
-    prompts = prompt_batch(ROWS)
-    got = responses(CachedGenerator, model, prompts)
-    assert got == responses(TransformersGenerator, model, prompts)
-    assert len({len(ids) for ids in got.values()}) > 3, "rows must leave the batch at many times"
-    for row, prompt in enumerate(ROWS):
-        ids = list(prompt)
-        for t in range(12):
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([ids])).logits[:, -1]
-            uniform = NOISE.uniform(torch.tensor([row]), t)
-            ids.append(int(sample(logits, uniform, temperature=0.9).tokens))
-            if ids[-1] in STOPS:
-                break
-        assert got[row] == ids[len(prompt) :], row
+    model = tiny(model_type)
+    expected = without_cache(model, ROWS)
+    assert len({len(ids) for ids in expected.values()}) > 3, "rows leave the batch at many times"
+    for engine in ENGINES:
+        assert generated(model, prompt_batch(ROWS), engine=engine) == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_give_the_log_probability_of_each_token_under_what_they_sampled_from(engine):
-    model, prompts = eval_model(), prompt_batch(ROWS)
-    result = engine(STOPS, PAD)(model, prompts, noise=NOISE, temperature=0.9, max_new_tokens=12)
+    model, prompts = tiny("gpt2"), prompt_batch(ROWS)
+    stops, drawn = (EOS, *range(40, VOCABULARY)), RowNoise(seed=5, iteration=1)
+    result = engine(stops, PAD)(model, prompts, noise=drawn, temperature=0.9, max_new_tokens=12)
     body, mask = result.sequences[:, prompts.input_ids.shape[1] :], result.response_mask
     assert mask.sum(-1).unique().numel() > 3, "rows leave the batch at different steps"
     assert (result.logprobs[~mask] == 0).all()
@@ -85,23 +49,23 @@ def test_engines_give_the_log_probability_of_each_token_under_what_they_sampled_
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_tokens_do_not_change_with_batch_order_padding_or_subset(engine):
-    model = eval_model()
-    expected = responses(engine, model, prompt_batch(ROWS))
-    assert responses(engine, model, prompt_batch(ROWS, width=13, pad=EOS)) == expected
+    model = tiny("gpt2")
+    expected = generated(model, prompt_batch(ROWS), engine=engine)
+    assert generated(model, prompt_batch(ROWS, width=13, pad=EOS), engine=engine) == expected
     order = torch.randperm(len(ROWS))
-    assert responses(engine, model, prompt_batch(ROWS)[order]) == expected
-    half = responses(engine, model, prompt_batch(ROWS[6:], first_row=6))
+    assert generated(model, prompt_batch(ROWS)[order], engine=engine) == expected
+    half = generated(model, prompt_batch(ROWS[6:], first_row=6), engine=engine)
     assert half == {row: ids for row, ids in expected.items() if row >= 6}
     model(input_ids=torch.tensor([[3, 4]]))
     torch.rand(7)
-    assert responses(engine, model, prompt_batch(ROWS)) == expected
+    assert generated(model, prompt_batch(ROWS), engine=engine) == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_noise_gives_other_tokens_and_a_longer_limit_only_continues(engine):
-    model, prompts = eval_model(), prompt_batch(ROWS)
-    expected = responses(engine, model, prompts)
-    longer = responses(engine, model, prompts, max_new_tokens=16)
+    model, prompts = tiny("gpt2"), prompt_batch(ROWS)
+    expected = generated(model, prompts, engine=engine)
+    longer = generated(model, prompts, max_new_tokens=18, engine=engine)
     for row, ids in expected.items():
         assert longer[row][: len(ids)] == ids
     other = engine(STOPS, PAD)(
@@ -126,8 +90,8 @@ HIDDEN_SETTINGS = GenerationConfig(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoints_generation_config_changes_nothing(engine, monkeypatch):
-    model, prompts = eval_model(), prompt_batch(ROWS)
-    expected = responses(engine, model, prompts)
+    model, prompts = tiny("gpt2"), prompt_batch(ROWS)
+    expected = generated(model, prompts, engine=engine)
     seen: list[torch.Tensor] = []
 
     def recorded(logits, uniform, *, temperature):
@@ -137,7 +101,7 @@ def test_a_checkpoints_generation_config_changes_nothing(engine, monkeypatch):
     for file in (generate, noise):  # the second is that of `sample`
         monkeypatch.setattr(file, "sample_unchecked", recorded)
     model.generation_config = HIDDEN_SETTINGS
-    assert responses(engine, model, prompts) == expected
+    assert generated(model, prompts, engine=engine) == expected
     assert model.generation_config is HIDDEN_SETTINGS, "the model's own config is put back"
     # What was sampled from is softmax(logits / T) of the whole vocabulary, at every step.
     for t in (0, 1):
@@ -151,23 +115,9 @@ def test_a_checkpoints_generation_config_changes_nothing(engine, monkeypatch):
     assert all(torch.isfinite(logits).all() for logits in seen)
 
 
-def test_transformers_own_sampling_would_have_used_the_hidden_settings():
-    # The premise of the test above: these settings do reach model.generate by default.
-    model, prompts = eval_model(), prompt_batch(ROWS[:1])
-    model.generation_config = HIDDEN_SETTINGS
-    output = model.generate(
-        input_ids=prompts.input_ids,
-        attention_mask=prompts.attention_mask.long(),
-        generation_config=GenerationConfig(do_sample=True, max_new_tokens=1),
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    assert torch.isinf(output.scores[0]).any()
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_response_ends_with_its_first_stop_token_and_says_how_it_ended(engine):
-    model, prompts = eval_model(), prompt_batch(ROWS)
+    model, prompts = tiny("gpt2"), prompt_batch(ROWS)
     result = engine(STOPS, PAD)(model, prompts, noise=NOISE, temperature=0.9, max_new_tokens=6)
     body = result.sequences[:, prompts.input_ids.shape[1] :]
     stopped = 0
@@ -206,31 +156,30 @@ def test_responses_are_as_wide_as_the_longest_and_pad_may_be_eos():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_cast_to_bf16_for_one_generation_do_not_outlive_it(engine):
-    model, other, prompts = eval_model(), eval_model(seed=3), prompt_batch(ROWS)
+    model, other, prompts = tiny("gpt2"), tiny("gpt2", seed=3), prompt_batch(ROWS)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        expected = responses(engine, other, prompts)
+        expected = generated(other, prompts, engine=engine)
         model.requires_grad_(True)
-        assert responses(engine, model, prompts) != expected
+        assert generated(model, prompts, engine=engine) != expected
         assert not torch.is_autocast_cache_enabled()
         model.load_state_dict(other.state_dict())
-        assert responses(engine, model, prompts) == expected
+        assert generated(model, prompts, engine=engine) == expected
         # A forward with a graph must cast anew: a cast made without one would hide the gradient.
         model(input_ids=prompts.input_ids).logits.float().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_watcher_sees_every_token_and_changes_none(model_type):
-    model, seen = eval_model(model_type), []
+def test_a_watcher_sees_every_token_and_changes_none():
+    model, seen = tiny("gpt2"), []
     prompts = prompt_batch(ROWS[:3])
-    expected = responses(CachedGenerator, model, prompts)
+    expected = generated(model, prompts)
 
     def watched(*arguments):
         engine = CachedGenerator(*arguments)
         engine.watch = lambda tokens: seen.append(tokens.tolist())
         return engine
 
-    assert responses(watched, model, prompts) == expected
+    assert generated(model, prompts, engine=watched) == expected
     assert [len(rows[0]) for rows in seen] == list(range(1, max(map(len, expected.values())) + 1))
     for row, ids in expected.items():
         place = prompts.row_ids.tolist().index(row)

@@ -2,35 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_lightning.models.cpu.decode_attention import SUFFIX, one_token_attention
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import base as generate
 from rlhf_lightning.rollout.noise import sample_unchecked
-from tests.builders.models import MODEL_TYPES, prompt_batch
+from tests.builders.models import prompt_batch
 from tests.rollout.plain_generation import NOISE, ROWS, generated, other_model, tiny
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("groups", [1, 2, 6])
-def test_one_query_attends_by_the_formula_in_float32_even_under_autocast(groups, masked):
-    model = tiny()
-    query, keys, values = (torch.randn(3, n, t, 8) for n, t in ((6, 1), (groups, 9), (groups, 9)))
-    mask = torch.rand(3, 1, 1, 9) > 0.3 if masked else None
-    with one_token_attention(model) as used, torch.autocast("cpu", torch.bfloat16):
-        attention = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
-        got, _ = attention(model, query, keys, values, mask, scaling=0.3)
-        assert torch.is_autocast_enabled("cpu")
-    assert used
-    repeated = (x.double().repeat_interleave(6 // groups, 1) for x in (keys, values))
-    keys, values = repeated
-    logits = query.double() @ keys.transpose(-1, -2) * 0.3
-    if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf"))
-    expected = (logits.softmax(-1) @ values).transpose(1, 2)
-    assert got.dtype == torch.float32
-    assert (got - expected).abs().max() < 1e-5
 
 
 def test_the_models_attention_is_its_own_again_even_after_an_error():
@@ -55,7 +33,7 @@ def test_attention_that_is_not_torchs_own_is_left_alone():
     assert generated(model, prompt_batch(ROWS)) == expected
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_in_bf16_the_engine_is_as_close_to_float32_as_the_plain_forward(
     model_type, weights, monkeypatch

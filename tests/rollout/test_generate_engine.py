@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from rlhf_lightning.models.forward import equal_widths
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import kv_cache as engine_cache
 from rlhf_lightning.rollout.generators.active_rows import Prefill
 from rlhf_lightning.rollout.generators.base import CachedGenerator, TransformersGenerator
-from tests.builders.models import MODEL_TYPES, PAD, prompt_batch
+from tests.builders.models import PAD, prompt_batch
 from tests.rollout.plain_generation import (
     NOISE,
     OTHER_MODELS,
@@ -106,7 +105,7 @@ def test_a_pad_id_inside_a_prompt_is_a_token_when_equal_prompts_are_found():
     assert generated(model, prompt_batch(rows)) == without_cache(model, rows)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_prompts_read_in_many_forwards_give_the_same_tokens(model_type, monkeypatch):
     model, prompts = tiny(model_type), prompt_batch(ROWS)
     expected = generated(model, prompts)
@@ -120,18 +119,6 @@ def test_prompts_read_in_many_forwards_give_the_same_tokens(model_type, monkeypa
     body = got.sequences[:, prompts.input_ids.shape[1] :]
     assert body[:, 0].tolist() == [ids[0] for ids in expected.values()]
     assert generated(model, prompts) == expected
-
-
-def test_runs_of_like_length_cover_every_prompt_within_the_budget():
-    lengths = sorted([3, 3, 4, 9, 9, 10, 31, 32, 32, 64, 65, 200])
-    for waste, budget in [(0, 10**6), (10, 128), (10**6, 64), (10**6, 10**6)]:
-        runs = equal_widths(lengths, waste=waste, budget=budget)
-        assert sorted(i for run in runs for i in run) == list(range(len(lengths)))
-        for run in runs:
-            width = max(lengths[i] for i in run)
-            assert len(run) * width <= budget or len(run) == 1
-            assert sum(width - lengths[i] for i in run) <= waste
-    assert len(equal_widths(lengths, waste=10**6, budget=10**6)) == 1
 
 
 def test_room_that_grows_while_rows_leave_changes_no_token(monkeypatch):
@@ -152,22 +139,6 @@ def test_memory_nobody_wrote_never_reaches_a_token():
         assert generated(model, prompt_batch(ROWS, width=12)) == expected
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_token_is_written_in_place_and_copies_nothing_before_it():
-    layer = engine_cache.InPlaceLayer()
-    layer.slots, layer.columns, layer.rows = 3, 12, 3
-    first = torch.randn(3, 2, 4, 8)
-    layer.update(first, first)
-    storage = layer.keys.untyped_storage().data_ptr()
-    for t in range(5):
-        token = torch.randn(3, 2, 1, 8)
-        keys, values = layer.update(token, -token)
-        assert keys.untyped_storage().data_ptr() == storage
-        assert keys.shape[2] == values.shape[2] == 5 + t
-        assert torch.equal(keys[:, :, -1:], token)
-        assert torch.equal(values[:, :, -1:], -token)
-        assert torch.equal(keys[:, :, :4], first)
 
 
 def test_a_model_whose_state_is_no_key_value_cache_is_refused_with_what_to_use():

@@ -84,12 +84,6 @@ def test_a_rows_number_does_not_depend_on_the_batch_around_it():
     assert torch.equal(noise.uniform(ROWS, torch.tensor(3)), whole)
 
 
-def test_the_numbers_stay_the_same_from_version_to_version():
-    # A checkpoint continues bit for bit only if these never change.
-    got = RowNoise(seed=1, purpose="rollout", iteration=2).uniform(torch.tensor([0, 1, 2**40]), 3)
-    assert got.tolist() == [0.013506096285785807, 0.27513285078045324, 0.4701504401744532]
-
-
 def test_tokens_follow_the_softmax_of_the_logits_over_the_temperature():
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
     uniform = RowNoise(seed=0).uniform(torch.arange(40_000), 0)

@@ -41,6 +41,8 @@ class ConstantScorer:
 
 
 def test_completions_are_the_actions_as_text_without_special_tokens():
+    empty = responses_of(prompt_batch([[3]]), [[EOS]])
+    assert (empty.completions, empty.finished.tolist()) == (("",), [True])
     got = answers()
     assert got.completions == ("w7 w8", "w9 w9 w10")
     assert got.finished.tolist() == [True, False]

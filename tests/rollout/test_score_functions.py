@@ -16,12 +16,12 @@ import torch
 from rlhf_lightning.rollout.scorers import base
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
-    Scores,
     WeightedScorer,
     load_function,
 )
 from tests.builders.models import EOS, prompt_batch
 from tests.rollout.answers import responses_of
+from tests.rollout.test_score import ConstantScorer
 
 ROWS = [[3, 4, 5], [6]]
 RESPONSES = [[7, 8, EOS], [9, 10, EOS]]
@@ -47,9 +47,6 @@ class Checker:
     def __call__(self, completions, prompts, **columns):
         return right(prompts, completions)
 
-    def method(self, completions, prompts):
-        return right(prompts, completions)
-
 
 def with_answer(weight, completions, prompts, answer):
     assert weight == 2.0
@@ -61,12 +58,9 @@ def with_answer(weight, completions, prompts, answer):
     "function",
     [
         lambda completions, prompts, **columns: right(prompts, completions),
-        lambda *args, **k: right(k["prompts"], k["completions"]),
         lambda completions: right(PROMPTS, completions),
         Checker(),
-        Checker().method,
         functools.partial(with_answer, 2.0),
-        functools.partial(with_answer, weight=2.0),
     ],
 )
 def test_prompts_and_completions_arrive_under_their_names_in_any_order(function):
@@ -77,13 +71,9 @@ def test_prompts_and_completions_arrive_under_their_names_in_any_order(function)
     "function",
     [
         lambda queries, prompts, labels: [],
-        lambda data_source=None, solution_str=None, **k: [],
         lambda p, c: [],
         lambda prompts, completions, /: [],
-        lambda prompts, completions, /, **columns: [],
         lambda prompts: [],
-        lambda *both: [],
-        Checker,
         len,
     ],
 )
@@ -150,11 +140,8 @@ def test_an_asynchronous_function_is_awaited_also_where_a_loop_runs():
 @pytest.mark.parametrize(
     "values",
     [
-        (True, 2),
-        np.array([1.0, 2.0], dtype=np.float32),
         np.array([[1.0], [2.0]]),
         torch.tensor([[1.0], [2.0]], requires_grad=True),
-        torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
         [[1.0], (2,)],
         [torch.tensor(1.0), np.float16(2)],
     ],
@@ -199,8 +186,6 @@ def test_a_dict_has_further_figures_that_are_parts_of_the_score_alone_and_in_a_s
         ({"score": [1.0, 2.0], "length": [1.0]}, "1 scores for 2"),
         ("12", "str"),
         ((value for value in (1, 2)), "generator"),
-        (None, "NoneType"),
-        (torch.tensor(1.0), "Tensor"),
         ([1.0], "1 scores for 2 completions"),
         (np.ones((2, 2)), r"\[1.0, 1.0\] for completion 0"),
         ([1.0, math.nan], r"nan for completion 1 \('w9 w10'\)"),
@@ -208,9 +193,7 @@ def test_a_dict_has_further_figures_that_are_parts_of_the_score_alone_and_in_a_s
         ([1.0, -1e39], r"-1e\+39 for completion 1"),
         ([10**400, 1.0], "for completion 0"),
         (["1", 2.0], "'1' for completion 0"),
-        ([np.str_("1.5"), 2.0], "for completion 0"),
         ([1 + 2j, 1.0], "for completion 0"),
-        ([[None, 1], 2], "for completion 0"),
     ],
 )
 def test_what_are_no_scores_is_refused_by_the_name_of_the_function(values, message):
@@ -285,7 +268,6 @@ def test_a_function_is_found_by_file_and_by_dotted_name(tmp_path):
     [
         ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
         ("def score(:\n", "SyntaxError"),
-        ("1 / 0\n", "ZeroDivisionError"),
     ],
 )
 def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
@@ -300,25 +282,12 @@ def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
         ("nowhere.py:f", "no Python file nowhere.py; give 'path.py:name' or 'package.module.name'"),
         ("no.such.module.f", "No module named 'no'"),
         ("f", "give 'path.py:name'"),
-        ("math.nothing", "'nothing' is no callable there"),
         ("math.pi", "'pi' is no callable there"),
     ],
 )
 def test_a_function_that_is_not_there_is_an_error(path, message):
     with pytest.raises(ValueError, match=f"reward function '{path}'.*{message}"):
         load_function(path)
-
-
-class Fixed:
-    def __init__(self, *values):
-        self.values = values
-
-    def build(self, base=None):
-        return []
-
-    def __call__(self, answers):
-        total = torch.tensor(self.values)
-        return Scores(total, {"fixed": total})
 
 
 def test_a_sum_leaves_out_what_does_not_apply():
@@ -334,6 +303,7 @@ def test_a_sum_leaves_out_what_does_not_apply():
     assert found.total[2:].isnan().all(), "nothing with a weight applies"
     assert found.applies.tolist() == [True, True, False, False]
     assert found.components["one"].isnan().tolist() == [False, True, True, True]
-    with_model = WeightedScorer({"one": one, "model": Fixed(1.0, 2.0, 3.0, 4.0)})(answers)
+    model = ConstantScorer([1.0, 2.0, 3.0, 4.0])
+    with_model = WeightedScorer({"one": one, "model": model})(answers)
     assert with_model.total.tolist() == [2.0, 2.0, 3.0, 4.0]
     assert with_model.applies.all()

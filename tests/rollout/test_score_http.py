@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 import socket
-import ssl
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +125,9 @@ def test_what_may_pass_is_tried_again_after_waits_that_double(trouble):
 def test_an_attempt_that_times_out_is_tried_again_and_a_service_that_is_not_there_is_named():
     with serving(slow(5), lengths) as server:
         assert scorer(server.url, timeout=0.5)(answers()).total.tolist() == SCORES
+    never = pytest.raises(ServiceError, match="did not answer: ReadTimeout")
+    with serving(slow(5)) as server, never:
+        scorer(server.url, timeout=0.2, max_retries=1)(answers())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/score"
@@ -223,29 +222,6 @@ def test_a_service_is_asked_from_a_running_event_loop_and_from_threads():
         served = scorer(server.url, batch_size=1)
         results = list(pool.map(lambda _: served(answers()).total.tolist(), range(4)))
     assert results == [SCORES] * 4
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    command += ["-days", "2", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    return key, certificate
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_a_certificate_is_checked(tmp_path, monkeypatch):
-    key, cert = certificate(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
-    with serving(lengths) as server:
-        server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
-        url = server.url.replace("http://127.0.0.1", "https://localhost")
-        with pytest.raises(ServiceError, match="CERTIFICATE_VERIFY_FAILED"):
-            scorer(url)(answers())
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-        assert scorer(url)(answers()).total.tolist() == SCORES
 
 
 def test_ranks_ask_for_their_own_rows_and_fail_together(monkeypatch):

@@ -1,4 +1,4 @@
-"""A reward model of another maker inside PPO: placed, sharded, under every precision, on ranks."""
+"""A reward model of another maker: placed, sharded, under every precision, on ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores, make_responses
-from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, make_responses
 from tests.builders.models import config_fields, prompt_batch
 from tests.builders.ranks import SimulatedRanks
-from tests.builders.stages import RecordedPPO, fit, tiny_module
 from tests.rollout.reward_models import (
     built,
     byte_tokenizer,
@@ -47,7 +45,7 @@ def test_the_model_is_loaded_once_frozen_and_given_to_be_placed(tmp_path):
     assert torch.equal(first, second), "dropout must be off"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "deberta-v2"])
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_are_fp32_numbers_under_bf16(model_type, dtype, tmp_path):
     folder = save_reward_model(tmp_path, model_type)
@@ -65,17 +63,6 @@ def test_scores_are_fp32_numbers_under_bf16(model_type, dtype, tmp_path):
     assert not torch.equal(inside, exact), "the model must compute in bf16"
 
 
-def test_auto_takes_the_dtype_of_the_checkpoint(tmp_path):
-    folder = save_reward_model(tmp_path / "fp32", "gpt2")
-    saved = tmp_path / "bf16"
-    scorer = built(folder, dtype="bfloat16")
-    scorer.tokenizer.save_pretrained(saved)
-    scorer.model.model.save_pretrained(saved)
-    dtypes = {p.dtype for p in built(saved, dtype="auto").model.parameters()}
-    assert dtypes == {torch.bfloat16}
-    close(built(saved, dtype="auto")(answers()).total, scorer(answers()).total)
-
-
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
 @pytest.mark.parametrize("model_type", ["llama", "roberta"])
 def test_auto_does_not_round_a_head_in_fp32_of_a_checkpoint_in_bf16(model_type, shards, tmp_path):
@@ -91,40 +78,12 @@ def test_auto_does_not_round_a_head_in_fp32_of_a_checkpoint_in_bf16(model_type, 
     AutoTokenizer.from_pretrained(folder).save_pretrained(saved)
     kept = built(saved, dtype="auto").model.model
     read = dict(kept.named_parameters())
+    assert {value.dtype for value in read.values()} == {torch.float32, torch.bfloat16}
     own = [name for name, value in read.items() if value.dtype == torch.float32]
     assert {name.rpartition(".")[0] for name in own} == {
         "score" if model_type == "llama" else "classifier.out_proj"
     }
     assert torch.equal(read[own[0]], stored)
-
-
-class RewardOfText(TextRewardModelScorer):
-    """Remembers what it scored."""
-
-    def __call__(self, answers: Responses) -> Scores:
-        self.seen = answers
-        self.scores = super().__call__(answers)
-        return self.scores
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("model_type", ["gpt2", "deberta-v2"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_ppo_trains_on_it_and_keeps_it_out_of_checkpoints(model_type, precision, tmp_path):
-    folder = save_reward_model(tmp_path, model_type)
-    module = tiny_module(cls=RecordedPPO, scorer=RewardOfText(folder))
-    fit(module, 1, precision=precision)
-    scorer = module.scorer
-    assert scorer.model in module.frozen_models
-    assert not any("scorer" in name or "classifier" in name for name in module.state_dict())
-    assert not scorer.model.training
-    (rollout,) = module.rollouts
-    assert torch.equal(rollout.scores, scorer.scores.total)
-    assert rollout.scores.std() > 0
-    assert scorer.seen.completions[0]
-    expected = built(folder)(scorer.seen).total
-    tolerance = 1e-5 if precision == "32-true" else 0.1
-    torch.testing.assert_close(rollout.scores, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_reward_model_of_ours_says_of_text_what_it_says_of_tokens(tmp_path):
@@ -185,7 +144,7 @@ def one_rank():
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "deberta-v2", "roberta"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "deberta-v2"])
 def test_a_sharded_model_scores_like_a_whole_one(model_type, compute_dtype, tmp_path, one_rank):
     whole = built(save_reward_model(tmp_path, model_type))
     expected = whole(answers()).total

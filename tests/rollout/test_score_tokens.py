@@ -78,13 +78,6 @@ def test_a_conversation_is_written_by_the_reward_models_own_template(ending, fin
     assert read(conversation(finished=finished), ending=ending) == (text, False)
 
 
-def test_with_the_templates_own_ending_the_text_is_what_apply_chat_template_gives():
-    tokenizer = byte_tokenizer(template=CHATML)
-    messages = [*CHAT, {"role": "assistant", "content": "so"}]
-    expected = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert read(conversation(), tokenizer, ending="template") == (expected, False)
-
-
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -264,16 +257,6 @@ def test_an_empty_text_is_read_as_its_end():
     tokenizer = byte_tokenizer(adds_eos=True)
     assert read(plain("", ""), tokenizer) == (f"<s>{EOS}", False)
     assert read(plain("", "", finished=False), tokenizer) == ("<s>", False)
-
-
-def test_the_conversation_travels_with_the_prompt_as_json():
-    columns = {CONVERSATION: [json.dumps(CHAT), ""]}
-    answers = text_answers(["rendered", "plain"], ["a", "b"], finished=[True, False], **columns)
-    assert response_texts_of(answers) == [
-        Completion("rendered", CHAT, "a", True),
-        Completion("plain", None, "b", False),
-    ]
-    assert [row.messages for row in response_texts_of(text_answers(["p"], ["a"]))] == [None]
 
 
 def test_a_conversational_prompt_record_reaches_the_scorer_and_no_reward_function():

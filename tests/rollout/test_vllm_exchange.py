@@ -11,7 +11,10 @@ from rlhf_lightning.rollout.generators.vllm import Request, check_responses
 from rlhf_lightning.rollout.generators.vllm_weights import named_weights
 from tests.builders.models import EOS, prompt_rows
 
-ROWS = prompt_rows([3, 8])
+REQUEST = Request(
+    prompt_rows([3, 8]), [1, 2], {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
+)
+SOUND = ([5, EOS], [-1.0, float("nan")])
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -44,9 +47,13 @@ def test_weights_are_sent_under_the_names_of_the_checkpoint(tmp_path, kind, size
 
 @pytest.mark.parametrize("tokens", [[5, EOS, 7, EOS], [5] * 9, [5] * 9 + [EOS], [5, 6], []])
 def test_a_response_that_does_not_end_where_it_has_to_ends_the_run(tokens):
-    settings = {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
-    request = Request(ROWS, [1, 2], settings)
-    sound = ([5, EOS], [-1.0, float("nan")])
-    check_responses([sound, ([5] * 8, [1e-6] * 8)], request)
-    with pytest.raises(RuntimeError, match="vLLM's response to row 1 "):
-        check_responses([sound, (tokens, [-1.0] * len(tokens))], request)
+    check_responses([SOUND, ([5] * 8, [1e-6] * 8)], REQUEST)
+    cut = rf"response to row 1 has {len(tokens)} tokens"
+    with pytest.raises(RuntimeError, match=cut):
+        check_responses([SOUND, (tokens, [-1.0] * len(tokens))], REQUEST)
+
+
+def test_a_log_probability_above_0_ends_the_run_in_whichever_row_it_is():
+    odd = ([5] * 8, [-1.0] * 7 + [3.0])
+    with pytest.raises(RuntimeError, match="row 1 has a log-probability of 3,"):
+        check_responses([SOUND, odd], REQUEST)
