@@ -71,19 +71,6 @@ def test_pairs_of_a_file_are_measured_gated_and_reported(tmp_path, start):
     assert "accuracy chosen shorter" in page
 
 
-def test_rewardbench_2_is_read_from_a_file_of_its_form(tmp_path, start):
-    good, bad = ["w1 w2 w3"], ["w1", "w2", "w3 w4"]
-    rows = [
-        {"id": str(n), "prompt": "w1", "chosen": good, "rejected": bad, "subset": "Math"}
-        for n in range(3)
-    ]
-    file = write(tmp_path / "set.jsonl", rows)
-    words = [*by_length(tmp_path, start), "benchmark=rewardbench2", f"benchmark.path={file}"]
-    found = evaluate(tmp_path / "run", *words)
-    assert found.metrics["benchmark/score"] == 1
-    assert "RewardBench 2" in verdict(found).caption
-
-
 @pytest.mark.thorough
 def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     rows = [{"good": f"w1 w{n} w3", "bad": f"w{n} w3 w1 w5"} for n in range(1, 13)]

@@ -203,40 +203,6 @@ def test_people_label_at_the_page_and_the_run_goes_on(
     assert figures["cost"]["after"]["hours"] == pytest.approx(wanted * 10 / 3600)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["judge=local", "judge.model=m", "+judge.modle=3"], "did you mean model"),
-        (["candidates.decoding.top_p=[0.0]"], "top_p"),
-        (["budget.automatic_share=0.95"], "automatic_share=0.95"),
-        (["annotator.people._target_=os.system"], "is not allowed"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
-    overrides: list[str], message: str, tmp_path: Path, start: Path, monkeypatch
-) -> None:
-    from rlhf_lightning.app.collect import build_lab
-    from rlhf_lightning.app.config.commands import CollectSettings
-    from rlhf_lightning.app.config.compose import register
-    from rlhf_lightning.app.config.validate import load_settings
-    from rlhf_lightning.app.prerequisites import prepare_inputs
-
-    def prepared(given: list[str]) -> None:
-        settings = load_settings(CollectSettings, "collect", given)
-        prepare_inputs(settings, given)
-        build_lab(settings, tmp_path)
-
-    register()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as caught:
-        prepared([f"artifacts.sft={start}", *SMALL, *overrides])
-    found = str(caught.value)
-    assert message in found
-    assert "\n" not in found
-    assert not (tmp_path / "outputs").exists()
-
-
 def test_adversarial_pairs_do_not_replace_the_collection_that_was_published(tmp_path: Path) -> None:
     words = [f"adversarial.run={tmp_path}", "artifacts.reward=reward"]
     assert publishing_to(settings_of(*words, entry="collect"), words) is None

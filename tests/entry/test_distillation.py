@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_lightning.app import evaluate, train
+from rlhf_lightning.app import train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import write_settings
@@ -60,7 +60,6 @@ def command(start: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory
     return trained(start, teacher, folder, "gates=distillation")
 
 
-@pytest.mark.thorough
 def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
     start, teacher, command, tmp_path, monkeypatch
 ):
@@ -162,11 +161,3 @@ def test_the_teacher_of_the_built_in_world_is_its_ppo_policy(tmp_path, monkeypat
     with pytest.raises(ConfigError, match=r"artifacts\.teacher=\S+ does not exist"):
         prepare_inputs(found, [])  # as nothing was made
     assert made == ["sft", "ppo"]
-
-
-def test_an_evaluation_of_its_run_has_no_score(command, tmp_path):
-    words = [f"run={command.path}", "evaluation.num_prompts=4"]
-    found = settings_of(*words, entry="evaluate")
-    summary = evaluate.run(found, RunFolder(tmp_path / "evaluation"), words)
-    assert "val/gold_win_rate" in summary.metrics
-    assert not [name for name in summary.metrics if "score" in name]

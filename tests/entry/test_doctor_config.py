@@ -56,7 +56,6 @@ def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+doctor.thresholds.kl_hihg=1"], "unknown key doctor.thresholds.kl_hihg; did you mean"),
         (
             ["doctor=act", "callbacks.checkpoint.monitor=null"],
             "callbacks.checkpoint.monitor=null keeps none",
@@ -73,9 +72,7 @@ def test_a_wrong_setting_is_named_with_its_key(tmp_path, overrides, message):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "word", ["doctor=act", "doctor=preflight", "doctor.thresholds.kl_high_warn=0.8"]
-)
+@pytest.mark.parametrize("word", ["doctor=act", "doctor.thresholds.kl_high_warn=0.8"])
 def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(word):
     with pytest.raises(ConfigError, match="^" + re.escape(word)):
         composed(word, stage="sft")

@@ -164,30 +164,10 @@ def first_of_each(overrides: list[str]) -> list[str]:
     return [o if "[" in o else o.split(",")[0] for o in overrides]
 
 
-def test_the_pages_hold_many_commands_of_every_kind():
-    assert len(TRAINING) >= 30
-    assert len(OFFLINE) >= 5
-    assert {"train", "plan", "report", "export", "collect"} <= {c.module for c in COMMANDS}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_stands_behind_a_documented_command_is_a_comment(page):
     found = {line: stray for line, values in lines_of(page) if (stray := stray_words(line, values))}
     assert not found, f"put `# ` before it, or a shell hands it to the command: {found}"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "python -m rlhf_lightning.train +experiment=ppo seed=1        and seed=2, seed=3",
-        "python -m rlhf_lightning.dashboard project=mine make it; needs a login",
-        "python -m rlhf_lightning.report RUN                 write it again",
-        "rlhf-export RUN to=my_model    an older one",
-        "make ppo      installs into .venv",
-    ],
-)
-def test_a_bare_comment_behind_a_command_is_noticed(line):
-    assert stray_words(line, {})
 
 
 def settings_of(command: Command) -> TrainSettings:
@@ -258,6 +238,8 @@ def test_another_documented_command_composes_with_the_settings_it_is_given(comma
 
 
 def test_every_documented_console_script_and_make_target_exists():
+    assert len(TRAINING) >= 30, "the pages are read"
+    assert len(OFFLINE) >= 5
     targets = set(re.findall(r"^([a-z-]+):.*?##", (ROOT / "Makefile").read_text(), re.M))
     targets |= {"ppo", "sft", "reward"}
     for page in PAGES:
@@ -274,9 +256,7 @@ def test_every_documented_console_script_and_make_target_exists():
 def test_every_offline_command_runs_with_debug_fast(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     for command in OFFLINE:
-        words = [w for w in command.arguments if w not in ("--cfg", "job")]
-        if len(words) != len(command.arguments):
-            words += ["--cfg", "job"]
+        words = command.arguments
         result = subprocess.run(
             [sys.executable, "-m", "rlhf_lightning.train", *words, "debug=fast", "logger=none"],
             cwd=tmp_path,

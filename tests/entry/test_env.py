@@ -39,16 +39,3 @@ def test_versions_devices_and_ranks_fit_a_screen_without_secrets_or_paths(tmp_pa
     assert max(map(len, lines)) <= 80
     for private in ("s3cret", "10.0.0.7", str(tmp_path), socket.gethostname(), " /"):
         assert private not in done.stdout
-
-
-def test_a_setting_is_refused_since_there_is_none(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_lightning.env", "seed=1"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: unknown key seed\n"

@@ -1,7 +1,5 @@
 """What a sweep maximises."""
 
-import pytest
-
 from rlhf_lightning import PPOModule, RewardModule
 from rlhf_lightning.app.train import objective
 from rlhf_lightning.runs.summary import Summary
@@ -12,15 +10,9 @@ def test_gold_never_chooses_a_setting():
     assert objective(Summary("ppo", "completed", 1, metrics), PPOModule) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("metrics", "value"),
-    [
-        ({"val/accuracy": 0.8}, 0.8),
-        ({}, None),
-        # Optuna ends the search at a NaN, and takes None for one failed trial.
-        ({"val/accuracy": float("nan")}, None),
-        ({"val/accuracy": float("inf")}, None),
-    ],
-)
-def test_a_reward_model_is_chosen_by_its_accuracy_and_what_is_no_number_is_none(metrics, value):
-    assert objective(Summary("reward", "completed", 1, metrics), RewardModule) == value
+def test_a_reward_model_is_chosen_by_its_accuracy_and_what_is_no_number_is_none():
+    # Optuna ends the search at a NaN, and takes None for one failed trial.
+    for accuracy, value in ((0.8, 0.8), (float("nan"), None), (float("inf"), None)):
+        summary = Summary("reward", "completed", 1, {"val/accuracy": accuracy})
+        assert objective(summary, RewardModule) == value
+    assert objective(Summary("reward", "completed", 1, {}), RewardModule) is None

@@ -85,9 +85,8 @@ def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("experiment", ["grpo", "dpo"])
-def test_every_policy_that_starts_from_sft_is_compared_with_it(working_folder, experiment) -> None:
-    made = run_of(working_folder / f"outputs/{experiment}/1", f"+experiment={experiment}")
+def test_every_policy_that_starts_from_sft_is_compared_with_it(working_folder) -> None:
+    made = run_of(working_folder / "outputs/dpo/1", "+experiment=dpo")
     settings = settings_of(f"run={made.path}", entry="evaluate")
     assert settings.policy == str(made.export)
     assert settings.baseline == "artifacts/demo_seed1/sft"
@@ -115,38 +114,14 @@ def test_what_the_command_line_names_is_not_taken_over(working_folder) -> None:
     ("words", "key", "again"),
     [
         (["scorer=function", "scorer.function=r.py:f"], "scorer.function", "r.py:f"),
-        (["model=smollm2_135m", "model.trust_remote_code=true"], "model.trust_remote_code", "true"),
         (["scorer=http", "scorer.url=http://h/score"], "scorer.url", "http://h/score"),
     ],
 )
 def test_code_and_addresses_of_a_run_must_be_named_again(working_folder, words, key, again) -> None:
-    head = ["+experiment=ppo", "dataset=ultrafeedback"] if "model=" in words[0] else []
-    made = run_of(working_folder / "outputs/ppo/1", *(head or ["+experiment=ppo"]), *words)
+    made = run_of(working_folder / "outputs/ppo/1", "+experiment=ppo", *words)
     with pytest.raises(ConfigError, match=rf"the run has {key}=.*name it again .*\+\+{key}=\.\.\."):
         settings_of(f"run={made.path}", entry="evaluate")
     assert settings_of(f"run={made.path}", f"++{key}={again}", entry="evaluate").scorer is not None
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "config.yaml cannot be read: "),
-        (
-            "stage: ppo\nmodule: {_target_: os.system}",
-            r"module\._target_=os\.system is not",
-        ),
-    ],
-)
-def test_a_folder_without_settings_that_can_be_trusted_is_refused(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
-    made = RunFolder(tmp_path / "run")
-    made.config.parent.mkdir(parents=True)
-    if content is not None:
-        made.config.write_text(content)
-    with pytest.raises(ConfigError, match=rf"run={made.path}: .*{message}") as caught:
-        settings_of(f"run={made.path}", entry="evaluate")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hydra.types import RunMode
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.distributed import launch as launching
@@ -57,6 +58,14 @@ def test_a_batch_script_and_a_single_task_are_no_ranks(environment):
     assert "RANK" not in environment
     environment.update(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
     adopt_rank()
+    assert "RANK" not in environment
+
+
+def test_a_shell_inside_salloc_is_one_process(environment):
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NAME": "salloc"}
+    environment.update(job | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    adopt_rank()
+    assert not SLURMEnvironment.detect()
     assert "RANK" not in environment
 
 
