@@ -1,4 +1,4 @@
-"""How many examples the property tests draw: few in `make test`, more with the slow tests."""
+"""How many examples the property tests draw."""
 
 from __future__ import annotations
 

@@ -72,7 +72,10 @@ def must_name(text: str, key: str) -> None:
     assert len(text) < 6000
 
 
-def set_value(stage: str, key: str, value: Any) -> None:
+@examples(10)
+@given(PLACES, VALUES)
+def test_any_value_is_taken_or_refused_by_its_name(place, value):
+    stage, key = place
     cfg = copy.deepcopy(composed(f"+experiment={stage}"))
     with flag_override(cfg, "struct", False):
         OmegaConf.update(cfg, key, value, merge=False)
@@ -80,20 +83,6 @@ def set_value(stage: str, key: str, value: Any) -> None:
         check_run(read_settings(TrainSettings, cfg))
     except ConfigError as error:
         must_name(str(error), key)
-
-
-@examples(10)
-@given(PLACES, VALUES)
-def test_any_value_is_taken_or_refused_by_its_name(place, value):
-    set_value(*place, value)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@examples(300)
-@given(PLACES, VALUES)
-def test_very_many_values_are_taken_or_refused_by_their_names(place, value):
-    set_value(*place, value)
 
 
 EDITS = st.tuples(st.sampled_from(["drop", "double", "swap", "add"]), st.integers(0, 40))
@@ -110,7 +99,9 @@ def misspelt(word: str, how: str, where: int) -> str:
     return f"{word[:at]}x{word[at:]}"
 
 
-def add_misspelt(place: tuple[str, str], edit: tuple[str, int]) -> None:
+@examples(10)
+@given(PLACES, EDITS)
+def test_a_misspelt_key_is_never_taken_in_silence(place, edit):
     stage, key = place
     group, _, last = key.rpartition(".")
     wrong = misspelt(last, *edit)
@@ -118,33 +109,20 @@ def add_misspelt(place: tuple[str, str], edit: tuple[str, int]) -> None:
     parent = OmegaConf.select(cfg, group) if group else cfg
     if not wrong or wrong in parent or key.startswith(OPEN) or last.startswith("_"):
         return
-    path = f"{group}.{wrong}" if group else wrong
     with flag_override(cfg, "struct", False):
-        OmegaConf.update(cfg, path, 1)
+        OmegaConf.update(cfg, f"{group}.{wrong}" if group else wrong, 1)
     with pytest.raises(ConfigError) as caught:
         check_run(read_settings(TrainSettings, cfg))
     assert wrong in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@examples(10)
-@given(PLACES, EDITS)
-def test_a_misspelt_key_is_never_taken_in_silence(place, edit):
-    add_misspelt(place, edit)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@examples(300)
-@given(PLACES, EDITS)
-def test_very_many_misspelt_keys_are_not_taken_in_silence(place, edit):
-    add_misspelt(place, edit)
-
-
 SIGNS = st.text("=+~,[]{}()<>:;'\"$\\@/.*?! abcseedmodel019\t\n", max_size=20)
 
 
-def compose_any(override: str) -> None:
+@examples(10)
+@given(SIGNS)
+def test_any_text_as_an_override_composes_or_is_explained(override):
     register()
     overrides = ["+experiment=base", override]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
@@ -152,17 +130,3 @@ def compose_any(override: str) -> None:
             compose("train", overrides=overrides)
         except COMPOSE_ERRORS as error:
             must_name(explain(error, overrides), "")
-
-
-@examples(10)
-@given(SIGNS)
-def test_any_text_as_an_override_composes_or_is_explained(override):
-    compose_any(override)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@examples(300)
-@given(SIGNS | st.text(max_size=10) | SIGNS.map("seed={}".format) | SIGNS.map("+data={}".format))
-def test_very_many_texts_as_overrides_compose_or_are_explained(override):
-    compose_any(override)

@@ -58,7 +58,16 @@ def is_whole(record: Record) -> bool:
     return kind_of(record) in TEXTUAL
 
 
-def check_rows(rows: list[Any]) -> None:
+def convert(record: Record, kind: Any) -> None:
+    try:
+        assert kind_of(to_kind(record, kind)) == kind
+    except BadRecordError as error:
+        must_tell(error, "set.jsonl")
+
+
+@examples(20)
+@given(st.lists(ROW, min_size=1, max_size=3))
+def test_any_rows_are_records_or_are_named(rows):
     try:
         parsed = parse(rows)
     except BadRecordError as error:
@@ -79,19 +88,6 @@ def check_rows(rows: list[Any]) -> None:
                 convert(record, kind)
 
 
-def convert(record: Record, kind: Any) -> None:
-    try:
-        assert kind_of(to_kind(record, kind)) == kind
-    except BadRecordError as error:
-        must_tell(error, "set.jsonl")
-
-
-@examples(20)
-@given(st.lists(ROW, min_size=1, max_size=3))
-def test_any_rows_are_records_or_are_named(rows):
-    check_rows(rows)
-
-
 def test_a_key_with_half_of_a_character_is_named_in_words_that_a_log_file_takes(caplog):
     row = json.loads('{"prompt\\ude99": "p", "chosen": "a"}')
     with pytest.raises(BadRecordError, match=r"prompt\\ude99") as raised:
@@ -110,7 +106,6 @@ NASTY = {  # JSON that is valid, or nearly so, and no record
         '{"messages": [{"role": "user", "content": "\\udfff"}]}',
         "the content of messages[0] holds half of a character (U+DFFF)",
     ),
-    "half of a text": ('{"text": "\\udc00"}', "the key 'text' holds half of a character"),
     "a long margin": (
         '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1' + "0" * 400 + "}",
         "expected a finite number >= 0",
@@ -119,11 +114,11 @@ NASTY = {  # JSON that is valid, or nearly so, and no record
 
 
 @pytest.mark.parametrize(("line", "found"), NASTY.values(), ids=NASTY)
-@pytest.mark.parametrize("extension", [".jsonl", ".json"])
-def test_valid_json_that_no_text_or_number_can_hold_is_named(tmp_path, line, found, extension):
-    path = tmp_path / f"pairs{extension}"
-    path.write_text(f"[{line}]" if extension == ".json" else line)
-    with pytest.raises(BadRecordError) as caught:
-        parse_rows(read_rows(path), RowParser(), SkippedRecords("raise"))
-    assert found in str(caught.value)
-    must_tell(caught.value, str(path))
+def test_valid_json_that_no_text_or_number_can_hold_is_named(tmp_path, line, found):
+    for name, text in (("pairs.jsonl", line), ("pairs.json", f"[{line}]")):
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(BadRecordError) as caught:
+            parse_rows(read_rows(path), RowParser(), SkippedRecords("raise"))
+        assert found in str(caught.value)
+        must_tell(caught.value, str(path))

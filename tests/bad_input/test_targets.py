@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
 
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-from rlhf_lightning.app.config.saved import saved_config
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import Kind, TargetError, read_node, resolve
 from rlhf_lightning.app.config.validate import read_settings
@@ -95,10 +93,6 @@ WRONG_KINDS = {
         SCORER,
         {"_target_": f"{BASE}.load_function", "path": "f:g"},
     ),
-    "a source where a scorer belongs": (
-        SCORER,
-        {"_target_": "rlhf_lightning.data.demo.source.DemoSource"},
-    ),
     "a writer of files": (SCORER, WRITE),
     "a starter of programs": (SCORER, SERVER),
     "a generator that is built at once": (
@@ -130,14 +124,13 @@ WRONG_KINDS = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_KINDS)
-def test_a_node_builds_only_what_the_annotation_of_its_place_allows(what):
-    kind, node = WRONG_KINDS[what]
+@pytest.mark.parametrize(("kind", "node"), WRONG_KINDS.values(), ids=WRONG_KINDS)
+def test_a_node_builds_only_what_the_annotation_of_its_place_allows(kind, node):
     with pytest.raises(TargetError, match=r"^here"):
         read_node(node, kind, "here")
 
 
-@pytest.mark.parametrize("key", ["_args_", "_convert_", "_recursive_", "__class__"])
+@pytest.mark.parametrize("key", ["_args_", "__class__"])
 def test_a_node_has_keyword_arguments_alone(key):
     node = {"_target_": f"{BASE}.FunctionScorer", "function": "f.py:g", key: ["x"]}
     with pytest.raises(TargetError, match=rf"unknown key here\.{key} "):
@@ -168,14 +161,9 @@ def test_reading_a_node_calls_nothing(tmp_path):
     [
         "rlhf_lightning.data.sources.base.FileSource",
         "rlhf_lightning.data.demo.gold.gold_scores",
-        "rlhf_lightning.models.factory.load_policy",
         "torch.optim.AdamW",
-        "torch.optim.lr_scheduler.StepLR",
         "torch.nn.Linear",
-        "lightning.pytorch.callbacks.DeviceStatsMonitor",
         "lightning.pytorch.callbacks.early_stopping.EarlyStopping",
-        "lightning.pytorch.loggers.CSVLogger",
-        "transformers.LlamaConfig",
         "transformers.PreTrainedTokenizerFast",
         "peft.LoraConfig",
         "torchmetrics.MeanMetric",
@@ -238,10 +226,3 @@ def test_a_class_that_a_trusted_module_only_imports_is_named_where_it_is_defined
             read_node({"_target_": name}, CALLBACK, "a")
     for name in ("mine_d5.Mine", "mine_d5.Mine.of"):
         read_node({"_target_": name}, CALLBACK, "a")
-
-
-def test_a_saved_configuration_is_loaded_as_data(tmp_path: Path):
-    file = tmp_path / "config.yaml"
-    file.write_text("a: !!python/object/apply:os.system ['true']\n")
-    with pytest.raises(ConfigError, match="could not determine a constructor"):
-        saved_config(file)
