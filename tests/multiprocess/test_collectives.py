@@ -10,6 +10,8 @@ import pytest
 
 from tests.builders.ranks import ROOT, run_ranks
 
+# All of them, or the ranks would be started in both sets of tests.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
 SCRIPT = str(Path(__file__).with_name("count_collectives.py"))
 
 
@@ -28,8 +30,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return counted(tmp_path_factory.mktemp("collectives"))
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(120)
 def test_a_rollout_gathers_each_layer_once_however_long_the_answers_are(ranks):
     short, long = ([max(lengths) for lengths in rank["lengths"]] for rank in ranks)
     assert short == [1, 1]
@@ -40,7 +40,6 @@ def test_a_rollout_gathers_each_layer_once_however_long_the_answers_are(ranks):
             assert sent == {"_allgather_base_": rank["layers"] + 1}, sent
 
 
-@pytest.mark.timeout(120)
 def test_scoring_gathers_policy_and_reference_once_for_all_micro_batches(ranks):
     for rank in ranks:
         for sent in rank["gathered"][1::3] + rank["gathered"][2::3]:
@@ -48,7 +47,6 @@ def test_scoring_gathers_policy_and_reference_once_for_all_micro_batches(ranks):
             assert sent == {"_allgather_base_": rank["layers"] + 1, "allreduce_": 1}, sent
 
 
-@pytest.mark.timeout(120)
 def test_gradients_of_every_micro_batch_are_scattered_and_none_stays_whole(ranks):
     for rank in ranks:
         assert rank["backwards"] == 2 * 4 * 2  # iterations, micro-batches, losses
@@ -57,8 +55,6 @@ def test_gradients_of_every_micro_batch_are_scattered_and_none_stays_whole(ranks
             assert sent["_reduce_scatter_base_"] == 4 * sum(rank["units"])
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(120)
 def test_gradients_that_are_sent_once_a_step_train_the_same_weights(ranks, tmp_path):
     for rank, other in zip(counted(tmp_path, "step"), ranks, strict=True):
         assert rank["whole"] > 0

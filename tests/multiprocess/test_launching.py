@@ -81,18 +81,6 @@ def test_all_ranks_share_one_run_folder(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_under_torchrun_all_ranks_share_one_run_folder(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    torchrun += ["--rdzv-endpoint=localhost:0", "--no-python", sys.executable]
-    done = run([*torchrun, *TRAIN, "+experiment=base", "strategy=ddp", *SETTINGS], tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (folder,) = runs_below(tmp_path / "outputs")
-    check_run(folder)
-    assert stray_folders(tmp_path / "outputs") == []
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_nodes_share_one_run_and_continue_it_after_both_were_lost(tmp_path):
     """By the torchrun line of a file of `examples/launch`, on the loopback."""
