@@ -30,7 +30,6 @@ LOADER = {
 NODES = {
     "scorer": [
         LOAD,
-        WRITE,
         {"_target_": "os.system", "command": "touch PROOF"},
         {"_target_": f"{BASE}.FunctionScorer", "function": LOAD},
         {"_target_": f"{BASE}.FunctionScorer", "function": "EVIL:f"},
@@ -38,7 +37,6 @@ NODES = {
             "_target_": f"{BASE}.FunctionScorer",
             "function": {"_target_": LOOKUP, "path": f"{BASE}.load_function"},
         },
-        {"_target_": f"{BASE}.FunctionScorer", "_args_": ["EVIL:f"]},
         {"_target_": f"{BASE}.RewardModelScorer", "load": {**WRITE, "_partial_": True}},
         {"_target_": f"{BASE}.RewardModelScorer", "load": LOADER},
         {"_target_": HTTP, "url": "http://h/s"},

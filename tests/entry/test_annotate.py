@@ -196,16 +196,3 @@ def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
     assert annotate("page.title=Which is true?").returncode == 0
     assert annotate(other, "add=true").returncode == 0
     assert annotate(other).returncode == 0
-
-
-def test_a_damaged_store_is_named_in_one_line(annotate, tmp_path: Path):
-    write_rows(tmp_path / "a.jsonl")
-    annotate("action=import", "file=a.jsonl", "store=x.sqlite")
-    content = bytearray((tmp_path / "x.sqlite").read_bytes())
-    for page in range(4096, len(content), 4096):
-        content[page + 100 : page + 4096] = bytes(range(128, 228)) * 39 + bytes(96)
-    (tmp_path / "x.sqlite").write_bytes(content)
-    result = annotate("action=status", "store=x.sqlite")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: x.sqlite")
-    assert result.stderr.count("\n") == 1

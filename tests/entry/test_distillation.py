@@ -18,8 +18,6 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import SMALL, settings_of
-from tests.builders.reward_server import serving
-from tests.builders.teacher_server import vllm_of
 from tests.modules.test_grpo_runs import rows
 
 WORDS = [
@@ -100,34 +98,6 @@ def test_adapters_the_sampled_form_a_reward_and_the_doctor_work_with_it(start, t
     summary = read_summary(rewarded)
     assert "val/score_win_rate" in summary.metrics
     assert read_metrics(rewarded.metrics)[0]["rollout/score_std"] > 0
-
-
-@pytest.mark.thorough
-def test_a_server_teaches_by_a_prompt_of_its_own_and_the_program_of_the_command_does_the_same(
-    start, teacher, tmp_path, monkeypatch
-):
-    model, tokenizer = load_policy(teacher).model.eval(), load_tokenizer(teacher)
-    more = ("module.distillation.divergence=sampled", "gates=none", "data.num_iterations=2")
-    told = "module.teacher_prompt='{prompt} {prompt}'"
-    with serving(vllm_of(model, tokenizer)) as server:
-        url = server.url.removesuffix("/score")
-        here, there = (
-            trained(start, place, tmp_path / name, *more, told)
-            for name, place in (("here", teacher), ("there", url))
-        )
-        monkeypatch.chdir(tmp_path)
-        text = as_python(settings(start, url, *more, told), [*WORDS, *more, told])
-        assert f'teacher="{url}"' in text
-        assert 'teacher_prompt="{prompt} {prompt}"' in text
-        exec(compile(text, "program", "exec"), {})
-    (program,) = tmp_path.glob("outputs/*/program/summary.json")
-    found = [rows(folder) for folder in (here.path, there.path, program.parent)]
-    assert found[1] == found[2]
-    name = "rollout/teacher_kl_per_token"
-    assert found[0][-1][name] == pytest.approx(found[1][-1][name], rel=1e-3)
-    about = read_summary(there).about
-    assert about["teacher"] == f"{url} with another prompt than the policy"
-    assert "val/teacher_kl_share" in read_summary(there).metrics
 
 
 @pytest.mark.thorough

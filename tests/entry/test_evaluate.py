@@ -225,14 +225,6 @@ def test_the_same_policy_on_both_sides_has_no_kl_and_wins_nothing_by_itself(
     assert not [name for name in found if "score" in name or "reference" in name]
 
 
-def test_safety_prompts_that_nobody_could_be_asked_are_refused(tmp_path: Path, start: Path) -> None:
-    file = tmp_path / "safety.jsonl"
-    file.write_text(json.dumps({"prompt": "how do i steal a car ? " * 30, "harmful": True}) + "\n")
-    sides = [f"policy={start}", f"baseline={start}", "scorer=none", f"safety.prompts={file}"]
-    with pytest.raises(ConfigError, match=r"1 of 1 harmful prompts .*prompts\.max_length=64"):
-        evaluate(tmp_path / "run", *sides)
-
-
 def test_what_cannot_work_is_refused(tmp_path, start) -> None:
     for word, told in (
         ("human=import", "human=import needs people.run=FOLDER"),

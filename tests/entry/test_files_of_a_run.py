@@ -1,4 +1,4 @@
-"""`run=FOLDER` reads the files and models of the run, unless the command line names others."""
+"""`run=FOLDER` reads the files and models of the run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,14 @@ from rlhf_lightning.app.train import run as train
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import SMALL, settings_of
 
-# The default annotators know the built-in world alone.
-LABELS = {"evaluate": [], "collect": ["annotator=page"]}
-
-
-def rows(path: Path, text: str = "what is {} ?", count: int = 40) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [{"prompt": text.format(n), "completion": "sum"} for n in range(count)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
     folder = tmp_path_factory.mktemp("own")
     model = shutil.copytree(start, folder / "model")
-    data = rows(folder / "data.jsonl")
+    data = folder / "data.jsonl"
+    rows = [{"prompt": f"what is {n} ?", "completion": "sum"} for n in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     safety = folder / "safety.jsonl"
     safety.write_text('{"prompt": "sum", "harmful": true}\n{"prompt": "list", "harmful": false}\n')
     template = folder / "turns.jinja"
@@ -58,13 +50,3 @@ def test_ones_own_run_is_evaluated_and_collected_from_without_a_word_more(
     with pytest.raises(Exception, match="label"):  # of people
         collect(settings, RunFolder(tmp_path / "c"), words)
     assert (tmp_path / "c" / "summary.json").exists()
-
-
-def test_a_file_that_is_named_again_is_the_one_that_is_read(
-    trained: RunFolder, tmp_path: Path
-) -> None:
-    other = rows(tmp_path / "other.jsonl", "what is {} to you ?")
-    for entry, own in LABELS.items():
-        words = [f"run={trained.path}", f"++dataset.path={other}", *own]
-        settings = settings_of(*words, entry=entry)
-        assert settings.dataset.source.get("path") == str(other)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 
 import pytest
 
-from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.command_lines import settings_of
-from tests.builders.runs import completed
 
 # baseline, scale, surrogate, reduction, place of the KL: what each paper has.
 PUBLISHED = {
@@ -49,18 +46,3 @@ TITLES = {
 def test_pages_and_cards_call_an_objective_as_its_paper_does():
     found = {name: settings_of(f"+experiment={name}").title for name in TITLES}
     assert found == TITLES
-
-
-@pytest.mark.timeout(200)
-def test_a_run_ends_with_a_report_a_model_and_no_value_model(working_folder, start, tmp_path):
-    own = ["artifacts.reward=null", f"artifacts.publish={tmp_path}/model"]
-    folder = completed(tmp_path / "run", "grpo", start, *own)
-    summary = json.loads(folder.summary.read_text())
-    assert (summary["stage"], summary["status"]) == ("grpo", "completed")
-    assert "GRPO" in folder.report.read_text()
-    names = [file.name for file in (tmp_path / "model").rglob("*")]
-    assert "model.safetensors" in names
-    assert not [name for name in names if "value" in name]
-    rows = read_metrics(folder.metrics)
-    assert rows[0]["rollout/kl_per_response"] == 0
-    assert not [name for row in rows for name in row if "value" in name]

@@ -11,16 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
 
 from rlhf_lightning import (
     PolicyGradientModule,
-    PromptDataModule,
-    SamplingHparams,
-    compare,
-    trainer_arguments,
 )
 from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
@@ -29,7 +23,6 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import ROOT, SMALL, overrides_of, settings_of
-from tests.own.online_dpo import OnlineDPOHparams, OnlineDPOModule
 from tests.own.words import WordScorer
 
 ESTIMATOR = """
@@ -43,13 +36,6 @@ class Halved:
 class NoEstimator:
     pass
 """
-SHORT = SamplingHparams(max_new_tokens=6)
-SIZES: Any = {
-    "batch_size": 4,
-    "num_generations": 2,
-    "num_iterations": 2,
-    "max_prompt_length": 16,
-}
 CONF = f"--config-dir={ROOT / 'tests/own/conf'}"
 WORDS = [
     CONF,
@@ -126,23 +112,6 @@ def test_a_run_of_it_goes_on_from_a_checkpoint_to_the_same_bits(start, command, 
     (checkpoint,) = command.checkpoints.glob("*2.ckpt")
     resumed = trained(start, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
     assert same_weights(command, resumed)
-
-
-def test_from_python_it_is_trained_read_from_a_checkpoint_and_compared(start, tmp_path) -> None:
-    module = OnlineDPOModule.from_pretrained(
-        start, WordScorer(wanted=3), online_dpo=OnlineDPOHparams(beta=0.2), sampling=SHORT
-    )
-    prompts = [{"prompt": f"what is {n} ?"} for n in range(8)]
-    data = PromptDataModule(prompts, module.tokenizer, **SIZES)
-    trainer = L.Trainer(**trainer_arguments(tmp_path / "mine", max_iterations=2, devices=1))
-    trainer.fit(module, data)
-    read = OnlineDPOModule.load_from_checkpoint(
-        tmp_path / "mine/checkpoints/last.ckpt", WordScorer(wanted=3)
-    )
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, read.state_dict()[name]), name
-    found = compare(read, start, data, num_prompts=2, batch_size=2)
-    assert 0 <= found.win_rate <= 1
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_lightning.app.config.compose import composed
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.run_claim import _or_fail, check_folder
+from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run, drop_unused
@@ -156,16 +156,3 @@ def test_of_two_runs_at_once_in_one_folder_one_is_refused_and_writes_nothing(sta
         assert done.returncode == 2
         assert f"is in use by process {os.getpid()}" in done.stderr
         assert contents(folder.path) == before
-
-
-def test_only_the_first_process_of_a_job_looks_at_its_folder(tmp_path, monkeypatch):
-    def taken() -> None:
-        raise FolderTakenError("taken")
-
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "1")  # as Lightning sets it for the processes it starts
-    _or_fail("hydra.run.dir", tmp_path, taken)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(SystemExit):
-        _or_fail("hydra.run.dir", tmp_path, taken)

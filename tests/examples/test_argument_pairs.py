@@ -14,15 +14,8 @@ from examples.datasets.argument_pairs import (
 )
 from rlhf_lightning.data.errors import BadRecordError
 from tests.builders.record_files import pairs, write_arguments
-from tests.data.test_real_sets import DATA
 
 HELD_OUT = ("cats-or-dogs",)
-HELD_OUT_OF_ALL = (
-    "firefox-vs-internet-explorer",
-    "india-has-the-potential-to-lead-the-world",
-)
-REAL = DATA / "ukpconvarg1"
-REAL_SET = pytest.mark.skipif(not REAL.is_dir(), reason=f"the pairs are not in {REAL}")
 
 
 @pytest.fixture
@@ -57,15 +50,6 @@ def test_ties_and_pairs_without_a_majority_are_left_out_and_counted(source):
     assert source.left_out("prompts", "train") == {}
 
 
-def test_a_label_against_the_bare_count_of_votes_has_margin_0(tmp_path):
-    rows = pairs()
-    rows[0] = rows[0] | {"votes": [["w", vote, ""] for vote in ("a2", "a2", "a1", "equal")]}
-    source = ArgumentPairSource(write_arguments(tmp_path, pair_rows=rows), held_out=HELD_OUT)
-    record = source.records("preferences", "train")[0]
-    assert record.margin == 0.0
-    assert record.chosen == " tea is good"
-
-
 def test_no_argument_and_no_debate_stands_on_both_sides(source):
     texts = {}
     for split in ("train", "validation"):
@@ -83,16 +67,9 @@ def test_every_side_gives_one_prompt_and_every_argument_one_demonstration(source
     assert len({d.completion for d in demonstrations}) == len(demonstrations) == 16
 
 
-@pytest.mark.parametrize(
-    ("held_out", "message"),
-    [
-        (["cats-and-dogs"], "did you mean 'cats-or-dogs'"),
-        (["cats-or-dogs", "tea-or-coffee", "sea-or-hills"], "leaves none to train on"),
-    ],
-)
-def test_an_unknown_debate_and_all_debates_cannot_be_held_out(tmp_path, held_out, message):
-    source = ArgumentPairSource(write_arguments(tmp_path), held_out=held_out)
-    with pytest.raises(BadRecordError, match=message):
+def test_an_unknown_debate_cannot_be_held_out(tmp_path):
+    source = ArgumentPairSource(write_arguments(tmp_path), held_out=["cats-and-dogs"])
+    with pytest.raises(BadRecordError, match="did you mean 'cats-or-dogs'"):
         source.records("preferences", "train")
 
 
@@ -102,18 +79,3 @@ def test_a_bad_pair_is_named_with_its_line_and_key(tmp_path):
     source = ArgumentPairSource(write_arguments(tmp_path, pair_rows=rows))
     with pytest.raises(BadRecordError, match="line 1: the key 'gold' holds the text 'b'"):
         source.records("preferences", "train")
-
-
-@REAL_SET
-def test_the_argument_pairs_are_all_there_and_their_ties_are_left_out():
-    source = ArgumentPairSource(REAL, held_out=HELD_OUT_OF_ALL)
-    pairs = [*source.pairs("train"), *source.pairs("validation")]
-    assert len(pairs) == 6447
-    assert len({pair.topic for pair in pairs}) == 12
-    assert len({debate(pair.topic) for pair in pairs}) == 6
-    assert sum(pair.gold == "equal" for pair in pairs) == 1078
-    assert sum(pair.gold is None for pair in pairs) == 299
-    counts = [len(source.records("preferences", s)) for s in ("train", "validation")]
-    left_out = [sum(source.left_out("preferences", s).values()) for s in ("train", "validation")]
-    assert counts == [3427, 1643]
-    assert sum(counts) + sum(left_out) == 6447

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,6 @@ from examples.datasets.bag_of_words import (
     sentiment_gold,
 )
 from examples.datasets.labelled_text import LabelledTextSource
-
-REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
 
 LIKED = ("a warm and funny tale", "warm , sharp and well played", "a funny cast makes it sing")
 LOATHED = ("a cold and tired tale", "cold , dull and badly played", "a tired cast makes it sink")
@@ -55,12 +52,3 @@ def test_the_judge_is_fitted_on_the_classifier_part_alone(tmp_path):
     known = {feature for label in parts for text in label for feature in features(text)}
     assert set(gold.classifier.weights) == known
     assert gold.accuracy == 1.0
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"the sentence polarity data are not in {REAL}")
-def test_on_the_sentence_polarity_data_the_judge_is_right_in_most_cases():
-    source = LabelledTextSource(REAL / "pos.txt", REAL / "neg.txt")
-    gold = sentiment_gold(source)
-    assert gold.accuracy >= 0.72
-    # The training sentences are as new to the judge as the held-out ones, and many more.
-    assert gold.classifier.accuracy(*source.sentences("train")) >= 0.72

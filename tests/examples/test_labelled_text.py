@@ -9,8 +9,6 @@ import pytest
 
 from examples.datasets.labelled_text import PARTS, LabelledTextSource
 
-REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
-
 ACTORS = ("anna", "boris", "carla", "dmitri", "elif", "farid", "greta", "hugo", "ines", "jonas")
 GOOD = ("a joy to watch", "quietly moving", "bright and sure of itself", "worth every minute")
 BAD = ("a chore to sit through", "flat and noisy", "lost in its own plot", "far too long")
@@ -107,14 +105,3 @@ def test_pairs_are_of_like_length_so_that_length_tells_nothing(tmp_path):
 def test_a_missing_file_names_the_override_and_the_public_source(files):
     with pytest.raises(ValueError, match=r"negative=.*dataset\.negative=FILE.*rotten_tomatoes"):
         LabelledTextSource(files[0], "nowhere.txt")
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"the sentence polarity data are not in {REAL}")
-def test_the_sentence_polarity_data_give_enough_of_every_kind_in_disjoint_parts():
-    source = LabelledTextSource(REAL / "pos.txt", REAL / "neg.txt")
-    parts = [{*source.sentences(p).positive, *source.sentences(p).negative} for p in PARTS]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == 2 * 4264
-    held_out = source.records("prompts", "validation")
-    assert len(held_out) >= 300
-    train = source.records("prompts", "train")
-    assert not {r.prompt for r in train} & {r.prompt for r in held_out}

@@ -137,42 +137,24 @@ def test_a_reward_model_is_exported_with_the_normalization_that_its_summary_tell
     assert config["reward_offset"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_plan_takes_what_train_was_given(chain: Chain) -> None:
+def test_the_other_commands_take_what_was_trained(chain: Chain) -> None:
     planned = json.loads(chain.command("plan", *chain.commands["ppo"], "plan.format=json"))
     assert planned["total"] > 0
-
-
-def test_report_shows_the_stages(chain: Chain) -> None:
-    for stage in STAGES:
-        (chain.run(stage) / "report.html").unlink()
-    chain.command("report", *(str(chain.run(stage)) for stage in STAGES))
-    assert all((chain.run(stage) / "report.html").is_file() for stage in STAGES)
-
-
-def test_evaluate_compares_the_policies_with_their_reward_model(chain: Chain) -> None:
+    pages = [chain.run(stage) / "report.html" for stage in STAGES]
+    for page in pages:
+        page.unlink()
+    chain.command("report", *(str(page.parent) for page in pages))
+    assert all(page.is_file() for page in pages)
     if chain.place == "ddp":
-        pytest.skip("it uses no ranks, and the exports are those of one process")
+        return  # the rest uses no ranks, and the exports are those of one process
+    policy = f"{chain.run('ppo')}/export"
+    sides = [f"policy={policy}", f"baseline={chain.run('sft')}/export"]
+    sides += [f"artifacts.reward={chain.run('reward')}/export", "trainer.precision=bf16-mixed"]
     run = chain.folder / "evaluate"
-    chain.command(
-        "evaluate",
-        f"policy={chain.run('ppo')}/export",
-        f"baseline={chain.run('sft')}/export",
-        f"artifacts.reward={chain.run('reward')}/export",
-        "trainer.precision=bf16-mixed",
-        f"hydra.run.dir={run}",
-        *FEW_ANSWERS,
-    )
-    metrics = summary(run)["metrics"]
-    assert 0 <= metrics["val/score_win_rate"] <= 1
-
-
-def test_collect_labels_answers_of_the_trained_policy(chain: Chain) -> None:
-    if chain.place == "ddp":
-        pytest.skip("it uses no ranks, and the exports are those of one process")
+    chain.command("evaluate", *sides, f"hydra.run.dir={run}", *FEW_ANSWERS)
+    assert 0 <= summary(run)["metrics"]["val/score_win_rate"] <= 1
     run = chain.folder / "collect"
-    chain.command(
-        "collect", f"artifacts.sft={chain.run('ppo')}/export", f"hydra.run.dir={run}", *FEW_LABELS
-    )
+    chain.command("collect", f"artifacts.sft={policy}", f"hydra.run.dir={run}", *FEW_LABELS)
     summary(run)
     # Of nonsense all may tie, and no record be left.
     assert len((run / "labels.jsonl").read_text().splitlines()) > 40

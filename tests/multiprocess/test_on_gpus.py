@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)
 SHARDED = ["strategy=fsdp", "strategy.compute_dtype=null", "trainer.matmul_precision=highest"]
 ON_CPUS = [(stage, lora) for stage in ("sft", "reward", "ppo") for lora in ("none", "lora")]
 ON_GPUS = [("sft", "none"), ("reward", "none"), ("ppo", "none"), ("ppo", "lora")]
-# Of FSDP2 in the fast set: tests/multiprocess/test_library.py
+# Of FSDP2 in the fast set: tests/multiprocess/test_objectives.py
 CASES = [
     *(
         pytest.param("cpu", *case, size, marks=pytest.mark.slow)

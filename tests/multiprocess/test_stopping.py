@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.builders.command_lines import command, environment, run_folder, small_sft
+from tests.builders.command_lines import environment, run_folder, small_sft, train
 from tests.builders.ranks import run_ranks
 from tests.multiprocess.kills import read_checkpoint
 
@@ -49,15 +48,7 @@ def iterations(folder: Path) -> list[int]:
 @pytest.mark.timeout(240)
 def test_sigterm_ends_a_run_with_status_75_behind_a_checkpoint(start, tmp_path):
     arguments, variables = prepared(tmp_path, start)
-    done = subprocess.run(
-        command(*arguments),
-        cwd=tmp_path,
-        env=environment(SENT="SIGTERM", **variables),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = train(tmp_path, *arguments, SENT="SIGTERM", **variables)
     folder = run_folder(tmp_path)
     assert done.returncode == 75, done.stderr
     assert done.stderr.strip().splitlines()[-2:] == [
