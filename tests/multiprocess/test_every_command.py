@@ -85,7 +85,6 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             world_size=1 if place == "alone" else 2,
             folder=folder / f"logs_{stage}",
             fresh=True,
-            environment={"PYTHONPATH": str(ROOT)},
             timeout=PATIENCE,
         ).check()
     return Chain(place, folder, commands)

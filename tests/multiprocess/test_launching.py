@@ -155,26 +155,3 @@ def test_each_job_of_a_sweep_trains_its_own_configuration_on_both_ranks(tmp_path
     folders = runs_below(tmp_path / "outputs")
     assert [check_run(folder)["seed"] for folder in folders] == [3, 4]
     assert {folder.name for folder in folders} == {"0", "1"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_ranks_with_different_configurations_stop_before_the_first_batch(tmp_path):
-    script = tmp_path / "differ.py"
-    script.write_text(
-        "import os, sys\n"
-        "sys.argv += [f'seed={1 + int(os.environ[\"RANK\"])}']\n"
-        "from rlhf_lightning.app.train import main\n"
-        "main()\n"
-    )
-    settings = [f"paths.outputs={tmp_path}/outputs", f"paths.artifacts={tmp_path}/artifacts"]
-    outcome = run_ranks(
-        [str(script), "+experiment=base", "strategy=ddp", *SETTINGS, *settings],
-        world_size=2,
-        fresh=True,
-        folder=tmp_path / "logs",
-        environment={"PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
-    assert all(code not in (0, None) for code in outcome.codes), outcome
-    assert any("do not have the same configuration" in log for log in outcome.logs)

@@ -5,6 +5,7 @@ Each rank computes a share of DPO's reference, and has whole groups of GRPO.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.models import tiny_policy, tiny_tokenizer
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import run_ranks
 from tests.builders.record_files import write_material
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,14 +34,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    done: dict[tuple[str, ...], Path] = {}
-
-    def of(*what: str) -> Path:
-        if what not in done:
-            done[what] = train(material, tmp_path_factory.mktemp("alone"), 1, "auto", *what)
-        return done[what]
-
-    return of
+    """Train in one process, each objective once, and return the run."""
+    return cache(lambda *what: train(material, tmp_path_factory.mktemp("alone"), 1, "auto", *what))
 
 
 def train(material: Path, folder: Path, devices: int, strategy: str, *what: str) -> Path:
@@ -49,7 +44,6 @@ def train(material: Path, folder: Path, devices: int, strategy: str, *what: str)
         ["-m", "tests.multiprocess.objective_stage", *words],
         world_size=devices,
         folder=folder / "logs",
-        environment={"PYTHONPATH": str(ROOT)},
         timeout=250,
     ).check()
     return folder / "run"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import overrides_of
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import run_ranks
 from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(900)
@@ -48,14 +49,11 @@ def own_settings(stage: str, lora: str) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Callable[[str, str], RunFolder]:
     """Train a stage in this process and return its run folder; each is trained once."""
-    where = tmp_path_factory.mktemp("alone")
 
+    @cache
     def of(stage: str, lora: str) -> RunFolder:
-        folder = where / f"{stage}_{lora}"
-        if not folder.exists():
-            own = [*own_settings(stage, lora), "trainer.accelerator=cpu"]
-            completed(folder, stage, start, *own)
-        return RunFolder(folder)
+        own = [*own_settings(stage, lora), "trainer.accelerator=cpu"]
+        return completed(tmp_path_factory.mktemp("alone") / "run", stage, start, *own)
 
     return of
 
@@ -73,10 +71,7 @@ def sharded(
         ],
         world_size=world_size,
         folder=folder.with_name("logs"),
-        environment={
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": visible if accelerator == "gpu" else "",
-        },
+        environment={"CUDA_VISIBLE_DEVICES": visible if accelerator == "gpu" else ""},
         timeout=600,
         fresh=accelerator == "gpu",
     ).check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.builders.models import MODEL_TYPES
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import rank_reports
 
 pytestmark = pytest.mark.timeout(200)
 SCRIPT = str(Path(__file__).with_name("start_stage.py"))
@@ -20,14 +19,7 @@ ALONE = ("reward", "new_head", "classifier", "from_scratch")
 
 
 def started(what: str, folder: Path) -> list[dict[str, Any]]:
-    run_ranks(
-        [SCRIPT, what, str(folder)],
-        world_size=2,
-        folder=folder,
-        timeout=180,
-        environment={"PYTHONPATH": str(ROOT)},
-    ).check()
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports([SCRIPT, what, str(folder)], folder, timeout=180)
 
 
 @pytest.fixture(scope="module")
