@@ -7,28 +7,24 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.evaluate import run
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
-from tests.builders.command_lines import LENGTH_REWARD, settings_of
+from tests.builders.command_lines import by_length, settings_of
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def evaluate(folder: Path, start: Path, *overrides: str) -> Summary:
     """Run it in this process: a policy against itself, by the length of the answer."""
-    from rlhf_lightning.app.evaluate import run
-
-    reward = folder.parent / "reward.py"
-    reward.write_text(LENGTH_REWARD)
-    scored = ["scorer=function", f"scorer.function={reward}:score"]
     given = [
         "evaluation.num_prompts=16",
         "evaluation.max_new_tokens=6",
         "evaluation.answers_per_prompt=2",
         f"policy={start}",
         f"baseline={start}",
-        *([] if "scorer=none" in overrides else scored),
+        *([] if "scorer=none" in overrides else by_length(folder.parent)),
         *overrides,
     ]
     return run(settings_of(*given, entry="evaluate"), RunFolder(folder), given)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.app.config.compose import choices, conf_dir
-from rlhf_lightning.app.config.saved import keep_configuration
+from rlhf_lightning.app.config.compose import choices
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.hparams import UnusualHparamWarning
-from rlhf_lightning.reports.page import render_report
-from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import Summary, write_summary
 from tests.builders.command_lines import named_model, settings_of
 
 SCORERS = {
@@ -174,23 +169,3 @@ def test_what_is_read_from_the_environment_counts_in_the_hash_but_for_secrets(mo
     assert digest("${oc.env:DATA}/d") == digest("/b/d") != first
     assert digest("${oc.env:JUDGE_API_KEY}") == keyed
     assert digest("mine", "paths.outputs=${oc.env:DATA}/outputs") == placed == digest("mine")
-
-
-@pytest.mark.thorough
-def test_a_page_begins_with_what_the_user_has_set_and_folds_the_rest_resolved(tmp_path):
-    words = ["+experiment=dpo", "module.dpo.beta=0.3", "seed=3", "logger=none"]
-    folder = RunFolder(tmp_path)
-    folder.config.parent.mkdir()
-    keep_configuration(settings_of(*words), folder)
-    folder.config.with_name("overrides.yaml").write_text("".join(f"- {w}\n" for w in words))
-    write_summary(folder, Summary("dpo", "completed", 3))
-    page = render_report(folder)
-    assert "${" not in page
-    assert page.index("module.dpo.beta=0.3") < page.index("<dt>seed") < page.index("max_length: ")
-
-
-def test_the_configuration_stands_inside_the_package_or_beside_it():
-    assert conf_dir().name == "conf"
-    assert (conf_dir().parent / "sweeps").is_dir()
-    root = Path(__file__).resolve().parents[2]
-    assert root in conf_dir().parents or "site-packages" in str(conf_dir())

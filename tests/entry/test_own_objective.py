@@ -20,9 +20,10 @@ from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import ROOT, SMALL, overrides_of, settings_of
+from tests.entry.test_as_python import figures
 from tests.own.words import WordScorer
 
 ESTIMATOR = """
@@ -68,13 +69,6 @@ def trained(start: Path, folder: Path, *more: str) -> RunFolder:
     made = RunFolder(folder).create()
     train.run(settings(start, *more), made, [])
     return made
-
-
-def figures(folder: RunFolder) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
-        for row in read_metrics(folder.metrics)
-    ]
 
 
 def same_weights(one: RunFolder, other: RunFolder) -> bool:

@@ -10,7 +10,7 @@ import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import write_settings
-from rlhf_lightning.app.pipeline_steps import check_pipeline, plan
+from rlhf_lightning.app.pipeline_steps import plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import settings_of
@@ -28,9 +28,8 @@ TLDR = [
 @pytest.mark.thorough
 def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(tmp_path: Path) -> None:
     folder = tmp_path / "it's a\\"
-    pipeline_of = composed(*TLDR, "collect=true", "collect:annotator=page")
-    check_pipeline(pipeline_of)
-    steps = {step.stage: step for step in plan(pipeline_of, folder)}
+    settings = composed(*TLDR, "collect=true", "collect:annotator=page")
+    steps = {step.stage: step for step in plan(settings, folder)}
     assert not [w for s in steps.values() for w in s.command_line() if "<pipeline>" in w]
     ppo, evaluation, collection = (
         settings_of_step(steps[name]) for name in ("ppo", "evaluate", "collect")

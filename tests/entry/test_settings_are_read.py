@@ -15,12 +15,10 @@ from pydantic import BaseModel
 from rlhf_lightning.app import prerequisites
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, composed, register
-from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.config.validate import (
     is_read,
-    read_first,
     read_settings,
 )
 from rlhf_lightning.app.pipeline_steps import HERE, as_overrides, check_pipeline, plan
@@ -114,27 +112,6 @@ def test_a_stage_that_is_trained_first_gets_the_words_that_it_reads():
 
 
 OF_SFT = "model.sft.batch_size=64"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("words", "entry", "kinds"),
-    [
-        ("+experiment=ppo model.sft.batch_size=64", "train", ["sft", "reward"]),
-        (f"{BUILT_IN_NOWHERE} model.ppo.batch_size=64", "evaluate", []),
-    ],
-)
-def test_a_word_is_for_what_is_trained_first_if_that_or_its_start_reads_it(words, entry, kinds):
-    *others, word = given_words = words.split()
-    assert read_first(word, settings_of(*others, entry=entry), given_words) == kinds
-    cfg = composed(entry, given_words)
-    if kinds:
-        settings = command_settings(entry, cfg, given_words)
-        for kind in kinds:
-            assert word in training_words(kind, settings, given_words)
-    else:
-        with pytest.raises(ConfigError, match="nothing reads"):
-            command_settings(entry, cfg, given_words)
 
 
 @pytest.mark.thorough

@@ -252,18 +252,3 @@ def test_a_run_of_the_short_way_says_what_it_stands_for_and_its_file_runs_it_aga
     assert (tmp_path / "second/run.yaml").read_text() == file.read_text()
     resumed = train(tmp_path, *shlex.split(told)[1:], "hydra.run.dir=first")
     assert resumed.returncode == 2  # the line that was printed is the same run
-
-
-@pytest.mark.thorough
-def test_several_rewards_are_one_sum(tmp_path):
-    small = ("data.num_generations=2", "module.grpo.num_minibatches=1", *TINY[:-3])
-    small += ("module.sampling.max_new_tokens=4", "data.max_prompt_length=32")
-    rewards = ("--reward", "reward.py:length", "--reward", "reward.py:short=0.5")
-    done = train(tmp_path, "grpo", "small", "prompts.jsonl", *rewards, *small)
-    assert done.returncode == 0, done.stderr
-    (metrics,) = tmp_path.glob("outputs/grpo_small/*/metrics.csv")
-    head, row = metrics.read_text().splitlines()[:2]
-    values = dict(zip(head.split(","), row.split(","), strict=True))
-    assert float(values["rollout/score"]) == pytest.approx(
-        0.5 * float(values["rollout/score/length"])
-    )
