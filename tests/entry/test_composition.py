@@ -169,3 +169,66 @@ def test_what_is_read_from_the_environment_counts_in_the_hash_but_for_secrets(mo
     assert digest("${oc.env:DATA}/d") == digest("/b/d") != first
     assert digest("${oc.env:JUDGE_API_KEY}") == keyed
     assert digest("mine", "paths.outputs=${oc.env:DATA}/outputs") == placed == digest("mine")
+
+
+def test_another_seed_holds_out_the_same_prompts_as_the_stages_before():
+    # Artefacts of these data sets do not have the seed in their path, so a run with another seed
+    # starts from models that were trained with the first one's split.
+    for chosen in ("dataset=files dataset.path=x", "dataset=hub dataset.hub_name=x"):
+        words = ["+experiment=ppo", *chosen.split(), "dataset.name=mine"]
+        seeds = [settings_of(*words, f"seed={n}").dataset.source.get("seed") for n in (1, 2)]
+        assert seeds[0] is not None
+        assert seeds[0] == seeds[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", ["reward", "ppo"])
+def test_gates_and_refusals_are_those_of_the_data_set(stage):
+    built_in = settings_of(f"+experiment={stage}")
+    assert built_in.gates
+    assert (built_in.safety is None) == (stage == "reward")
+    own = ["model=smollm2_135m", "dataset=tldr"]
+    other = settings_of(f"+experiment={stage}", *own)
+    assert not other.gates
+    assert other.safety is None
+    none = settings_of(f"+experiment={stage}", "gates=none", "safety=none")
+    assert not none.gates
+    assert none.safety is None
+
+
+# baseline, scale, surrogate, reduction, place of the KL: what each paper has.
+PUBLISHED = {
+    "grpo": ("mean", "group_std", "ppo", "token", "loss"),
+    "rloo": ("leave_one_out", "none", "ppo", "constant", "reward"),
+    "dr_grpo": ("mean", "none", "ppo", "constant", "loss"),
+    "reinforce_pp": ("none", "global_std", "ppo", "token", "reward"),
+    "gspo": ("mean", "group_std", "gspo", "sequence", "loss"),
+    "cispo": ("mean", "group_std", "cispo", "token", "loss"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("experiment", PUBLISHED)
+def test_an_experiment_composes_without_a_warning_into_what_it_is_called(experiment):
+    settings = composed(f"+experiment={experiment}")
+    own = settings.hparams
+    found = (own.baseline, own.scale, own.surrogate, own.loss_reduction, own.kl_in)
+    assert found == PUBLISHED[experiment]
+    assert settings.stage == "grpo"
+    assert settings.name.endswith(experiment) or experiment == "grpo"
+    assert settings.data.num_generations == (1 if experiment == "reinforce_pp" else 8)
+    ppo = settings_of("+experiment=ppo")
+    assert settings.data.num_rows == ppo.data.num_rows, "as many responses as PPO's, to compare"
+    assert settings.artifacts.publish != ppo.artifacts.publish
+
+
+TITLES = {
+    "grpo": "GRPO", "rloo": "RLOO", "dr_grpo": "Dr. GRPO", "reinforce_pp": "REINFORCE++",
+    "gspo": "GSPO", "cispo": "CISPO", "ppo": "PPO", "sao": "SAO",
+}  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_pages_and_cards_call_an_objective_as_its_paper_does():
+    found = {name: settings_of(f"+experiment={name}").title for name in TITLES}
+    assert found == TITLES

@@ -34,9 +34,6 @@ FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.M | re.S)
 ASSIGNMENT = re.compile(r"^([A-Z]+)=\(([^)]*)\)", re.M)
 OVERRIDE = re.compile(r"[+~]{0,2}[\w./@:]+=.*|~[\w./@]+")
 OURS = re.compile(r"-m rlhf_lightning\.(\w+)(.*)|^rlhf-(\w+)(.*)")
-PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/bin/time|rlhf-\w+) ")
-# Behind a program two spaces line a column up; a word there is meant as a comment.
-SET_APART = re.compile(r" {2,}([^\s#+$-].*)")
 TAKES_A_WORD = ("--config-dir", "--cfg", "--config", "--recipe", "--reward", "--reward-model")
 TAKES_FOLDERS = ("report", "export", "chat", "preview")
 BUILT_IN = ("sft", "reward", "ppo")
@@ -89,8 +86,7 @@ def stray_words(line: str, variables: dict[str, str]) -> list[str]:
     """Return what a shell would hand to the command of a line although it is not meant for it."""
     ours = OURS.search(line)
     if ours is None:
-        apart = SET_APART.search(line.partition("#")[0]) if PROGRAMS.match(line) else None
-        return [apart.group(1)] if apart else []
+        return []
     module = module_of(ours)
     words = arguments_of(ours.group(2) if ours.group(1) else ours.group(4), variables)
     words = words[3:] if set(words[:1]) & set(choices("experiment")) else words

@@ -20,7 +20,6 @@ from transformers import (
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.export import run
-from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.runs import completed, killed, make_start
 
@@ -70,20 +69,6 @@ def test_the_newest_checkpoint_of_a_killed_run_becomes_a_model_folder_that_names
     for path in made.rglob("*"):
         content = path.read_bytes() if path.is_file() else b""
         assert not any(folder.encode() in content for folder in folders), path.name
-
-
-def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(sft.path, copy, symlinks=True)
-    (copy / "export").mkdir()
-    (copy / "export/mine.md").write_text("mine")
-    (copy / "export/model-00001-of-00002.safetensors").write_text("half written")
-    for _ in range(2):
-        assert run(ExportSettings(run=copy)) == [str(copy / "export")]
-    assert (copy / "export/mine.md").read_text() == "mine"
-    assert not (copy / "export/model-00001-of-00002.safetensors").exists()
-    assert load_policy(copy / "export")
-    assert not list(copy.glob(".export*"))
 
 
 def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_path):

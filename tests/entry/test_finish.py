@@ -9,7 +9,6 @@ from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from tests import offline_wandb
-from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed, settings_for
 
 
@@ -75,18 +74,3 @@ def test_a_run_that_fails_after_its_last_iteration_is_closed_with_an_alert(
     assert (alert["title"], alert["level"]) == ("the run failed", "ERROR")
     assert "export" in alert["text"]
     assert next(r["exit"] for r in found if "exit" in r)["exit_code"] == 1
-
-
-@pytest.mark.parametrize(("given", "threads"), [((), 1), (("model.cpu_threads=2",), 2)])
-def test_the_built_in_world_is_trained_by_one_thread_or_as_many_as_are_asked_for(
-    monkeypatch, tmp_path, given, threads
-):
-    seen = []
-    monkeypatch.setattr(train, "_train", lambda *_: seen.append(torch.get_num_threads()))
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        train.run(settings_of("+experiment=base", *given), RunFolder(tmp_path), [])
-        assert (seen, torch.get_num_threads()) == ([threads], 3)
-    finally:
-        torch.set_num_threads(before)

@@ -15,16 +15,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
+from rlhf_lightning import PPOModule, RewardModule
 from rlhf_lightning.app.collect import _start
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.run_claim import ClaimFolder
 from rlhf_lightning.app.sweep import finish_sweep, should_continue
-from rlhf_lightning.app.train import _where_to_start
+from rlhf_lightning.app.train import _where_to_start, objective
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
-from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
+from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 from tests.builders.command_lines import settings_of
 from tests.reports.test_compare import sweep as finished_sweep
 
@@ -191,3 +192,16 @@ def test_the_command_of_a_w_and_b_sweep_composes_as_the_agent_would_write_it(fil
     )
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["module"]["ppo"]["kl_coef"] == 0.01
+
+
+def test_gold_never_chooses_a_setting():
+    metrics = {"val/gold_win_rate": 0.9, "val/score_win_rate": 0.0, "val/loss": 2.0}
+    assert objective(Summary("ppo", "completed", 1, metrics), PPOModule) == 0.0
+
+
+def test_a_reward_model_is_chosen_by_its_accuracy_and_what_is_no_number_is_none():
+    # Optuna ends the search at a NaN, and takes None for one failed trial.
+    for accuracy, value in ((0.8, 0.8), (float("nan"), None), (float("inf"), None)):
+        summary = Summary("reward", "completed", 1, {"val/accuracy": accuracy})
+        assert objective(summary, RewardModule) == value
+    assert objective(Summary("reward", "completed", 1, {}), RewardModule) is None

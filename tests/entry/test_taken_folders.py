@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +15,7 @@ from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run, drop_unused
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.builders.command_lines import environment, overrides_of
-from tests.builders.processes import run_python
+from tests.builders.command_lines import overrides_of, train
 from tests.builders.runs import completed, killed, settings_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,18 +30,13 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def command(module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = ["-m", f"rlhf_lightning.{module}", *arguments]
-    return run_python(*words, folder=folder, environment=environment())
-
-
 @pytest.mark.thorough
 def test_the_folder_of_a_finished_run_is_left_as_it_is(start, tmp_path):
     finished = completed(tmp_path / "sft", "sft", start)
     before = contents(finished.path)
     assert {"summary.json", "report.html", ".hydra/config.yaml", ".lock"} <= set(before)
     own = [*overrides_of("sft", start), f"hydra.run.dir={finished.path}"]
-    done = command("train", tmp_path, *own, "seed=2")
+    done = train(tmp_path, *own, "seed=2")
     assert done.returncode == 2
     assert "hydra.run.dir=" in done.stderr
     assert contents(finished.path) == before
@@ -143,16 +135,3 @@ def test_every_command_looks_at_its_folder(tmp_path):
         settings = command_settings(entry, composed(entry, []), [])
         with pytest.raises(FolderTakenError, match="holds runs"):
             check_folder(settings, RunFolder(tmp_path))
-
-
-def test_of_two_runs_at_once_in_one_folder_one_is_refused_and_writes_nothing(start, tmp_path):
-    folder = RunFolder(tmp_path / "run").create()
-    write_summary(folder, new_summary("sft", seed=1, config_hash="x"))
-    with claim_run(folder.path):
-        before = contents(folder.path)
-        done = command(
-            "train", tmp_path, *overrides_of("sft", start), f"hydra.run.dir={folder.path}"
-        )
-        assert done.returncode == 2
-        assert f"is in use by process {os.getpid()}" in done.stderr
-        assert contents(folder.path) == before

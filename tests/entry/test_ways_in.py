@@ -20,6 +20,8 @@ from rlhf_lightning.app.config.recipe import recipe
 from rlhf_lightning.app.config.run_file import run_yaml, with_file
 from rlhf_lightning.app.config.ways import read_experiment, spelled_out
 from rlhf_lightning.app.start import print_recipe, words_of
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import replacing_folder
 from tests.builders.command_lines import settings_of, train
 
 LONG = "model=pretrained dataset=files"
@@ -252,3 +254,16 @@ def test_a_run_of_the_short_way_says_what_it_stands_for_and_its_file_runs_it_aga
     assert (tmp_path / "second/run.yaml").read_text() == file.read_text()
     resumed = train(tmp_path, *shlex.split(told)[1:], "hydra.run.dir=first")
     assert resumed.returncode == 2  # the line that was printed is the same run
+
+
+def test_the_home_folder_is_read_behind_a_key_and_from_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["+experiment=sft", "artifacts.base=~/m", "paths.outputs=~", "gates=none"]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    settings = check_command_line("train")
+    assert settings.artifacts.base == f"{tmp_path}/m"
+    assert settings.paths.outputs == str(tmp_path)
+    assert RunFolder(Path("~/run")).create().path == tmp_path / "run"
+    with replacing_folder("~/made") as staging:
+        staging.mkdir()
+    assert (tmp_path / "made").is_dir()

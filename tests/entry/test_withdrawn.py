@@ -10,9 +10,6 @@ import pytest
 import rlhf_lightning
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.errors import WITHDRAWN, withdrawn
-from rlhf_lightning.data.sources.given import GivenRows
-from rlhf_lightning.preferences.records import Pair
-from rlhf_lightning.rollout.scorers.base import FunctionScorer
 
 # What is called, and a part of the error: the line to write. Withdrawn forms of rows, files and
 # reward functions are in the tests of those that read them.
@@ -25,9 +22,6 @@ CALLS: list[tuple[str, Callable[[], object], str]] = [
         lambda: __import__("rlhf_lightning.study").study.main(),
         "rlhf-train -m (seed=1,2 KEY=A,B, or +sweeps=NAME)",
     ),
-    ("Pair(gold=)", lambda: Pair.make("q", "a", "b", gold="first"), "gold"),
-    ("on_template_loss", lambda: GivenRows([], on_template_loss="warn"), "on_template_loss"),
-    ("timeout_seconds", lambda: FunctionScorer(len, timeout_seconds=1.0), "timeout_seconds"),
 ]
 
 
@@ -51,7 +45,7 @@ def test_the_command_line_refuses_it_before_anything_else(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("name", "call", "instead"), CALLS, ids=[name for name, *_ in CALLS])
-def test_a_withdrawn_name_or_argument_is_refused_with_its_replacement(name, call, instead):
-    with pytest.raises((TypeError, ValueError, AttributeError, SystemExit)) as caught:
+def test_a_withdrawn_name_is_refused_with_its_replacement(name, call, instead):
+    with pytest.raises((AttributeError, SystemExit)) as caught:
         call()
     assert instead in str(caught.value)
