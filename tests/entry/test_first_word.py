@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
-
 import pytest
 
 from rlhf_lightning.app.config.compose import choices
 from tests.builders.command_lines import environment
+from tests.builders.processes import timed_python
 
 LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning alone costs more
 
 
 def answer(command, words, folder):
     """Return what a command answers in time, and its status."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", f"rlhf_lightning.{command}", *words.split()],
-        cwd=folder,
-        env=environment(COLUMNS="80"),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = timed_python(
+        *("-m", f"rlhf_lightning.{command}", *words.split()),
+        folder=folder,
+        environment=environment(COLUMNS="80"),
+        limit=LIMIT_SECONDS,
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert spent <= LIMIT_SECONDS
     assert list(folder.iterdir()) == []
     return done.stdout + done.stderr, done.returncode
 

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 
 import pytest
 
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from tests.builders.command_lines import environment
+from tests.builders.processes import timed_python
 
 LIMIT_SECONDS = 5.0  # of user and system time
 MISTAKE_SECONDS = 3.0
 
 
 def rlhf_data(folder, *words, limit=LIMIT_SECONDS):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_lightning.preview", *map(str, words)],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert spent <= limit
-    return done
+    command = ("-m", "rlhf_lightning.preview", *map(str, words))
+    return timed_python(*command, folder=folder, environment=environment(), limit=limit)
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,8 @@ from safetensors.torch import load_file
 
 from rlhf_lightning.distributed.checkpoint import read_full
 from tests.builders.command_lines import SMALL
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.processes import run_python
+from tests.builders.ranks import run_ranks
 from tests.builders.runs import make_start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -49,15 +47,9 @@ class Chain:
         return self.folder / stage
 
     def command(self, name: str, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", f"rlhf_lightning.{name}", *arguments],
-            cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        words = ["-m", f"rlhf_lightning.{name}", *arguments]
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+        done = run_python(*words, folder=self.folder, timeout=PATIENCE, **no_gpu)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.distributed import launch as launching
 from rlhf_lightning.distributed.launch import adopt_rank, own_environment, started
+from tests.builders.processes import fresh_python
 from tests.builders.ranks import ROOT, free_port
 from tests.multiprocess.test_launching import SETTINGS, TRAIN, check_run, run, runs_below
 
@@ -141,16 +140,9 @@ def test_two_tasks_of_srun_share_one_run(tmp_path, monkeypatch):
             "MASTER_PORT": port,
         }
         own = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        with (tmp_path / f"task_{task}.log").open("wb") as log:
-            tasks.append(
-                subprocess.Popen(
-                    [sys.executable, *TRAIN, "+experiment=base", "strategy=fsdp", *SETTINGS],
-                    cwd=folder,
-                    env={**os.environ, **own, **step},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        command = [*TRAIN, "+experiment=base", "strategy=fsdp", *SETTINGS]
+        variables = {**os.environ, **own, **step}
+        tasks.append(fresh_python(command, folder, variables, tmp_path / f"task_{task}.log"))
     try:
         codes = [task.wait(timeout=800) for task in tasks]
     finally:
