@@ -20,7 +20,7 @@ from rlhf_lightning.preferences.annotators import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from tests.builders.command_lines import settings_of
-from tests.builders.processes import ForkedPython, run_python
+from tests.builders.processes import ForkedPython
 from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,12 +45,6 @@ DECIDED = [
 def command(start: Path, *overrides: str) -> list[str]:
     module = [sys.executable, "-m", "rlhf_lightning.collect"]
     return [*module, f"artifacts.sft={start}", *SMALL, *overrides]
-
-
-def collect(folder: Path, start: Path, *overrides: str, code: int = 0):
-    done = run_python(*command(start, *overrides)[1:], folder=folder, timeout=550)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
 
 
 def collect_here(folder: Path, start: Path, *overrides: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +16,9 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
 from tests.builders.command_lines import settings_of
-from tests.builders.runs import settings_for
+from tests.builders.runs import completed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
-
-
-def finished_run(folder: Path, start: Path, stage: str, *overrides: str) -> RunFolder:
-    run(settings_for(stage, start, *overrides), RunFolder(folder), [])
-    return RunFolder(folder)
 
 
 def test_the_first_records_come_again_and_again_in_both_splits():
@@ -40,10 +34,10 @@ def test_the_first_records_come_again_and_again_in_both_splits():
 @pytest.mark.thorough
 def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path):
     published = tmp_path / "published"
-    folder = finished_run(
+    folder = completed(
         tmp_path / "run",
-        start,
         "sft",
+        start,
         "debug=overfit",
         f"artifacts.publish={published}",
         "module.sft.learning_rate=0.02",
@@ -94,7 +88,7 @@ def test_an_evaluation_of_a_run_that_only_shows_that_it_runs_judges_nothing_eith
 
 @pytest.mark.thorough
 def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path):
-    folder = finished_run(tmp_path / "run", start, "ppo", "debug=profile", "artifacts.reward=null")
+    folder = completed(tmp_path / "run", "ppo", start, "debug=profile", "artifacts.reward=null")
     table = (folder.profile / "table.txt").read_text()
     assert table.startswith("2 iterations profiled, ")
     for part in ("time/update", "time/generate", "time/score", "everything else", "Self CPU"):
@@ -107,7 +101,7 @@ def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path):
 
 @pytest.mark.thorough
 def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys):
-    folder = finished_run(tmp_path / "run", start, "reward", "debug=one_batch")
+    folder = completed(tmp_path / "run", "reward", start, "debug=one_batch")
     assert len(read_metrics(folder.metrics)) == 1
     assert folder.report.exists()
     assert "chosen" in capsys.readouterr().out

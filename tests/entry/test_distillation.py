@@ -100,20 +100,6 @@ def test_adapters_the_sampled_form_a_reward_and_the_doctor_work_with_it(start, t
     assert read_metrics(rewarded.metrics)[0]["rollout/score_std"] > 0
 
 
-@pytest.mark.thorough
-def test_a_server_has_log_probabilities_at_temperature_1_alone(start):
-    server = r"the server at artifacts\.teacher=http://h:1 gives log-probabilities of given tokens"
-    sampled = "module.distillation.divergence=sampled"
-    for words, problem in (
-        ([], rf"module\.distillation\.divergence=reverse: {server} alone: use sampled"),
-        ([sampled, "evaluation.temperature=0.5"], rf"evaluation\.temperature=0\.5: {server} at"),
-        ([sampled, "module.sampling.temperature=0.7"], rf"sampling\.temperature=0\.7: {server} at"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            settings(start, "http://h:1", *words)
-    settings(start, "http://h:1", sampled, "evaluation.temperature=0.0")
-
-
 def test_a_run_continues_from_a_checkpoint_to_the_same_bits(start, teacher, command, tmp_path):
     (checkpoint,) = command.checkpoints.glob("*2.ckpt")
     resumed = trained(start, teacher, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")

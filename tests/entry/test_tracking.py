@@ -66,25 +66,13 @@ def test_every_metric_has_iteration_as_its_axis_and_the_values_of_metrics_csv(tr
     assert {name for row in rows for name in row if not is_known(name)} == {"iteration"}
 
 
-def panels(records) -> set[str]:
-    """Return what a dashboard can show: a table or histogram is told by its parts."""
-    return {name.partition(".")[0] for name in offline_wandb.logged_names(records)}
-
-
 def test_the_panels_of_the_dashboard_name_what_ppo_logs(records):
     of_others = {"rollout/informative_groups", "rollout/teacher_kl_per_token"}
     wanted = {*sections()["rollout"], *sections()["ppo"], *MEDIA} - of_others
     assert len(wanted) > 14
-    assert wanted <= panels(records), sorted(wanted - panels(records))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_the_panels_of_the_other_stages_name_what_they_log(stage, start, tmp_path):
-    folder = completed(tmp_path / stage, stage, start, "logger=wandb", "logger.mode=offline")
-    (found,) = offline_wandb.segments(folder.path)
-    assert set(sections()[stage]) <= panels(found)
+    # A table or histogram is told by its parts, `samples/best.nrows`.
+    logged = {name.partition(".")[0] for name in offline_wandb.logged_names(records)}
+    assert wanted <= logged, sorted(wanted - logged)
 
 
 def test_the_final_metrics_and_gates_are_in_the_summary_and_an_alert_names_what_failed(

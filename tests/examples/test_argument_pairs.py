@@ -35,15 +35,6 @@ def test_the_more_convincing_argument_is_chosen_whichever_place_it_had(tmp_path)
     assert (second.chosen, second.rejected) == (" cats is good is good is good", " cats is good")
 
 
-def test_conversations_ask_for_the_argument_as_the_users_message(tmp_path):
-    source = ArgumentPairSource(write_arguments(tmp_path), held_out=HELD_OUT, chat=True)
-    record = source.records("preferences", "validation")[0]
-    (message,) = record.prompt
-    assert message["role"] == "user"
-    assert message["content"].endswith("Debate: Cats or dogs\nSide taken: Cats!")
-    assert record.chosen == ({"role": "assistant", "content": "cats is good"},)
-
-
 def test_ties_and_pairs_without_a_majority_are_left_out_and_counted(source):
     assert len(source.records("preferences", "train")) == 4 * 4
     assert source.left_out("preferences", "train") == {TIE: 4, NO_MAJORITY: 4}

@@ -27,13 +27,6 @@ def test_log_odds_are_those_worked_out_by_hand():
     assert log_odds == pytest.approx([expected, -expected, 0, 2 * expected, 0, 0], abs=1e-12)
 
 
-def test_features_are_present_or_not_and_know_neighbours_but_no_case_or_spacing():
-    assert features("Funny, funny film!") == features("funny , funny FILM !")
-    assert "funny ," in features("Funny, film")
-    assert "isn't" in features("It isn't")
-    assert features("") == frozenset()
-
-
 def test_the_judge_reads_the_continuation_and_not_the_prompt():
     classifier = BagOfWords().fit(LIKED, LOATHED)
     assert classifier.accuracy(["a warm cast", "funny"], ["a cold cast", "dull"]) == 1.0
