@@ -72,9 +72,7 @@ HPARAMS: list[tuple[type[Checked], dict[str, Any]]] = [
     (LoraHparams, {"target_modules": " "}),
     (DistillationHparams, {"divergence": "nosuch"}),
     (PPOHparams, {"learning_rate": "1e-5"}),
-    (PPOHparams, {"num_ppo_epochs": 4.0}),
     (PPOHparams, {"num_minibatches": True}),
-    (PPOHparams, {"kl_target": 0.0}),
     (PPOHparams, {"kl_horizon": 5}),  # without a target
     (PPOHparams, {"kl_target": 6.0, "kl_coef": 0.0}),
     (PPOHparams, {"gae_lambda": -0.1}),

@@ -121,10 +121,6 @@ def test_a_program_says_what_differs_from_the_defaults():
             ("generator=partial(TransformersGenerator)", 'start="last"', 'value_head="stored"'),
         ),
         (
-            ("+experiment=ppo", "model.cpu_kernels=false", "model.micro_batches=tokens"),
-            ('with cpu_kernels(enabled=False), micro_batching(way="tokens"):\n    L.seed_',),
-        ),
-        (
             ("+experiment=ppo", "evaluation.every_n_iterations=2", "evaluation.temperature=0.5"),
             ("PeriodicEvaluation(\n", "every_n_iterations=2", "temperature=0.5"),
         ),

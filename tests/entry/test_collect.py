@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from rlhf_lightning.app.collect import publishing_to
 from rlhf_lightning.data.demo.source import DemoSource
@@ -24,7 +22,6 @@ from tests.builders.processes import ForkedPython
 from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(600)
-PLAIN_CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 NOW = "2026-11-02T09:30:00+00:00"
 SMALL = [
     "artifacts.base=null",
@@ -141,28 +138,6 @@ def test_a_policy_of_other_pairs_is_compared_on_the_prompts_of_the_data_set(
     samples = read_samples(made.samples)
     assert samples
     assert {sample["prompt"] for sample in samples} <= held_out
-
-
-def test_prompts_may_be_conversations(
-    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat_start = tmp_path / "chat"
-    shutil.copytree(start, chat_start)
-    tokenizer = AutoTokenizer.from_pretrained(chat_start)
-    tokenizer.chat_template = PLAIN_CHAT
-    tokenizer.save_pretrained(chat_start)
-    asked = [record.prompt for record in DemoSource(seed=1).records("prompts", "train")[:12]]
-    rows = [{"prompt": [{"role": "user", "content": q}], "domain": "talk"} for q in asked]
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.chdir(tmp_path)
-    questions = ["dataset=files", "dataset.name=mine", f"dataset.path={file}", "annotator=page"]
-    with pytest.raises(PeopleNeededError):
-        collect_here(tmp_path, chat_start, *questions)
-    (run,) = runs(tmp_path)
-    pairs = list(read_records(Pair, run / "pairs.jsonl"))
-    assert {pair.prompt[0]["content"] for pair in pairs} <= set(asked)
-    assert {(pair.domain, pair.prompt[0]["role"]) for pair in pairs} == {("talk", "user")}
 
 
 @pytest.mark.thorough

@@ -105,19 +105,3 @@ def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys)
     assert len(read_metrics(folder.metrics)) == 1
     assert folder.report.exists()
     assert "chosen" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-def test_models_of_debug_fast_are_kept_apart_wherever_models_are_kept():
-    def folders(*words: str) -> tuple[str | None, str | None]:
-        artifacts = settings_of(*words).artifacts
-        return artifacts.sft, artifacts.publish
-
-    sized = ["+experiment=reward", "model.from_scratch.hidden_size=64"]
-    sized += ["paths.artifacts=artifacts/hidden_${model.from_scratch.hidden_size}"]
-    kept = "artifacts/hidden_64/debug_fast/demo_seed1"
-    assert folders(*sized, "debug=fast") == (f"{kept}/sft", f"{kept}/reward")
-    assert folders(*sized)[0] == "artifacts/hidden_64/demo_seed1/sft"
-    fast = ["+experiment=sft", "debug=fast"]
-    assert folders(*fast)[1] == "artifacts/debug_fast/demo_seed1/sft"
-    assert folders(*fast, "paths.apart=null")[1] == "artifacts/demo_seed1/sft"

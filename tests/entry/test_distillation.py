@@ -10,9 +10,7 @@ import pytest
 
 from rlhf_lightning.app import train
 from rlhf_lightning.app.as_python import as_python
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import write_settings
-from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
@@ -105,15 +103,3 @@ def test_a_run_continues_from_a_checkpoint_to_the_same_bits(start, teacher, comm
     resumed = trained(start, teacher, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
     files = [folder.export / "model.safetensors" for folder in (command, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_the_teacher_of_the_built_in_world_is_its_ppo_policy(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "rlhf_lightning.app.prerequisites._train", lambda kind, *_: made.append(kind)
-    )
-    found = settings_of("+experiment=distillation", f"paths.artifacts={tmp_path}")
-    assert found.artifacts.teacher == found.artifacts.ppo == f"{tmp_path}/demo_seed1/ppo"
-    with pytest.raises(ConfigError, match=r"artifacts\.teacher=\S+ does not exist"):
-        prepare_inputs(found, [])  # as nothing was made
-    assert made == ["sft", "ppo"]

@@ -83,17 +83,6 @@ def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch
     assert again.scorer.get("source") == "other"
 
 
-@pytest.mark.thorough
-def test_every_policy_that_starts_from_sft_is_compared_with_it(working_folder) -> None:
-    made = run_of(working_folder / "outputs/dpo/1", "+experiment=dpo")
-    settings = settings_of(f"run={made.path}", entry="evaluate")
-    assert settings.policy == str(made.export)
-    assert settings.baseline == "artifacts/demo_seed1/sft"
-    other = settings_of(f"run={made.path}", "artifacts.sft=other", entry="evaluate")
-    assert other.baseline == "other"
-    assert settings_of(f"run={made.path}", entry="collect").dataset.name == "demo_seed1"
-
-
 def test_what_the_command_line_names_is_not_taken_over(working_folder) -> None:
     words = ["+experiment=ppo", "evaluation.num_prompts=77", "module.sampling.max_new_tokens=33"]
     made = run_of(working_folder / "outputs/ppo/1", *words, "trainer.precision=bf16-mixed")

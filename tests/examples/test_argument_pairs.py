@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from examples.datasets.argument_pairs import (
@@ -48,14 +46,6 @@ def test_no_argument_and_no_debate_stands_on_both_sides(source):
         texts[split] = {r.chosen for r in records} | {r.rejected for r in records}
         assert {debate(r.domain) in HELD_OUT for r in records} == {split == "validation"}
     assert not texts["train"] & texts["validation"]
-
-
-def test_every_side_gives_one_prompt_and_every_argument_one_demonstration(source):
-    prompts = source.records("prompts", "train")
-    assert Counter(p.domain for p in prompts) == Counter({p.domain: 1 for p in prompts})
-    assert len(prompts) == 4
-    demonstrations = source.records("demonstrations", "train")
-    assert len({d.completion for d in demonstrations}) == len(demonstrations) == 16
 
 
 def test_an_unknown_debate_cannot_be_held_out(tmp_path):

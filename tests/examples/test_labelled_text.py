@@ -100,8 +100,3 @@ def test_pairs_are_of_like_length_so_that_length_tells_nothing(tmp_path):
     assert statistics.median(map(abs, gaps)) <= 4  # 11 if they were paired at random
     longer, shorter = sum(g > 0 for g in gaps), sum(g < 0 for g in gaps)
     assert 0.35 < longer / (longer + shorter) < 0.65
-
-
-def test_a_missing_file_names_the_override_and_the_public_source(files):
-    with pytest.raises(ValueError, match=r"negative=.*dataset\.negative=FILE.*rotten_tomatoes"):
-        LabelledTextSource(files[0], "nowhere.txt")
