@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_lightning import (
-    PolicyGradientModule,
-)
+from rlhf_lightning import PolicyGradientModule
 from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.compose import ConfigError
