@@ -221,9 +221,9 @@ def test_every_documented_console_script_and_make_target_exists():
 def test_every_offline_command_runs_with_debug_fast(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     for command in OFFLINE:
-        words = command.arguments
+        words = [*command.arguments, "debug=fast", "logger=none"]
         result = subprocess.run(
-            [sys.executable, "-m", "rlhf_lightning.train", *words, "debug=fast", "logger=none"],
+            [sys.executable, "-m", "rlhf_lightning.train", *words],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

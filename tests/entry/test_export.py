@@ -84,18 +84,6 @@ def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_pat
     assert offsets[0]["reward_offset"] != 0
 
 
-@pytest.mark.thorough
-def test_a_policy_of_ppo_is_exported_without_its_value_model(start, tmp_path):
-    folder = killed(tmp_path / "run", "ppo", start)
-    made = export(folder.path, tmp_path)
-    weights = load_file(made / "model.safetensors")
-    saved = saved_weights(folder, "policy.model.")
-    assert set(weights) == set(saved)
-    for name, value in saved.items():
-        assert torch.equal(weights[name], value), name
-    assert metadata_load(made / "README.md")["tags"] == ["rlhf_lightning", "ppo"]
-
-
 @pytest.mark.parametrize("stage", ["sft", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_an_adapter_is_merged_and_stands_beside_it(start, tmp_path, stage):
     folder = killed(tmp_path / "run", stage, start, *LORA)

@@ -104,6 +104,7 @@ def test_exports_reload_to_the_models_that_were_trained_and_samples_show_both_an
     folder, _ = chain
     run = only(folder, "outputs/ppo/*/summary.json").parent
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert not list((run / "export").rglob("*value*")), "the policy alone"
     exported = load_policy(run / "export")
     for name, value in exported.state_dict().items():
         assert torch.equal(value, checkpoint["state_dict"][f"policy.{name}"]), name

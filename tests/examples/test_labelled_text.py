@@ -1,8 +1,7 @@
-"""Sentences of two labels: disjoint parts, natural token boundaries, pairs of like length."""
+"""Sentences of two labels: disjoint parts, natural token boundaries, pairs."""
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
@@ -88,15 +87,3 @@ def test_pairs_prefer_positive_sentences_and_held_out_ones_share_none(files):
     number = min(map(len, source.sentences("train")))
     assert len(set(train)) == len(train)
     assert number < len(train) <= 2 * number
-
-
-def test_pairs_are_of_like_length_so_that_length_tells_nothing(tmp_path):
-    positive, negative = tmp_path / "p", tmp_path / "n"
-    for file, word in ((positive, "fine"), (negative, "dull")):
-        lines = (" ".join([word, str(i), *["very"] * (i % 40)]) for i in range(800))
-        file.write_text("\n".join(lines), encoding="utf-8")
-    pairs = LabelledTextSource(positive, negative).records("preferences", "train")
-    gaps = [len(r.chosen.split()) - len(r.rejected.split()) for r in pairs]
-    assert statistics.median(map(abs, gaps)) <= 4  # 11 if they were paired at random
-    longer, shorter = sum(g > 0 for g in gaps), sum(g < 0 for g in gaps)
-    assert 0.35 < longer / (longer + shorter) < 0.65
