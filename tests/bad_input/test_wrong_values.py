@@ -237,6 +237,7 @@ VALUES = [
     ("+experiment=kto data.kind=preferences", "data.kind=preferences", "data.kind=unpaired"),
     ("+experiment=dpo module.dpo.desirable_weight=2", "desirable_weight", "kind=kto alone"),
     ("+experiment=sft evaluation.every_n_iterations=2", "every_n_iterations=2", ""),
+    ("+experiment=sft doctor=act", "doctor=act", ""),
     ("+experiment=ppo callbacks.checkpoint.mode=max", "mode=max", "checkpoint.monitor"),
     ("+experiment=ppo module.seed=7", "module.seed", "seed"),
     ("+experiment=ppo safety.harmful=[]", "safety.harmful", "safety.prompts"),

@@ -53,7 +53,7 @@ def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
 def test_few_optimizer_steps_are_said_with_what_makes_more(start, records, tmp_path):
     def shown(*more: str) -> dict[str, Any]:
         settings = composed(start, *records, *more)
-        parts = assemble(settings, RunFolder(tmp_path / "run"))
+        parts = assemble(settings, RunFolder(tmp_path / more[0]))
         return start_settings(settings, parts, None)
 
     few = shown("data.batch_size=32", "data.num_epochs=1")
