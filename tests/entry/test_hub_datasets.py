@@ -101,18 +101,13 @@ def test_ultrafeedback_serves_all_stages(source_of, tmp_path):
     folder = publish(tmp_path / "set", rows, "train_prefs", "test_prefs")
     question = (user("question 0"),)
     good, bad = (assistant("a good answer 0"),), (assistant("a bad answer 0"),)
+    pair = PreferenceRecord(question, good, bad)
+    made = {"sft": DemonstrationRecord(question, good), "reward": pair}
     for stage, kind in KINDS.items():
         source = source_of(stage, "ultrafeedback", f"dataset.hub_name={folder}", *overrides)
         first, second = source.records(kind, "train")
         assert first.prompt == question
-        if stage != "ppo":
-            pair = stage == "reward"
-            made = (
-                PreferenceRecord(question, good, bad)
-                if pair
-                else DemonstrationRecord(question, good)
-            )
-            assert first == made
+        assert first == made.get(stage, first)
         assert len(source.records(kind, "validation")) == 2
         assert encoded([first, second]) == 2
 

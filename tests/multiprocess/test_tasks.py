@@ -51,21 +51,19 @@ def test_a_task_of_srun_is_a_rank(environment):
     assert started() == 1790000000
 
 
-def test_a_batch_script_and_a_single_task_are_no_ranks(environment):
-    environment.update({k: v for k, v in STEP.items() if "STEP" not in k})
-    adopt_rank()
-    assert "RANK" not in environment
-    environment.update(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
-    adopt_rank()
-    assert "RANK" not in environment
-
-
-def test_a_shell_inside_salloc_is_one_process(environment):
-    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NAME": "salloc"}
-    environment.update(job | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
-    adopt_rank()
+def test_a_batch_script_a_single_task_and_a_shell_inside_salloc_are_no_ranks(environment):
+    shell = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NAME": "salloc"}
+    path = environment["PATH"]
+    for job in (
+        {k: v for k, v in STEP.items() if "STEP" not in k},
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        shell | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    ):
+        environment.clear()
+        environment.update(job, PATH=path)
+        adopt_rank()
+        assert "RANK" not in environment
     assert not SLURMEnvironment.detect()
-    assert "RANK" not in environment
 
 
 def test_what_torchrun_says_inside_of_a_job_is_left_alone(environment):
