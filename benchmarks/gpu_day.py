@@ -138,7 +138,7 @@ def parts() -> tuple[Part, ...]:
             "nccl",
             "FSDP2 over NCCL on 1, 2 and 4 GPUs: exports of one CPU process",
             ("-m", "gpu", SHARDED),
-            ("-k", "cpu and sft", SHARDED),
+            ("-k", "cpu-sft-none-2", SHARDED),
             540,
             tests=True,
         ),

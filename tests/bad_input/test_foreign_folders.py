@@ -30,33 +30,25 @@ LOADER = {
 NODES = {
     "scorer": [
         LOAD,
-        WRITE,
         {"_target_": "os.system", "command": "touch PROOF"},
         {"_target_": f"{BASE}.FunctionScorer", "function": LOAD},
         {"_target_": f"{BASE}.FunctionScorer", "function": "EVIL:f"},
-        {"_target_": f"{BASE}.FunctionScorer", "function": {**WRITE, "_partial_": True}},
         {
             "_target_": f"{BASE}.FunctionScorer",
             "function": {"_target_": LOOKUP, "path": f"{BASE}.load_function"},
         },
-        {"_target_": f"{BASE}.FunctionScorer", "_args_": ["EVIL:f"]},
         {"_target_": f"{BASE}.RewardModelScorer", "load": {**WRITE, "_partial_": True}},
         {"_target_": f"{BASE}.RewardModelScorer", "load": LOADER},
         {"_target_": HTTP, "url": "http://h/s"},
-        {"_target_": HTTP, "url": "http://h/s", "token_env": "CANARY"},
         {"_target_": f"{BASE}.WeightedScorer", "scorers": {"a": {"_target_": HTTP, "url": "h"}}},
-        {"_target_": "rlhf_lightning.preferences.judge.JudgeAnnotator", "model": "m"},
         "${oc.create:{_target_: os.system}}",
     ],
-    "safety.is_refusal": [LOAD, {"_target_": LOOKUP, "path": "builtins.eval"}, WRITE],
+    "safety.is_refusal": [{"_target_": LOOKUP, "path": "builtins.eval"}],
     "evaluation.gold": [
-        LOAD,
         {**LOAD, "_partial_": True},
         {"_target_": LOOKUP, "path": "os.system"},
-        {"_target_": LOOKUP, "path": f"{BASE}.load_function"},
     ],
     "dataset.source": [
-        LOAD,
         WRITE,
         {"_target_": "rlhf_lightning.data.sources.base.JoinedSource", "sources": [WRITE]},
     ],
@@ -66,7 +58,6 @@ NODES = {
         {"_target_": SERVER, "_partial_": True, "python": "", "replicas": [{"BASH_ENV": "EVIL"}]},
     ],
     "model.tokenizer": [
-        LOAD,
         {
             "_target_": "rlhf_lightning.text.tokenizers.load_tokenizer",
             "source": "x",
@@ -75,11 +66,10 @@ NODES = {
     ],
     "model.trust_remote_code": [True],
     "module": [{**LOAD, "_partial_": True}],
-    "module.tokenizer": [LOAD],
     "optimizer": [{**WRITE, "_partial_": True}],
     "callbacks.extra": [{"a": WRITE}],
     "doctor.second_scorer": [LOAD],
-    "stage": ["os.system", ["ppo"]],
+    "stage": ["os.system"],
 }
 CASES = [(key, value) for key, values in NODES.items() for value in values]
 
@@ -128,9 +118,7 @@ def test_objects_of_yaml_are_refused(tmp_path: Path) -> None:
     assert saved_config(folder) == {}  # as a report reads it
 
 
-@pytest.mark.parametrize(
-    "text", ["${oc.env:ADDRESS}", "${oc.env:NOT_SET,x}", r"\${oc.env:ADDRESS}"]
-)
+@pytest.mark.parametrize("text", ["${oc.env:ADDRESS}", r"\${oc.env:ADDRESS}"])
 def test_a_configuration_that_reads_the_environment_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.setenv("ADDRESS", "postgres://user:secret@host")
     trained = settings_of("+experiment=ppo", "logger=none").written

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
 
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-from rlhf_lightning.app.config.saved import saved_config
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import Kind, TargetError, read_node, resolve
 from rlhf_lightning.app.config.validate import read_settings
@@ -95,10 +93,6 @@ WRONG_KINDS = {
         SCORER,
         {"_target_": f"{BASE}.load_function", "path": "f:g"},
     ),
-    "a source where a scorer belongs": (
-        SCORER,
-        {"_target_": "rlhf_lightning.data.demo.source.DemoSource"},
-    ),
     "a writer of files": (SCORER, WRITE),
     "a starter of programs": (SCORER, SERVER),
     "a generator that is built at once": (
@@ -130,14 +124,13 @@ WRONG_KINDS = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_KINDS)
-def test_a_node_builds_only_what_the_annotation_of_its_place_allows(what):
-    kind, node = WRONG_KINDS[what]
+@pytest.mark.parametrize(("kind", "node"), WRONG_KINDS.values(), ids=WRONG_KINDS)
+def test_a_node_builds_only_what_the_annotation_of_its_place_allows(kind, node):
     with pytest.raises(TargetError, match=r"^here"):
         read_node(node, kind, "here")
 
 
-@pytest.mark.parametrize("key", ["_args_", "_convert_", "_recursive_", "__class__"])
+@pytest.mark.parametrize("key", ["_args_", "__class__"])
 def test_a_node_has_keyword_arguments_alone(key):
     node = {"_target_": f"{BASE}.FunctionScorer", "function": "f.py:g", key: ["x"]}
     with pytest.raises(TargetError, match=rf"unknown key here\.{key} "):
@@ -168,14 +161,9 @@ def test_reading_a_node_calls_nothing(tmp_path):
     [
         "rlhf_lightning.data.sources.base.FileSource",
         "rlhf_lightning.data.demo.gold.gold_scores",
-        "rlhf_lightning.models.factory.load_policy",
         "torch.optim.AdamW",
-        "torch.optim.lr_scheduler.StepLR",
         "torch.nn.Linear",
-        "lightning.pytorch.callbacks.DeviceStatsMonitor",
         "lightning.pytorch.callbacks.early_stopping.EarlyStopping",
-        "lightning.pytorch.loggers.CSVLogger",
-        "transformers.LlamaConfig",
         "transformers.PreTrainedTokenizerFast",
         "peft.LoraConfig",
         "torchmetrics.MeanMetric",
@@ -220,28 +208,3 @@ def test_a_trusted_prefix_keeps_the_rule_of_annotations(tmp_path, monkeypatch):
     for kind, name in ((SCORER, "Mine"), (CALLBACK, "number"), (CALLBACK, "os.system")):
         with pytest.raises(TargetError, match=rf"a\._target_=mine_d3\.{name} "):
             read_node({"_target_": f"mine_d3.{name}"}, kind, "a")
-
-
-def test_a_class_that_a_trusted_module_only_imports_is_named_where_it_is_defined(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "mine_d5.py").write_text(
-        "import lightning as L\nfrom typing import Self\nclass Mine(L.Callback):\n"
-        "    @classmethod\n    def of(cls) -> Self:\n        return cls()\n"
-    )
-    (tmp_path / "mine_d6.py").write_text("from mine_d5 import Mine\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "mine_d6,mine_d5")
-    told = r"is not allowed; .* mine_d5\.Mine is meant"
-    for name in ("mine_d6.Mine", "mine_d6.Mine.of"):
-        with pytest.raises(TargetError, match=told):
-            read_node({"_target_": name}, CALLBACK, "a")
-    for name in ("mine_d5.Mine", "mine_d5.Mine.of"):
-        read_node({"_target_": name}, CALLBACK, "a")
-
-
-def test_a_saved_configuration_is_loaded_as_data(tmp_path: Path):
-    file = tmp_path / "config.yaml"
-    file.write_text("a: !!python/object/apply:os.system ['true']\n")
-    with pytest.raises(ConfigError, match="could not determine a constructor"):
-        saved_config(file)

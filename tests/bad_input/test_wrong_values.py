@@ -29,28 +29,20 @@ from rlhf_lightning import (
     DoctorThresholds,
     DPOHparams,
     DPOModule,
-    EndingRule,
     FileSource,
     FunctionScorer,
     GRPOHparams,
-    HttpScorer,
-    JudgeAnnotator,
-    LmEvalBenchmark,
     LoraHparams,
     NoReward,
-    PeriodicEvaluation,
-    PhraseRefusals,
     PolicyGradientModule,
     PPOHparams,
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
     RewardHparams,
-    SafetyCheck,
     SamplingHparams,
     SFTHparams,
     SFTModule,
-    TextRewardModelScorer,
     WeightedScorer,
     compare,
     gold_scores,
@@ -60,7 +52,6 @@ from rlhf_lightning import (
 from rlhf_lightning.app import prerequisites, train
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.hparams import Checked
-from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import settings_of
 from tests.builders.record_files import write_material
@@ -73,43 +64,20 @@ pytestmark = [
 # A class and a value that it refuses; the error begins with the field. At least one row a class.
 HPARAMS: list[tuple[type[Checked], dict[str, Any]]] = [
     (SamplingHparams, {"temperature": 0.009}),
-    (SamplingHparams, {"max_new_tokens": [64]}),
     (SamplingHparams, {"top_k": 50}),  # rollouts sample the full distribution
-    (SFTHparams, {"learning_rate": 1.0}),
     (SFTHparams, {"micro_batch_size": 0}),
-    (SFTHparams, {"max_skipped_steps": -1}),
-    (RewardHparams, {"label_smoothing": 0.5}),
-    (RewardHparams, {"center_coef": -0.01}),
     (RewardHparams, {"use_margin": "yes"}),
     (RewardHparams, {"normalization_samples": 10**12}),
     (DPOHparams, {"beta": 0.0}),
-    (DPOHparams, {"kind": "nosuch"}),
-    (LoraHparams, {"r": 0}),
     (LoraHparams, {"target_modules": " "}),
-    (LoraHparams, {"quantization": "int8"}),
     (DistillationHparams, {"divergence": "nosuch"}),
     (PPOHparams, {"learning_rate": "1e-5"}),
-    (PPOHparams, {"value_learning_rate": 1.0}),
-    (PPOHparams, {"num_ppo_epochs": 4.0}),
     (PPOHparams, {"num_minibatches": True}),
-    (PPOHparams, {"kl_coef": None}),
-    (PPOHparams, {"kl_target": 0.0}),
     (PPOHparams, {"kl_horizon": 5}),  # without a target
     (PPOHparams, {"kl_target": 6.0, "kl_coef": 0.0}),
-    (PPOHparams, {"cliprange": 1.1}),
-    (PPOHparams, {"cliprange_value": 0.0}),
-    (PPOHparams, {"dual_clip": 1.0}),
-    (PPOHparams, {"gamma": 1.01}),
     (PPOHparams, {"gae_lambda": -0.1}),
-    (PPOHparams, {"gae_length_alpha": 0.0}),
-    (PPOHparams, {"critic_warmup_iterations": -1}),
-    (PPOHparams, {"rollout_lag": 2}),
     (PPOHparams, {"surrogate": "nosuch"}),
-    (PPOHparams, {"off_policy_cap": 0.9}),
     (PPOHparams, {"off_policy": "masked", "ratio_base": "sampler"}),  # twice the same
-    (GRPOHparams, {"num_epochs": 0}),
-    (GRPOHparams, {"max_resampling_rounds": -1}),
-    (GRPOHparams, {"baseline": "nosuch"}),
     (GRPOHparams, {"dual_clip": 3.0, "surrogate": "cispo"}),  # which bounds every weight
     (GRPOHparams, {"off_policy_low": 0.2, "off_policy": "truncated"}),  # a bound of another mode
     (DoctorThresholds, {"kl_high_warn": 5.0, "kl_high_alarm": 1.0}),
@@ -171,66 +139,40 @@ def scalar(made: dict[str, Any], **given: Any) -> object:
     return load_scalar_model(made["policy"], head="zero", **given)
 
 
-def compared(made: dict[str, Any], baseline: Any = None, **given: Any) -> object:
-    return compare(made["module"], baseline or made["policy"], made["prompts"], **given)
+def compared(made: dict[str, Any], **given: Any) -> object:
+    return compare(made["module"], made["policy"], made["prompts"], **given)
 
 
 def run(**given: Any) -> object:
     return trainer_arguments("run", **given)
 
 
-def http(**given: Any) -> object:
-    return HttpScorer(url="http://127.0.0.1:9/", **given)
-
-
 # What the error begins with, and the call.
 CALLS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     # wrong type
     ("ppo", lambda p: ppo(p, ppo={"kl_coef": 0.1})),
-    ("ppo", lambda p: ppo(p, ppo=SFTHparams())),
     ("source=", lambda _: SFTModule.from_pretrained(torch.nn.Linear(1, 1))),
     ("source is dict", lambda p: PromptDataModule({"train": []}, None, batch_size=4).setup()),
     ("tokenizer=", lambda p: PromptDataModule(p["prompts"], "gpt2", batch_size=4).setup()),
-    ("checkpoint_path=5", lambda _: SFTModule.load_from_checkpoint(5)),
     ("trust_remote_code=", lambda p: scalar(p, trust_remote_code=[0])),
     ("optimizer=", lambda p: ppo(p, optimizer=nothing)),
-    ("optimizer=", lambda p: sft(p, optimizer=SFTModule)),
     ("generator=SFTModule", lambda p: sft(p, generator=p["module"])),
     ("reward", lambda p: ppo(p, nothing)),
-    ("reward", lambda p: ppo(p, [""])),
     ("reward", lambda p: PolicyGradientModule.from_pretrained(p["policy"], p["module"])),
-    ("callbacks[0]=5", lambda _: run(callbacks=[5])),
-    ("baseline=5", lambda p: compared(p, 5, reward=length)),
     ("reward=5", lambda p: compared(p, reward=5)),
     ("gold=", lambda p: compared(p, gold=nothing)),
-    ("gold=", lambda _: PeriodicEvaluation(every_n_iterations=1, gold=nothing)),
     ("gates[a] must be", lambda p: compared(p, gates={"a": 1})),
     ("scorers[a]=", lambda _: WeightedScorer({"a": NoReward})),
-    ("extra=", lambda _: http(extra={"a": object()})),
     ("early_stopping: patience='3'", lambda _: run(early_stopping={"patience": "3"})),
     # unknown key
     ("early_stopping: ", lambda _: run(early_stopping={"a": 1})),
-    ("checkpoint: ", lambda _: run(checkpoint={"a": 1})),
-    ("doctor: ", lambda _: run(doctor={"a": 1})),
     # out of range, or empty
-    ("seed=-1", lambda p: sft(p, seed=-1)),
     ("batch_size=0", lambda p: PromptDataModule(p["prompts"], None, batch_size=0)),
-    ("source=[]", lambda _: PromptDataModule([], None, batch_size=2)),
     ("also[1]=''", lambda p: PreferenceDataModule(p["pairs"], None, batch_size=2, also=["a", ""])),
     ("prompts=[]", lambda p: p["module"].generate([])),
     ("max_new_tokens=3000", lambda p: p["module"].generate(["w2"], max_new_tokens=3000)),
     ("dropout=nan", lambda p: scalar(p, dropout=math.nan)),
-    ("reward_weights[1]=1e+39", lambda p: ppo(p, [length, length], reward_weights=[1, 1e39])),
-    ("weights[a]=inf", lambda _: WeightedScorer({"a": NoReward()}, weights={"a": math.inf})),
-    ("stop_ids[0]=-1", lambda _: CachedGenerator([-1], 0)),
-    ("timeout=", lambda _: http(timeout=1e20)),
-    ("api_key_env=''", lambda _: JudgeAnnotator(model="m", api_key_env="")),
-    ("tasks[0]=''", lambda _: LmEvalBenchmark([""])),
-    ("harmful[0]=''", lambda _: SafetyCheck(PhraseRefusals(), harmful=[""])),
-    ("endings[0]=''", lambda _: EndingRule(endings=[""])),
     ("columns[prompt]=''", lambda _: FileSource("x", columns={"prompt": ""})),
-    ("label=-1", lambda _: TextRewardModelScorer("x", label=-1)),
-    ("early_stopping: mode='x'", lambda _: run(early_stopping={"mode": "x"})),
     ("name='\\x1b", lambda _: run(name="\x1b[2J")),
     # contradiction
     ("1 prompts, 2 completions", lambda _: gold_scores(["a"], ["b", "c"], [True])),
@@ -270,51 +212,37 @@ COMPOSITION = [
     ("+experiment=ppo module.ppo.kl_coef", "module.ppo.kl_coef", "KEY=VALUE"),
     ("+experiment=ppo seed=1,2", "seed=1,2", "-m"),
     ("+experiment=ppo seed=[1,2", "seed=", "close"),
+    ("+experiment=ppo ~data.batch_size", "data.batch_size", ""),
 ]
 VALUES = [
     # wrong type
     ("+experiment=ppo seed=abc", "seed='abc'", "int"),
-    ("+experiment=ppo ckpt_path=7", "ckpt_path=7", "str or None"),
-    ("+experiment=ppo logger.tags=5", "logger.tags=5", "list"),
     ("+experiment=ppo evaluation.gold=5", "evaluation.gold=5", "_target_="),
-    ("+experiment=ppo model.activation_checkpointing=maybe", "activation_checkpointing=", "bool"),
     ("+experiment=ppo module.ppo.learning_rate=fast", "module.ppo.learning_rate=", "float"),
     # unknown key
     ("+experiment=sft +dataset.lengths.max_lenght=1", "max_lenght", "max_length"),
-    ("+experiment=ppo +data.bath_size=4", "data.bath_size", "batch_size"),
-    ("+experiment=ppo +module.ppo.klcoef=4", "module.ppo.klcoef", "kl_coef"),
-    ("+experiment=ppo +callbacks.samples.every=3", "callbacks.samples.every", "every_n_iter"),
     ("+experiment=sft model.ppo.batch_size=64", "model.ppo.batch_size", ""),
     ("+experiment=reward safety=default", "safety", ""),
     # out of range
-    ("+experiment=ppo seed=-1", "seed=-1", ">= 0"),
-    ("+experiment=ppo trainer.devices=0", "trainer.devices=0", ">= 1"),
-    ("+experiment=sft data.batch_size=0", "data.batch_size=0", ">= 1"),
     ("+experiment=sft +dataset.source.num_texts=0", "num_texts", "1"),
-    ("+experiment=ppo scheduler.warmup_fraction=2", "warmup_fraction=2", "< 1"),
-    ("+experiment=ppo optimizer.eps=0", "optimizer.eps=0", ""),
     ("+experiment=ppo module.ppo.gamma=2", "module.ppo.gamma=2", "<= 1"),
     # wrong choice
-    ("+experiment=ppo resume=yes", "resume='yes'", "'auto'"),
     ("+experiment=ppo stage=pppo", "stage=pppo", "ppo"),
-    ("+experiment=ppo strategy.name=deepspeed", "strategy.name='deepspeed'", "'fsdp'"),
     ("+experiment=ppo trainer.precision=32", "trainer.precision=32", "32-true"),
-    ("+experiment=ppo module.value_head=none", "value_head='none'", "'stored'"),
-    ("+experiment=ppo lora=lora lora.quantization=int8", "quantization='int8'", "nf4"),
     # contradiction
     ("+experiment=ppo trainer.devices=3 data.batch_size=128", "data.batch_size=128", "126 or 132"),
     ("+experiment=ppo module.ppo.num_minibatches=256", "num_minibatches=256", "batch_size"),
     ("+experiment=sft data.num_iterations=3", "data.num_iterations=3", "give one"),
-    ("+experiment=sft data.num_epochs=null", "data.num_epochs", "give one"),
     ("+experiment=ppo module=sft", "stage=ppo", "module=ppo"),
+    ("+experiment=kto data.kind=preferences", "data.kind=preferences", "data.kind=unpaired"),
+    ("+experiment=dpo module.dpo.desirable_weight=2", "desirable_weight", "kind=kto alone"),
     ("+experiment=sft evaluation.every_n_iterations=2", "every_n_iterations=2", ""),
+    ("+experiment=sft doctor=act", "doctor=act", ""),
     ("+experiment=ppo callbacks.checkpoint.mode=max", "mode=max", "checkpoint.monitor"),
     ("+experiment=ppo module.seed=7", "module.seed", "seed"),
     ("+experiment=ppo safety.harmful=[]", "safety.harmful", "safety.prompts"),
     # missing, or a missing file
     ("+experiment=ppo seed=???", "seed", "seed=..."),
-    ("+experiment=ppo seed=${nosuch}", "nosuch", ""),
-    ("+experiment=ppo ~data.batch_size", "data.batch_size", ""),
     ("+experiment=ppo ckpt_path=nosuch.ckpt", "ckpt_path=nosuch.ckpt", "not exist"),
     ("+experiment=reward data.path=nosuch.jsonl", "data.path=nosuch.jsonl", "file"),
     ("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=nosuch", "experiment=sft"),
@@ -322,8 +250,6 @@ VALUES = [
     ("+experiment=ppo scorer=function scorer.function=nosuch.py:f", "nosuch.py:f", "no Python"),
     # wrong place
     ("+experiment=ppo name=../x", "name='../x'", "letters"),
-    ("+experiment=ppo artifacts.publish=/", "artifacts.publish='/'", "folder"),
-    ("+experiment=ppo logger.project=a/b", "logger.project='a/b'", "name"),
     ("+experiment=ppo scorer=http scorer.url=ftp://x", "scorer.url=", "http://"),
     ("+experiment=ppo dataset.source._target_=os.system", "_target_=os.system", ""),
 ]
@@ -364,11 +290,12 @@ def test_a_configuration_without_mistakes_goes_on_to_the_training():
 
 
 # Of the table, from the command line: status 2 and one line.
-COMMANDS = [("train", *row) for row in (*COMPOSITION, *VALUES[::12])]
+COMMANDS = [("train", *row) for row in (*COMPOSITION, VALUES[0])]
 COMMANDS += [
     ("export", "", "run", "run=..."),
     ("export", "RUN dtyp=fp32", "dtyp", "dtype"),
-    ("export", "RUN dtype=fp8", "dtype='fp8'", "'fp32'"),
+    ("collect", "lab.num_pirs=3", "num_pirs", "num_pairs"),
+    ("env", "seed=1", "seed", ""),
     ("report", "RUN output=3", "output=3", "path"),
     ("plan", "", "stage=None", "+experiment=NAME"),
     ("plan", "+experiment=ppo plan.device=tpu", "plan.device='tpu'", "'cuda'"),
@@ -376,7 +303,6 @@ COMMANDS += [
     ("dashboard", "projct=x", "projct", "project"),
     ("chat", "", "run", "run=..."),
     ("chat", "./missing", "run=./missing", "ORG/NAME"),
-    ("chat", "ORG/NAME temprature=1", "temprature", "temperature"),
     ("chat", "ORG/NAME ORG/NAME ORG/NAME", "run=", "fewer"),
 ]
 

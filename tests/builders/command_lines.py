@@ -41,15 +41,19 @@ SMALL = [
 LENGTH_REWARD = "def score(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
 
 
+def by_length(folder: Path) -> list[str]:
+    """Write a reward function into `folder`, and return the words that score by it."""
+    (folder / "reward.py").write_text(LENGTH_REWARD)
+    return ["scorer=function", f"scorer.function={folder}/reward.py:score"]
+
+
 def overrides_of(stage: str, start: Path) -> list[str]:
     """Return the command line of a run of a few iterations."""
     key = {"base": None, "sft": "artifacts.base"}.get(stage, "artifacts.sft")
     own = [] if key is None else [f"{key}={start}"]
     if stage in ("ppo", "grpo"):
-        (start.parent / "reward.py").write_text(LENGTH_REWARD)
         own += [
-            "scorer=function",
-            f"scorer.function={start.parent}/reward.py:score",
+            *by_length(start.parent),
             "module.sampling.max_new_tokens=4",
             f"module.{stage}.num_minibatches=1",
         ]

@@ -11,6 +11,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -101,3 +102,17 @@ def run_python(
             process.wait()
             raise subprocess.TimeoutExpired([*map(str, arguments)], timeout, out.read_text())
         return subprocess.CompletedProcess([], code, out.read_text(), err.read_text())
+
+
+def timed_python(
+    *arguments: str, folder: Path, environment: Mapping[str, str], limit: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a new interpreter, which may take `limit` seconds of user and system time."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, env=dict(environment), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= limit
+    return done

@@ -7,6 +7,7 @@ must reduce equally often, or the run fails.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -69,7 +70,7 @@ def run_ranks(
             "RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONFAULTHANDLER": 1,
+            "PYTHONFAULTHANDLER": 1, "PYTHONPATH": ROOT,
         }  # fmt: skip
         env = {**os.environ, **{k: str(v) for k, v in own.items()}, **(environment or {})}
         if inherited := os.environ.get("PYTHONPATH"):  # packages carried to a GPU lie there
@@ -92,6 +93,14 @@ def run_ranks(
                 process.wait()
     logs = [(folder / f"rank_{r}.log").read_text(errors="replace") for r in range(world_size)]
     return Outcome(codes, logs)
+
+
+def rank_reports(
+    arguments: Sequence[str], folder: Path, *, world_size: int = 2, timeout: float = 300
+) -> list[dict[str, Any]]:
+    """Run ranks that write `rank_<number>.json` each, into `folder`; return what they hold."""
+    run_ranks(arguments, world_size=world_size, folder=folder, timeout=timeout).check()
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def free_port() -> int:

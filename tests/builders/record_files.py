@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from itertools import combinations
 from pathlib import Path
@@ -87,15 +86,10 @@ def pairs() -> list[dict]:
     ]
 
 
-def write_arguments(folder: Path, *, pair_rows=None, argument_rows=None, zipped=False) -> Path:
+def write_arguments(folder: Path, *, pair_rows=None) -> Path:
     """Write judged pairs in the two files that `ArgumentPairSource` reads."""
-    files = {"pairs": pair_rows or pairs(), "arguments": argument_rows or arguments()}
-    for name, rows in files.items():
-        content = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-        if zipped:
-            (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(content))
-        else:
-            (folder / f"{name}.jsonl").write_bytes(content)
+    for name, rows in {"pairs": pair_rows or pairs(), "arguments": arguments()}.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
 
 

@@ -21,8 +21,6 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import FEW, overrides_of, settings_of
 
-TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
-
 
 def make_start(
     folder: Path, *, eos_scale: float = 1.0, tokenizer: Any = None, **changes: Any

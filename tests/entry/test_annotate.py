@@ -57,19 +57,12 @@ def write_rows(path: Path) -> Path:
     ("arguments", "message"),
     [
         ([], "store=outputs/annotate/labels.sqlite does not exist: add file="),
-        (["known_of=1"], "unknown key known_of; did you mean known?"),
-        (
-            ["page.prt=1"],
-            "unknown key page.prt; did you mean page.port",
-        ),
         (["action=sreve"], "action='sreve' must be 'serve', 'import', 'export'"),
         (["action=export"], "file is not set: export needs a file"),
         (
             ["action=export", "file=x"],
             "format=auto tells what is read: export needs pairs, labels,",
         ),
-        (["labels_per_pair=0"], "labels_per_pair=0 must be"),
-        (["page.port=x"], "page.port='x' is str, expected int"),
         (["file=none.jsonl"], "none.jsonl: there is no such file or folder. Fix: check"),
     ],
 )
@@ -135,13 +128,12 @@ def test_served_preferences_are_labelled_anew_unless_they_are_to_be_kept(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_server_ends_when_it_is_told_to_and_says_what_is_kept(tmp_path: Path, number):
+def test_the_server_ends_when_it_is_told_to_and_says_what_is_kept(tmp_path: Path):
     with serving(tmp_path, make_pairs(2)) as server:
         client = Client(server.url)
         client.answer(client.sign_in("Ann").text, "left")
         client.close()
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGINT)
         assert server.process.stdout is not None
         said = server.process.stdout.read()
         assert server.process.wait(30) == 0
@@ -159,22 +151,21 @@ def test_a_port_that_is_taken_is_told_with_a_way_out(annotate, tmp_path: Path):
     assert "page.port=0 takes a free port" in result.stderr
 
 
-@pytest.mark.parametrize("action", ["action=import", "action=serve"])
 def test_pairs_of_another_file_are_refused_by_name_unless_they_are_to_be_added(
-    annotate, announced, tmp_path: Path, action: str
+    annotate, tmp_path: Path
 ):
     write_rows(tmp_path / "a.jsonl")
     other = [row | {"prompt": f"another {row['prompt']}"} for row in ROWS]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
     assert annotate("action=import", "file=a.jsonl").returncode == 0
-    refused = annotate(action, "file=b.jsonl")
+    refused = annotate("action=import", "file=b.jsonl")
     assert refused.returncode == 2
     for name in ("file=b.jsonl", "labels.sqlite", "3 pairs of a.jsonl", "add=true"):
         assert name in refused.stderr
     assert "3 of 3 labels, pairs of a.jsonl\n" in annotate("action=status").stdout
-    assert "3 new pairs of 3" in annotate(action, "file=b.jsonl", "add=true").stdout
+    assert "3 new pairs of 3" in annotate("action=import", "file=b.jsonl", "add=true").stdout
     assert "pairs of a.jsonl, b.jsonl\n" in annotate("action=status").stdout
-    assert annotate(action, "file=b.jsonl").returncode == 0
+    assert annotate("action=import", "file=b.jsonl").returncode == 0
 
 
 def answered(store: Path) -> None:
@@ -184,12 +175,10 @@ def answered(store: Path) -> None:
         assert labels.label("Ann", task.pair.pair_id, "first")
 
 
-@pytest.mark.parametrize(
-    "other", ["page.title=Which is kinder?", "page.instructions=Look at the tone."]
-)
 def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
-    annotate, announced, tmp_path: Path, other: str
+    annotate, announced, tmp_path: Path
 ):
+    other = "page.title=Which is kinder?"
     write_rows(tmp_path / "a.jsonl")
     assert annotate("file=a.jsonl").returncode == 0
     assert annotate("file=a.jsonl", other).returncode == 0, "nobody has labelled yet"
@@ -207,17 +196,3 @@ def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
     assert annotate("page.title=Which is true?").returncode == 0
     assert annotate(other, "add=true").returncode == 0
     assert annotate(other).returncode == 0
-
-
-@pytest.mark.parametrize("action", [["status"], ["export", "file=out.jsonl", "format=trl"]])
-def test_a_damaged_store_is_named_in_one_line(annotate, tmp_path: Path, action: list[str]):
-    write_rows(tmp_path / "a.jsonl")
-    annotate("action=import", "file=a.jsonl", "store=x.sqlite")
-    content = bytearray((tmp_path / "x.sqlite").read_bytes())
-    for page in range(4096, len(content), 4096):
-        content[page + 100 : page + 4096] = bytes(range(128, 228)) * 39 + bytes(96)
-    (tmp_path / "x.sqlite").write_bytes(content)
-    result = annotate(f"action={action[0]}", *action[1:], "store=x.sqlite")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: x.sqlite")
-    assert result.stderr.count("\n") == 1

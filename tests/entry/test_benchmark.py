@@ -16,7 +16,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
 from rlhf_lightning.text.tokenizers import load_tokenizer
-from tests.builders.command_lines import LENGTH_REWARD, settings_of
+from tests.builders.command_lines import by_length, settings_of
 
 pytestmark = pytest.mark.timeout(300)
 TASK = """task: local_pairs
@@ -43,19 +43,14 @@ def evaluate(folder: Path, *overrides: str) -> Summary:
     return run(settings_of(*given, entry="evaluate"), RunFolder(folder), given)
 
 
-def by_length(folder: Path, start: Path) -> list[str]:
-    reward = folder / "reward.py"
-    reward.write_text(LENGTH_REWARD)
-    return ["scorer=function", f"scorer.function={reward}:score", f"policy={start}"]
-
-
 def test_pairs_of_a_file_are_measured_gated_and_reported(tmp_path, start):
     rows = [{"prompt": "w1", "chosen": "w2 w3 w4", "rejected": "w5", "subset": "long"}] * 27
     rows += [{"prompt": "w1", "chosen": "w2", "rejected": "w3 w4 w5", "subset": "short"}] * 9
     file = write(tmp_path / "pairs.jsonl", rows)
     found = evaluate(
         tmp_path / "run",
-        *by_length(tmp_path, start),
+        *by_length(tmp_path),
+        f"policy={start}",
         "benchmark=pairs",
         f"benchmark.path={file}",
         "+gates.right={metric: benchmark/accuracy, at_least: 0.8}",
@@ -69,19 +64,6 @@ def test_pairs_of_a_file_are_measured_gated_and_reported(tmp_path, start):
     page = render_report(RunFolder(tmp_path / "run"))
     assert "ranked as labelled" in page
     assert "accuracy chosen shorter" in page
-
-
-def test_rewardbench_2_is_read_from_a_file_of_its_form(tmp_path, start):
-    good, bad = ["w1 w2 w3"], ["w1", "w2", "w3 w4"]
-    rows = [
-        {"id": str(n), "prompt": "w1", "chosen": good, "rejected": bad, "subset": "Math"}
-        for n in range(3)
-    ]
-    file = write(tmp_path / "set.jsonl", rows)
-    words = [*by_length(tmp_path, start), "benchmark=rewardbench2", f"benchmark.path={file}"]
-    found = evaluate(tmp_path / "run", *words)
-    assert found.metrics["benchmark/score"] == 1
-    assert "RewardBench 2" in verdict(found).caption
 
 
 @pytest.mark.thorough

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.evaluate import run
 from rlhf_lightning.runs.folder import RunFolder, read_samples
-from rlhf_lightning.runs.summary import Summary, read_summary
+from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
-from tests.builders.command_lines import LENGTH_REWARD, settings_of
+from tests.builders.command_lines import by_length, settings_of
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def evaluate(folder: Path, start: Path, *overrides: str) -> Summary:
     """Run it in this process: a policy against itself, by the length of the answer."""
-    from rlhf_lightning.app.evaluate import run
-
-    reward = folder.parent / "reward.py"
-    reward.write_text(LENGTH_REWARD)
-    scored = ["scorer=function", f"scorer.function={reward}:score"]
     given = [
-        "evaluation.num_prompts=32",
+        "evaluation.num_prompts=16",
         "evaluation.max_new_tokens=6",
         "evaluation.answers_per_prompt=2",
         f"policy={start}",
         f"baseline={start}",
-        *([] if "scorer=none" in overrides else scored),
+        *([] if "scorer=none" in overrides else by_length(folder.parent)),
         *overrides,
     ]
     return run(settings_of(*given, entry="evaluate"), RunFolder(folder), given)
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
-    folder = tmp_path_factory.mktemp("best_of") / "run"
-    evaluate(
-        folder,
+def test_every_n_has_its_figures_beside_those_of_one_answer_and_the_report_its_curve(
+    tmp_path: Path, start: Path
+) -> None:
+    measured = RunFolder(tmp_path / "run")
+    summary = evaluate(
+        measured.path,
         start,
         "best_of.n=[4,1,4]",
         "best_of.pool=4",
         "+gates.best={metric: best_of/4/score, above: best_of/1/score}",
     )
-    return RunFolder(folder)
-
-
-def test_every_n_has_its_figures_beside_those_of_one_answer(measured: RunFolder) -> None:
-    summary = read_summary(measured)
     found = summary.metrics
     shares = ("gold_win_rate", "gold_win_rate_low", "gold_win_rate_high")
     for n in (1, 4):
@@ -64,21 +55,14 @@ def test_every_n_has_its_figures_beside_those_of_one_answer(measured: RunFolder)
     assert "val/gold_win_rate" in found
     (gate,) = summary.gates
     assert (gate.name, gate.passed) == ("best", True)
-
-
-def test_the_verdict_is_on_the_best_of_the_most_and_the_report_has_the_curve(
-    measured: RunFolder,
-) -> None:
-    assert "the best of 4" in verdict(read_summary(measured)).caption
+    assert "the best of 4" in verdict(summary).caption
     page = measured.report.read_text()
     assert "<h2>Best of n</h2>" in page
     _, pool = read_samples(measured.distributions)
     assert set(pool["groups"]) == {4}
     best = [max(pool["score"][start : start + 4]) for start in range(0, len(pool["score"]), 4)]
-    score = read_summary(measured).metrics["best_of/4/score"]
-    assert sum(best) / len(best) == pytest.approx(score)
-    rate = json.loads(measured.summary.read_text())["metrics"]["best_of/4/gold_win_rate"]
-    assert f"{100 * rate:.1f} %" in page
+    assert sum(best) / len(best) == pytest.approx(found["best_of/4/score"])
+    assert f"{100 * found['best_of/4/gold_win_rate']:.1f} %" in page
 
 
 @pytest.mark.parametrize(

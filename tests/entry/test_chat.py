@@ -8,13 +8,12 @@ import os
 import pty
 import re
 import select
-import shlex
 import shutil
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -153,24 +152,21 @@ def test_a_reward_function_of_a_run_is_not_called_until_it_is_named_again(model,
     assert f"> {text}\nscore {len(text) / 10:.2f}, " in said
 
 
-def test_a_run_without_a_policy_or_its_export_is_refused(model, talk, capsys):
-    reward = ("+experiment=reward", f"artifacts.sft={model}")
-    folders = [
-        run_folder(Path("1"), model, *reward),
-        run_folder(Path("2"), model, *overrides_of("sft", model)),
-    ]
-    shutil.rmtree(folders[1] / "export")
-    for folder, told in zip(folders, ("give the run of a policy", "rlhf-export 2"), strict=True):
+def test_a_run_without_a_policy_or_export_and_a_template_on_one_side_are_refused(
+    model, chat_model, talk, capsys
+):
+    of_reward = run_folder(Path("1"), model, "+experiment=reward", f"artifacts.sft={model}")
+    unexported = run_folder(Path("2"), model, *overrides_of("sft", model))
+    shutil.rmtree(unexported / "export")
+    for words, told in (
+        ([of_reward], "give the run of a policy"),
+        ([unexported], "rlhf-export 2"),
+        ([model, chat_model], "one has a chat template"),
+    ):
         with pytest.raises(SystemExit) as ended:
-            talk(folder, lines="")
+            talk(*words, lines="")
         assert ended.value.code == 2
         assert told in capsys.readouterr().err
-
-
-def test_a_template_on_one_side_alone_is_refused(model, chat_model, talk, capsys):
-    with pytest.raises(SystemExit):
-        talk(model, chat_model, lines="")
-    assert "one has a chat template" in capsys.readouterr().err
 
 
 def test_no_part_of_a_character_is_shown(tmp_path):
@@ -190,102 +186,39 @@ def test_a_conversation_that_is_too_long_is_an_error_that_ends_nothing(chat_mode
     assert len(responses_of(said)) == 1
 
 
-class Terminal:
-    """A session on a pseudo-terminal of 80 columns."""
-
-    def __init__(self, folder: Path, *words: object) -> None:
-        self.master, slave = pty.openpty()
-        termios.tcsetwinsize(slave, (HEIGHT, WIDTH))
-        command = [sys.executable, "-m", "rlhf_lightning.chat", *map(str, words)]
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment(TERM="xterm"), start_new_session=True,
-            stdin=slave, stdout=slave, stderr=slave,
-        )  # fmt: skip
-        os.close(slave)
-        self.output = ""
-
-    def read(self, wanted: str, timeout: float = 120) -> str:
-        """Return the output up to what is wanted, which is taken from it."""
-        end = time.monotonic() + timeout
-        while wanted not in self.output:
-            assert time.monotonic() < end, f"no {wanted!r} in {self.output!r}"
-            if select.select([self.master], [], [], 1)[0]:
-                self.output += os.read(self.master, 1 << 16).decode(errors="replace")
-        before, _, self.output = self.output.partition(wanted)
-        return before
-
-    def type(self, line: str) -> None:
-        os.write(self.master, line.encode())
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_in_a_terminal_a_response_grows_and_ctrl_d_ends(model, tmp_path):
-    terminal = Terminal(tmp_path, model)
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (HEIGHT, WIDTH))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_lightning.chat", str(model)],
+        cwd=tmp_path, env=environment(TERM="xterm"), start_new_session=True,
+        stdin=slave, stdout=slave, stderr=slave,
+    )  # fmt: skip
+    os.close(slave)
+    output, end = "", time.monotonic() + 200
+
+    def read(wanted: str) -> str:
+        """Return the output up to what is wanted, which is taken from it."""
+        nonlocal output
+        while wanted not in output:
+            assert time.monotonic() < end, f"no {wanted!r} in {output!r}"
+            if select.select([master], [], [], 1)[0]:
+                output += os.read(master, 1 << 16).decode(errors="replace")
+        before, _, output = output.partition(wanted)
+        return before
+
     try:
-        terminal.read("> ")
-        terminal.type("name a tool\n")
-        said = terminal.read(" tokens")
+        read("> ")
+        os.write(master, b"name a tool\n")
+        said = read(" tokens")
         words = said.splitlines()[-2].split()
         frames = [len(frame.split()) for frame in said.split("\x1b[2K")]
         assert len(frames) > len(words) > 3  # at least a frame for each word
-        terminal.read("> ")
-        terminal.type("\x04")
-        assert terminal.process.wait(60) == 0
+        read("> ")
+        os.write(master, b"\x04")
+        assert process.wait(60) == 0
     finally:
-        terminal.process.kill()
-        os.close(terminal.master)
-
-
-@pytest.fixture
-def tmux(tmp_path) -> Iterator[Callable[..., str]]:
-    """Call tmux with a server of its own."""
-    if shutil.which("tmux") is None:
-        pytest.skip("needs tmux: only a terminal emulator shows what is on a screen")
-    socket = str(tmp_path / "tmux")
-
-    def call(*words: str) -> str:
-        command = ["tmux", "-S", socket, "-f", "/dev/null", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    yield call
-    subprocess.run(["tmux", "-S", socket, "kill-server"], check=False)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(300)
-def test_two_policies_are_side_by_side_on_the_screen_and_save_writes_the_pair(
-    model, tmp_path, tmux
-):
-    make_start(tmp_path / "other", eos_scale=6.0)
-    shutil.copytree(model, tmp_path / "policy")
-    command = [sys.executable, "-m", "rlhf_lightning.chat", "./policy", "./other"]
-    variables = [f"{k}={v}" for k, v in environment().items() if k in ("PYTHONPATH", "PATH")]
-    size = ("-x", str(WIDTH), "-y", str(HEIGHT), "-c", str(tmp_path))
-    tmux("new-session", "-d", *size, shlex.join(["env", "LC_ALL=C.UTF-8", *variables, *command]))
-
-    def screen(wanted: str) -> list[str]:
-        end = time.monotonic() + 120
-        while not re.search(wanted, text := tmux("capture-pane", "-p"), re.S):
-            assert time.monotonic() < end, text
-            time.sleep(0.2)
-        return text.splitlines()
-
-    screen("\n>")
-    tmux("send-keys", "name a tool", "Enter")
-    lines = screen("\n>.*tokens?.*\n>")
-    assert f"{'1  ./policy':<40}2  ./other" in lines
-    tmux("send-keys", "/save", "Enter")
-    screen("1 or 2\\?")
-    tmux("send-keys", "2", "Enter")
-    screen("saved in preferences.jsonl")
-    (row,) = saved(tmp_path)
-    left, right = (" ".join(line[at:][:40].strip() for line in lines) for at in (0, 40))
-    assert row["prompt"] == "name a tool"
-    assert row["rejected"] in left
-    assert row["chosen"] in right
-    tmux("send-keys", "/quit", "Enter")
-    end = time.monotonic() + 60
-    while subprocess.run(["tmux", "-S", str(tmp_path / "tmux"), "ls"], check=False).returncode == 0:
-        assert time.monotonic() < end
-        time.sleep(0.2)
+        process.kill()
+        os.close(master)

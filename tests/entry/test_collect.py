@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from rlhf_lightning.app.collect import publishing_to
 from rlhf_lightning.data.demo.source import DemoSource
@@ -20,11 +18,10 @@ from rlhf_lightning.preferences.annotators import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from tests.builders.command_lines import settings_of
-from tests.builders.processes import ForkedPython, run_python
+from tests.builders.processes import ForkedPython
 from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(600)
-PLAIN_CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 NOW = "2026-11-02T09:30:00+00:00"
 SMALL = [
     "artifacts.base=null",
@@ -45,12 +42,6 @@ DECIDED = [
 def command(start: Path, *overrides: str) -> list[str]:
     module = [sys.executable, "-m", "rlhf_lightning.collect"]
     return [*module, f"artifacts.sft={start}", *SMALL, *overrides]
-
-
-def collect(folder: Path, start: Path, *overrides: str, code: int = 0):
-    done = run_python(*command(start, *overrides)[1:], folder=folder, timeout=550)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
 
 
 def collect_here(folder: Path, start: Path, *overrides: str) -> None:
@@ -149,28 +140,6 @@ def test_a_policy_of_other_pairs_is_compared_on_the_prompts_of_the_data_set(
     assert {sample["prompt"] for sample in samples} <= held_out
 
 
-def test_prompts_may_be_conversations(
-    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat_start = tmp_path / "chat"
-    shutil.copytree(start, chat_start)
-    tokenizer = AutoTokenizer.from_pretrained(chat_start)
-    tokenizer.chat_template = PLAIN_CHAT
-    tokenizer.save_pretrained(chat_start)
-    asked = [record.prompt for record in DemoSource(seed=1).records("prompts", "train")[:12]]
-    rows = [{"prompt": [{"role": "user", "content": q}], "domain": "talk"} for q in asked]
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.chdir(tmp_path)
-    questions = ["dataset=files", "dataset.name=mine", f"dataset.path={file}", "annotator=page"]
-    with pytest.raises(PeopleNeededError):
-        collect_here(tmp_path, chat_start, *questions)
-    (run,) = runs(tmp_path)
-    pairs = list(read_records(Pair, run / "pairs.jsonl"))
-    assert {pair.prompt[0]["content"] for pair in pairs} <= set(asked)
-    assert {(pair.domain, pair.prompt[0]["role"]) for pair in pairs} == {("talk", "user")}
-
-
 @pytest.mark.thorough
 def test_people_label_at_the_page_and_the_run_goes_on(
     tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
@@ -201,40 +170,6 @@ def test_people_label_at_the_page_and_the_run_goes_on(
     }
     assert figures["cost"]["after"]["measured"] is True
     assert figures["cost"]["after"]["hours"] == pytest.approx(wanted * 10 / 3600)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["judge=local", "judge.model=m", "+judge.modle=3"], "did you mean model"),
-        (["candidates.decoding.top_p=[0.0]"], "top_p"),
-        (["budget.automatic_share=0.95"], "automatic_share=0.95"),
-        (["annotator.people._target_=os.system"], "is not allowed"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
-    overrides: list[str], message: str, tmp_path: Path, start: Path, monkeypatch
-) -> None:
-    from rlhf_lightning.app.collect import build_lab
-    from rlhf_lightning.app.config.commands import CollectSettings
-    from rlhf_lightning.app.config.compose import register
-    from rlhf_lightning.app.config.validate import load_settings
-    from rlhf_lightning.app.prerequisites import prepare_inputs
-
-    def prepared(given: list[str]) -> None:
-        settings = load_settings(CollectSettings, "collect", given)
-        prepare_inputs(settings, given)
-        build_lab(settings, tmp_path)
-
-    register()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as caught:
-        prepared([f"artifacts.sft={start}", *SMALL, *overrides])
-    found = str(caught.value)
-    assert message in found
-    assert "\n" not in found
-    assert not (tmp_path / "outputs").exists()
 
 
 def test_adversarial_pairs_do_not_replace_the_collection_that_was_published(tmp_path: Path) -> None:

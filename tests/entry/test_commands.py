@@ -15,21 +15,30 @@ from rlhf_lightning.app.config.compose import composed, conf_dir, register
 from rlhf_lightning.app.start import with_run
 
 COMMANDS_ALONE = sorted(set(COMMANDS) - set(RUNS))
+# One process for all: none of them has loaded what is heavy, or the last line would name it.
+ASK_EACH = """
+import importlib, sys
+for command in sys.argv[1:]:
+    sys.argv = ["x", "--help"]
+    try:
+        importlib.import_module(f"rlhf_lightning.{command}").main()
+    except SystemExit as left:
+        assert left.code == 0
+    print("\\f", end="")
+heavy = {"torch", "lightning", "transformers", "wandb", "numpy", "starlette"}
+print(sorted(heavy & set(sys.modules)), end="")
+"""
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_begins_with_a_sentence_and_names_the_command_and_loads_no_torch(command):
-    code = (
-        f"import sys; sys.argv = ['x', '--help']; from rlhf_lightning.{command} import main\n"
-        "try:\n    main()\nexcept SystemExit as left:\n    assert left.code == 0\n"
-        "heavy = {'torch', 'lightning', 'transformers', 'wandb', 'numpy', 'starlette'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout[0].isupper()
-    assert f"rlhf_lightning.{command}" in done.stdout
-    assert done.stdout.endswith("[]\n")
+def test_help_begins_with_a_sentence_and_names_the_command_and_loads_no_torch():
+    asked = [sys.executable, "-c", ASK_EACH, *sorted(COMMANDS)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    *told, loaded = done.stdout.split("\f")
+    for command, text in zip(sorted(COMMANDS), told, strict=True):
+        assert text[0].isupper()
+        assert f"rlhf_lightning.{command}" in text
+    assert loaded == "[]"
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS_ALONE if name != "plan"])
@@ -39,11 +48,11 @@ def test_the_file_of_a_command_and_its_settings_have_the_same_keys(command):
     assert (set(written) | groups) - {"hydra"} == set(COMMANDS[command].model_fields)
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_the_version_is_our_own(command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"rlhf-{command}", "--version"])
-    import_module(f"rlhf_lightning.{command}").main()
-    assert capsys.readouterr().out == f"rlhf_lightning {rlhf_lightning.__version__}\n"
+def test_the_version_is_our_own(monkeypatch, capsys):
+    for command in sorted(COMMANDS):
+        monkeypatch.setattr(sys, "argv", [f"rlhf-{command}", "--version"])
+        import_module(f"rlhf_lightning.{command}").main()
+        assert capsys.readouterr().out == f"rlhf_lightning {rlhf_lightning.__version__}\n"
 
 
 def test_bare_paths_are_the_run_whatever_stands_in_their_names():

@@ -1,4 +1,4 @@
-"""The dashboard names what runs really log, and says what it needs."""
+"""The dashboard shows every panel, and says what it needs. What runs log of it: `test_tracking`."""
 
 from __future__ import annotations
 
@@ -9,54 +9,8 @@ import pytest
 from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.dashboard import (
-    MEDIA,
-    make_workspace,
-    run,
-    sections,
-)
-from tests import offline_wandb
+from rlhf_lightning.app.dashboard import make_workspace, run, sections
 from tests.builders.processes import run_python
-from tests.builders.runs import completed
-
-
-def logged_by(folder) -> set[str]:
-    (records,) = offline_wandb.segments(folder.path)
-    # A table or histogram is told by its parts, `samples/best.nrows`.
-    return {name.partition(".")[0] for name in offline_wandb.logged_names(records)}
-
-
-def named(value) -> set[str]:
-    """Return the metrics that a workspace, as W&B takes it, names anywhere."""
-    found = set()
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key in ("metrics", "mediaKeys") and item:
-                found |= {str(name) for name in item}
-            found |= named(item)
-    elif isinstance(value, list):
-        for item in value:
-            found |= named(item)
-    return found
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(120)
-def test_the_panels_of_ppo_name_what_a_run_logs(tracked):
-    logged = logged_by(tracked)
-    of_others = {"rollout/informative_groups", "rollout/teacher_kl_per_token"}
-    wanted = {*sections()["rollout"], *sections()["ppo"], *MEDIA} - of_others
-    assert len(wanted) > 14
-    assert wanted <= logged, sorted(wanted - logged)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_the_panels_of_the_other_stages_name_what_a_run_logs(stage, start, tmp_path):
-
-    folder = completed(tmp_path / stage, stage, start, "logger=wandb", "logger.mode=offline")
-    assert set(sections()[stage]) <= logged_by(folder)
 
 
 def test_the_workspace_holds_every_panel_with_iterations_as_its_axis():
@@ -68,7 +22,9 @@ def test_the_workspace_holds_every_panel_with_iterations_as_its_axis():
         made = shown[title]
         assert len(made["panels"]) == len(metrics)
         assert made["localPanelSettings"]["xAxis"] == "iteration"
-        assert named(json.loads(json.dumps(made, default=str))) == set(metrics)
+        panels = [json.dumps(panel, default=str) for panel in made["panels"]]
+        for metric in metrics:  # each in a panel of its own
+            assert sum(f'"{metric}"' in panel for panel in panels) == 1, metric
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
-from pathlib import Path
 
 import pytest
 
@@ -18,19 +16,9 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
 from tests.builders.command_lines import settings_of
-from tests.builders.runs import settings_for
+from tests.builders.runs import completed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
-
-
-def words(text: str) -> str:
-    """Return what a screen says, without its box and its line breaks."""
-    return re.sub(r"[│\s]+", " ", text)
-
-
-def finished_run(folder: Path, start: Path, stage: str, *overrides: str) -> RunFolder:
-    run(settings_for(stage, start, *overrides), RunFolder(folder), [])
-    return RunFolder(folder)
 
 
 def test_the_first_records_come_again_and_again_in_both_splits():
@@ -46,10 +34,10 @@ def test_the_first_records_come_again_and_again_in_both_splits():
 @pytest.mark.thorough
 def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path):
     published = tmp_path / "published"
-    folder = finished_run(
+    folder = completed(
         tmp_path / "run",
-        start,
         "sft",
+        start,
         "debug=overfit",
         f"artifacts.publish={published}",
         "module.sft.learning_rate=0.02",
@@ -62,13 +50,12 @@ def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", ["grpo", "kto"])
-def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, stage):
+def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path):
     few = ["+dataset.source.num_demonstrations=64", "+dataset.source.num_preferences=64"]
     few += ["data.batch_size=8", "evaluation.num_prompts=4", "logger=none"]
-    few += {"grpo": ["data.num_generations=2", "doctor=preflight"], "kto": []}[stage]
+    few += ["data.num_generations=2", "doctor=preflight"]
     own = [f"paths.artifacts={tmp_path}/models", f"paths.outputs={tmp_path}/runs"]
-    settings = settings_of(f"+experiment={stage}", "debug=fast", *few, *own)
+    settings = settings_of("+experiment=grpo", "debug=fast", *few, *own)
     folder = RunFolder(tmp_path / "run")
     summary = run(settings, folder, [])
     assert (summary.status, summary.judged, summary.gates) == ("completed", False, ())
@@ -78,9 +65,7 @@ def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, stage):
     assert "without debug=fast" in next_step(read_summary(folder), folder)
     assert not read_summary(folder).alerts
     made = sorted(path.name for path in (tmp_path / "models/debug_fast/demo_seed1").iterdir())
-    assert [name for name in made if "." not in name] == sorted(
-        {"sft", stage} | ({"reward"} if stage == "grpo" else set())
-    )
+    assert [name for name in made if "." not in name] == ["grpo", "reward", "sft"]
     assert len(list((tmp_path / "models").iterdir())) == 1, "no artifact is replaced"
 
 
@@ -103,7 +88,7 @@ def test_an_evaluation_of_a_run_that_only_shows_that_it_runs_judges_nothing_eith
 
 @pytest.mark.thorough
 def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path):
-    folder = finished_run(tmp_path / "run", start, "ppo", "debug=profile", "artifacts.reward=null")
+    folder = completed(tmp_path / "run", "ppo", start, "debug=profile", "artifacts.reward=null")
     table = (folder.profile / "table.txt").read_text()
     assert table.startswith("2 iterations profiled, ")
     for part in ("time/update", "time/generate", "time/score", "everything else", "Self CPU"):
@@ -116,23 +101,7 @@ def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path):
 
 @pytest.mark.thorough
 def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys):
-    folder = finished_run(tmp_path / "run", start, "reward", "debug=one_batch")
+    folder = completed(tmp_path / "run", "reward", start, "debug=one_batch")
     assert len(read_metrics(folder.metrics)) == 1
     assert folder.report.exists()
     assert "chosen" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-def test_models_of_debug_fast_are_kept_apart_wherever_models_are_kept():
-    def folders(*words: str) -> tuple[str | None, str | None]:
-        artifacts = settings_of(*words).artifacts
-        return artifacts.sft, artifacts.publish
-
-    sized = ["+experiment=reward", "model.from_scratch.hidden_size=64"]
-    sized += ["paths.artifacts=artifacts/hidden_${model.from_scratch.hidden_size}"]
-    kept = "artifacts/hidden_64/debug_fast/demo_seed1"
-    assert folders(*sized, "debug=fast") == (f"{kept}/sft", f"{kept}/reward")
-    assert folders(*sized)[0] == "artifacts/hidden_64/demo_seed1/sft"
-    fast = ["+experiment=sft", "debug=fast"]
-    assert folders(*fast)[1] == "artifacts/debug_fast/demo_seed1/sft"
-    assert folders(*fast, "paths.apart=null")[1] == "artifacts/demo_seed1/sft"

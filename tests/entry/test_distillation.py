@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 
-from rlhf_lightning.app import evaluate, train
+from rlhf_lightning.app import train
 from rlhf_lightning.app.as_python import as_python
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import write_settings
-from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import SMALL, settings_of
 from tests.builders.library_runs import rows
-from tests.builders.reward_server import serving
-from tests.builders.teacher_server import vllm_of
 
 WORDS = [
     "+experiment=distillation",
@@ -60,7 +56,6 @@ def command(start: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory
     return trained(start, teacher, folder, "gates=distillation")
 
 
-@pytest.mark.thorough
 def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
     start, teacher, command, tmp_path, monkeypatch
 ):
@@ -103,70 +98,8 @@ def test_adapters_the_sampled_form_a_reward_and_the_doctor_work_with_it(start, t
     assert read_metrics(rewarded.metrics)[0]["rollout/score_std"] > 0
 
 
-@pytest.mark.thorough
-def test_a_server_teaches_by_a_prompt_of_its_own_and_the_program_of_the_command_does_the_same(
-    start, teacher, tmp_path, monkeypatch
-):
-    model, tokenizer = load_policy(teacher).model.eval(), load_tokenizer(teacher)
-    more = ("module.distillation.divergence=sampled", "gates=none", "data.num_iterations=2")
-    told = "module.teacher_prompt='{prompt} {prompt}'"
-    with serving(vllm_of(model, tokenizer)) as server:
-        url = server.url.removesuffix("/score")
-        here, there = (
-            trained(start, place, tmp_path / name, *more, told)
-            for name, place in (("here", teacher), ("there", url))
-        )
-        monkeypatch.chdir(tmp_path)
-        text = as_python(settings(start, url, *more, told), [*WORDS, *more, told])
-        assert f'teacher="{url}"' in text
-        assert 'teacher_prompt="{prompt} {prompt}"' in text
-        exec(compile(text, "program", "exec"), {})
-    (program,) = tmp_path.glob("outputs/*/program/summary.json")
-    found = [rows(folder) for folder in (here.path, there.path, program.parent)]
-    assert found[1] == found[2]
-    name = "rollout/teacher_kl_per_token"
-    assert found[0][-1][name] == pytest.approx(found[1][-1][name], rel=1e-3)
-    about = read_summary(there).about
-    assert about["teacher"] == f"{url} with another prompt than the policy"
-    assert "val/teacher_kl_share" in read_summary(there).metrics
-
-
-@pytest.mark.thorough
-def test_a_server_has_log_probabilities_at_temperature_1_alone(start):
-    server = r"the server at artifacts\.teacher=http://h:1 gives log-probabilities of given tokens"
-    sampled = "module.distillation.divergence=sampled"
-    for words, problem in (
-        ([], rf"module\.distillation\.divergence=reverse: {server} alone: use sampled"),
-        ([sampled, "evaluation.temperature=0.5"], rf"evaluation\.temperature=0\.5: {server} at"),
-        ([sampled, "module.sampling.temperature=0.7"], rf"sampling\.temperature=0\.7: {server} at"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            settings(start, "http://h:1", *words)
-    settings(start, "http://h:1", sampled, "evaluation.temperature=0.0")
-
-
 def test_a_run_continues_from_a_checkpoint_to_the_same_bits(start, teacher, command, tmp_path):
     (checkpoint,) = command.checkpoints.glob("*2.ckpt")
     resumed = trained(start, teacher, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
     files = [folder.export / "model.safetensors" for folder in (command, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_the_teacher_of_the_built_in_world_is_its_ppo_policy(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "rlhf_lightning.app.prerequisites._train", lambda kind, *_: made.append(kind)
-    )
-    found = settings_of("+experiment=distillation", f"paths.artifacts={tmp_path}")
-    assert found.artifacts.teacher == found.artifacts.ppo == f"{tmp_path}/demo_seed1/ppo"
-    with pytest.raises(ConfigError, match=r"artifacts\.teacher=\S+ does not exist"):
-        prepare_inputs(found, [])  # as nothing was made
-    assert made == ["sft", "ppo"]
-
-
-def test_an_evaluation_of_its_run_has_no_score(command, tmp_path):
-    words = [f"run={command.path}", "evaluation.num_prompts=4"]
-    found = settings_of(*words, entry="evaluate")
-    summary = evaluate.run(found, RunFolder(tmp_path / "evaluation"), words)
-    assert "val/gold_win_rate" in summary.metrics
-    assert not [name for name in summary.metrics if "score" in name]

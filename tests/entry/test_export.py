@@ -20,7 +20,6 @@ from transformers import (
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.export import run
-from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.runs import completed, killed, make_start
 
@@ -44,29 +43,21 @@ def export(folder, tmp_path, **options):
     return tmp_path / "out"
 
 
-def card(folder):
-    return (folder / "README.md").read_text()
-
-
 def texts(tokenizer):
     batch = tokenizer(["a <eos>", "the sum is <eos>"], padding=True, return_tensors="pt")
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
-def test_the_newest_checkpoint_of_a_killed_run_becomes_a_model_folder(sft, tmp_path):
+def test_the_newest_checkpoint_of_a_killed_run_becomes_a_model_folder_that_names_no_other(
+    sft, start, tmp_path
+):
     made = export(sft.path, tmp_path)
     weights = AutoModelForCausalLM.from_pretrained(made).state_dict()
     for name, value in saved_weights(sft, "policy.model.").items():
         assert torch.equal(weights[name], value), name
     assert AutoTokenizer.from_pretrained(made).eos_token == "<eos>"
-    assert "has not finished, after iteration 3" in card(made)
+    assert "has not finished, after iteration 3" in (made / "README.md").read_text()
     assert not (sft.path / "export").exists()
-
-
-def test_the_card_hands_down_licence_and_base_and_the_configuration_names_no_folder(
-    sft, start, tmp_path
-):
-    made = export(sft.path, tmp_path)
     matter = metadata_load(made / "README.md")
     assert (matter["license"], matter["base_model"]) == ("mit", "org/tiny")
     config = OmegaConf.load(made / "training_config.yaml")
@@ -80,28 +71,6 @@ def test_the_card_hands_down_licence_and_base_and_the_configuration_names_no_fol
         assert not any(folder.encode() in content for folder in folders), path.name
 
 
-def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(sft.path, copy, symlinks=True)
-    (copy / "export").mkdir()
-    (copy / "export/mine.md").write_text("mine")
-    (copy / "export/model-00001-of-00002.safetensors").write_text("half written")
-    for _ in range(2):
-        assert run(ExportSettings(run=copy)) == [str(copy / "export")]
-    assert (copy / "export/mine.md").read_text() == "mine"
-    assert not (copy / "export/model-00001-of-00002.safetensors").exists()
-    assert load_policy(copy / "export")
-    assert not list(copy.glob(".export*"))
-
-
-def test_a_reward_models_checkpoint_becomes_a_model_folder(start, tmp_path):
-    folder = killed(tmp_path / "run", "reward", start)
-    made = export(folder.path, tmp_path)
-    model = load_scalar_model(made)
-    for name, value in saved_weights(folder, "model.").items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0)
-
-
 def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_path):
     folder = completed(tmp_path / "run", "reward", start, "module.reward.normalization_samples=16")
     made = export(folder.path, tmp_path)
@@ -113,18 +82,6 @@ def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_pat
     offsets = [json.loads((path / "config.json").read_text()) for path in (made, folder.export)]
     assert offsets[0]["reward_offset"] == pytest.approx(offsets[1]["reward_offset"], rel=1e-6)
     assert offsets[0]["reward_offset"] != 0
-
-
-@pytest.mark.thorough
-def test_a_policy_of_ppo_is_exported_without_its_value_model(start, tmp_path):
-    folder = killed(tmp_path / "run", "ppo", start)
-    made = export(folder.path, tmp_path)
-    weights = load_file(made / "model.safetensors")
-    saved = saved_weights(folder, "policy.model.")
-    assert set(weights) == set(saved)
-    for name, value in saved.items():
-        assert torch.equal(weights[name], value), name
-    assert metadata_load(made / "README.md")["tags"] == ["rlhf_lightning", "ppo"]
 
 
 @pytest.mark.parametrize("stage", ["sft", pytest.param("ppo", marks=pytest.mark.slow)])
@@ -164,7 +121,9 @@ def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp
     assert scores.std() > 1e-3
 
 
-def test_an_adapter_is_not_merged_into_another_base(reward_lora, start, tmp_path):
+def test_an_adapter_is_not_merged_into_another_base_or_with_another_scale(
+    reward_lora, start, tmp_path
+):
     other = make_start(tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] += 1
@@ -172,19 +131,56 @@ def test_an_adapter_is_not_merged_into_another_base(reward_lora, start, tmp_path
     moved = tmp_path / "run"
     shutil.copytree(reward_lora.path, moved, symlinks=True)
     config = moved / ".hydra/config.yaml"
-    config.write_text(config.read_text().replace(str(start), str(other)))
+    written = config.read_text()
+    config.write_text(written.replace(str(start), str(other)))
     with pytest.raises(ConfigError, match="is another model now"):
         export(moved, tmp_path)
-
-
-def test_an_adapter_is_not_merged_with_another_scale_than_it_was_trained_with(
-    reward_lora, tmp_path
-):
-    moved = tmp_path / "run"
-    shutil.copytree(reward_lora.path, moved, symlinks=True)
-    config = moved / ".hydra/config.yaml"
-    saved = OmegaConf.load(config)
-    saved.lora.alpha = 64
-    OmegaConf.save(saved, config)
+    scaled = OmegaConf.create(written)
+    scaled.lora.alpha = 64
+    OmegaConf.save(scaled, config)
     with pytest.raises(ConfigError, match=r"lora\.alpha=32"):
         export(moved, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("dataset.source._target_", "os.system", r"dataset\.source\._target_=os\.system is not"),
+        # Under an allowed prefix, but it would run a file.
+        (
+            "module._target_",
+            "rlhf_lightning.rollout.scorers.base.load_function",
+            r"module\._target_=.* is not allowed there|unknown key module\.",
+        ),
+        ("module.trust_remote_code", True, "would run code that the run folder names"),
+    ],
+)
+def test_a_configuration_is_data_and_is_checked_before_anything_is_built(
+    sft, tmp_path, key, value, said
+):
+    copy = tmp_path / "run"
+    shutil.copytree(sft.path, copy, symlinks=True)
+    config = OmegaConf.load(copy / ".hydra/config.yaml")
+    OmegaConf.update(config, key, value, force_add=True)
+    OmegaConf.save(config, copy / ".hydra/config.yaml")
+    with pytest.raises(ConfigError, match=said):
+        export(copy, tmp_path)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_what_is_no_run_a_run_without_a_checkpoint_and_a_folder_in_use_are_refused(sft, tmp_path):
+    copy, mine = tmp_path / "run", tmp_path / "mine"
+    shutil.copytree(sft.path, copy, symlinks=True)
+    shutil.rmtree(copy / "checkpoints")
+    mine.mkdir()
+    (mine / "notes.txt").touch()
+    for folder, to, said in (
+        (sft.path / "nothing", None, "does not exist"),
+        (mine, None, "is no run folder"),
+        (copy, None, "holds no complete checkpoint"),
+        (sft.path, mine, "is there already: give another folder"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(ExportSettings(run=folder, to=to or tmp_path / "out"))
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]

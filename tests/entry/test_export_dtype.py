@@ -19,7 +19,7 @@ from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.runs import completed, settings_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def bf16(start, tmp_path_factory):
     return folder
 
 
-@pytest.mark.thorough
 def test_an_export_has_the_dtype_of_its_base_and_what_later_stages_load_is_whole(bf16):
     exported, published = bf16 / "run/export", bf16 / "published"
     half, full = (load_file(f / "model.safetensors") for f in (exported, published))
@@ -57,7 +56,6 @@ def test_an_export_has_the_dtype_of_its_base_and_what_later_stages_load_is_whole
     assert origin.fingerprint == read_manifest(published).fingerprint, "what the next stage loads"
 
 
-@pytest.mark.thorough
 def test_the_next_stage_knows_the_dtype_of_the_root_and_keeps_its_head_in_fp32(bf16, tmp_path):
     folder = completed(
         tmp_path / "run",
@@ -73,16 +71,14 @@ def test_the_next_stage_knows_the_dtype_of_the_root_and_keeps_its_head_in_fp32(b
     assert {value.dtype for value in full.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_dtype_can_be_asked_for(bf16, tmp_path, asked, dtype):
-    run(ExportSettings(run=bf16 / "run", to=tmp_path / "out", dtype=asked))
+def test_the_dtype_can_be_asked_for(bf16, tmp_path):
+    run(ExportSettings(run=bf16 / "run", to=tmp_path / "out", dtype="fp32"))
     weights = load_file(tmp_path / "out/model.safetensors")
-    assert {value.dtype for value in weights.values()} == {dtype}
     full = load_file(bf16 / "published/model.safetensors")
-    assert all(torch.equal(weights[name], value.to(dtype)) for name, value in full.items())
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert all(torch.equal(weights[name], value) for name, value in full.items())
 
 
-@pytest.mark.thorough
 def test_the_same_weights_are_written_once_and_a_later_run_leaves_the_artefact_alone(
     start, tmp_path
 ):
@@ -98,7 +94,6 @@ def test_the_same_weights_are_written_once_and_a_later_run_leaves_the_artefact_a
     assert read_manifest(tmp_path / "published").fingerprint == before
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_steps_that_bf16_would_undo_are_kept_in_fp32_unless_bf16_is_insisted_on(
     bf16, tmp_path, dtype

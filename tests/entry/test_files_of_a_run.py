@@ -1,4 +1,4 @@
-"""`run=FOLDER` reads the files and models of the run, unless the command line names others."""
+"""`run=FOLDER` reads the files and models of the run."""
 
 from __future__ import annotations
 
@@ -15,26 +15,14 @@ from rlhf_lightning.app.train import run as train
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import SMALL, settings_of
 
-ENTRIES = ("evaluate", "collect")
-# The default annotators know the built-in world alone.
-LABELS = {
-    "evaluate": [],
-    "collect": ["annotator=page"],
-}
-
-
-def rows(path: Path, text: str = "what is {} ?", count: int = 40) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [{"prompt": text.format(n), "completion": "sum"} for n in range(count)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
     folder = tmp_path_factory.mktemp("own")
     model = shutil.copytree(start, folder / "model")
-    data = rows(folder / "data.jsonl")
+    data = folder / "data.jsonl"
+    rows = [{"prompt": f"what is {n} ?", "completion": "sum"} for n in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     safety = folder / "safety.jsonl"
     safety.write_text('{"prompt": "sum", "harmful": true}\n{"prompt": "list", "harmful": false}\n')
     template = folder / "turns.jinja"
@@ -50,32 +38,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
     return made
 
 
-@pytest.fixture
-def own(tmp_path: Path, trained: RunFolder) -> RunFolder:
-    """Return a copy of the run whose files stand beside it, as its settings say."""
-    copied = shutil.copytree(trained.path.parent, tmp_path / "own")
-    for file in copied.rglob("*.yaml"):
-        file.write_text(file.read_text().replace(str(trained.path.parent), str(copied)))
-    return RunFolder(copied / "run")
-
-
 def test_ones_own_run_is_evaluated_and_collected_from_without_a_word_more(
-    own: RunFolder, tmp_path: Path
+    trained: RunFolder, tmp_path: Path
 ) -> None:
-    words = [f"run={own.path}", "evaluation.num_prompts=4", "evaluation.max_new_tokens=4"]
+    words = [f"run={trained.path}", "evaluation.num_prompts=4", "evaluation.max_new_tokens=4"]
     summary = evaluate(settings_of(*words, entry="evaluate"), RunFolder(tmp_path / "e"), words)
     assert summary.status == "completed"
-    words = [f"run={own.path}", "candidates.num_prompts=4", "candidates.max_new_tokens=4"]
+    words = [f"run={trained.path}", "candidates.num_prompts=4", "candidates.max_new_tokens=4"]
     words += ["annotator=page", "artifacts.publish=null", "lab.keep_unfinished=true"]
     settings = settings_of(*words, entry="collect")
     with pytest.raises(Exception, match="label"):  # of people
         collect(settings, RunFolder(tmp_path / "c"), words)
     assert (tmp_path / "c" / "summary.json").exists()
-
-
-def test_a_file_that_is_named_again_is_the_one_that_is_read(own: RunFolder) -> None:
-    other = rows(own.path.parent / "other.jsonl", "what is {} to you ?")
-    for entry in ENTRIES:
-        words = [f"run={own.path}", f"++dataset.path={other}", *LABELS[entry]]
-        settings = settings_of(*words, entry=entry)
-        assert settings.dataset.source.get("path") == str(other)

@@ -1,19 +1,14 @@
 """The end of a stage: where models stand, what is written, what is done without prompts."""
 
-import time
-from dataclasses import replace
-
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from rlhf_lightning.app import build, train
+from rlhf_lightning.app import train
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
-from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from tests import offline_wandb
-from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed, settings_for
 
 
@@ -64,27 +59,6 @@ def test_sft_without_a_judge_shows_ten_responses_before_and_after(tmp_path, star
 
 @pytest.mark.thorough
 @pytest.mark.timeout(200)
-def test_a_run_that_goes_on_counts_the_seconds_of_the_processes_before(
-    start, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(build, "started", lambda: time.time() - 60)
-    asked = ["resume=auto", f"paths.outputs={tmp_path}"]
-    folder = RunFolder(tmp_path / "sft" / "begun")
-    with pytest.raises(RunStoppedError, match="saved after iteration 1 of 3"):
-        completed(folder.path, "sft", start, *asked, "callbacks.checkpoint.must_save_by=1s")
-    stopped = read_summary(folder)
-    assert stopped.status == "stopped"
-    assert 0 < stopped.seconds["total"] < 200
-    write_summary(folder, replace(stopped, seconds={"total": 1000.0}))
-    train.run(settings_for("sft", start, *asked), RunFolder(tmp_path / "sft" / "later"), [])
-    ended = read_summary(folder)
-    assert ended.status == "completed"
-    assert 1000 < ended.seconds["total"] < 1200
-    assert ended.seconds["setup"] < 200
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(200)
 def test_a_run_that_fails_after_its_last_iteration_is_closed_with_an_alert(
     start, tmp_path, monkeypatch
 ):
@@ -100,18 +74,3 @@ def test_a_run_that_fails_after_its_last_iteration_is_closed_with_an_alert(
     assert (alert["title"], alert["level"]) == ("the run failed", "ERROR")
     assert "export" in alert["text"]
     assert next(r["exit"] for r in found if "exit" in r)["exit_code"] == 1
-
-
-@pytest.mark.parametrize(("given", "threads"), [((), 1), (("model.cpu_threads=2",), 2)])
-def test_the_built_in_world_is_trained_by_one_thread_or_as_many_as_are_asked_for(
-    monkeypatch, tmp_path, given, threads
-):
-    seen = []
-    monkeypatch.setattr(train, "_train", lambda *_: seen.append(torch.get_num_threads()))
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        train.run(settings_of("+experiment=base", *given), RunFolder(tmp_path), [])
-        assert (seen, torch.get_num_threads()) == ([threads], 3)
-    finally:
-        torch.set_num_threads(before)

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from tests.builders.command_lines import settings_of
 from tests.builders.encoding import encode_all
 from tests.builders.tokenizers import CHATML, build_tokenizer
@@ -35,31 +35,20 @@ def chat_row(n: int) -> dict[str, Any]:
 
 
 def feedback_row(n: int) -> dict[str, Any]:
-    question = user(f"question {n}")
+    question, good = user(f"question {n}"), assistant(f"a good answer {n}")
     return {
-        "chosen": [question, assistant(f"a good answer {n}")],
+        "prompt": f"question {n}",
+        "prompt_id": f"id{n}",
+        "messages": [question, good],
+        "chosen": [question, good],
         "rejected": [question, assistant(f"a bad answer {n}")],
         "score_chosen": 8.5,
         "score_rejected": 3.0,
     }
 
 
-def h4_feedback_row(n: int) -> dict[str, Any]:
-    row = feedback_row(n)
-    head = {"prompt": f"question {n}", "prompt_id": f"id{n}"}
-    return head | row | {"messages": row["chosen"]}
-
-
 def post(n: int) -> str:
     return f"SUBREDDIT: r/tests\n\nTITLE: number {n}\n\nPOST: a long story\n\nTL;DR:"
-
-
-def summary_row(n: int) -> dict[str, Any]:
-    return {"prompt": post(n), "completion": f" story {n}"}
-
-
-def summary_pair(n: int) -> dict[str, Any]:
-    return {"prompt": post(n), "chosen": f" story {n}", "rejected": " nothing"}
 
 
 def transcript_row(n: int) -> dict[str, Any]:
@@ -108,38 +97,31 @@ def test_ultrachat_gives_demonstrations_of_its_last_answers(source_of, tmp_path)
 
 def test_ultrafeedback_serves_all_stages(source_of, tmp_path):
     overrides = ["dataset.source.split=train_prefs", "dataset.source.validation_split=test_prefs"]
-    rows = [h4_feedback_row(n) for n in range(4)]
+    rows = [feedback_row(n) for n in range(4)]
     folder = publish(tmp_path / "set", rows, "train_prefs", "test_prefs")
     question = (user("question 0"),)
     good, bad = (assistant("a good answer 0"),), (assistant("a bad answer 0"),)
-    expected = {
-        "sft": DemonstrationRecord(question, good),
-        "reward": PreferenceRecord(question, good, bad),
-    }
+    pair = PreferenceRecord(question, good, bad)
+    made = {"sft": DemonstrationRecord(question, good), "reward": pair}
     for stage, kind in KINDS.items():
         source = source_of(stage, "ultrafeedback", f"dataset.hub_name={folder}", *overrides)
         first, second = source.records(kind, "train")
-        if stage == "ppo":
-            assert isinstance(first, PromptRecord)
-            assert first.prompt == question
-        else:
-            assert first == expected[stage]
+        assert first.prompt == question
+        assert first == made.get(stage, first)
         assert len(source.records(kind, "validation")) == 2
         assert encoded([first, second]) == 2
 
 
 def test_tldr_reads_summaries_for_sft_and_ppo_and_pairs_for_the_reward_model(source_of, tmp_path):
-    summaries = publish(
-        tmp_path / "tldr", [summary_row(n) for n in range(6)], "train", "validation", "test"
-    )
-    pairs = publish(tmp_path / "pairs", [summary_pair(n) for n in range(4)], "train", "validation")
+    rows = [{"prompt": post(n), "completion": f" story {n}"} for n in range(6)]
+    summaries = publish(tmp_path / "tldr", rows, "train", "validation", "test")
+    rows = [{"prompt": post(n), "chosen": f" story {n}", "rejected": " nothing"} for n in range(4)]
+    pairs = publish(tmp_path / "pairs", rows, "train", "validation")
     folders = {"sft": summaries, "ppo": summaries, "reward": pairs}
-    got = {
-        stage: source_of(stage, "tldr", f"dataset.hub_names.{stage}={folders[stage]}").records(
-            kind, "train"
-        )[0]
-        for stage, kind in KINDS.items()
-    }
+    got: dict[str, Any] = {}
+    for stage, kind in KINDS.items():
+        source = source_of(stage, "tldr", f"dataset.hub_names.{stage}={folders[stage]}")
+        got[stage] = source.records(kind, "train")[0]
     assert got["sft"] == DemonstrationRecord(post(0), " story 0")
     assert got["reward"] == PreferenceRecord(post(0), " story 0", " nothing")
     assert got["ppo"].prompt == post(0)

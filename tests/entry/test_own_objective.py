@@ -11,25 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
 
-from rlhf_lightning import (
-    PolicyGradientModule,
-    PromptDataModule,
-    SamplingHparams,
-    compare,
-    trainer_arguments,
-)
+from rlhf_lightning import PolicyGradientModule
 from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import ROOT, SMALL, overrides_of, settings_of
-from tests.own.online_dpo import OnlineDPOHparams, OnlineDPOModule
+from tests.entry.test_as_python import figures
 from tests.own.words import WordScorer
 
 ESTIMATOR = """
@@ -43,15 +35,7 @@ class Halved:
 class NoEstimator:
     pass
 """
-SHORT = SamplingHparams(max_new_tokens=6)
-SIZES: Any = {
-    "batch_size": 4,
-    "num_generations": 2,
-    "num_iterations": 2,
-    "max_prompt_length": 16,
-}
 CONF = f"--config-dir={ROOT / 'tests/own/conf'}"
-TARGET = "tests.own.online_dpo.OnlineDPOModule"
 WORDS = [
     CONF,
     "+experiment=online_dpo",
@@ -85,13 +69,6 @@ def trained(start: Path, folder: Path, *more: str) -> RunFolder:
     return made
 
 
-def figures(folder: RunFolder) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
-        for row in read_metrics(folder.metrics)
-    ]
-
-
 def same_weights(one: RunFolder, other: RunFolder) -> bool:
     files = [folder.export / "model.safetensors" for folder in (one, other)]
     return files[0].read_bytes() == files[1].read_bytes()
@@ -117,35 +94,16 @@ def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
     assert rows[0]["online_dpo/loss"] == pytest.approx(math.log(2), rel=0.01)  # at first ratio 1
 
 
-@pytest.mark.thorough
 def test_its_pairs_are_not_cut_by_micro_batches(start, command, tmp_path) -> None:
     parts = trained(start, tmp_path / "parts", "module.online_dpo.micro_batch_size=1")
     for one, other in zip(figures(command), figures(parts), strict=True):
         assert one["online_dpo/margin"] == pytest.approx(other["online_dpo/margin"], abs=1e-6)
 
 
-@pytest.mark.thorough
 def test_a_run_of_it_goes_on_from_a_checkpoint_to_the_same_bits(start, command, tmp_path) -> None:
     (checkpoint,) = command.checkpoints.glob("*2.ckpt")
     resumed = trained(start, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
     assert same_weights(command, resumed)
-
-
-def test_from_python_it_is_trained_read_from_a_checkpoint_and_compared(start, tmp_path) -> None:
-    module = OnlineDPOModule.from_pretrained(
-        start, WordScorer(wanted=3), online_dpo=OnlineDPOHparams(beta=0.2), sampling=SHORT
-    )
-    prompts = [{"prompt": f"what is {n} ?"} for n in range(8)]
-    data = PromptDataModule(prompts, module.tokenizer, **SIZES)
-    trainer = L.Trainer(**trainer_arguments(tmp_path / "mine", max_iterations=2, devices=1))
-    trainer.fit(module, data)
-    read = OnlineDPOModule.load_from_checkpoint(
-        tmp_path / "mine/checkpoints/last.ckpt", WordScorer(wanted=3)
-    )
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, read.state_dict()[name]), name
-    found = compare(read, start, data, num_prompts=2, batch_size=2)
-    assert 0 <= found.win_rate <= 1
 
 
 @pytest.mark.thorough
@@ -179,15 +137,14 @@ def test_an_estimator_is_named_by_its_file(start, tmp_path) -> None:
     assert type(read.estimator).__name__ == "Halved"
 
 
-@pytest.mark.parametrize(
-    ("name", "told"), [("Nowhere", "estimator .*'Nowhere'"), ("NoEstimator", "AdvantageEstimator")]
-)
-def test_a_file_without_such_an_estimator_is_refused(start, tmp_path, name, told) -> None:
+def test_a_file_without_such_an_estimator_is_refused(start, tmp_path) -> None:
     (tmp_path / "mine.py").write_text(ESTIMATOR)
-    with pytest.raises((TypeError, ValueError), match=told):
-        PolicyGradientModule.from_pretrained(
-            start, WordScorer(wanted=3), estimator=f"{tmp_path}/mine.py:{name}"
-        )
+    told = {"Nowhere": "estimator .*'Nowhere'", "NoEstimator": "AdvantageEstimator"}
+    for name, message in told.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            PolicyGradientModule.from_pretrained(
+                start, WordScorer(wanted=3), estimator=f"{tmp_path}/mine.py:{name}"
+            )
 
 
 @pytest.mark.thorough
@@ -213,18 +170,10 @@ def test_adapters_gates_and_the_doctor_work_with_it(start, tmp_path) -> None:
     assert (made.export / "adapter").is_dir()
 
 
-def test_what_differs_between_stages_is_inherited_from_the_class(start) -> None:
-    found = settings(start)
-    assert found.spec is OnlineDPOModule
-    assert (found.spec.starts_from, found.spec.rolls_out) == ("sft", True)
-    assert not hasattr(found.hparams, "value_learning_rate")
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["stage=mine"], "stage=mine needs the settings module.mine.* of stage=online_dpo"),
-        (["module._target_=tests.own.words.WordScorer"], "module"),
         (["module._target_=rlhf_lightning.SFTModule.from_pretrained"], "module"),
     ],
 )

@@ -9,20 +9,17 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rlhf_lightning.app.build import check_run
-from rlhf_lightning.app.config.compose import ConfigError, given
-from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.compose import given
 from rlhf_lightning.app.pipeline import run, where_to_run
-from rlhf_lightning.app.pipeline_steps import check_pipeline, plan
+from rlhf_lightning.app.pipeline_steps import plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
-from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
+from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.runs import make_start
 from tests.entry.test_collect import DECIDED
 from tests.entry.test_pipeline import (
     TINY,
     composed,
-    ended,
     only,
     pipeline,
     settings_of_step,
@@ -47,9 +44,8 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     # The SFT policy of round 1 is the start of reward models, the reference and the baseline.
     artifacts = given("paths.artifacts", one / "artifacts")
     assert all(artifacts in step.words for step in steps.values())
-    trained = [s for s in steps.values() if s.stage in ("reward", "ppo")]
-    starts = {settings_of_step(step).artifacts.sft for step in trained}
-    assert starts == {str(one / "artifacts/demo_seed1/sft")}
+    start = settings_of_step(steps["round_2/ppo"]).artifacts.sft
+    assert start == str(one / "artifacts/demo_seed1/sft")
     collect = steps["round_3/collect"].words
     assert given("+candidates.policies.policy", two / "ppo/export") in collect
     assert "candidates.policies.sft=null" in collect
@@ -65,87 +61,6 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     assert given("artifacts.reward", three / "artifacts/reward") in ppo
     assert given("artifacts.publish", three / "artifacts/ppo") in ppo
     assert given("run", three / "ppo") in steps["round_3/evaluate"].words
-
-
-@pytest.mark.slow
-def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Path) -> None:
-    for name in ("collect", "adversarial"):  # what a command line names has to be there
-        (tmp_path / "round_2" / name / "data").mkdir(parents=True)
-    cfg = composed("rounds=2", "collect=true", "train:logger=none")
-    (tmp_path / "round_1/collect/data").mkdir(parents=True)
-    made = {step.name: settings_of_step(step) for step in plan(cfg, tmp_path)}
-    for settings in made.values():
-        if isinstance(settings, TrainSettings):
-            check_run(settings)
-    ppo = made["round_2/ppo"]
-    assert ppo.select("module.start") == str(tmp_path / "round_1/ppo/export")
-    assert ppo.select("module.policy") == str(tmp_path / "round_1/artifacts/demo_seed1/sft")
-    assert ppo.scorer.get("source") == str(tmp_path / "round_2/artifacts/reward")
-    assert made["round_1/ppo"].select("module.start") is None
-    reward = made["round_2/reward"]
-    assert reward.data.get("path") == str(tmp_path / "round_1/collect/data")
-    assert len(reward.data.get("also")) == 2
-    collect = made["round_2/collect"]
-    policies = {name: source for name, source in collect.candidates.policies.items() if source}
-    assert policies == {"policy": str(tmp_path / "round_1/ppo/export")}
-    evaluate = made["round_2/evaluate"]
-    assert evaluate.baseline == ppo.artifacts.sft
-    # The artefact takes its place as soon as it is there.
-    assert evaluate.policy == str(tmp_path / "round_2/ppo/export")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["rounds=2", "experiments.reward=null"], "experiments.reward=null leaves one out"),
-        (["rounds=2", "round_3/ppo:a=1"], "round_3/ppo is no stage"),
-        (["rounds=2", "+overrides.round_2.ppo=1"], "overrides.round_2"),
-        (["rounds=2", "accept=[round_2/rewrd]"], "did you mean round_2/reward"),
-        (["accept=[round_2/reward]"], "accept names 'round_2/reward'"),
-    ],
-)
-def test_rounds_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
-        check_pipeline(composed(*overrides))
-
-
-@pytest.mark.slow  # of the first round: tests/entry/test_pipeline.py
-def test_a_failed_gate_of_a_later_round_is_accepted_there(working_folder: Path) -> None:
-    words = ["rounds=2", "experiments.base=null", "experiments.sft=null", "adversarial=false"]
-    words += ["train:paths.publish=false"]
-    folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
-    figures = {
-        "reward": {"val/accuracy": 0.9},
-        "ppo": {"val/gold_win_rate": 0.8, "val/score_win_rate": 0.9, "val/kl_per_token": 0.2},
-    }
-    for step in plan(composed(*words), folder.path):
-        gates: tuple[GateResult, ...] = ()
-        metrics = dict(figures.get(step.stage, {}))
-        if step.name == "round_2/ppo":
-            metrics |= {"val/gold_win_rate": 0.4}
-            gates = (GateResult("gold_win_rate", 0.4, 0.75, False, "wins 0.4 of comparisons"),)
-        settings_of_step(step)
-        (step.place / "data").mkdir(parents=True)
-        ended(step, folder, *gates, **metrics)
-    begun = new_summary("pipeline", seed=1, config_hash=composed(*words).config_hash)
-    write_summary(folder, replace(begun, status="failed"))
-    found = run(composed(*words), folder)
-    assert found.status == "stopped"
-    assert "round_2/ppo failed its gates" in found.cause
-    assert "with round_2/STAGE:KEY=VALUE for the stage to change" in found.cause
-    assert "or with accept=[round_2/ppo]" in found.cause
-    found = run(composed(*words, "accept=[round_2/ppo]"), folder)
-    assert found.status == "completed"
-    assert found.metrics["round_1/ppo/gold_win_rate"] == 0.8
-    assert found.metrics["round_2/ppo/gold_win_rate"] == 0.4
-    assert "<h2>Rounds</h2>" in folder.report.read_text()
-    # It is complete now: the same call begins a new pipeline, one for more rounds goes on.
-    new = RunFolder(folder.path.with_name("2026-11-03_09-30-00"))
-    assert where_to_run(composed(*words), new) == new
-    more = [*words, "rounds=3"]
-    assert where_to_run(composed(*more), new).path.samefile(folder.path)
-    assert where_to_run(composed(*more, "experiments.ppo=kto"), new) == new
-    assert where_to_run(composed(*more, "resume=never"), new) == new
 
 
 @pytest.mark.thorough

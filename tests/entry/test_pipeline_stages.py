@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,21 +96,15 @@ def test_a_stage_whose_end_was_not_seen_is_done(root):
     assert json.loads((root / "stages.json").read_text())["round_1/one"]["made"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda root: (root / "one/data/rows").write_text("of another run"),
-        lambda root: (root / "one/data").rename(root / "moved"),
-    ],
-    ids=["changed", "gone"],
-)
-def test_a_stage_whose_result_was_changed_since_is_refused_by_name(
-    root: Path, change: Callable[[Path], object]
-):
+def test_a_stage_whose_result_was_changed_since_is_refused_by_name(root: Path):
     carry_out(root)
-    change(root)
-    with pytest.raises(FailedRunError, match=r"round_1/one: what it made .data.* remove "):
-        carry_out(root)
+    for change in (
+        lambda: (root / "one/data/rows").write_text("of another run"),
+        lambda: (root / "one/data").rename(root / "moved"),
+    ):
+        change()
+        with pytest.raises(FailedRunError, match=r"round_1/one: what it made .data.* remove "):
+            carry_out(root)
 
 
 @pytest.mark.parametrize(("end", "code"), [("silent", 0), ("fails", 7)])
@@ -134,7 +127,7 @@ carry_out(Path(sys.argv[1]))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_stage_too(root, number):
     (root / "go").unlink()
     parent = subprocess.Popen(
@@ -161,10 +154,8 @@ def reading(root: Path, **texts: str) -> Step:
     ("key", "value", "file"),
     [
         ("policy", "their_policy", "their_policy/model.safetensors"),
-        ("policy", "./their_policy", "their_policy/chat_template.jinja"),
         ("policy", "./their_policy", "their_policy/tokenizer_config.json"),
         ("path", "pairs", "pairs/train.jsonl"),
-        ("function", "my_rewards.score", "my_rewards.py"),
         ("function", "my_package.mine.score", "my_package/mine.py"),
         ("function", "my_rewards.py:score", "my_rewards.py"),
     ],

@@ -117,10 +117,8 @@ def test_an_evaluation_after_training_holds_no_optimizer_state_and_a_captured_de
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan.device_memry=80GiB"], "plan.device_memry"),
         (["plan.device_memory=much"], "plan.device_memory='much'"),
         (["model=pretrained", "artifacts.sft=org/name"], "artifacts.sft=org/name"),
-        (["+model.shape={hidden_size: 8}"], "model.shape"),
     ],
 )
 def test_what_cannot_be_planned_is_named(words, message):

@@ -1,14 +1,12 @@
 """Models that a stage starts from: found, trained first, or asked for by name."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 
 from rlhf_lightning.app import prerequisites, train
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.evaluate import prepare_sides
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest
@@ -25,13 +23,11 @@ def compose_ppo(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("debug", ["none", "fast"])
-def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(
-    compose_ppo, tmp_path, debug
-):
-    settings = compose_ppo(f"debug={debug}", f"artifacts.sft={tmp_path}/mine")
-    with pytest.raises(ConfigError, match=r"mine does not exist.*\+experiment=sft"):
-        prerequisites.prepare_inputs(settings, [])
+def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(compose_ppo, tmp_path):
+    for debug in ("none", "fast"):
+        settings = compose_ppo(f"debug={debug}", f"artifacts.sft={tmp_path}/mine")
+        with pytest.raises(ConfigError, match=r"mine does not exist.*\+experiment=sft"):
+            prerequisites.prepare_inputs(settings, [])
 
 
 def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_choices(
@@ -103,69 +99,18 @@ def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weig
 
 
 OWN = ["model=pretrained", "dataset=files", "dataset.path=pairs.jsonl", "dataset.name=mine"]
-PROMPTS = ["model=smollm2_135m", "dataset=files", "dataset.path=prompts.jsonl", "dataset.name=mine"]
-
-
-def made_in_order(words, entry="train"):
-    """Do what the errors say until the command starts; return the experiments that were run."""
-    done = []
-    while len(done) < 6:
-        asked = list(words)
-        while True:
-            settings = settings_of(*asked, entry=entry if asked == words else "train")
-            prepare = prerequisites.prepare_inputs
-            if entry == "evaluate" and asked == words:
-                prepare = prepare_sides
-            try:
-                prepare(settings, asked)
-            except ConfigError as error:
-                said = str(error).replace("artifacts.base=NAME", "artifacts.base=org/base")
-                asked = shlex.split(said.rpartition("python -m rlhf_lightning.train ")[2])
-            else:
-                break
-        if asked == words:
-            return done
-        done.append(" ".join(asked))
-        folder = Path(str(settings.artifacts.publish))
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-    return done
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("words", "experiments"),
-    [
-        (["+experiment=ppo", *OWN], ["sft", "reward"]),
-        (["+experiment=ppo", *OWN, "artifacts.sft=org/instruct"], ["reward"]),
-        (
-            [
-                "+experiment=grpo",
-                *OWN,
-                "artifacts.sft=org/chat",
-                "scorer=function",
-                "scorer.function=a.py:b",
-            ],
-            [],
-        ),
-        (["+experiment=ppo", *PROMPTS, "paths.artifacts=elsewhere"], ["sft", "reward"]),
-    ],
-)
-@pytest.mark.usefixtures("working_folder")
-def test_what_an_error_says_leads_in_order_to_a_run_that_starts(words, experiments):
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    Path("pairs.jsonl").write_text(
-        "\n".join(json.dumps(pair | {"prompt": str(i)}) for i in range(9))
-    )
+def test_a_missing_model_of_ones_own_records_names_those_that_make_it(working_folder):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "a"}))
-    done = made_in_order(words)
-    assert [one.partition(" ")[0] for one in done] == [f"+experiment={e}" for e in experiments]
-    for one, records in zip(done, ("DEMONSTRATIONS", "PREFERENCES"), strict=False):
-        if "prompts.jsonl" in words[2:][1]:
-            assert f"dataset.path={records}" in one
-            assert "paths.artifacts=elsewhere" in one
-    if "artifacts.sft=org/instruct" in words and done:
-        assert "artifacts.sft=org/instruct" in done[0]
+    words = ["+experiment=ppo", "model=smollm2_135m", "dataset=files", "dataset.name=mine"]
+    words += ["dataset.path=prompts.jsonl", "paths.artifacts=elsewhere"]
+    with pytest.raises(
+        ConfigError, match=r"\+experiment=sft .*dataset\.path=DEMONSTRATIONS"
+    ) as told:
+        prerequisites.prepare_inputs(settings_of(*words), words)
+    assert "paths.artifacts=elsewhere" in str(told.value)
 
 
 def test_a_reward_model_that_only_the_value_model_would_start_from_is_said_to_be_needless(tmp_path):

@@ -16,7 +16,6 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import settings_of
-from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = [
@@ -74,23 +73,3 @@ def test_every_prompt_gets_the_answer_that_the_reward_model_scores_best(
     assert found["collect/score_best"] > found["collect/score"] + 0.1
     assert found["collect/usable_candidates"] == len(asked)
     assert {"collect/gold", "collect/gold_best"} <= set(found)
-
-
-def test_the_right_answers_of_the_prompts_reach_gold(
-    start: Path, reward: Path, commands: list[str], tmp_path: Path
-) -> None:
-    from rlhf_lightning.app.collect import run
-
-    given = [f"artifacts.sft={start}", f"artifacts.reward={reward}", *SMALL, *commands]
-    given += [f"artifacts.publish={tmp_path}/demonstrations"]
-    found = run(settings_of(*given, entry="collect"), RunFolder(tmp_path / "run"), given).metrics
-    assert found["collect/gold"] == found["collect/gold_best"] == 0, "no random answer is right"
-
-
-def test_sft_trains_on_the_best_answers(collected: RunFolder, start: Path, tmp_path: Path) -> None:
-    kind = "rlhf_lightning.data.sources.base.FileSource"
-    path = collected.path.parent / "demonstrations"
-    source = f"data.source={{_target_: {kind}, path: {path}}}"
-    made = completed(tmp_path / "sft", "sft", start, source)
-    assert read_summary(made).status == "completed"
-    assert read_summary(made).metrics["val/loss"] > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +9,16 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import composed
-from rlhf_lightning.app.config.inherit import command_settings as command_settings_of
-from rlhf_lightning.app.run_claim import _or_fail, check_folder
+from rlhf_lightning.app.config.inherit import command_settings
+from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run, drop_unused
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.builders.command_lines import environment, overrides_of
-from tests.builders.processes import run_python
-from tests.builders.runs import completed, settings_for
+from tests.builders.command_lines import overrides_of, train
+from tests.builders.runs import completed, killed, settings_for
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
-    return completed(tmp_path_factory.mktemp("runs") / "sft", "sft", start)
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -38,46 +30,42 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def command(module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = ["-m", f"rlhf_lightning.{module}", *arguments]
-    return run_python(*words, folder=folder, environment=environment())
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("more", ["seed=2", "resume=auto"])
-def test_the_folder_of_a_finished_run_is_left_as_it_is(finished, start, tmp_path, more):
+def test_the_folder_of_a_finished_run_is_left_as_it_is(start, tmp_path):
+    finished = completed(tmp_path / "sft", "sft", start)
     before = contents(finished.path)
     assert {"summary.json", "report.html", ".hydra/config.yaml", ".lock"} <= set(before)
     own = [*overrides_of("sft", start), f"hydra.run.dir={finished.path}"]
-    done = command("train", tmp_path, *own, more)
+    done = train(tmp_path, *own, "seed=2")
     assert done.returncode == 2
     assert "hydra.run.dir=" in done.stderr
     assert contents(finished.path) == before
 
 
-def test_a_folder_whose_run_could_be_continued_is_not_begun_anew(sft_with_checkpoints, start):
-    folder = sft_with_checkpoints
+def test_a_run_that_could_be_continued_is_not_begun_anew_and_goes_on_with_resume_auto(
+    start, tmp_path
+):
+    folder = killed(tmp_path / "sft", "sft", start)
     before = contents(folder.path)
     with pytest.raises(FolderTakenError, match=r"iteration=000003\.ckpt"):
         run(settings_for("sft", start), folder, [])
     assert contents(folder.path) == before
-
-
-def test_resume_auto_continues_the_unfinished_run_of_the_folder_that_is_named(
-    sft_with_checkpoints, start
-):
-    folder, again = sft_with_checkpoints, settings_for("sft", start, "resume=auto")
+    again = settings_for("sft", start, "resume=auto")
     write_summary(folder, new_summary("sft", seed=1, config_hash=again.config_hash))
     assert run(again, folder, []).status == "completed"
     with pytest.raises(FolderTakenError, match="completed"):
         run(again, folder, [])
 
 
-@pytest.fixture
-def sft_with_checkpoints(tmp_path: Path, start: Path) -> RunFolder:
-    from tests.builders.runs import killed
-
-    return killed(tmp_path / "sft", "sft", start)
+def test_a_run_that_is_continued_goes_on_in_its_own_folder_alone(tmp_path, start):
+    begun = RunFolder(tmp_path / "thesis/outputs/sft/1").create()
+    checkpoint = begun.checkpoints / "iteration=000001.ckpt"
+    write_summary(begun, new_summary("sft", seed=1, config_hash="x"))
+    (tmp_path / "thesis/report.html").write_text("mine")
+    own = settings_for("sft", start, f"ckpt_path='{checkpoint}'")
+    check_folder(own, begun)
+    with pytest.raises(FolderTakenError, match="thesis"):
+        check_folder(own, RunFolder(tmp_path / "thesis"))
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_may_be_begun_anew(tmp_path):
@@ -140,36 +128,10 @@ def test_a_command_line_that_leads_into_a_folder_of_somebody_else_is_one_line(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("command_settings", ["pipeline", "collect", "evaluate"])
-def test_every_command_looks_at_its_folder(tmp_path, command_settings):
+def test_every_command_looks_at_its_folder(tmp_path):
     (tmp_path / "runs").mkdir()  # as TensorBoard makes it
     (tmp_path / "runs/events").write_text("x")
-    cfg = composed(command_settings, [])
-    with pytest.raises(FolderTakenError, match="holds runs"):
-        check_folder(command_settings_of(command_settings, cfg, []), RunFolder(tmp_path))
-
-
-def test_of_two_runs_at_once_in_one_folder_one_is_refused_and_writes_nothing(start, tmp_path):
-    folder = RunFolder(tmp_path / "run").create()
-    write_summary(folder, new_summary("sft", seed=1, config_hash="x"))
-    with claim_run(folder.path):
-        before = contents(folder.path)
-        done = command(
-            "train", tmp_path, *overrides_of("sft", start), f"hydra.run.dir={folder.path}"
-        )
-        assert done.returncode == 2
-        assert f"is in use by process {os.getpid()}" in done.stderr
-        assert contents(folder.path) == before
-
-
-def test_only_the_first_process_of_a_job_looks_at_its_folder(tmp_path, monkeypatch):
-    def taken() -> None:
-        raise FolderTakenError("taken")
-
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "1")  # as Lightning sets it for the processes it starts
-    _or_fail("hydra.run.dir", tmp_path, taken)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(SystemExit):
-        _or_fail("hydra.run.dir", tmp_path, taken)
+    for entry in ("pipeline", "collect", "evaluate"):
+        settings = command_settings(entry, composed(entry, []), [])
+        with pytest.raises(FolderTakenError, match="holds runs"):
+            check_folder(settings, RunFolder(tmp_path))

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
 from rlhf_lightning.app.build import sweep_group
 from rlhf_lightning.app.config.compose import conf_dir, register
-from rlhf_lightning.runs.folder import read_metrics, read_samples
+from rlhf_lightning.app.dashboard import MEDIA, sections
+from rlhf_lightning.app.tracking import artifact_name
+from rlhf_lightning.callbacks.wandb_logger import Origin, as_artifact, records_fingerprint
+from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
+from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES
 from rlhf_lightning.runs.summary import read_summary
 from tests import offline_wandb
 from tests.builders.metrics import is_known
-from tests.builders.runs import TRACKED_ITERATIONS as NUM_ITERATIONS
+from tests.builders.runs import completed
+
+NUM_ITERATIONS = 11  # one more than W&B's tables of samples wait
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
+    """A PPO run in an offline W&B run; its weights are random, so it misses its gates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_DATA_DIR", raising=False)
+        return completed(
+            tmp_path_factory.mktemp("tracked") / "ppo",
+            "ppo",
+            start,
+            "artifacts.reward=null",
+            "logger=wandb",
+            "logger.mode=offline",
+            "gates=ppo",
+            "trainer.limit_train_batches=null",
+            f"data.num_iterations={NUM_ITERATIONS}",
+            "callbacks.samples.num_samples=3",
+            "evaluation.num_samples=5",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +64,15 @@ def test_every_metric_has_iteration_as_its_axis_and_the_values_of_metrics_csv(tr
         for name, value in row.items():
             assert logged[int(row["iteration"])][name] == pytest.approx(value, rel=1e-6), name
     assert {name for row in rows for name in row if not is_known(name)} == {"iteration"}
+
+
+def test_the_panels_of_the_dashboard_name_what_ppo_logs(records):
+    of_others = {"rollout/informative_groups", "rollout/teacher_kl_per_token"}
+    wanted = {*sections()["rollout"], *sections()["ppo"], *MEDIA} - of_others
+    assert len(wanted) > 14
+    # A table or histogram is told by its parts, `samples/best.nrows`.
+    logged = {name.partition(".")[0] for name in offline_wandb.logged_names(records)}
+    assert wanted <= logged, sorted(wanted - logged)
 
 
 def test_the_final_metrics_and_gates_are_in_the_summary_and_an_alert_names_what_failed(
@@ -110,10 +147,6 @@ def test_configuration_commit_and_lineage_are_in_the_run(tracked, records):
 
 
 def test_what_a_stage_makes_has_the_digest_under_which_the_next_one_uses_it(tracked, start):
-    from rlhf_lightning.app.tracking import artifact_name
-    from rlhf_lightning.callbacks.wandb_logger import Origin, as_artifact, records_fingerprint
-    from rlhf_lightning.runs.manifest import source_fingerprint
-
     mark = source_fingerprint(str(start))
     made = as_artifact(Origin("sft", "w-sft", "model", mark, {"metrics": {"val/loss": 1.0}}))
     used = as_artifact(Origin("base", artifact_name("artifacts/w/sft"), "model", mark))

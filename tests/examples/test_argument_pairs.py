@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from examples.datasets.argument_pairs import (
@@ -12,19 +10,10 @@ from examples.datasets.argument_pairs import (
     ArgumentPairSource,
     debate,
 )
-from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.errors import BadRecordError
-from tests.builders.real_sets import DATA
 from tests.builders.record_files import pairs, write_arguments
-from tests.builders.tokenizers import build_tokenizer
 
 HELD_OUT = ("cats-or-dogs",)
-HELD_OUT_OF_ALL = (
-    "firefox-vs-internet-explorer",
-    "india-has-the-potential-to-lead-the-world",
-)
-REAL = DATA / "ukpconvarg1"
-REAL_SET = pytest.mark.skipif(not REAL.is_dir(), reason=f"the pairs are not in {REAL}")
 
 
 @pytest.fixture
@@ -32,58 +21,22 @@ def source(tmp_path):
     return ArgumentPairSource(write_arguments(tmp_path), held_out=HELD_OUT)
 
 
-def test_the_more_convincing_argument_is_chosen_whichever_place_it_had(source):
+def test_the_more_convincing_argument_is_chosen_whichever_place_it_had(tmp_path):
+    source = ArgumentPairSource(write_arguments(tmp_path), held_out=HELD_OUT, margin_scale=2.0)
     first, second, *_ = source.records("preferences", "validation")
+    assert first.prompt == "Debate: Cats or dogs\nSide taken: Cats!\nArgument:"
+    assert first.domain == "cats-or-dogs_cats"
+    # The share of votes for minus that against.
+    assert [first.margin, second.margin] == pytest.approx([2.0 * (4 - 1) / 5, 2.0 * 5 / 5])
     assert (first.chosen, first.rejected) == (" cats is good", " cats is good is good")
     # The second pair is labelled a2.
     assert (second.chosen, second.rejected) == (" cats is good is good is good", " cats is good")
 
 
-def test_the_prompt_names_the_debate_and_the_side(source):
-    record = source.records("preferences", "validation")[0]
-    assert record.prompt == "Debate: Cats or dogs\nSide taken: Cats!\nArgument:"
-    assert record.domain == "cats-or-dogs_cats"
-
-
-def test_conversations_ask_for_the_argument_as_the_users_message(tmp_path):
-    source = ArgumentPairSource(write_arguments(tmp_path), held_out=HELD_OUT, chat=True)
-    record = source.records("preferences", "validation")[0]
-    (message,) = record.prompt
-    assert message["role"] == "user"
-    assert message["content"].endswith("Debate: Cats or dogs\nSide taken: Cats!")
-    assert record.chosen == ({"role": "assistant", "content": "cats is good"},)
-
-
 def test_ties_and_pairs_without_a_majority_are_left_out_and_counted(source):
     assert len(source.records("preferences", "train")) == 4 * 4
     assert source.left_out("preferences", "train") == {TIE: 4, NO_MAJORITY: 4}
-    assert source.left_out("preferences", "validation") == {TIE: 2, NO_MAJORITY: 2}
     assert source.left_out("prompts", "train") == {}
-
-
-def test_the_summary_of_the_data_shows_what_was_left_out(source):
-    data = PreferenceDataModule(
-        source, build_tokenizer(), batch_size=2, max_length=200, seed=1, num_iterations=1
-    )
-    assert dict(data.summary.dropped) == {TIE: 4, NO_MAJORITY: 4}
-    words = data.render_summary().replace("│", " ").split()
-    assert f"dropped: {NO_MAJORITY}" in " ".join(words)
-    assert {row.subsets for row in data.rows("validation")} == {("strict",), ()}
-
-
-def test_the_margin_is_the_share_of_votes_for_minus_that_against(tmp_path):
-    source = ArgumentPairSource(write_arguments(tmp_path), held_out=HELD_OUT, margin_scale=2.0)
-    margins = [r.margin for r in source.records("preferences", "validation")[:2]]
-    assert margins == pytest.approx([2.0 * (4 - 1) / 5, 2.0 * 5 / 5])
-
-
-def test_a_label_against_the_bare_count_of_votes_has_margin_0(tmp_path):
-    rows = pairs()
-    rows[0] = rows[0] | {"votes": [["w", vote, ""] for vote in ("a2", "a2", "a1", "equal")]}
-    source = ArgumentPairSource(write_arguments(tmp_path, pair_rows=rows), held_out=HELD_OUT)
-    record = source.records("preferences", "train")[0]
-    assert record.margin == 0.0
-    assert record.chosen == " tea is good"
 
 
 def test_no_argument_and_no_debate_stands_on_both_sides(source):
@@ -95,24 +48,9 @@ def test_no_argument_and_no_debate_stands_on_both_sides(source):
     assert not texts["train"] & texts["validation"]
 
 
-def test_every_side_gives_one_prompt_and_every_argument_one_demonstration(source):
-    prompts = source.records("prompts", "train")
-    assert Counter(p.domain for p in prompts) == Counter({p.domain: 1 for p in prompts})
-    assert len(prompts) == 4
-    demonstrations = source.records("demonstrations", "train")
-    assert len({d.completion for d in demonstrations}) == len(demonstrations) == 16
-
-
-@pytest.mark.parametrize(
-    ("held_out", "message"),
-    [
-        (["cats-and-dogs"], "did you mean 'cats-or-dogs'"),
-        (["cats-or-dogs", "tea-or-coffee", "sea-or-hills"], "leaves none to train on"),
-    ],
-)
-def test_an_unknown_debate_and_all_debates_cannot_be_held_out(tmp_path, held_out, message):
-    source = ArgumentPairSource(write_arguments(tmp_path), held_out=held_out)
-    with pytest.raises(BadRecordError, match=message):
+def test_an_unknown_debate_cannot_be_held_out(tmp_path):
+    source = ArgumentPairSource(write_arguments(tmp_path), held_out=["cats-and-dogs"])
+    with pytest.raises(BadRecordError, match="did you mean 'cats-or-dogs'"):
         source.records("preferences", "train")
 
 
@@ -122,31 +60,3 @@ def test_a_bad_pair_is_named_with_its_line_and_key(tmp_path):
     source = ArgumentPairSource(write_arguments(tmp_path, pair_rows=rows))
     with pytest.raises(BadRecordError, match="line 1: the key 'gold' holds the text 'b'"):
         source.records("preferences", "train")
-
-
-@REAL_SET
-def test_the_argument_pairs_are_all_there_and_their_ties_are_left_out():
-    source = ArgumentPairSource(REAL, held_out=HELD_OUT_OF_ALL)
-    pairs = [*source.pairs("train"), *source.pairs("validation")]
-    assert len(pairs) == 6447
-    assert len({pair.topic for pair in pairs}) == 12
-    assert len({debate(pair.topic) for pair in pairs}) == 6
-    assert sum(pair.gold == "equal" for pair in pairs) == 1078
-    assert sum(pair.gold is None for pair in pairs) == 299
-    counts = [len(source.records("preferences", s)) for s in ("train", "validation")]
-    left_out = [sum(source.left_out("preferences", s).values()) for s in ("train", "validation")]
-    assert counts == [3427, 1643]
-    assert sum(counts) + sum(left_out) == 6447
-
-
-@REAL_SET
-def test_the_longer_argument_wins_as_often_in_the_held_out_debates_as_in_all():
-    source = ArgumentPairSource(REAL, held_out=HELD_OUT_OF_ALL)
-
-    def longer_wins(splits):
-        strict = [r for s in splits for r in source.records("preferences", s) if r.subsets]
-        unequal = [r for r in strict if len(r.chosen) != len(r.rejected)]
-        return sum(len(r.chosen) > len(r.rejected) for r in unequal) / len(unequal)
-
-    assert longer_wins(("train", "validation")) == pytest.approx(0.78, abs=0.005)
-    assert longer_wins(("validation",)) == pytest.approx(0.78, abs=0.005)

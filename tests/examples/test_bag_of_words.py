@@ -1,9 +1,8 @@
-"""The bag-of-words judge: its formula, what it leans on, and how a win rate reads it."""
+"""The bag-of-words judge: its formula, and what it leans on."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -14,16 +13,9 @@ from examples.datasets.bag_of_words import (
     sentiment_gold,
 )
 from examples.datasets.labelled_text import LabelledTextSource
-from rlhf_lightning.evaluation.win_rate import win_rate
-
-REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
 
 LIKED = ("a warm and funny tale", "warm , sharp and well played", "a funny cast makes it sing")
 LOATHED = ("a cold and tired tale", "cold , dull and badly played", "a tired cast makes it sink")
-
-
-def judge() -> SentimentGold:
-    return SentimentGold(BagOfWords().fit(LIKED, LOATHED), 1.0)
 
 
 def test_log_odds_are_those_worked_out_by_hand():
@@ -35,41 +27,12 @@ def test_log_odds_are_those_worked_out_by_hand():
     assert log_odds == pytest.approx([expected, -expected, 0, 2 * expected, 0, 0], abs=1e-12)
 
 
-def test_probability_is_the_sigmoid_of_the_log_odds():
-    classifier = BagOfWords().fit(LIKED, LOATHED)
-    texts = ["warm and funny", "cold and tired", "nothing known"]
-    odds, probability = classifier.log_odds(texts), classifier.probability(texts)
-    assert probability == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
-    assert probability[0] > 0.9 > 0.1 > probability[1]
-    assert probability[2] == 0.5
-
-
-def test_new_texts_are_put_into_their_class():
+def test_the_judge_reads_the_continuation_and_not_the_prompt():
     classifier = BagOfWords().fit(LIKED, LOATHED)
     assert classifier.accuracy(["a warm cast", "funny"], ["a cold cast", "dull"]) == 1.0
-    assert classifier.accuracy(["a cold cast", "dull"], ["a warm cast", "funny"]) == 0.0
-
-
-def test_features_are_present_or_not_and_know_neighbours_but_no_case_or_spacing():
-    assert features("Funny, funny film!") == features("funny , funny FILM !")
-    assert "funny ," in features("Funny, film")
-    assert "isn't" in features("It isn't")
-    assert features("") == frozenset()
-
-
-def test_the_judge_reads_the_continuation_and_not_the_prompt():
-    gold = judge()
+    gold = SentimentGold(classifier, 1.0)
     prompts = ["cold and tired", "warm and funny"]
     assert gold(prompts, [" warm and funny", " cold and tired"], [True, False]) == [1.0, 0.0]
-
-
-def test_win_rate_is_one_half_plus_half_the_gain_in_share():
-    gold, n = judge(), 20
-    mine = gold(["x"] * n, ["warm"] * 15 + ["cold"] * 5, [True] * n)
-    theirs = gold(["x"] * n, ["cold", "warm"] * 10, [True] * n)
-    gain = (sum(mine) - sum(theirs)) / n
-    assert gain == 0.25
-    assert win_rate(mine, theirs, confidence=0.95).rate == pytest.approx(0.5 + gain / 2)
 
 
 def test_the_judge_is_fitted_on_the_classifier_part_alone(tmp_path):
@@ -82,15 +45,3 @@ def test_the_judge_is_fitted_on_the_classifier_part_alone(tmp_path):
     known = {feature for label in parts for text in label for feature in features(text)}
     assert set(gold.classifier.weights) == known
     assert gold.accuracy == 1.0
-    hidden = source.sentences("train").positive[0].split()[1]  # a number no other sentence has
-    if hidden not in known:
-        assert gold.classifier.log_odds([hidden]) == [0.0]
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"the sentence polarity data are not in {REAL}")
-def test_on_the_sentence_polarity_data_the_judge_is_right_in_most_cases():
-    source = LabelledTextSource(REAL / "pos.txt", REAL / "neg.txt")
-    gold = sentiment_gold(source)
-    assert gold.accuracy >= 0.72
-    # The training sentences are as new to the judge as the held-out ones, and many more.
-    assert gold.classifier.accuracy(*source.sentences("train")) >= 0.72

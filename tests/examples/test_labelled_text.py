@@ -1,16 +1,12 @@
-"""Sentences of two labels: disjoint parts, natural token boundaries, pairs of like length."""
+"""Sentences of two labels: disjoint parts, natural token boundaries, pairs."""
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
 
 from examples.datasets.labelled_text import PARTS, LabelledTextSource
-from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-
-REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
 
 ACTORS = ("anna", "boris", "carla", "dmitri", "elif", "farid", "greta", "hugo", "ines", "jonas")
 GOOD = ("a joy to watch", "quietly moving", "bright and sure of itself", "worth every minute")
@@ -43,12 +39,6 @@ def test_parts_are_disjoint_and_hold_every_sentence(files):
     assert set.union(*parts) == {*sentences(GOOD), *sentences(BAD)}
 
 
-def test_parts_have_about_their_shares(files):
-    source = LabelledTextSource(*files, validation_fraction=0.2, classifier_fraction=0.5)
-    sizes = [sum(map(len, source.sentences(part))) / 400 for part in PARTS]
-    assert sizes == pytest.approx([0.3, 0.2, 0.5], abs=0.07)
-
-
 def test_no_record_shows_a_sentence_of_the_classifier(files):
     source = LabelledTextSource(*files)
     kept = {*source.sentences("classifier").positive, *source.sentences("classifier").negative}
@@ -67,7 +57,6 @@ def test_a_demonstration_is_the_sentence_cut_before_a_space(files):
     known = {*sentences(GOOD), *sentences(BAD)}
     assert records
     for record in records:
-        assert isinstance(record, DemonstrationRecord)
         assert not record.prompt.endswith(" ")
         assert record.completion.startswith(" ")
         assert not record.completion.startswith("  ")
@@ -78,7 +67,6 @@ def test_a_demonstration_is_the_sentence_cut_before_a_space(files):
 def test_openings_are_unique_and_held_out_ones_are_new(files):
     source = LabelledTextSource(*files)  # "Review: anna plays a baker in" opens many sentences
     train, held_out = (source.records("prompts", s) for s in ("train", "validation"))
-    assert all(isinstance(r, PromptRecord) for r in train)
     openings = [r.prompt for r in train]
     assert len(openings) == len(set(openings)) <= len(ACTORS) * len(ROLES)
     assert not set(openings) & {r.prompt for r in held_out}
@@ -87,63 +75,15 @@ def test_openings_are_unique_and_held_out_ones_are_new(files):
     }
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_pair_prefers_a_positive_sentence_over_a_negative_one(files, split):
-    source = LabelledTextSource(*files)
-    part = source.sentences(split)
-    records = source.records("preferences", split)
-    assert records
-    for record in records:
-        assert isinstance(record, PreferenceRecord)
+def test_pairs_prefer_positive_sentences_and_held_out_ones_share_none(files):
+    source = LabelledTextSource(*files, pairs_per_sentence=2)
+    train, held_out = (source.records("preferences", s) for s in ("train", "validation"))
+    part = source.sentences("train")
+    for record in train:
         assert record.prompt == "Review:"
         assert record.chosen.removeprefix(" ") in part.positive
         assert record.rejected.removeprefix(" ") in part.negative
-
-
-def test_held_out_pairs_share_no_sentence_and_training_pairs_repeat_each_anew(files):
-    source = LabelledTextSource(*files, pairs_per_sentence=2)
-    held_out = source.records("preferences", "validation")
     assert len({r.chosen for r in held_out}) == len({r.rejected for r in held_out}) == len(held_out)
-    train = source.records("preferences", "train")
     number = min(map(len, source.sentences("train")))
     assert len(set(train)) == len(train)
     assert number < len(train) <= 2 * number
-
-
-def test_pairs_are_of_like_length_so_that_length_tells_nothing(tmp_path):
-    positive, negative = tmp_path / "p", tmp_path / "n"
-    for file, word in ((positive, "fine"), (negative, "dull")):
-        lines = (" ".join([word, str(i), *["very"] * (i % 40)]) for i in range(800))
-        file.write_text("\n".join(lines), encoding="utf-8")
-    pairs = LabelledTextSource(positive, negative).records("preferences", "train")
-    gaps = [len(r.chosen.split()) - len(r.rejected.split()) for r in pairs]
-    assert statistics.median(map(abs, gaps)) <= 4  # 11 if they were paired at random
-    longer, shorter = sum(g > 0 for g in gaps), sum(g < 0 for g in gaps)
-    assert 0.35 < longer / (longer + shorter) < 0.65
-
-
-@pytest.mark.parametrize("path", [None, "nowhere.txt"])
-def test_a_missing_file_names_the_override_and_the_public_source(files, path):
-    with pytest.raises(ValueError, match=r"negative=.*dataset\.negative=FILE.*rotten_tomatoes"):
-        LabelledTextSource(files[0], path)
-
-
-def test_too_few_sentences_for_every_part_is_an_error(tmp_path):
-    (tmp_path / "p").write_text("one\n")
-    (tmp_path / "n").write_text("two\n")
-    with pytest.raises(ValueError, match="too few"):
-        LabelledTextSource(tmp_path / "p", tmp_path / "n").records("texts", "train")
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"the sentence polarity data are not in {REAL}")
-def test_the_sentence_polarity_data_give_enough_of_every_kind_in_disjoint_parts():
-    source = LabelledTextSource(REAL / "pos.txt", REAL / "neg.txt")
-    parts = [{*source.sentences(p).positive, *source.sentences(p).negative} for p in PARTS]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == 2 * 4264
-    held_out = source.records("prompts", "validation")
-    assert len(held_out) >= 300
-    train = source.records("prompts", "train")
-    assert len(train) > 3000
-    assert not {r.prompt for r in train} & {r.prompt for r in held_out}
-    assert len(source.records("preferences", "validation")) >= 380
-    assert len(source.records("preferences", "train")) > 3500

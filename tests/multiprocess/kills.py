@@ -219,7 +219,7 @@ def differences(one: Path, other: Path, iterations: int) -> list[str]:
     """Return what differs between two runs: weights, optimizer, loops, samples, metrics."""
     found = list(_table_differences(one, other, iterations))
     states = [read_checkpoint(_last(run, iterations)) for run in (one, other)]
-    found += [path for path, a, b in _leaves(*states) if not _equal(a, b)]
+    found += different(*states)
     if any((run / "samples.jsonl").exists() for run in (one, other)):
         texts = [(run / "samples.jsonl").read_bytes() for run in (one, other)]
         found += ["samples.jsonl"] if texts[0] != texts[1] else []
@@ -255,6 +255,11 @@ def read_checkpoint(checkpoint: Path) -> Any:
 
     whole = not checkpoint.is_dir()
     return torch.load(checkpoint, weights_only=True) if whole else read_full(checkpoint)
+
+
+def different(one: Any, other: Any) -> list[str]:
+    """Return the paths at which two states differ."""
+    return [path for path, a, b in _leaves(one, other) if not _equal(a, b)]
 
 
 def _leaves(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

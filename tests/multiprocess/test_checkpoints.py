@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlhf_lightning.app.export import run as export
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.runs.resume import checkpoint_problem
 from tests.builders.command_lines import overrides_of
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import run_ranks
 from tests.builders.runs import make_start
 
 SCRIPT = str(Path(__file__).with_name("checkpoint_stage.py"))
@@ -38,7 +39,7 @@ def launch(
         world_size=RANKS[name],
         folder=folder,
         timeout=400,
-        environment={"PYTHONPATH": str(ROOT), **(environment or {})},
+        environment=environment,
     ).check()
 
 
@@ -46,9 +47,9 @@ def launch(
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("saved")
 
+    @cache
     def of(name: str) -> Path:
-        if not (root / name).exists():
-            launch("save", name, root / name)
+        launch("save", name, root / name)
         return root / name
 
     return of
@@ -158,7 +159,6 @@ def test_a_run_is_exported_from_its_shards(tmp_path, lora):
         world_size=2,
         folder=tmp_path / "logs",
         timeout=400,
-        environment={"PYTHONPATH": str(ROOT)},
         working_folder=tmp_path,
     ).check()
     (run,) = (path.parent for path in tmp_path.glob("outputs/sft/*/summary.json"))

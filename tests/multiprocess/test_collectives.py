@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import rank_reports
 
+# All of them, or the ranks would be started in both sets of tests.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
 SCRIPT = str(Path(__file__).with_name("count_collectives.py"))
-
-
-def counted(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    run_ranks(
-        [SCRIPT, str(folder), *arguments],
-        world_size=2,
-        folder=folder,
-        environment={"PYTHONPATH": str(ROOT)},
-    ).check()
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return counted(tmp_path_factory.mktemp("collectives"))
+    folder = tmp_path_factory.mktemp("collectives")
+    return rank_reports([SCRIPT, str(folder)], folder)
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(120)
 def test_a_rollout_gathers_each_layer_once_however_long_the_answers_are(ranks):
     short, long = ([max(lengths) for lengths in rank["lengths"]] for rank in ranks)
     assert short == [1, 1]
@@ -40,7 +30,6 @@ def test_a_rollout_gathers_each_layer_once_however_long_the_answers_are(ranks):
             assert sent == {"_allgather_base_": rank["layers"] + 1}, sent
 
 
-@pytest.mark.timeout(120)
 def test_scoring_gathers_policy_and_reference_once_for_all_micro_batches(ranks):
     for rank in ranks:
         for sent in rank["gathered"][1::3] + rank["gathered"][2::3]:
@@ -48,7 +37,6 @@ def test_scoring_gathers_policy_and_reference_once_for_all_micro_batches(ranks):
             assert sent == {"_allgather_base_": rank["layers"] + 1, "allreduce_": 1}, sent
 
 
-@pytest.mark.timeout(120)
 def test_gradients_of_every_micro_batch_are_scattered_and_none_stays_whole(ranks):
     for rank in ranks:
         assert rank["backwards"] == 2 * 4 * 2  # iterations, micro-batches, losses
@@ -57,10 +45,9 @@ def test_gradients_of_every_micro_batch_are_scattered_and_none_stays_whole(ranks
             assert sent["_reduce_scatter_base_"] == 4 * sum(rank["units"])
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(120)
 def test_gradients_that_are_sent_once_a_step_train_the_same_weights(ranks, tmp_path):
-    for rank, other in zip(counted(tmp_path, "step"), ranks, strict=True):
+    once = rank_reports([SCRIPT, str(tmp_path), "step"], tmp_path)
+    for rank, other in zip(once, ranks, strict=True):
         assert rank["whole"] > 0
         for sent in rank["updates"]:
             assert sent["_reduce_scatter_base_"] == sum(rank["units"])

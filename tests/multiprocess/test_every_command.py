@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,8 @@ from safetensors.torch import load_file
 
 from rlhf_lightning.distributed.checkpoint import read_full
 from tests.builders.command_lines import SMALL
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.processes import run_python
+from tests.builders.ranks import run_ranks
 from tests.builders.runs import make_start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -49,15 +47,9 @@ class Chain:
         return self.folder / stage
 
     def command(self, name: str, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", f"rlhf_lightning.{name}", *arguments],
-            cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        words = ["-m", f"rlhf_lightning.{name}", *arguments]
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+        done = run_python(*words, folder=self.folder, timeout=PATIENCE, **no_gpu)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
@@ -85,7 +77,6 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             world_size=1 if place == "alone" else 2,
             folder=folder / f"logs_{stage}",
             fresh=True,
-            environment={"PYTHONPATH": str(ROOT)},
             timeout=PATIENCE,
         ).check()
     return Chain(place, folder, commands)
@@ -137,42 +128,24 @@ def test_a_reward_model_is_exported_with_the_normalization_that_its_summary_tell
     assert config["reward_offset"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_plan_takes_what_train_was_given(chain: Chain) -> None:
+def test_the_other_commands_take_what_was_trained(chain: Chain) -> None:
     planned = json.loads(chain.command("plan", *chain.commands["ppo"], "plan.format=json"))
     assert planned["total"] > 0
-
-
-def test_report_shows_the_stages(chain: Chain) -> None:
-    for stage in STAGES:
-        (chain.run(stage) / "report.html").unlink()
-    chain.command("report", *(str(chain.run(stage)) for stage in STAGES))
-    assert all((chain.run(stage) / "report.html").is_file() for stage in STAGES)
-
-
-def test_evaluate_compares_the_policies_with_their_reward_model(chain: Chain) -> None:
+    pages = [chain.run(stage) / "report.html" for stage in STAGES]
+    for page in pages:
+        page.unlink()
+    chain.command("report", *(str(page.parent) for page in pages))
+    assert all(page.is_file() for page in pages)
     if chain.place == "ddp":
-        pytest.skip("it uses no ranks, and the exports are those of one process")
+        return  # the rest uses no ranks, and the exports are those of one process
+    policy = f"{chain.run('ppo')}/export"
+    sides = [f"policy={policy}", f"baseline={chain.run('sft')}/export"]
+    sides += [f"artifacts.reward={chain.run('reward')}/export", "trainer.precision=bf16-mixed"]
     run = chain.folder / "evaluate"
-    chain.command(
-        "evaluate",
-        f"policy={chain.run('ppo')}/export",
-        f"baseline={chain.run('sft')}/export",
-        f"artifacts.reward={chain.run('reward')}/export",
-        "trainer.precision=bf16-mixed",
-        f"hydra.run.dir={run}",
-        *FEW_ANSWERS,
-    )
-    metrics = summary(run)["metrics"]
-    assert 0 <= metrics["val/score_win_rate"] <= 1
-
-
-def test_collect_labels_answers_of_the_trained_policy(chain: Chain) -> None:
-    if chain.place == "ddp":
-        pytest.skip("it uses no ranks, and the exports are those of one process")
+    chain.command("evaluate", *sides, f"hydra.run.dir={run}", *FEW_ANSWERS)
+    assert 0 <= summary(run)["metrics"]["val/score_win_rate"] <= 1
     run = chain.folder / "collect"
-    chain.command(
-        "collect", f"artifacts.sft={chain.run('ppo')}/export", f"hydra.run.dir={run}", *FEW_LABELS
-    )
+    chain.command("collect", f"artifacts.sft={policy}", f"hydra.run.dir={run}", *FEW_LABELS)
     summary(run)
     # Of nonsense all may tie, and no record be left.
     assert len((run / "labels.jsonl").read_text().splitlines()) > 40

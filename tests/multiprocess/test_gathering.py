@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 SCRIPT = str(Path(__file__).with_name("gather_stage.py"))
@@ -19,7 +19,6 @@ def test_a_model_that_was_moved_to_the_cpu_is_gathered_on_the_device_of_its_mesh
         world_size=2,
         folder=tmp_path,
         timeout=100,
-        environment={"PYTHONPATH": str(ROOT)},
     ).check()
     first, second = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2))
     assert torch.equal(first["weight"], torch.arange(12.0).reshape(6, 2))

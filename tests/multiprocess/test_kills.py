@@ -7,18 +7,44 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiprocess.try_kills import CASES, try_case
+from tests.builders.runs import make_start
+from tests.multiprocess.kills import (
+    STAGES,
+    STRATEGIES,
+    Case,
+    Killer,
+    Moment,
+    Runs,
+    differences,
+    finished,
+)
 
-
-def test_each_stage_is_killed_ten_times_in_one_process_and_mostly_in_a_save():
-    single = [case for case in CASES if case.strategy == "single"]
-    assert {case.stage for case in single} == {"sft", "reward", "dpo", "kto", "ppo"}
-    assert all((len(c.kills), c.kills.count("save")) == (10, 6) for c in single)
+TEN: tuple[Moment, ...] = ("save", "any", "save", "save", "any") * 2
+CASES = [Case(stage, "single", TEN) for stage in STAGES]
+CASES += [
+    Case(stage, strategy, ("save", "any", "any") if stage == "ppo" else ("save", "any"))
+    for stage in STAGES
+    if stage not in ("dpo", "kto")
+    for strategy in STRATEGIES
+    if strategy != "single"
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_run_killed_at_random_instants_is_the_run_never_killed(case, tmp_path):
-    kills, differing = try_case(case, tmp_path)
-    assert differing == [], kills
+    runs = Runs(tmp_path, make_start(tmp_path / "models" / "start"), case)
+    runs.start("whole").check()
+    kills = []
+    for number, moment in enumerate(case.kills):
+        outputs = tmp_path / "killed" / "outputs"
+        killer = Killer(outputs, moment, case.iterations, seed=f"{case}-{number}")
+        outcome = runs.start("killed", killer)
+        assert killer.struck, f"the run ended before it was killed: {outcome}"
+        assert outcome.codes[0] != 0, outcome
+        kills.append(f"{killer.struck}; it had begun at {killer.done}")
+    if not finished(tmp_path / "killed"):
+        runs.start("killed").check()
+    (one,), (other,) = (finished(tmp_path / name) for name in ("whole", "killed"))
+    assert differences(one, other, case.iterations) == [], kills

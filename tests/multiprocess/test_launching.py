@@ -81,18 +81,6 @@ def test_all_ranks_share_one_run_folder(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_under_torchrun_all_ranks_share_one_run_folder(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    torchrun += ["--rdzv-endpoint=localhost:0", "--no-python", sys.executable]
-    done = run([*torchrun, *TRAIN, "+experiment=base", "strategy=ddp", *SETTINGS], tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (folder,) = runs_below(tmp_path / "outputs")
-    check_run(folder)
-    assert stray_folders(tmp_path / "outputs") == []
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_nodes_share_one_run_and_continue_it_after_both_were_lost(tmp_path):
     """By the torchrun line of a file of `examples/launch`, on the loopback."""
@@ -167,26 +155,3 @@ def test_each_job_of_a_sweep_trains_its_own_configuration_on_both_ranks(tmp_path
     folders = runs_below(tmp_path / "outputs")
     assert [check_run(folder)["seed"] for folder in folders] == [3, 4]
     assert {folder.name for folder in folders} == {"0", "1"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_ranks_with_different_configurations_stop_before_the_first_batch(tmp_path):
-    script = tmp_path / "differ.py"
-    script.write_text(
-        "import os, sys\n"
-        "sys.argv += [f'seed={1 + int(os.environ[\"RANK\"])}']\n"
-        "from rlhf_lightning.app.train import main\n"
-        "main()\n"
-    )
-    settings = [f"paths.outputs={tmp_path}/outputs", f"paths.artifacts={tmp_path}/artifacts"]
-    outcome = run_ranks(
-        [str(script), "+experiment=base", "strategy=ddp", *SETTINGS, *settings],
-        world_size=2,
-        fresh=True,
-        folder=tmp_path / "logs",
-        environment={"PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
-    assert all(code not in (0, None) for code in outcome.codes), outcome
-    assert any("do not have the same configuration" in log for log in outcome.logs)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import rank_reports
 
 SCRIPT = str(Path(__file__).with_name("served_stage.py"))
 
 
 def rollouts(folder: Path, world_size: int, strategy: str, lag: int) -> list[dict]:
-    run_ranks(
-        [SCRIPT, str(folder), strategy, str(lag)],
-        world_size=world_size,
-        folder=folder,
-        environment={"PYTHONPATH": str(ROOT)},
-    ).check()
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+    arguments = [SCRIPT, str(folder), strategy, str(lag)]
+    return rank_reports(arguments, folder, world_size=world_size)
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["no lag", "lag"])

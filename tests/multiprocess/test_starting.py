@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.builders.models import MODEL_TYPES
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import rank_reports
 
 pytestmark = pytest.mark.timeout(200)
 SCRIPT = str(Path(__file__).with_name("start_stage.py"))
@@ -20,14 +19,7 @@ ALONE = ("reward", "new_head", "classifier", "from_scratch")
 
 
 def started(what: str, folder: Path) -> list[dict[str, Any]]:
-    run_ranks(
-        [SCRIPT, what, str(folder)],
-        world_size=2,
-        folder=folder,
-        timeout=180,
-        environment={"PYTHONPATH": str(ROOT)},
-    ).check()
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports([SCRIPT, what, str(folder)], folder, timeout=180)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +28,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", [*FAMILIES, *(f"{name}_lora" for name in FAMILIES), *ALONE])
-def test_every_tensor_of_a_rank_is_that_of_one_process(kind, rank, reports):
-    report = reports[rank][kind]
-    assert report["wrong"] == []
-    assert report["tensors"] > 20
-    assert report["sharded"] > 20
+def test_every_tensor_of_a_rank_is_that_of_one_process(kind, reports):
+    for report in (rank[kind] for rank in reports):
+        assert report["wrong"] == []
+        assert report["tensors"] > 20
+        assert report["sharded"] > 20
 
 
+@pytest.mark.thorough
 def test_buffers_that_no_state_dict_holds_and_ties_were_among_them(reports):
     for family in ("llama", "gpt_neox", "gemma3_text"):
         assert reports[1][family]["buffers"] >= 6, "three models, each with rotary embeddings"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.builders.models import tiny_policy
-from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = str(Path(__file__).with_name("train_stage.py"))
@@ -26,20 +27,17 @@ def train(
         [SCRIPT, stage, strategy, str(folder), model],
         world_size=world_size,
         folder=folder,
-        environment={"PYTHONPATH": str(ROOT)},
     ).check()
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    done: dict[tuple[str, str], dict[str, Any]] = {}
+    """Train in one process, each stage once, and return what it ends with."""
 
+    @cache
     def of(stage: str, model: str) -> dict[str, Any]:
-        if (stage, model) not in done:
-            folder = tmp_path_factory.mktemp("alone") / "run"
-            (done[stage, model],) = train(stage, "auto", 1, folder, model)
-        return done[stage, model]
+        return train(stage, "auto", 1, tmp_path_factory.mktemp("alone") / "run", model)[0]
 
     return of
 

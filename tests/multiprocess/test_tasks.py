@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hydra.types import RunMode
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.distributed import launch as launching
 from rlhf_lightning.distributed.launch import adopt_rank, own_environment, started
+from tests.builders.processes import fresh_python
 from tests.builders.ranks import ROOT, free_port
 from tests.multiprocess.test_launching import SETTINGS, TRAIN, check_run, run, runs_below
 
@@ -51,13 +51,19 @@ def test_a_task_of_srun_is_a_rank(environment):
     assert started() == 1790000000
 
 
-def test_a_batch_script_and_a_single_task_are_no_ranks(environment):
-    environment.update({k: v for k, v in STEP.items() if "STEP" not in k})
-    adopt_rank()
-    assert "RANK" not in environment
-    environment.update(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
-    adopt_rank()
-    assert "RANK" not in environment
+def test_a_batch_script_a_single_task_and_a_shell_inside_salloc_are_no_ranks(environment):
+    shell = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NAME": "salloc"}
+    path = environment["PATH"]
+    for job in (
+        {k: v for k, v in STEP.items() if "STEP" not in k},
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        shell | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    ):
+        environment.clear()
+        environment.update(job, PATH=path)
+        adopt_rank()
+        assert "RANK" not in environment
+    assert not SLURMEnvironment.detect()
 
 
 def test_what_torchrun_says_inside_of_a_job_is_left_alone(environment):
@@ -132,16 +138,9 @@ def test_two_tasks_of_srun_share_one_run(tmp_path, monkeypatch):
             "MASTER_PORT": port,
         }
         own = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        with (tmp_path / f"task_{task}.log").open("wb") as log:
-            tasks.append(
-                subprocess.Popen(
-                    [sys.executable, *TRAIN, "+experiment=base", "strategy=fsdp", *SETTINGS],
-                    cwd=folder,
-                    env={**os.environ, **own, **step},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        command = [*TRAIN, "+experiment=base", "strategy=fsdp", *SETTINGS]
+        variables = {**os.environ, **own, **step}
+        tasks.append(fresh_python(command, folder, variables, tmp_path / f"task_{task}.log"))
     try:
         codes = [task.wait(timeout=800) for task in tasks]
     finally:

@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from rlhf_lightning import (
-    DemonstrationDataModule,
     DistillationHparams,
     DPOModule,
     LoraHparams,
@@ -194,34 +193,29 @@ def test_a_stage_on_cuda_ends_with_the_weights_and_metrics_of_the_cpu(stage, mat
     assert_alike(there, here)
 
 
-RESTORED = {"sft": SFTModule, "reward": RewardModule, "dpo": DPOModule}
-
-
 def trainer_and_data(
-    stage: str, device: str, material: dict[str, Path], folder: Path, module: Any
+    device: str, material: dict[str, Path], folder: Path, module: Any
 ) -> tuple[Any, Any]:
-    kind: Any = DemonstrationDataModule if stage == "sft" else PreferenceDataModule
-    path = material["demonstrations" if stage == "sft" else "pairs"]
     made = trainer(
         **trainer_options(device), default_root_dir=folder / device, limit_train_batches=1
     )
-    return made, kind(path, module.tokenizer, batch_size=8)
+    return made, PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=8)
 
 
-def save_adapter_checkpoint(stage: str, material: dict[str, Path], folder: Path) -> Path:
-    module = RESTORED[stage].from_pretrained(material["policy"], lora=LORA)
-    the_trainer, data = trainer_and_data(stage, "cpu", material, folder, module)
+def save_adapter_checkpoint(material: dict[str, Path], folder: Path) -> Path:
+    module = DPOModule.from_pretrained(material["policy"], lora=LORA)
+    the_trainer, data = trainer_and_data("cpu", material, folder, module)
     the_trainer.fit(module, data)
     the_trainer.save_checkpoint(folder / "adapter.ckpt")
     return folder / "adapter.ckpt"
 
 
 def validated(
-    stage: str, device: str, material: dict[str, Path], folder: Path, checkpoint: Path
+    device: str, material: dict[str, Path], folder: Path, checkpoint: Path
 ) -> dict[str, Any]:
     """Return the metrics of an adapter that was read, and the weights of a step after."""
-    module = RESTORED[stage].load_from_checkpoint(checkpoint, optimizer=sgd)
-    the_trainer, data = trainer_and_data(stage, device, material, folder, module)
+    module = DPOModule.load_from_checkpoint(checkpoint, optimizer=sgd)
+    the_trainer, data = trainer_and_data(device, material, folder, module)
     (metrics,) = the_trainer.validate(module, data, verbose=False)
     the_trainer.fit(module, data)
     weights = {name: weight.detach().cpu() for name, weight in module.state_dict().items()}
@@ -229,11 +223,10 @@ def validated(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", RESTORED)
-def test_an_adapter_that_was_read_is_validated_before_it_is_trained(stage, material, tmp_path):
-    checkpoint = save_adapter_checkpoint(stage, material, tmp_path)
-    here = validated(stage, "cpu", material, tmp_path, checkpoint)
-    there = on_mirror(validated, stage, "mirror", material, tmp_path, checkpoint)
+def test_an_adapter_that_was_read_is_validated_before_it_is_trained(material, tmp_path):
+    checkpoint = save_adapter_checkpoint(material, tmp_path)
+    here = validated("cpu", material, tmp_path, checkpoint)
+    there = on_mirror(validated, "mirror", material, tmp_path, checkpoint)
     assert_alike(there, here)
 
 
