@@ -62,11 +62,9 @@ class ProgressBar(RichProgressBar):
         self._next_line = self._started + min(self.every_n_seconds, 2.0)
         self._start_iteration = current_iteration(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         """Move on by one iteration."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, *rest)
         if (now := time.monotonic()) >= self._next_line:
             self._next_line = now + self.every_n_seconds
             self._write_line(trainer, pl_module)
@@ -96,11 +94,7 @@ class ProgressBar(RichProgressBar):
 
 
 def print_start(
-    title: str,
-    folder: RunFolder,
-    settings: Mapping[str, object],
-    *,
-    console: Console | None = None,
+    title: str, folder: RunFolder, settings: Mapping[str, object], *, console: Console | None = None
 ) -> None:
     """Print what begins, with which settings, and where it is going to be."""
     console = console or Console(highlight=False)
@@ -112,11 +106,7 @@ def print_start(
 
 
 def print_verdict(
-    summary: Summary,
-    folder: RunFolder,
-    *,
-    wandb: str | None = None,
-    console: Console | None = None,
+    summary: Summary, folder: RunFolder, *, wandb: str | None = None, console: Console | None = None
 ) -> None:
     """Print the last screen: what was learnt, the gates, and where everything is.
 

@@ -57,9 +57,7 @@ class RunRecord(Callback):
         self._started = 0.0
         self._resumes = False
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, *_: Any) -> None:
         """Note that a run is continued."""
         self._resumes = True
 
@@ -316,10 +314,7 @@ class LastCheckpoint(ModelCheckpoint):
             return {str(last.resolve())}
         if any(isinstance(one, OnExceptionCheckpoint) for one in others):
             return set()  # with it Lightning asks at every start
-        raise FileNotFoundError(
-            f'ckpt_path="last", and there is no checkpoint in {self.folder.checkpoints}: leave '
-            "ckpt_path out and use another folder"
-        )
+        raise FileNotFoundError(f'ckpt_path="last": no checkpoint in {self.folder.checkpoints}')
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create no folder; take the best of the callback that keeps one, which Lightning asks."""

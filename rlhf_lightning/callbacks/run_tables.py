@@ -59,9 +59,7 @@ class MetricsLog(Callback):
         self._start = current_iteration(trainer)
         self._appender = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Write the row, unless a validation is about to add to it."""
         self._row = fresh_metrics(trainer)
         if not validation_follows(trainer):

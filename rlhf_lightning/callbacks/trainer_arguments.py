@@ -126,10 +126,7 @@ def _shows_progress(given: Sequence[Callback], trainer: Mapping[str, Any]) -> bo
 def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> list[Callback]:
     arguments = dict(given) if isinstance(given, Mapping) else {}
     if record and getattr(arguments.get("actions"), "on_alarm", None) == "rollback":
-        raise ValueError(
-            "ActionSettings.on_alarm='rollback' starts a new fit from an earlier checkpoint, which "
-            "one Trainer cannot: use 'stop', or rlhf-train doctor=act"
-        )
+        raise ValueError("on_alarm='rollback' needs a second Trainer: use rlhf-train doctor=act")
     return [] if given is False else [_made("doctor", Doctor, run, **arguments)]
 
 
@@ -144,10 +141,7 @@ def _saving(
     if stops_after is None:
         return [_made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)]
     if not keeps:
-        raise ValueError(
-            "early_stopping ends a run with the weights of its best checkpoint, and "
-            "enable_checkpointing=False keeps none: leave one of them out"
-        )
+        raise ValueError("early_stopping needs checkpoints: enable_checkpointing=False keeps none")
     stopping = {"patience": stops_after} if isinstance(stops_after, int) else stops_after
     watched = stopping.get("monitor", STOPS_BY)
     if saving.get("monitor") is None:

@@ -372,9 +372,7 @@ def _by_count(pair: Pair, labels: Sequence[Label], people: Collection[str]) -> V
     return Verdict(pair, choice, margin, votes, bool(theirs), why)
 
 
-def _majority(
-    votes: Counter[str],
-) -> tuple[Literal["first", "second"] | None, str | None]:
+def _majority(votes: Counter[str]) -> tuple[Literal["first", "second"] | None, str | None]:
     if not votes.total():
         return None, NO_VOTE
     top = [choice for choice, n in votes.items() if n == max(votes.values())]

@@ -241,9 +241,7 @@ def units(sampling: Sampling, num_prompts: int) -> list[Unit]:
 
 
 def sample_candidates(
-    prompts: Sequence[PromptRecord],
-    sampling: Sampling,
-    journal: Journal[dict[str, Any]],
+    prompts: Sequence[PromptRecord], sampling: Sampling, journal: Journal[dict[str, Any]]
 ) -> list[Candidate]:
     """Return every response, by policy, way to decode and prompt; do only units not yet done.
 

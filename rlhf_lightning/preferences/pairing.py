@@ -21,14 +21,7 @@ from typing import Literal, NamedTuple
 from rlhf_lightning.arguments import Count
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked
-from rlhf_lightning.preferences.records import (
-    Answer,
-    Candidate,
-    Journal,
-    Pair,
-    answered,
-    readable,
-)
+from rlhf_lightning.preferences.records import Answer, Candidate, Journal, Pair, answered, readable
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
 # (prompt, response) -> a number, the better the higher.

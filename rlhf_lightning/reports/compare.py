@@ -10,22 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.reports.charts import (
-    Figure,
-    Point,
-    Series,
-    line_chart,
-    looked_at_first,
-    render,
-)
+from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart, looked_at_first, render
 from rlhf_lightning.reports.page import saved_config
-from rlhf_lightning.runs.folder import (
-    ITERATION,
-    RunFolder,
-    read_metrics,
-    read_samples,
-    write_text,
-)
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import FEW

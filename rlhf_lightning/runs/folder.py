@@ -206,9 +206,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
         if header[0] != ITERATION or not all(ITERATION in row for row in rows):
             raise ValueError("not each row begins with its iteration")
     except (ValueError, csv.Error) as error:
-        raise ValueError(
-            f"{path} cannot be read as the metrics of a run ({error}): restore it, or move it away"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}): restore it, or move it away") from error
     return rows
 
 

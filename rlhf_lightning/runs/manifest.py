@@ -267,11 +267,9 @@ class Source:
         Raises:
             ValueError: if the checkpoint was trained with another model.
         """
-        if state["fingerprint"] != self.fingerprint:
-            raise ValueError(
-                f"the checkpoint was trained with {self.key} {state['fingerprint'][:12]}, and "
-                f"{self.key}={self.name} is {self.fingerprint[:12]}: give the same {self.key}"
-            )
+        if (former := state["fingerprint"]) != self.fingerprint:
+            now = f"{self.key}={self.name} is {self.fingerprint[:12]}"
+            raise ValueError(f"the checkpoint was trained with {self.key} {former[:12]}, and {now}")
 
     def check(self) -> None:
         """Check that the model which is loaded now is the one that was resolved.
@@ -281,10 +279,8 @@ class Source:
         """
         now = source_fingerprint(self.name, self.revision)
         if now != self.fingerprint:
-            raise ManifestError(
-                f"{self.key}={self.name} is another model now ({now[:12]}) than at the start "
-                f"({self.fingerprint[:12]}): put that one back and resume, or start a new run"
-            )
+            what = f"{self.key}={self.name} is another model now"
+            raise ManifestError(f"{what}, {now[:12]}: put {self.fingerprint[:12]} back and resume")
 
 
 def is_adapter(folder: Path | str) -> bool:

@@ -158,10 +158,8 @@ def read_data(path: Path, **how: bool) -> Any:
         if named is None:
             why = str(error).strip().partition("\n")[0][:200] or type(error).__name__
             raise CheckpointError(f"{path} cannot be read as a checkpoint: {why}") from error
-        raise CheckpointError(
-            f"{path} is refused: it names {named[1]}, which would run when it is loaded, and a "
-            "checkpoint holds tensors and plain values only"
-        ) from error
+        what = f"it names {named[1]}, which would run when it is loaded"
+        raise CheckpointError(f"{path} is refused: {what}") from error
 
 
 def checkpoint_iteration(path: Path | str) -> int | None:

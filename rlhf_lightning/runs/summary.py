@@ -145,9 +145,7 @@ def read_summary(folder: RunFolder) -> Summary:
     try:
         return parse(Summary, path.read_bytes())
     except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be read as a run summary ({error}): delete it, or restore it"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}): delete it, or restore it") from error
 
 
 def summary_or_none(folder: RunFolder) -> Summary | None:

@@ -203,10 +203,7 @@ class Doctor(Callback):
             f"{check.name}: {check.found}. {check.fix}" for check in checks if not check.passed
         ]
         if failed:
-            raise PreflightError(
-                f"the preflight failed before any update. {'; '.join(failed)}. Start without it by "
-                "doctor.preflight=false"
-            )
+            raise PreflightError(f"doctor.preflight=true failed: {'; '.join(failed)}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -243,11 +240,9 @@ class Doctor(Callback):
             RunStoppedError: on every rank.
         """
         if (request := self.request) is not None and request.kind == "stop":
-            raise RunStoppedError(
-                f"the doctor, after iteration {request.iteration}: {request.reason}. Fix: "
-                f"{request.remedy}, or actions.on_alarm=none, and "
-                f"ckpt_path={self.folder.last_checkpoint}"
-            )
+            told = f"the doctor, after iteration {request.iteration}: {request.reason}. Fix: "
+            told += f"{request.remedy}, or actions.on_alarm=none, and "
+            raise RunStoppedError(f"{told}ckpt_path={self.folder.last_checkpoint}")
 
     # -- going back and ending ----------------------------------------------------------------
 

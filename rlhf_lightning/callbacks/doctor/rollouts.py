@@ -50,9 +50,7 @@ class Refusals:
     def __post_init__(self) -> None:
         """Compile the patterns."""
         if self.domains and not self.patterns:
-            raise ValueError(
-                "doctor.refusals is empty: give patterns, or doctor.harmful_domains=[]"
-            )
+            raise ValueError("doctor.refusals is empty: fill it, or doctor.harmful_domains=[]")
         if self.patterns:
             joined = "|".join(f"(?:{pattern})" for pattern in self.patterns)
             try:
@@ -89,10 +87,7 @@ def responses_of(
 
 
 def all_records(
-    rollout: RolloutBatch,
-    answers: Responses,
-    refusals: Refusals,
-    seconds: Sequence[float] | None,
+    rollout: RolloutBatch, answers: Responses, refusals: Refusals, seconds: Sequence[float] | None
 ) -> list[ResponseRecord]:
     """Return one record per response of all ranks, in the order of the ranks."""
     surplus, squares = token_surplus(rollout)
