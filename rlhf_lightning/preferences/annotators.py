@@ -134,10 +134,7 @@ class SimulatedPerson:
     def __post_init__(self) -> None:
         """Check that there is a gold reward."""
         if not callable(self.gold):
-            raise ValueError(
-                f"the simulated person {self.person.name} prefers by a gold reward, and the "
-                "dataset has none: set dataset.gold, or choose annotator=page"
-            )
+            raise ValueError(f"{self.person.name} has no gold: set dataset.gold, or annotator=page")
         self.name = self.name or self.person.name
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
@@ -180,10 +177,8 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
         AnnotationError: if the gap is not finite.
     """
     if not math.isfinite(gap):
-        raise AnnotationError(
-            f"{annotator.name} scored the responses of pair {pair.pair_id} {gap} apart: its scores "
-            "must be finite"
-        )
+        told = f"{annotator.name} scored the responses of pair {pair.pair_id} {gap} apart"
+        raise AnnotationError(f"{told}: its scores must be finite")
     choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"
     return Label(
         pair.pair_id, annotator.name, choice, annotator.kind, "first", now(), margin=abs(gap)
@@ -208,10 +203,8 @@ def label_pairs(
         batch = missing[start : start + annotator.batch_size]
         labels = annotator.label(batch)
         if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
-            raise AnnotationError(
-                f"{annotator.name} returned {len(labels)} labels for {len(batch)} pairs, or in "
-                "another order: return one a pair"
-            )
+            got = f"{len(labels)} labels for {len(batch)} pairs, or in another order"
+            raise AnnotationError(f"{annotator.name} returned {got}: return one a pair")
         journal.append(labels)
         known |= {x.pair_id: x for x in labels}
     return [known[pair.pair_id] for pair in wanted]
@@ -290,10 +283,8 @@ class Panel:
         shares: dict[str, list[Pair]] = defaultdict(list)
         for pair, count in asked:
             if count > len(names):
-                raise ValueError(
-                    f"{count} people are to look at a pair, the panel has {len(names)}: lower "
-                    "budget.people_votes or budget.validation_votes, or add members"
-                )
+                keys = "budget.people_votes or budget.validation_votes"
+                raise ValueError(f"{keys} is {count}, the panel has {len(names)}: add members")
             drawn = sorted(names, key=lambda n: split_fraction(f"{n}/{pair.pair_id}", self.seed))
             for name in drawn[:count]:
                 shares[name].append(pair)
@@ -328,11 +319,9 @@ class PageAnnotators:
         counts = Counter(label.pair_id for label in given if label.choice != "skip")
         missing = sum(max(count - counts[pair_id], 0) for pair_id, count in wanted.items())
         if missing:
-            command = f"python -m rlhf_lightning.annotate store={folder / STORE}"
-            raise PeopleNeededError(
-                f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
-                f"{command}  and then repeat the command of this run with resume=auto"
-            )
+            told = f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
+            told += f"python -m rlhf_lightning.annotate store={folder / STORE}  and then repeat "
+            raise PeopleNeededError(f"{told}the command of this run with resume=auto")
         known = {(x.pair_id, x.annotator) for x in journal.read()}
         journal.append([x for x in given if (x.pair_id, x.annotator) not in known])
         return given

@@ -50,10 +50,8 @@ class BudgetHparams(Checked):
         """Check the values, and that the two shares leave room for each other."""
         super().__post_init__()
         if self.automatic_share + self.validation_share > 1:
-            raise ValueError(
-                f"automatic_share={self.automatic_share} and validation_share="
-                f"{self.validation_share} must not sum to more than 1: people label the second"
-            )
+            shares = f"{self.automatic_share} and validation_share={self.validation_share}"
+            raise ValueError(f"automatic_share={shares} must not sum to more than 1")
 
 
 @dataclass(frozen=True)

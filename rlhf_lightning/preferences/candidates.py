@@ -88,9 +88,7 @@ def grid(settings: Mapping[str, Sequence[float]]) -> list[Decoding]:
     known = list(Decoding.__dataclass_fields__)
     for name, values in settings.items():
         if name not in known or not isinstance(values, list | tuple) or not values:
-            raise ValueError(
-                f"decoding.{name}={values!r}: give lists of values, [0.7, 1.0], of {known}"
-            )
+            raise ValueError(f"decoding.{name}={values!r}: give lists, [0.7, 1.0], of {known}")
     rows = product(*settings.values())
     return [Decoding(**dict(zip(settings, row, strict=True))) for row in rows]  # type: ignore[arg-type]
 
@@ -254,10 +252,7 @@ def sample_candidates(
     plan = _plan(prompts, sampling)
     done = {row["unit"]: row for row in journal.read()}
     if any(row["plan"] != plan for row in done.values()):
-        raise ValueError(
-            f"{journal.path} holds candidates of other prompts or settings: start a new run, or "
-            "give the prompts and settings it began with"
-        )
+        raise ValueError(f"{journal.path} is of other prompts or settings: start a new run")
     todo = units(sampling, len(prompts))
     missing = [unit for unit in todo if unit.name not in done]
     for number, own in groupby(missing, key=lambda unit: unit.policy):
@@ -333,10 +328,8 @@ def _encode(
     control = ControlTokens(tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if prompt.rendered and control.spelled_in(prompt.prompt):
-            raise ValueError(
-                f"prompt {number} is rendered and spells special tokens, which would be text in "
-                "the collected pairs: give it as a conversation; the chat template writes them"
-            )
+            told = f"prompt {number} is rendered and spells special tokens"
+            raise ValueError(f"{told}: give it as a conversation")
     encoder = TextEncoder(tokenizer)
     return [
         encode_prompt(prompt, encoder, max_length=sampling.max_prompt_length) for prompt in prompts

@@ -199,10 +199,8 @@ class Lab:
         if self.worst is not None:
             pairs, overrated = self.worst.pairs(seed=self.hparams.seed)
             if not pairs:
-                raise ValueError(
-                    f"none of the {overrated} overrated responses in {self.worst.run} has an "
-                    "opponent: sample more candidates a prompt, or set adversarial=false"
-                )
+                told = f"none of the {overrated} overrated responses has an opponent"
+                raise ValueError(f"{told}: sample more, or set adversarial=false")
             return pairs, 0, {}
         kept, num_asked, dropped = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished

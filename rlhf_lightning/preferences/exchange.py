@@ -88,11 +88,8 @@ def read_collection(
     pairs: list[Pair] = []
     labels: list[Label] = []
     if name is None:
-        raise BadRecordError(
-            where,
-            f"the keys {', '.join(map(str, first)) or '(none)'} tell no format",
-            "give format=pairs, labels, trl or label_studio, or rename the keys",
-        )
+        told = f"the keys {', '.join(map(str, first)) or '(none)'} tell no format"
+        raise BadRecordError(where, told, "give format=pairs, labels, trl or label_studio")
     if name == "trl":
         pairs, labels = _read_trl(chained, path.name, now)
     elif name == "labels":

@@ -324,9 +324,7 @@ class JudgeAnnotator:
             self._journal = Journal(path, Judgement)
             made = self._journal.read()
         except (OSError, ValueError, TypeError) as error:
-            raise AnnotationError(
-                f"judge.known={self.known}, {path}: no judgements ({error}): name a file of them"
-            ) from error
+            raise AnnotationError(f"judge.known={self.known}, {path}: {error}") from error
         for judgement in made:
             if judgement.judge == self.name:
                 self._remember(judgement)
@@ -372,10 +370,7 @@ class JudgeAnnotator:
         if failures:
             raise failures[0]
         if any((pair.pair_id, order) not in self._known for pair, order in todo):
-            raise AnnotationError(
-                f"{self.name} has cost {self._spent:.4g}, judge.max_cost={limit:g} is reached: "
-                f"raise it, {GO_ON}"
-            )
+            raise AnnotationError(f"judge.max_cost={limit:g} is reached: raise it, {GO_ON}")
         if self._mostly_unread:
             raise AnnotationError(self._unread_message())
 

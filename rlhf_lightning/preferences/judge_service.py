@@ -120,9 +120,7 @@ class JudgeService:
         try:
             import openai
         except ImportError as error:
-            raise AnnotationError(
-                "a judge needs the package openai: pip install -e '.[judge]' in the checkout"
-            ) from error
+            raise AnnotationError("a judge needs openai: pip install -e '.[judge]'") from error
         self._api, self.hparams = openai, hparams
         self._key = key_in("judge.api_key_env", hparams.api_key_env)
         self._client = openai.OpenAI(
@@ -165,11 +163,10 @@ class JudgeService:
             shown = self._shown(error)
             if not isinstance(error, api.APIError):
                 shown = f"no chat completion: {answer.text[:NUM_SHOWN]!r}"
+            keys = f"judge.model, judge.api_key_env={self.hparams.api_key_env}, judge.timeout"
             raise AnnotationError(
-                f"the judge {self.hparams.model} at {self._client.base_url} failed ({shown}): "
-                "check judge.base_url (it ends with /v1), judge.model, the key (judge.api_key_env="
-                f"{self.hparams.api_key_env}), judge.timeout, judge.max_retries and "
-                f"judge.concurrency. Replies are kept: {GO_ON}"
+                f"the judge at {self._client.base_url} failed ({shown}): check judge.base_url, "
+                f"{keys}, judge.max_retries and judge.concurrency; {GO_ON}"
             ) from error
         return reply._replace(retries=answer.retries_taken)
 
@@ -190,9 +187,7 @@ def _reply(answer: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool
     top: dict[str, float] = {}
     if logprobs:
         if not (choice.logprobs and choice.logprobs.content):
-            raise AnnotationError(
-                "the judge returns no log-probabilities: use judge.read=text or json"
-            )
+            raise AnnotationError("the judge gives no log-probabilities: use judge.read=text")
         top = {each.token: each.logprob for each in choice.logprobs.content[0].top_logprobs}
     sent = "".join(message["content"] for message in messages)
     usage = answer.usage

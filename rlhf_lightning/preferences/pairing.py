@@ -166,10 +166,7 @@ class WorstSamples(Checked):
         """Check the values."""
         super().__post_init__()
         if not (self.run / "data" / "train.jsonl").is_file():
-            raise ValueError(
-                f"adversarial.run={self.run} holds no data/train.jsonl: give the folder of a "
-                "finished run of rlhf_lightning.collect"
-            )
+            raise ValueError(f"adversarial.run={self.run} holds no data/train.jsonl: collect first")
 
     def pairs(self, *, seed: int) -> tuple[list[Pair], int]:
         """Return the pairs, the most overrated first, and the number of overrated responses.

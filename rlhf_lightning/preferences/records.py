@@ -51,10 +51,8 @@ def _checked_prompt(prompt: Any) -> Text:
         and isinstance(message.get("content"), str)
         for message in messages
     ):
-        raise ValueError(
-            f" is {describe(prompt)}, expected a text that is not empty, or messages "
-            f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
-        )
+        wanted = f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
+        raise ValueError(f" is {describe(prompt)}, expected a text, or messages {wanted}")
     return tuple(dict(message) for message in messages)
 
 

@@ -75,9 +75,7 @@ def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
     page = render_comparison(folders)
     known = path.read_bytes()[:_HEAD] if path.is_file() else b""
     if os.path.lexists(path) and page[:_HEAD].encode() != known:
-        raise FileExistsError(
-            f"{path} is there already, and we have not written it: give another name with output="
-        )
+        raise FileExistsError(f"{path} is there already: give another name with output=")
     write_text(path, page)
     return path
 

@@ -74,10 +74,8 @@ def render_report(folder: RunFolder) -> str:
     rows = read_metrics(folder.metrics)
     summary = read_summary(folder) if folder.summary.is_file() else None
     if summary is None and not rows:
-        raise FileNotFoundError(
-            f"{folder.path} has neither summary.json nor metrics.csv: give the folder of a run, "
-            "e.g. outputs/ppo/<date>_<time>"
-        )
+        told = f"{folder.path} has neither summary.json nor metrics.csv"
+        raise FileNotFoundError(f"{told}: give the folder of a run, e.g. outputs/ppo/<date>_<time>")
     metrics = summary.metrics if summary is not None and summary.judged else {}
     lines = read_samples(folder.distributions)
     shown = pictures(rows, metrics, lines)

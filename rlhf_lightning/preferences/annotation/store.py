@@ -269,10 +269,7 @@ class LabelStore:
             marks = [db.execute(f"PRAGMA {mark}").fetchone()[0] for mark in _MARKS]
         # SQLite takes a file below 512 bytes for an empty one.
         if size < 512 or (tables and marks != [*_MARKS.values()]):
-            raise StoreError(
-                f"{self.path} is no store of labels of this release: give another name, or export "
-                "its labels with the release that wrote them and import them"
-            )
+            raise StoreError(f"{self.path} is no store of labels of this release: name another")
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -290,8 +287,7 @@ class LabelStore:
     def _insert(self, db: sqlite3.Connection, label: Label, *, at_page: bool) -> bool:
         if not db.execute("SELECT 1 FROM pairs WHERE pair_id = ?", (label.pair_id,)).fetchone():
             raise StoreError(
-                f"a label of {label.annotator} is about the pair {label.pair_id}, which the store "
-                "does not have: import the pairs first"
+                f"the pair {label.pair_id} of a label is missing: import the pairs first"
             )
         values = (at_page, *(getattr(label, name) for name in _COLUMNS))
         return bool(db.execute(_INSERT, values).rowcount)
