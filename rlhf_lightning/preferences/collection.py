@@ -36,7 +36,7 @@ from rlhf_lightning.preferences.candidates import (
     collect_candidates,
     describe_dropped,
 )
-from rlhf_lightning.preferences.judge import JudgeAnnotator, JudgeFigures, judge_figures
+from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
 from rlhf_lightning.preferences.pairing import (
     Pairing,
     ResponseScores,
@@ -114,7 +114,7 @@ class Collection:
     near_duplicates: int
     before: Cost
     after: Cost
-    judge: JudgeFigures | None
+    judge: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Lab:
         judges = (one for one in self.annotators if isinstance(one, JudgeAnnotator))
         replies = [reply for judge in judges for reply in judge.judgements]
         judged = judge_figures(replies) if replies else None
-        charges = judged.cost if judged else 0.0
+        charges = judged["cost"] if judged else 0.0
         rule: dict[str, Any] = {"people": names, "method": self.hparams.aggregation}
         trained_on, on_validation = (*routing.automatic, *routing.people), theirs or automatic
         return Collection(

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -193,61 +193,35 @@ def mean_gap(both: Iterable[Judgement]) -> float:
     return sum(gaps) / len(gaps)
 
 
-@dataclass(frozen=True)
-class JudgeFigures:
-    """Figures of a judge.
+def judge_figures(judgements: Sequence[Judgement]) -> dict[str, Any]:
+    """Return the figures of one judge.
 
-    Args:
-        requests: number of replies and refusals.
-        retries: requests that were sent again.
-        refused: requests that the service would not take.
-        unreadable: replies without a verdict.
-        ties: replies that find neither better.
-        shown_first_wins: share of replies for the response shown first, among those that take a
-            side.
-        consistent: share of pairs whose two orders agree, among those with two readable replies.
-        input_tokens, output_tokens: as the service counts them, else estimated.
-        cost: cost of all requests.
-        estimated: requests whose tokens the service did not count.
-        spelled: responses that spell a delimiter of the prompt, a control token or a verdict.
+    Returns:
+        Numbers of `requests`, of `retries`, of requests that the service `refused`, and of replies
+        that were `unreadable` or `ties`; `shown_first_wins`, the share for the response shown
+        first, among replies that take a side; `consistent`, the share of pairs whose two orders
+        agree, among those with two readable replies; `input_tokens`, `output_tokens` and their
+        `cost`; `estimated`, requests whose tokens the service did not count; `spelled`, responses
+        that spell a delimiter of the prompt, a control token or a verdict.
     """
-
-    requests: int
-    retries: int
-    refused: int
-    unreadable: int
-    ties: int
-    shown_first_wins: Share
-    consistent: Share
-    input_tokens: int
-    output_tokens: int
-    cost: float
-    estimated: int
-    spelled: int
-
-
-def judge_figures(judgements: Sequence[Judgement]) -> JudgeFigures:
-    """Return the figures of one judge."""
     decided = [j for j in judgements if j.verdict in SIDES]
     by_pair: dict[str, list[Judgement]] = {}
     for judgement in judgements:
         if judgement.verdict is not None:
             by_pair.setdefault(judgement.pair_id, []).append(judgement)
     both = [found for found in by_pair.values() if len(found) == 2]
-    return JudgeFigures(
-        requests=len(judgements),
-        retries=sum(j.retries for j in judgements),
-        refused=sum(j.reply is None for j in judgements),
-        unreadable=sum(j.verdict is None and j.reply is not None for j in judgements),
-        ties=sum(j.verdict == "tie" for j in judgements),
-        shown_first_wins=Share.of(sum(j.verdict == j.order for j in decided), len(decided)),
-        consistent=Share.of(sum(a.verdict == b.verdict for a, b in both), len(both)),
-        input_tokens=sum(j.input_tokens for j in judgements),
-        output_tokens=sum(j.output_tokens for j in judgements),
-        cost=sum(j.cost for j in judgements),
-        estimated=sum(j.estimated for j in judgements),
-        spelled=sum({j.pair_id: j.spelled for j in judgements}.values()),
-    )
+    summed = ("input_tokens", "output_tokens", "cost", "estimated")
+    return {
+        "requests": len(judgements),
+        "retries": sum(j.retries for j in judgements),
+        "refused": sum(j.reply is None for j in judgements),
+        "unreadable": sum(j.verdict is None and j.reply is not None for j in judgements),
+        "ties": sum(j.verdict == "tie" for j in judgements),
+        "shown_first_wins": asdict(Share.among(j.verdict == j.order for j in decided)),
+        "consistent": asdict(Share.among(a.verdict == b.verdict for a, b in both)),
+        **{name: sum(getattr(j, name) for j in judgements) for name in summed},
+        "spelled": sum({j.pair_id: j.spelled for j in judgements}.values()),
+    }
 
 
 class JudgeAnnotator:

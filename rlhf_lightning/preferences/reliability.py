@@ -187,71 +187,32 @@ def _tally_sides(by_item: Iterable[Sequence[Label]]) -> Tally:
     return Counter((found["first"], found["second"]) for found in votes)
 
 
-@dataclass(frozen=True)
-class PeopleFigures:
-    """Figures of people, from their labels.
+def people_figures(labels: Iterable[Label]) -> dict[str, Any] | None:
+    """Return what people's labels say about them, None if there is none.
 
-    Args:
-        labels: number of labels, skips left out.
-        pairs: number of labelled pairs.
-        raw_agreement: share of pairs of votes on one pair that agree, among first, second and tie.
-        fleiss_kappa: the same beyond chance.
-        ties: share of the labels that find neither response better.
-        position_bias: how often the response shown first won.
-        accuracy: expected share of true votes by person, from Dawid and Skene's model.
-        ceiling: accuracy that their noise allows; None where no pair has two votes for a side.
+    Returns:
+        Numbers of `labels` (skips left out) and labelled `pairs`; `raw_agreement`, the share of
+        pairs of votes on one pair that agree, among first, second and tie; `fleiss_kappa`, the same
+        beyond chance; `ties`, the share of labels that find neither better; `position_bias`, how
+        often the response shown first won; `accuracy`, the expected share of true votes by person,
+        from Dawid and Skene's model; `ceiling`, None where no pair has two votes for a side.
     """
-
-    labels: int
-    pairs: int
-    raw_agreement: float
-    fleiss_kappa: float
-    ties: float
-    position_bias: Share
-    accuracy: Mapping[str, float]
-    ceiling: Ceiling | None
-
-
-@dataclass(frozen=True)
-class AnnotatorFigures:
-    """Figures of one annotator other than people.
-
-    Args:
-        name: name of the annotator.
-        kind: kind of the annotator.
-        labels: number of labels, skips left out.
-        skips: pairs without an opinion.
-        ties: share of the labels that find neither response better.
-        agrees: agreement with the majority of people, where both take a side.
-        kappa: Cohen's kappa with the majority of people, ties included.
-    """
-
-    name: str
-    kind: str
-    labels: int
-    skips: int
-    ties: float
-    agrees: Share
-    kappa: float
-
-
-def people_figures(labels: Iterable[Label]) -> PeopleFigures | None:
-    """Return what people's labels say about them, None if there is none."""
     given = [label for label in labels if label.choice != "skip"]
     if not given:
         return None
     votes = collect_votes(given)
     counts = votes.counts
-    return PeopleFigures(
-        labels=int(counts.sum()),
-        pairs=len(votes.items),
-        raw_agreement=raw_agreement(counts),
-        fleiss_kappa=fleiss_kappa(counts),
-        ties=float(counts[:, THREE.index("tie")].sum() / counts.sum()),
-        position_bias=position_bias(given),
-        accuracy=dawid_skene(votes).accuracy,
-        ceiling=estimate_ceiling(_tally_sides(by_pair(given).values())),
-    )
+    ceiling = estimate_ceiling(_tally_sides(by_pair(given).values()))
+    return {
+        "labels": int(counts.sum()),
+        "pairs": len(votes.items),
+        "raw_agreement": raw_agreement(counts),
+        "fleiss_kappa": fleiss_kappa(counts),
+        "ties": float(counts[:, THREE.index("tie")].sum() / counts.sum()),
+        "position_bias": asdict(position_bias(given)),
+        "accuracy": dawid_skene(votes).accuracy,
+        "ceiling": None if ceiling is None else asdict(ceiling),
+    }
 
 
 def people_majority(labels: Iterable[Label]) -> dict[str, str]:
@@ -264,29 +225,33 @@ def people_majority(labels: Iterable[Label]) -> dict[str, str]:
     }
 
 
-def annotator_figures(labels: Sequence[Label], people: Judged) -> AnnotatorFigures:
+def annotator_figures(labels: Sequence[Label], people: Judged) -> dict[str, Any]:
     """Return the figures of one annotator compared with the majority of people.
 
     Args:
         labels: labels of one annotator, at least one.
         people: result of `people_majority`.
+
+    Returns:
+        `name`, `kind`, numbers of `labels` and `skips`, the share of `ties` among the labels; where
+        both take a side, how often it `agrees` with people; Cohen's `kappa` with ties included.
     """
     given = [label for label in labels if label.choice != "skip"]
     votes = [(three(label.choice), people.get(label.pair_id)) for label in given]
     both = [(THREE.index(own), THREE.index(most)) for own, most in votes if most is not None]
     ties = sum(own == "tie" for own, _ in votes)
-    return AnnotatorFigures(
-        name=labels[0].annotator,
-        kind=labels[0].kind,
-        labels=len(given),
-        skips=len(labels) - len(given),
-        ties=ties / len(given) if given else math.nan,
-        agrees=agreement_with(given, people),
-        kappa=cohen_kappa(*zip(*both, strict=True)) if both else math.nan,
-    )
+    return {
+        "name": labels[0].annotator,
+        "kind": labels[0].kind,
+        "labels": len(given),
+        "skips": len(labels) - len(given),
+        "ties": ties / len(given) if given else math.nan,
+        "agrees": asdict(agreement_with(given, people)),
+        "kappa": cohen_kappa(*zip(*both, strict=True)) if both else math.nan,
+    }
 
 
-def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[AnnotatorFigures]:
+def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[dict[str, Any]]:
     """Return the figures of every annotator that is not among the people."""
     found: defaultdict[str, list[Label]] = defaultdict(list)
     for label in labels:
@@ -383,7 +348,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     theirs = [x for x in collection.labels if x.annotator in collection.people]
     on_held_out = [x for x in theirs if x.pair_id in held_out]
     people = people_figures(on_held_out)
-    shape = people.ceiling.shape if people and people.ceiling else None
+    shape = people["ceiling"]["shape"] if people and people["ceiling"] else None
     others = [x for x in collection.labels if x.annotator not in collection.people]
     automatic = aggregate(routing.validation, others, people=())
     agrees = verdicts_agree(automatic, people_majority(on_held_out))
@@ -407,11 +372,11 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
             name: asdict(cost) | {"money": cost.money}
             for name, cost in (("before", collection.before), ("after", collection.after))
         },
-        "people": None if people is None else asdict(people),
+        "people": people,
         # On held-out pairs alone: the others that people saw are those that annotators differ on.
-        "annotators": [*map(asdict, all_annotators([*others, *on_held_out], collection.people))],
+        "annotators": all_annotators([*others, *on_held_out], collection.people),
         "automatic_agrees_with_people": asdict(agrees),
-        "judge": None if collection.judge is None else asdict(collection.judge),
+        "judge": collection.judge,
         "label_ceiling": label_ceiling(collection.validation, on_held_out, shape),
     }
     if gold is not None:

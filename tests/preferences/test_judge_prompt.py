@@ -59,7 +59,7 @@ def test_most_replies_without_a_verdict_end_the_labelling_after_the_first_batch(
         error, _ = kept(again, tmp_path)  # they are asked for again, and their cost counts
         assert error is None
         assert len(server.requests) == 1
-    assert judge_figures(again.judgements).requests == 9
+    assert judge_figures(again.judgements)["requests"] == 9
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_responses_that_spell_a_delimiter_a_verdict_or_a_control_token_are_count
     with serving(prefers_longer) as server:
         annotator = judge(server)
         _, judgements = kept(annotator, tmp_path, pairs)
-    assert judge_figures(annotator.judgements).spelled == 3
+    assert judge_figures(annotator.judgements)["spelled"] == 3
     assert len({j.mark for j in judgements}) == 8
 
 

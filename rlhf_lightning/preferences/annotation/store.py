@@ -286,9 +286,7 @@ class LabelStore:
 
     def _insert(self, db: sqlite3.Connection, label: Label, *, at_page: bool) -> bool:
         if not db.execute("SELECT 1 FROM pairs WHERE pair_id = ?", (label.pair_id,)).fetchone():
-            raise StoreError(
-                f"the pair {label.pair_id} of a label is missing: import the pairs first"
-            )
+            raise StoreError(f"the pair {label.pair_id} is missing: import the pairs first")
         values = (at_page, *(getattr(label, name) for name in _COLUMNS))
         return bool(db.execute(_INSERT, values).rowcount)
 
