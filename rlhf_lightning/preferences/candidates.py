@@ -159,27 +159,17 @@ class LoadedPolicy:
 
 
 def load_candidate_policy(
-    source: str,
-    *,
-    chat_template: str | None = None,
-    chat_template_arguments: dict[str, Any] | None,
-    revision: str | None,
-    trust_remote_code: bool,
-    precision: str,
+    source: str, *, revision: str | None, trust_remote_code: bool, precision: str, **template: Any
 ) -> LoadedPolicy:
     """Return a frozen policy with its tokenizer and stop ids, on the GPU if there is one.
 
-    Under `bf16-mixed` its matrices are held in bf16, and it computes in it.
+    Under `bf16-mixed` its matrices are held in bf16, and it computes in it. `template` are the
+    `chat_template` and `chat_template_arguments` of `load_tokenizer`.
     """
     origin: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None and not Path(source).is_dir():
         origin["revision"] = revision
-    tokenizer = load_tokenizer(
-        source,
-        chat_template=chat_template,
-        chat_template_arguments=chat_template_arguments,
-        **origin,
-    )
+    tokenizer = load_tokenizer(source, **template, **origin)
     policy = frozen(load_policy(source, **origin))
     round_frozen_weights(policy.model, precision)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
