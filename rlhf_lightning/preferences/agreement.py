@@ -387,10 +387,7 @@ def _by_model(
     pairs: Sequence[Pair], found: Mapping[str, list[Label]], people: Collection[str]
 ) -> list[Verdict]:
     votes = collect_votes(label for labels in found.values() for label in labels)
-    if not votes.items:
-        return [_by_count(pair, [], people) for pair in pairs]
-    model = dawid_skene(votes)
-    posterior = dict(zip(votes.items, model.posterior, strict=True))
+    posterior = dict(zip(votes.items, dawid_skene(votes).posterior, strict=True))
     verdicts = []
     for pair in pairs:
         labels = found.get(pair.pair_id, [])

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -183,14 +183,11 @@ def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | 
     return {letter: value / total for letter, value in found.items()} if total > 0 else None
 
 
-def mean_gap(both: Iterable[Judgement]) -> float:
+def mean_gap(both: Sequence[Judgement]) -> float:
     """Return the mean over both orders of P(first response of the pair) - P(second)."""
-    gaps = []
-    for judgement in both:
-        shown = judgement.probabilities or dict.fromkeys(LETTERS, 1 / 3)
-        gap = shown["A"] - shown["B"]
-        gaps.append(gap if judgement.order == "first" else -gap)
-    return sum(gaps) / len(gaps)
+    shown = [(j.order, j.probabilities) for j in both if j.probabilities]
+    gaps = (p["A"] - p["B"] if order == "first" else p["B"] - p["A"] for order, p in shown)
+    return sum(gaps) / len(both)
 
 
 def judge_figures(judgements: Sequence[Judgement]) -> dict[str, Any]:

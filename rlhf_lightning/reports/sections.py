@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from statistics import fmean
 from typing import Any
@@ -219,7 +219,7 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
 def pairs_section(lines: Lines) -> str:
     """Return a reward model's margins, how far its probabilities hold, and its surest mistakes."""
     pairs = [line for line in lines if line.get("held_out") == "pairs"]
-    margins = _numbers(pairs[-1].get("margin")) if pairs else []
+    margins = _numbers(pairs[-1]["margin"]) if pairs else []
     if not margins:
         return ""
     parts = {
@@ -228,19 +228,13 @@ def pairs_section(lines: Lines) -> str:
     }
     mean = f"mean {number(fmean(margins))}"
     figure = Figure("Margin", histogram("margin", parts), now=mean, legends=list(parts))
-    rows = [row for row in map(_numbers, _listed(pairs[-1].get("reliability"))) if len(row) == 5]
-    wrong = [row for row in _listed(pairs[-1].get("wrong")) if isinstance(row, dict)]
+    rows, wrong = pairs[-1]["reliability"], pairs[-1]["wrong"]
     return render("pairs.html", figure=figure, rows=rows, wrong=wrong, count=len(margins))
 
 
-def _numbers(values: object) -> list[float]:
-    """Return the finite numbers of a list; what else a file may hold is left out."""
-    kinds = [v for v in _listed(values) if isinstance(v, int | float) and not isinstance(v, bool)]
-    return [float(v) for v in kinds if abs(v) < 1e15]
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _numbers(values: Iterable[float | None] | None) -> list[float]:
+    """Return those of the numbers that are finite, as `to_json` has written them."""
+    return [float(value) for value in values or () if value is not None]
 
 
 # A word or a sign, with the space behind it: spaces alone are nothing in common.

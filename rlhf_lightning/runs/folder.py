@@ -142,10 +142,7 @@ class MetricsAppender:
         if not self.path.exists():
             return [ITERATION]
         with self.path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file), [ITERATION])
-        if header[0] != ITERATION:
-            raise ValueError(f"{self.path} begins with {header[0]}, not iteration: move it away")
-        return header
+            return next(csv.reader(file), [ITERATION])
 
     def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
         lines = ([_cell(row.get(name)) for name in self._columns] for row in rows)

@@ -185,21 +185,17 @@ def _hash(files: tuple[tuple[Path, str, int, int], ...]) -> str:
     return digest.hexdigest()
 
 
-def publish_artifact(
-    source: Path | str,
-    target: Path | str,
-    *,
-    stage: str,
-    run: str,
-    metrics: Mapping[str, float | None] | None = None,
-    gates: Sequence[GateResult] = (),
-    base: str | None = None,
-) -> Manifest:
+def publish_artifact(source: Path | str, target: Path | str, **described: Any) -> Manifest:
     """Put a model folder where later stages look, in place of what is there.
 
     Weights are linked, not copied, where both folders are on one file system. The copy and its
     manifest are complete before the name changes hands, so a reader or a kill at any instant meets
     the former artifact or the new one. Hold `artifact_lock(target)` if others may publish too.
+
+    Args:
+        source: folder of the model.
+        target: folder of the artifact.
+        described: keyword arguments of `write_manifest`.
 
     Raises:
         ManifestError: if `source` holds no model.
@@ -209,9 +205,7 @@ def publish_artifact(
     fingerprint(source)  # fail before anything is copied
     with replacing_folder(target) as staging:
         shutil.copytree(source, staging, copy_function=_link_or_copy)
-        manifest = write_manifest(
-            staging, stage=stage, run=run, metrics=metrics, gates=gates, base=base
-        )
+        manifest = write_manifest(staging, **described)
         for path in (path for path in staging.rglob("*") if path.is_file()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -300,10 +294,7 @@ def is_available(source: str) -> bool:
 
 def of_adapter(folder: Path) -> str:
     """Return what an adapter's folder is, and how one gets the model."""
-    try:
-        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     fix = "merge it by peft's merge_and_unload() and save_pretrained(FOLDER), and give that folder"
     exported = ("config.json", "training_config.yaml")  # an export of ours has it in adapter/
     if all((folder.parent / name).is_file() for name in exported):
