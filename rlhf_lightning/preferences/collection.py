@@ -282,7 +282,12 @@ class RejectionSampler:
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
         if not scored:
             raise ValueError(f"no response is left: {ADVICE}")
-        best = _best(scored)
+        chosen: dict[str, tuple[Candidate, float]] = {}  # of equal scores the first
+        for candidate, score in scored:
+            held = chosen.get(candidate.prompt_id)
+            if held is None or score > held[1]:
+                chosen[candidate.prompt_id] = (candidate, score)
+        best = list(chosen.values())
         figures = {
             "collect/num_candidates": num_asked,
             "collect/usable_candidates": len(scored),
@@ -293,8 +298,7 @@ class RejectionSampler:
         if self.gold is not None:
             figures["collect/gold"] = _mean(self._gold([c for c, _ in scored], self.gold))
             figures["collect/gold_best"] = _mean(self._gold([c for c, _ in best], self.gold))
-        rows = [_row(candidate, score) for candidate, score in best]
-        return rows, {name: float(value) for name, value in figures.items()}
+        return [_row(*one) for one in best], {key: float(value) for key, value in figures.items()}
 
     def _gold(self, answers: Sequence[Candidate], gold: Gold) -> list[float]:
         return gold(
@@ -303,16 +307,6 @@ class RejectionSampler:
             [c.finished is not False for c in answers],
             **asked_columns(gold, [c.columns for c in answers]),
         )
-
-
-def _best(scored: Sequence[tuple[Candidate, float]]) -> list[tuple[Candidate, float]]:
-    """Return the best response of each prompt, of equal ones the first, in the order of prompts."""
-    best: dict[str, tuple[Candidate, float]] = {}
-    for candidate, score in scored:
-        held = best.get(candidate.prompt_id)
-        if held is None or score > held[1]:
-            best[candidate.prompt_id] = (candidate, score)
-    return list(best.values())
 
 
 def _row(candidate: Candidate, score: float) -> dict[str, Any]:

@@ -23,24 +23,8 @@ from scipy.special import betaln, comb
 from scipy.stats import beta, binom, chi2
 
 from rlhf_lightning.data.sources.base import RELIABILITY
-from rlhf_lightning.preferences.agreement import (
-    THREE,
-    Share,
-    Verdict,
-    aggregate,
-    agreement_with,
-    by_pair,
-    cohen_kappa,
-    collect_votes,
-    dawid_skene,
-    fleiss_kappa,
-    left_out,
-    majority,
-    position_bias,
-    preference_row,
-    raw_agreement,
-    three,
-)
+from rlhf_lightning.preferences import agreement
+from rlhf_lightning.preferences.agreement import THREE, Share, Verdict, left_out, preference_row
 from rlhf_lightning.preferences.annotators import Gold, gold_scores
 from rlhf_lightning.preferences.candidates import METRICS
 from rlhf_lightning.preferences.collection import Collection, LabHparams
@@ -200,27 +184,27 @@ def people_figures(labels: Iterable[Label]) -> dict[str, Any] | None:
     given = [label for label in labels if label.choice != "skip"]
     if not given:
         return None
-    votes = collect_votes(given)
+    votes = agreement.collect_votes(given)
     counts = votes.counts
-    ceiling = estimate_ceiling(_tally_sides(by_pair(given).values()))
+    ceiling = estimate_ceiling(_tally_sides(agreement.by_pair(given).values()))
     return {
         "labels": int(counts.sum()),
         "pairs": len(votes.items),
-        "raw_agreement": raw_agreement(counts),
-        "fleiss_kappa": fleiss_kappa(counts),
+        "raw_agreement": agreement.raw_agreement(counts),
+        "fleiss_kappa": agreement.fleiss_kappa(counts),
         "ties": float(counts[:, THREE.index("tie")].sum() / counts.sum()),
-        "position_bias": asdict(position_bias(given)),
-        "accuracy": dawid_skene(votes).accuracy,
+        "position_bias": asdict(agreement.position_bias(given)),
+        "accuracy": agreement.dawid_skene(votes).accuracy,
         "ceiling": None if ceiling is None else asdict(ceiling),
     }
 
 
 def people_majority(labels: Iterable[Label]) -> dict[str, str]:
     """Return pair id -> what most people said, without the pairs on which they are divided."""
-    votes = collect_votes(labels)
+    votes = agreement.collect_votes(labels)
     return {
         str(item): THREE[vote]
-        for item, vote in zip(votes.items, majority(votes.counts).tolist(), strict=True)
+        for item, vote in zip(votes.items, agreement.majority(votes.counts).tolist(), strict=True)
         if vote >= 0
     }
 
@@ -237,7 +221,7 @@ def annotator_figures(labels: Sequence[Label], people: Judged) -> dict[str, Any]
         both take a side, how often it `agrees` with people; Cohen's `kappa` with ties included.
     """
     given = [label for label in labels if label.choice != "skip"]
-    votes = [(three(label.choice), people.get(label.pair_id)) for label in given]
+    votes = [(agreement.three(label.choice), people.get(label.pair_id)) for label in given]
     both = [(THREE.index(own), THREE.index(most)) for own, most in votes if most is not None]
     ties = sum(own == "tie" for own, _ in votes)
     return {
@@ -246,8 +230,8 @@ def annotator_figures(labels: Sequence[Label], people: Judged) -> dict[str, Any]
         "labels": len(given),
         "skips": len(labels) - len(given),
         "ties": ties / len(given) if given else math.nan,
-        "agrees": asdict(agreement_with(given, people)),
-        "kappa": cohen_kappa(*zip(*both, strict=True)) if both else math.nan,
+        "agrees": asdict(agreement.agreement_with(given, people)),
+        "kappa": agreement.cohen_kappa(*zip(*both, strict=True)) if both else math.nan,
     }
 
 
@@ -282,7 +266,7 @@ def label_ceiling(
     """
     if shape is None:
         return math.nan
-    found = by_pair(labels)
+    found = agreement.by_pair(labels)
     kept = [found.get(v.pair.pair_id, []) for v in verdicts if v.choice is not None]
     return expected_correct(_tally_sides(kept), shape)
 
@@ -350,7 +334,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     people = people_figures(on_held_out)
     shape = people["ceiling"]["shape"] if people and people["ceiling"] else None
     others = [x for x in collection.labels if x.annotator not in collection.people]
-    automatic = aggregate(routing.validation, others, people=())
+    automatic = agreement.aggregate(routing.validation, others, people=())
     agrees = verdicts_agree(automatic, people_majority(on_held_out))
     figures: dict[str, Any] = {
         "candidates": {
