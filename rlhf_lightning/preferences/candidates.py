@@ -260,11 +260,12 @@ def sample_candidates(
 
 def collect_candidates(
     prompts: Sequence[PromptRecord], sampling: Sampling, folder: Path, *, keep_unfinished: bool
-) -> tuple[list[Candidate], int, dict[str, int]]:
+) -> tuple[list[Candidate], int, dict[str, int], str]:
     """Sample candidates with a journal in `folder`, and write `candidates.jsonl`.
 
     Returns:
-        Those that can be compared, the number that was asked for, and the dropped ones by reason.
+        Those that can be compared, the number that was asked for, the dropped ones by reason, and
+        both numbers in a line.
     """
     journal: Journal[dict[str, Any]] = Journal(folder / "candidates.journal.jsonl", dict)
     sampled = sample_candidates(prompts, sampling, journal)
@@ -273,7 +274,9 @@ def collect_candidates(
     if len(sampled) < num_asked:
         dropped[OVER_LONG] = num_asked - len(sampled)
     write_records(folder / "candidates.jsonl", kept)
-    return kept, num_asked, dropped
+    why = ", ".join(f"{number} {reason}" for reason, number in dropped.items())
+    told = f"{len(kept)} of {num_asked} candidates can be compared"
+    return kept, num_asked, dropped, f"{told} (dropped: {why})" if why else told
 
 
 def usable(
@@ -373,11 +376,3 @@ def _candidates(
         yield Candidate.make(
             asked.prompt, text, domain=asked.domain, finished=end, columns=columns, **same
         )
-
-
-def describe_dropped(num_asked: int, dropped: Mapping[str, int]) -> str:
-    """Return how many candidates can be compared, and how many cannot for which reason."""
-    why = ", ".join(f"{number} {reason}" for reason, number in dropped.items())
-    kept = num_asked - sum(dropped.values())
-    told = f"{kept} of {num_asked} candidates can be compared"
-    return f"{told} (dropped: {why})" if why else told

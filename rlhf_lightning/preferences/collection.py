@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
-from rlhf_lightning.data.records import PromptRecord, Text, asked_columns
+from rlhf_lightning.data.records import PromptRecord, asked_columns
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.agreement import Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, Gold, People, label_pairs
@@ -29,13 +29,7 @@ from rlhf_lightning.preferences.budget import (
     planned_cost,
     route,
 )
-from rlhf_lightning.preferences.candidates import (
-    ADVICE,
-    METRICS,
-    Sampling,
-    collect_candidates,
-    describe_dropped,
-)
+from rlhf_lightning.preferences.candidates import ADVICE, METRICS, Sampling, collect_candidates
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
 from rlhf_lightning.preferences.pairing import (
     Pairing,
@@ -202,7 +196,7 @@ class Lab:
                 told = f"none of the {overrated} overrated responses has an opponent"
                 raise ValueError(f"{told}: sample more, or set adversarial=false")
             return pairs, 0, {}
-        kept, num_asked, dropped = collect_candidates(
+        kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished
         )
         pairs = make_pairs(
@@ -213,7 +207,6 @@ class Lab:
             seed=self.hparams.seed,
             score=self.score,
         )
-        usable = describe_dropped(num_asked, dropped)
         if not pairs:
             raise ValueError(f"no prompt has two different responses ({usable}): {ADVICE}")
         if self.say is not None:
@@ -274,10 +267,10 @@ class RejectionSampler:
         Raises:
             ValueError: if no response is left.
         """
-        kept, num_asked, dropped = collect_candidates(
+        kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.keep_unfinished
         )
-        self.say(describe_dropped(num_asked, dropped))
+        self.say(usable)
         scores = self.score([answered(c, c.response) for c in kept])
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
         if not scored:
@@ -310,7 +303,7 @@ class RejectionSampler:
 
 
 def _row(candidate: Candidate, score: float) -> dict[str, Any]:
-    prompt: Text = candidate.prompt
+    prompt = candidate.prompt
     return {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "completion": completion_of(prompt, candidate.response),
