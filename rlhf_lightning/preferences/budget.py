@@ -17,8 +17,6 @@ from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
-SECONDS_AN_HOUR = 3600.0
-
 
 @dataclass(frozen=True)
 class BudgetHparams(Checked):
@@ -195,7 +193,7 @@ def actual_cost(labels: Iterable[Label], hparams: BudgetHparams, *, charges: flo
 def _cost(
     labels: int, seconds: float, charges: float, hparams: BudgetHparams, *, measured: bool
 ) -> Cost:
-    hours = seconds / SECONDS_AN_HOUR
+    hours = seconds / 3600
     return Cost(labels, hours, hours * hparams.hourly_wage, charges, hparams.currency, measured)
 
 

@@ -137,7 +137,6 @@ def write_collection(
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
     as_list = format == "label_studio"
     text = "[\n" + ",\n".join(lines) + "\n]\n" if as_list else "".join(f"{x}\n" for x in lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     return len(rows), left_out
 

@@ -58,8 +58,6 @@ def make_pairs(
     Raises:
         ValueError: for a method without its score.
     """
-    if method == "best_against_worst" and score is None:
-        raise ValueError("pairing.method=best_against_worst needs pairing.score: what is better?")
     by_prompt: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_prompt.setdefault(candidate.prompt_id, []).append(candidate)
@@ -69,9 +67,10 @@ def make_pairs(
             couples = _random(answers, per_prompt, Random(f"{seed}/{prompt_id}"))
         elif method == "most_different":
             couples = _most_different(answers)
-        else:
-            assert score is not None  # or it was refused above
+        elif score is not None:
             couples = _best_against_worst(answers, score)
+        else:
+            raise ValueError("pairing.method=best_against_worst needs pairing.score")
         for rank, couple in enumerate(couples[:per_prompt]):
             placed.append((rank, split_fraction(prompt_id, seed), place_couple(couple, seed)))
     placed.sort(key=lambda item: item[:2])

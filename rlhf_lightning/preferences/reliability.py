@@ -298,7 +298,6 @@ def write_collection(
     """
     figures = describe(collection, gold=gold)
     with replacing_folder(folder, ours=True) as staging:
-        staging.mkdir(parents=True)
         for name, verdicts in (("train", collection.train), ("validation", collection.validation)):
             kept = [verdict for verdict in verdicts if verdict.choice is not None]
             if kept or name == "train":
@@ -311,7 +310,6 @@ def write_collection(
 def write_demonstrations(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as `train.jsonl` into `folder`, in one step."""
     with replacing_folder(folder, ours=True) as staging:
-        staging.mkdir(parents=True)
         write_rows(staging / "train.jsonl", rows)
 
 
