@@ -86,10 +86,6 @@ def trainer_arguments(
     keeps = trainer.get("enable_checkpointing", True) is not False
     run = RunFolder(Path(folder))
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-    plugins = trainer.pop("plugins", None) or []
-    plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
-    bar = trainer.get("enable_progress_bar", True)  # of which Lightning takes one alone
-    bar = bar and not any(isinstance(callback, AnyProgressBar) for callback in given)
     saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
     samples = {"every_n_iterations": samples_every_n_iterations, "num_samples": num_samples}
     ours = [
@@ -102,7 +98,7 @@ def trainer_arguments(
         *_saving(run, saving, early_stopping, keeps=keeps),
         WandbContent(**samples),
         SampleLog(run, **samples),
-        *([ProgressBar(name)] if bar else []),
+        *([ProgressBar(name)] if _shows_progress(given, trainer) else []),
         *(callback for callback in given if not isinstance(callback, PeriodicEvaluation)),
         MetricsLog(run),  # behind all that log; Lightning puts the checkpoints behind it
     ]
@@ -110,7 +106,7 @@ def trainer_arguments(
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
         "callbacks": [one for one in ours if keeps or not isinstance(one, Checkpoint)],
-        "plugins": [AtomicCheckpointIO(), *plugins],
+        "plugins": [AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
         "logger": _logger(run, logger) if isinstance(logger, str) else logger,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
@@ -119,6 +115,12 @@ def trainer_arguments(
         "default_root_dir": run.path,
         **trainer,
     }
+
+
+def _shows_progress(given: Sequence[Callback], trainer: Mapping[str, Any]) -> bool:
+    """Return True unless there is none, or one of the user's own: Lightning takes one alone."""
+    own = any(isinstance(callback, AnyProgressBar) for callback in given)
+    return bool(trainer.get("enable_progress_bar", True)) and not own
 
 
 def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> list[Callback]:
@@ -165,3 +167,9 @@ def _logger(run: RunFolder, kind: str) -> Logger:
     if kind == "tensorboard":
         return tensorboard_logger(run)
     raise ValueError(f"logger={kind!r} must be 'wandb', 'tensorboard' or a logger of Lightning")
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
