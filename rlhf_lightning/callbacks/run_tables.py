@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -36,8 +35,6 @@ from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender, to_json
 from rlhf_lightning.text.decode import decoded, response_texts, text_behind
-
-logger = logging.getLogger(__name__)
 
 
 class MetricsLog(Callback):
@@ -215,15 +212,11 @@ class SaveFaultyBatch(Callback):
         stem = folder / f"rank_{trainer.global_rank}"
         batch = exception.batch.to("cpu")
         rows = describe_rows(batch, cast(RLHFModule, pl_module).tokenizer)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {name: value.contiguous().clone() for name, value in _tensors(batch)}
-            save_file(tensors, stem.with_suffix(".safetensors"))
-            write_text(stem.with_suffix(".jsonl"), "".join(to_json(row) + "\n" for row in rows))
-        except OSError as error:  # what stopped the run must not be hidden by a full disk
-            logger.warning("the batch that stopped the run could not be saved: %s", error)
-        else:
-            exception.saved = str(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.contiguous().clone() for name, value in _tensors(batch)}
+        save_file(tensors, stem.with_suffix(".safetensors"))
+        write_text(stem.with_suffix(".jsonl"), "".join(to_json(row) + "\n" for row in rows))
+        exception.saved = str(folder)
 
 
 def describe_rows(
