@@ -25,17 +25,8 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rlhf_lightning.arguments import Above0, Count, CountOrZero, Name, checked
-from rlhf_lightning.callbacks.iterations import (
-    VALIDATION,
-    current_iteration,
-    fresh_metrics,
-    is_last_iteration,
-    last_iteration,
-    out_of_time,
-    reopen_epoch,
-    validates,
-    validation_follows,
-)
+from rlhf_lightning.callbacks import iterations
+from rlhf_lightning.callbacks.iterations import VALIDATION, current_iteration, fresh_metrics
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max, rank
@@ -191,7 +182,7 @@ class IterationCheckpoint(Checkpoint):
         averages = [type(one).__name__ for one in others if isinstance(one, WeightAveraging)]
         if averages and _may_stop_early(trainer):
             raise ValueError(f"early_stopping ends with the best weights: remove {averages[0]}")
-        if self._waits_for_validation and not validates(trainer):
+        if self._waits_for_validation and not iterations.validates(trainer):
             fix = "monitor what training logs, or set validation_fraction"
             raise ValueError(f"monitor={self.monitor!r}, but this run does not validate: {fix}")
         start = current_iteration(trainer)
@@ -220,7 +211,7 @@ class IterationCheckpoint(Checkpoint):
         """
         if self.monitor is not None:
             self._logged = fresh_metrics(trainer)
-        if not validation_follows(trainer):
+        if not iterations.validation_follows(trainer):
             self._end_iteration(trainer, best=not self._waits_for_validation)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -256,7 +247,7 @@ class IterationCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Let a longer run continue a finished one."""
-        reopen_epoch(trainer, checkpoint)
+        iterations.reopen_epoch(trainer, checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the best is so far, and by which metric."""
@@ -308,7 +299,7 @@ class IterationCheckpoint(Checkpoint):
             own = _SIGNALS[self._signals.received]
         elif self.clock.must_stop():
             own = _DEADLINE
-        elif out_of_time(trainer):
+        elif iterations.out_of_time(trainer):
             own = _MAX_TIME
         else:
             own = _SAVE if self.clock.save_is_due() else 0
@@ -320,7 +311,7 @@ class IterationCheckpoint(Checkpoint):
         if self._dry:
             return
         iteration, every = current_iteration(trainer), self.every_n_iterations
-        due = bool(asked) or is_last_iteration(trainer) or trainer.should_stop
+        due = bool(asked) or iterations.is_last_iteration(trainer) or trainer.should_stop
         due = due or (every is not None and iteration % every == 0)
         # A metric of training is compared where a checkpoint is due anyway: there is one for each
         # iteration, and hardly any would not be the best for a while.
@@ -334,7 +325,7 @@ class IterationCheckpoint(Checkpoint):
             known = ", ".join(sorted(self._logged)) or "null"
             raise ValueError(f"monitor={self.monitor!r} was not logged: continue with {known}")
         if asked in _STOPS:
-            last = last_iteration(trainer)
+            last = iterations.last_iteration(trainer)
             raise RunStoppedError(f"{_STOPS[asked]}: saved after iteration {iteration} of {last}")
 
     def _take_best(self, trainer: Trainer) -> bool:

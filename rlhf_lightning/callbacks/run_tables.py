@@ -21,13 +21,8 @@ from rlhf_lightning.batches import (
     SFTBatch,
     TensorBatch,
 )
-from rlhf_lightning.callbacks.iterations import (
-    current_iteration,
-    fresh_metrics,
-    is_last_iteration,
-    validation_follows,
-    writes,
-)
+from rlhf_lightning.callbacks import iterations
+from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, writes
 from rlhf_lightning.distributed.collectives import gathered
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.non_finite import NonFiniteError
@@ -59,7 +54,7 @@ class MetricsLog(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Write the row, unless a validation is about to add to it."""
         self._row = fresh_metrics(trainer)
-        if not validation_follows(trainer):
+        if not iterations.validation_follows(trainer):
             self._write(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -118,7 +113,7 @@ class SampleLog(Callback):
         """Write samples if it is time and the step returned `{"rollout": RolloutBatch}`."""
         iteration = current_iteration(trainer)
         rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
-        ends = iteration == 1 or is_last_iteration(trainer)
+        ends = iteration == 1 or iterations.is_last_iteration(trainer)
         due = ends or iteration % self.every_n_iterations == 0
         if rollout is None:
             return

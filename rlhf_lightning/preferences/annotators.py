@@ -22,15 +22,7 @@ from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.preferences.records import (
-    AnnotatorKind,
-    Choice,
-    Journal,
-    Label,
-    Pair,
-    Side,
-    readable,
-)
+from rlhf_lightning.preferences.records import Choice, Journal, Kind, Label, Pair, Side, readable
 
 # (prompts, completions, finished) -> scores, as evaluation's gold rewards are; by name also the
 # prompt columns that its `columns` names.
@@ -54,7 +46,7 @@ class Annotator(Protocol):
     """
 
     name: str
-    kind: AnnotatorKind
+    kind: Kind
     batch_size: int
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
@@ -73,7 +65,7 @@ class RuleAnnotator:
         ValueError: if there is no rule, or `tie_below` is negative.
     """
 
-    kind: AnnotatorKind = "rule"
+    kind: Kind = "rule"
     batch_size = 1000
 
     @checked
@@ -128,7 +120,7 @@ class SimulatedPerson:
     tie_below: AtLeast0 = 0.0
     bad_below: float | None = None
     name: str = ""
-    kind: AnnotatorKind = field(default="simulated", init=False)
+    kind: Kind = field(default="simulated", init=False)
     batch_size: int = field(default=1000, init=False)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
 from rlhf_lightning.data.records import PromptRecord, asked_columns
 from rlhf_lightning.hparams import Checked, Usual
+from rlhf_lightning.preferences import records
 from rlhf_lightning.preferences.agreement import Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, Gold, People, label_pairs
 from rlhf_lightning.preferences.budget import (
@@ -39,17 +40,7 @@ from rlhf_lightning.preferences.pairing import (
     make_pairs,
     near_duplicates,
 )
-from rlhf_lightning.preferences.records import (
-    Candidate,
-    Journal,
-    Label,
-    Pair,
-    answered,
-    completion_of,
-    readable,
-    variables_of,
-    write_records,
-)
+from rlhf_lightning.preferences.records import Candidate, Journal, Label, Pair, readable
 
 
 @dataclass(frozen=True)
@@ -153,7 +144,7 @@ class Lab:
         if wanted is not None and len(pairs) < wanted and self.worst is None and self.say:
             near = f"{num_near} prompts are nearly a held-out one"
             self.say(f"{len(pairs)} pairs instead of lab.num_pairs={wanted} ({near}): {ADVICE}")
-        write_records(self.folder / "pairs.jsonl", pairs)
+        records.write_records(self.folder / "pairs.jsonl", pairs)
         journal = Journal(self.folder / "labels.jsonl", Label)
         automatic: list[Label] = []
         for annotator in self.annotators:
@@ -271,7 +262,7 @@ class RejectionSampler:
             prompts, self.sampling, self.folder, keep_unfinished=self.keep_unfinished
         )
         self.say(usable)
-        scores = self.score([answered(c, c.response) for c in kept])
+        scores = self.score([records.answered(c, c.response) for c in kept])
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
         if not scored:
             raise ValueError(f"no response is left: {ADVICE}")
@@ -306,8 +297,8 @@ def _row(candidate: Candidate, score: float) -> dict[str, Any]:
     prompt = candidate.prompt
     return {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        "completion": completion_of(prompt, candidate.response),
-        **variables_of(candidate),
+        "completion": records.completion_of(prompt, candidate.response),
+        **records.variables_of(candidate),
         "domain": candidate.domain,
         "score": round(score, 6),
         "label": True,  # it is the best one: without this a score would be a rating

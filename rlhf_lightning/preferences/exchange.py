@@ -27,17 +27,9 @@ from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords,
 from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text, as_columns
+from rlhf_lightning.preferences import records
 from rlhf_lightning.preferences.agreement import Method, aggregate, preference_row
-from rlhf_lightning.preferences.records import (
-    Choice,
-    Label,
-    Pair,
-    from_row,
-    pair_name,
-    readable,
-    to_row,
-    variables_of,
-)
+from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, readable, to_row
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.thoughts import shown
@@ -152,7 +144,7 @@ def _read_trl(
             raise BadRecordError(where, found, "give pairs, or another format")
         answers = [_text_of(getattr(record, k), k, where) for k in ("chosen", "rejected")]
         # The order must not tell which was chosen; a hash knows nothing of which is better.
-        names = [pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
+        names = [records.pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
         side: Choice = "first" if names[0] < names[1] else "second"
         first, second = answers if side == "first" else answers[::-1]
         columns = {key: as_text(value) for key, value in as_columns(record.variables).items()}
@@ -181,7 +173,7 @@ def _task(pair: Pair, labels: Sequence[Label]) -> dict[str, Any]:
         "data": dict(zip(DATA_KEYS, (readable(pair.prompt), *answers), strict=True))
         | ({"domain": pair.domain} if pair.domain else {}),
         # Without the right answer, which raters may be shown.
-        "meta": {PAIR: to_row(replace(pair, columns=variables_of(pair)))},
+        "meta": {PAIR: to_row(replace(pair, columns=records.variables_of(pair)))},
         "annotations": [
             {
                 "result": _result(label.choice, label.reason),

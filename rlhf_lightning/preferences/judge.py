@@ -23,15 +23,7 @@ from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
-from rlhf_lightning.preferences.records import (
-    SIDES,
-    AnnotatorKind,
-    Journal,
-    Label,
-    Pair,
-    Side,
-    turns_of,
-)
+from rlhf_lightning.preferences.records import SIDES, Journal, Kind, Label, Pair, Side, turns_of
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
@@ -250,7 +242,7 @@ class JudgeAnnotator:
         ValueError: for a template without one of its places, or values that cannot be.
     """
 
-    kind: AnnotatorKind = "judge"
+    kind: Kind = "judge"
     Hparams = JudgeHparams
 
     @checked

@@ -26,7 +26,7 @@ from rlhf_lightning.runs.atomic import sync_folder, write_text
 
 Choice = Literal["first", "second", "tie", "both_bad", "skip"]
 Side = Literal["first", "second"]
-AnnotatorKind = Literal["person", "rule", "judge", "simulated", "reward_model"]
+Kind = Literal["person", "rule", "judge", "simulated", "reward_model"]
 SIDES: tuple[Side, Side] = get_args(Side)  # type: ignore[assignment]
 Filled = Annotated[str, Field(min_length=1)]
 
@@ -164,7 +164,7 @@ class Label(Checked):
     pair_id: Filled
     annotator: Filled
     choice: Choice
-    kind: AnnotatorKind
+    kind: Kind
     order: Side
     created: Annotated[str, AfterValidator(_with_zone)]
     seconds: AtLeast0 | None = None
