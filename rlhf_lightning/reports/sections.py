@@ -13,18 +13,9 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line_chart, render, text
+from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.metric_catalog import (
-    best_of_counts,
-    bound_keys,
-    capitalized,
-    counted,
-    ends,
-    number,
-    part_key,
-    percent,
-    quantity,
-)
+from rlhf_lightning.runs.metric_catalog import bound_keys, ends, number, percent, quantity
 from rlhf_lightning.runs.verdict import JUDGES
 
 Metrics = Mapping[str, float | None]
@@ -54,7 +45,7 @@ _ROUND_COLUMNS = (
 def domains_section(metrics: Metrics) -> str:
     """Return a bar a domain, with its 95 % interval where one was measured; "" without domains."""
     for key, measure in _DOMAIN_JUDGES:
-        start = part_key(key, "domain", "")
+        start = catalog.part_key(key, "domain", "")
         rates: dict[str, tuple[Any, ...]] = {
             name.removeprefix(start): (value, *map(metrics.get, bound_keys(name)))
             for name, value in metrics.items()
@@ -133,7 +124,7 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
         points: list[Point] = []
         bounds: list[Point] = []
         names = []
-        for n in best_of_counts(metrics):
+        for n in catalog.best_of_counts(metrics):
             key, kl = f"best_of/{n}/{name}", metrics.get(f"best_of/{n}/kl_per_response")
             if kl is not None and (value := metrics.get(key)) is not None:
                 low, high = (metrics.get(bound) for bound in bound_keys(key))
@@ -143,7 +134,7 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
         unit = "share" if name in ("gold_win_rate", "pass_at_k", "maj_at_k") else ""
         series = [Series(label, points, "marks", bounds, names)]
         if chart := line_chart(label, series, unit=unit, whole=False):
-            figures.append(Figure(f"{capitalized(label)} over √KL", chart))
+            figures.append(Figure(f"{catalog.capitalized(label)} over √KL", chart))
     return figures
 
 
@@ -213,7 +204,7 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
     where = "a side" if held_out else "of a rollout"
     what = "held-out response" if held_out else "response"
-    return figures, f"{counted(count, what)} {where}." * (count > 0)
+    return figures, f"{catalog.counted(count, what)} {where}." * (count > 0)
 
 
 def pairs_section(lines: Lines) -> str:

@@ -17,20 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_lightning.arguments import Count, checked
+from rlhf_lightning.callbacks import iterations
+from rlhf_lightning.callbacks.doctor import rollouts
 from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, EndRequest
-from rlhf_lightning.callbacks.doctor.rollouts import (
-    PreflightError,
-    Refusals,
-    all_records,
-    first_rollout,
-    responses_of,
-)
-from rlhf_lightning.callbacks.iterations import (
-    current_iteration,
-    fresh_metrics,
-    last_iteration,
-    writes,
-)
+from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics
 from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
 from rlhf_lightning.doctor.metrics import response_metrics
@@ -131,7 +121,7 @@ class Doctor(Callback):
         actions: ActionSettings | None = None,
         second_scorer: Scorer | None = None,
         second_every_n_iterations: Count = 1,
-        refusals: Refusals | None = None,
+        refusals: rollouts.Refusals | None = None,
         preflight: bool = False,
         watches: bool = True,
     ) -> None:
@@ -139,7 +129,7 @@ class Doctor(Callback):
         self.actions = actions
         self.second_scorer = second_scorer
         self.second_every_n_iterations = second_every_n_iterations
-        self.refusals = refusals or Refusals()
+        self.refusals = refusals or rollouts.Refusals()
         self.preflight = preflight
         self.watches = watches
         self.folder = folder
@@ -162,7 +152,7 @@ class Doctor(Callback):
         """Open the log, and after a rollback make the changes that it was made for."""
         if not hasattr(pl_module, "controls"):
             return
-        self.detectors.history.num_iterations = last_iteration(trainer)
+        self.detectors.history.num_iterations = iterations.last_iteration(trainer)
         start = current_iteration(trainer)
         handover = self._taken_over(trainer, start)
         if handover is not None:
@@ -173,7 +163,7 @@ class Doctor(Callback):
             trainer.should_stop = True
         watched = list(self.detectors.levels) if self.watches else []
         idle = self.detectors.idle if self.watches else {}
-        self.alert_log.open(writes(trainer), start, watched, idle)
+        self.alert_log.open(iterations.writes(trainer), start, watched, idle)
         if handover is not None:
             module = cast(OnPolicyModule, pl_module)
             for change in self.policy.after_rollback(knobs_of(module)):
@@ -192,7 +182,7 @@ class Doctor(Callback):
             return
         # Lightning opens the precision's context around training steps alone.
         with trainer.strategy.precision_plugin.forward_context():
-            first = first_rollout(cast(OnPolicyModule, pl_module), batch)
+            first = rollouts.first_rollout(cast(OnPolicyModule, pl_module), batch)
         checks = check_first_rollout(first)
         for check in checks:
             self.alert_log.note_check(check)
@@ -203,7 +193,7 @@ class Doctor(Callback):
             f"{check.name}: {check.found}. {check.fix}" for check in checks if not check.passed
         ]
         if failed:
-            raise PreflightError(f"doctor.preflight=true failed: {'; '.join(failed)}")
+            raise rollouts.PreflightError(f"doctor.preflight=true failed: {'; '.join(failed)}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -214,13 +204,13 @@ class Doctor(Callback):
             return
         module = cast(OnPolicyModule, pl_module)
         iteration, skip = current_iteration(trainer), module.sampling.skip_special_tokens
-        answers = responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
+        answers = rollouts.responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
         due = iteration % self.second_every_n_iterations == 0
         with trainer.strategy.precision_plugin.forward_context():
             seconds = None
             if due and self.second_scorer is not None:
                 seconds = self.second_scorer(answers).total.float().tolist()
-        records = all_records(rollout, answers, self.refusals, seconds)
+        records = rollouts.all_records(rollout, answers, self.refusals, seconds)
         two = self.second_scorer is not None
         measured = response_metrics(records, score_clip=module.score_clip, second_scorer=two)
         own = ("rollout/", f"{module.stage}/")  # and not what this callback logged before
