@@ -31,16 +31,11 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max, rank
 from rlhf_lightning.modules.checkpoint_state import log_changed
+from rlhf_lightning.runs import stopping
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.resume import checkpoint_iteration
-from rlhf_lightning.runs.stopping import (
-    STOP_SIGNALS,
-    RunStoppedError,
-    SaveClock,
-    SignalWatch,
-    deadline,
-)
+from rlhf_lightning.runs.stopping import STOP_SIGNALS, RunStoppedError, SaveClock, SignalWatch
 
 logger = logging.getLogger(__name__)
 # The larger, the more it asks for; what one rank says is done by all.
@@ -148,7 +143,7 @@ class IterationCheckpoint(Checkpoint):
         end = None
         if must_save_by is not None:
             try:
-                end = deadline(must_save_by, started=started or time.time())
+                end = stopping.deadline(must_save_by, started=started or time.time())
             except ValueError as error:
                 raise ValueError(f"IterationCheckpoint.must_save_by={error}") from error
         self.clock = SaveClock(every_minutes=every_minutes, deadline=end)

@@ -13,14 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning import batches
 from rlhf_lightning.arguments import Count, checked
-from rlhf_lightning.batches import (
-    FINISHED_BY_STOP,
-    PreferenceBatch,
-    RolloutBatch,
-    SFTBatch,
-    TensorBatch,
-)
+from rlhf_lightning.batches import RolloutBatch, TensorBatch
 from rlhf_lightning.callbacks import iterations
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, writes
 from rlhf_lightning.distributed.collectives import gathered
@@ -170,7 +165,7 @@ def describe_rollout(
     for i in range(len(rows)):
         prompt = rows.query_tensors[i][prompt_mask[i]].tolist()
         response = rows.response_tensors[i][mask[i]].tolist()
-        finished = rows.finish_reason[i].item() == FINISHED_BY_STOP
+        finished = rows.finish_reason[i].item() == batches.FINISHED_BY_STOP
         written, skip = response[:-1] if finished else response, skip_special_tokens
         (text,) = response_texts([prompt], [written], tokenizer, skip_special_tokens=skip)
         samples.append(
@@ -255,8 +250,8 @@ def _texts(batch: TensorBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
     if isinstance(batch, RolloutBatch):
         yield "prompt", batch.query_tensors, batch.attention_mask[:, : batch.prompt_length]
         yield "response", batch.response_tensors, batch.response_mask
-    elif isinstance(batch, PreferenceBatch):
+    elif isinstance(batch, batches.PreferenceBatch):
         yield "chosen", batch.chosen_input_ids, batch.chosen_attention_mask
         yield "rejected", batch.rejected_input_ids, batch.rejected_attention_mask
-    elif isinstance(batch, SFTBatch):
+    elif isinstance(batch, batches.SFTBatch):
         yield "text", batch.input_ids, batch.attention_mask

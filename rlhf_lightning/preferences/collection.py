@@ -18,28 +18,13 @@ from typing import Annotated, Any
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
 from rlhf_lightning.data.records import PromptRecord, asked_columns
 from rlhf_lightning.hparams import Checked, Usual
-from rlhf_lightning.preferences import records
+from rlhf_lightning.preferences import budget, pairing, records
 from rlhf_lightning.preferences.agreement import Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, Gold, People, label_pairs
-from rlhf_lightning.preferences.budget import (
-    BudgetHparams,
-    Cost,
-    Routing,
-    actual_cost,
-    choose_validation,
-    planned_cost,
-    route,
-)
+from rlhf_lightning.preferences.budget import BudgetHparams, Cost, Routing
 from rlhf_lightning.preferences.candidates import ADVICE, METRICS, Sampling, collect_candidates
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
-from rlhf_lightning.preferences.pairing import (
-    Pairing,
-    ResponseScores,
-    ScoreFunction,
-    WorstSamples,
-    make_pairs,
-    near_duplicates,
-)
+from rlhf_lightning.preferences.pairing import Pairing, ScoreFunction, WorstSamples
 from rlhf_lightning.preferences.records import Candidate, Journal, Label, Pair, readable
 
 
@@ -138,7 +123,7 @@ class Lab:
             ValueError: if no pair can be made.
         """
         made, num_candidates, dropped = self._pairs(prompts)
-        held_out = choose_validation(made[: self.hparams.num_pairs], self.budget)
+        held_out = budget.choose_validation(made[: self.hparams.num_pairs], self.budget)
         pairs, num_near = self._without_near_duplicates(made, held_out)
         wanted = self.hparams.num_pairs
         if wanted is not None and len(pairs) < wanted and self.worst is None and self.say:
@@ -151,7 +136,7 @@ class Lab:
             if isinstance(annotator, JudgeAnnotator):
                 annotator.keep_in(self.folder / "judgements.jsonl")
             automatic += label_pairs(annotator, pairs, journal)
-        routing = route(pairs, by_pair(automatic), self.budget, validation=held_out)
+        routing = budget.route(pairs, by_pair(automatic), self.budget, validation=held_out)
         theirs: list[Label] = []
         if self.people is None:
             routing = Routing((*routing.automatic, *routing.people), (), routing.validation)
@@ -175,8 +160,8 @@ class Lab:
             dropped=dropped,
             num_candidates=num_candidates,
             near_duplicates=num_near,
-            before=planned_cost(len(pairs), self.budget),
-            after=actual_cost(theirs, self.budget, charges=charges),
+            before=budget.planned_cost(len(pairs), self.budget),
+            after=budget.actual_cost(theirs, self.budget, charges=charges),
             judge=judged,
         )
 
@@ -190,7 +175,7 @@ class Lab:
         kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished
         )
-        pairs = make_pairs(
+        pairs = pairing.make_pairs(
             kept,
             method=self.hparams.pairing,
             per_prompt=self.hparams.pairs_per_prompt,
@@ -215,7 +200,7 @@ class Lab:
         texts: dict[bool, dict[str, str]] = {True: {}, False: {}}
         for pair in made:
             texts[pair.prompt_id in withheld][pair.prompt_id] = readable(pair.prompt)
-        found = near_duplicates(
+        found = pairing.near_duplicates(
             list(texts[False].values()),
             list(texts[True].values()),
             threshold=self.hparams.near_duplicate,
@@ -245,7 +230,7 @@ class RejectionSampler:
 
     folder: Path
     sampling: Sampling
-    score: ResponseScores
+    score: pairing.ResponseScores
     keep_unfinished: bool
     gold: Gold | None
     say: Callable[[str], None]

@@ -6,16 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rlhf_lightning.arguments import (
-    Above0,
-    Address,
-    AtLeast0,
-    Count,
-    CountOrZero,
-    Name,
-    Seconds,
-    SecretName,
-)
+from rlhf_lightning import arguments
+from rlhf_lightning.arguments import Above0, Address, AtLeast0, Count, CountOrZero, Name
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url, key_in
@@ -51,8 +43,8 @@ class JudgeHparams(Checked):
 
     model: Name
     base_url: Address | None = None
-    api_key_env: SecretName | None = "OPENAI_API_KEY"
-    timeout: Seconds = 60.0
+    api_key_env: arguments.SecretName | None = "OPENAI_API_KEY"
+    timeout: arguments.Seconds = 60.0
     max_retries: CountOrZero = 5
     concurrency: Count = 4
     temperature: AtLeast0 | None = 0.0

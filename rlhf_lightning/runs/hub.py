@@ -12,14 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    HfApi,
-    ModelCard,
-    constants,
-    get_session,
-    is_offline_mode,
-    try_to_load_from_cache,
-)
+import huggingface_hub
+from huggingface_hub import HfApi, ModelCard, constants, get_session, is_offline_mode
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from rlhf_lightning.runs.public_config import without_folders
@@ -72,7 +66,7 @@ def check_on_hub(name: str, revision: str | None = None) -> None:
     if (reason := unreachable_hub()) is None:
         return
     try:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
     except ValueError:  # no name of the hub
         cached = None
     if not isinstance(cached, str):
