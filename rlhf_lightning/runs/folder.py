@@ -105,7 +105,10 @@ class MetricsAppender:
     def __init__(self, path: Path | str) -> None:
         """Write to `path`, continuing what is already there."""
         self.path = Path(path)
-        self._columns: list[str] = self._read_header()
+        self._columns = [ITERATION]
+        if self.path.exists():
+            with self.path.open(newline="", encoding="utf-8") as file:
+                self._columns = next(csv.reader(file), self._columns)
 
     def append(self, iteration: int, values: Mapping[str, float]) -> None:
         """Add the row of `iteration`.
@@ -137,12 +140,6 @@ class MetricsAppender:
             self._rewrite(rows)
         else:
             self.path.unlink(missing_ok=True)
-
-    def _read_header(self) -> list[str]:
-        if not self.path.exists():
-            return [ITERATION]
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return next(csv.reader(file), [ITERATION])
 
     def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
         lines = ([_cell(row.get(name)) for name in self._columns] for row in rows)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _LEFT_HERE = ("manifest.json", ".*")
 # JSON files of an adapter, which name its base.
 _NAMING_THE_BASE = ("adapter_config.json", "rlhf_lightning.json")
+_BASE_KEYS = ("base", "base_model_name_or_path")
 
 
 UNKNOWN = "unknown"  # licence
@@ -96,9 +97,11 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         staged = Path(temporary) / "model"
         shutil.copytree(folder, staged, ignore=shutil.ignore_patterns(*_LEFT_HERE))
-        for name in _NAMING_THE_BASE:
-            for path in staged.rglob(name):
-                _cut_folders(path)
+        for path in (path for name in _NAMING_THE_BASE for path in staged.rglob(name)):
+            content = read_json(path)
+            named = {k: content[k] for k in _BASE_KEYS if isinstance(content.get(k), str)}
+            content |= {key: without_folders(value) for key, value in named.items()}
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         try:
             made = api.create_repo(repository, private=private, exist_ok=True, token=True)
             commit = api.upload_folder(
@@ -111,14 +114,6 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
             why = f"{type(error).__name__}: {error}"
             raise HubError(f"the hub did not take {repository}: {why}") from error
     return str(commit.repo_url)
-
-
-def _cut_folders(path: Path) -> None:
-    content = read_json(path)
-    for key in ("base", "base_model_name_or_path"):
-        if isinstance(content.get(key), str):
-            content[key] = without_folders(content[key])
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def base_licence(configured: str | None, base: str | None) -> str:
