@@ -140,8 +140,7 @@ def _read_trl(
     for record in parse_rows(rows, RowParser(), SkippedRecords("raise")):
         where = record.place
         if not isinstance(record, PreferenceRecord):
-            found = "the row has no 'chosen' and 'rejected'"
-            raise BadRecordError(where, found, "give pairs, or another format")
+            raise BadRecordError(where, "it has no 'chosen' and 'rejected'", "give another format")
         answers = [_text_of(getattr(record, k), k, where) for k in ("chosen", "rejected")]
         # The order must not tell which was chosen; a hash knows nothing of which is better.
         names = [records.pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
@@ -161,8 +160,7 @@ def _text_of(answer: Text, key: str, where: Location) -> str:
         return answer
     if len(answer) != 1 or answer[0].get("tool_calls") or answer[0].get("reasoning_content"):
         found = f"{key!r} is not one message with content alone"
-        fix = "put earlier turns into 'prompt', tool calls and reasoning into the content"
-        raise BadRecordError(where, found, fix)
+        raise BadRecordError(where, found, "put earlier turns into 'prompt', the rest into content")
     return answer[0]["content"]
 
 
@@ -205,8 +203,9 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
     known = (row.get("meta") or {}).get(PAIR)
     texts = [data.get(key) for key in DATA_KEYS] if isinstance(data, Mapping) else [None]
     if not all(isinstance(text, str) for text in texts):
-        fix = "export as JSON, with texts named prompt, answer1 and answer2"
-        raise BadRecordError(where, f"'data' is {describe(data)}", fix)
+        raise BadRecordError(
+            where, f"'data' is {describe(data)}", "give prompt, answer1 and answer2"
+        )
     with _naming(where):
         domain = str(data.get("domain") or "")
         pair = from_row(Pair, known, where) if known else Pair.make(*texts, domain=domain)
@@ -251,5 +250,4 @@ def _naming(where: Location) -> Iterator[None]:
     except BadRecordError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        fix = "mend the record, or leave it out"
-        raise BadRecordError(where, f"it cannot be read ({error})", fix) from error
+        raise BadRecordError(where, f"it cannot be read ({error})", "mend it") from error

@@ -30,11 +30,10 @@ from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 NUM_KEPT, NUM_SHOWN = 2000, 200  # characters of a reply: in the journal, in a message
 # Why a reply has no verdict, and what to change.
 _FIXES = {
-    "refused": "set what the service does not take to null: judge.max_tokens, "
-    "judge.max_completion_tokens, judge.temperature or judge.system",
+    "refused": "null judge.max_tokens, judge.max_completion_tokens, judge.temperature or "
+    "judge.system",
     "cut off": "raise judge.max_tokens={0.max_tokens} (thoughts count too), or switch thinking off",
-    "no verdict": "end judge.template with {1!r}, use judge.read=json where the endpoint has "
-    "structured output, or change judge.model",
+    "no verdict": "end judge.template with {1!r}, or set judge.read=json or judge.model",
 }
 SYSTEM = "You compare two answers to a request, fairly and in a few words."
 TEMPLATE = Path(__file__).with_name("judge_template.txt").read_text("utf-8")
@@ -352,10 +351,8 @@ class JudgeAnnotator:
         last = next(j for j in reversed(unread) if j.unread == why)
         shown = " ".join((last.reply or last.said).split())[:NUM_SHOWN]
         fix = _FIXES.get(str(why), _FIXES["no verdict"]).format(self.hparams, CLOSINGS[self.read])
-        return (
-            f"{self.name}: {len(unread)} of {len(self._known)} replies have no verdict ({why}), "
-            f"the last is {shown!r}: {fix}"
-        )
+        count = f"{len(unread)} of {len(self._known)} replies have no verdict"
+        return f"{self.name}: {count} ({why}), the last is {shown!r}: {fix}"
 
     def _judgement(self, pair: Pair, order: Side, question: Question, reply: Reply) -> Judgement:
         letter, probabilities, why = None, None, "refused"

@@ -108,11 +108,9 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
                 repo_id=made.repo_id, folder_path=staged, commit_message="Upload model", token=True
             )
         except LocalTokenNotFoundError as error:
-            fix = "run `hf auth login`, or set HF_TOKEN"
-            raise HubError(f"cannot push to {repository} without a login: {fix}") from error
+            raise HubError(f"{repository}: run `hf auth login`, or set HF_TOKEN") from error
         except Exception as error:  # the hub's HTTP library has another name in every major version
-            why = f"{type(error).__name__}: {error}"
-            raise HubError(f"the hub did not take {repository}: {why}") from error
+            raise HubError(f"{repository}: {type(error).__name__}: {error}") from error
     return str(commit.repo_url)
 
 
