@@ -318,12 +318,27 @@ def aggregate(
     """
     wanted = {pair.pair_id for pair in pairs}
     found = by_pair(label for label in labels if label.pair_id in wanted)
+    posterior: dict[Hashable, list[float]] = {}
     if method == "dawid_skene":
-        return _by_model(pairs, found, people)
-    return [
-        _by_count(pair, found.get(pair.pair_id, []), people if method == "people_first" else ())
-        for pair in pairs
-    ]
+        table = collect_votes(label for own in found.values() for label in own)
+        posterior = dict(zip(table.items, dawid_skene(table).posterior.tolist(), strict=True))
+    first_asked = () if method == "majority" else people
+    verdicts = []
+    for pair in pairs:
+        own, margin = found.get(pair.pair_id, []), 0.0
+        votes, theirs = _count(own), [label for label in own if label.annotator in first_asked]
+        if pair.pair_id in posterior:
+            likely = dict(zip(THREE, posterior[pair.pair_id], strict=True))
+            best = max(likely, key=lambda choice: likely[choice])
+            choice, why = _majority(Counter({best: 1}))
+            margin = abs(likely["first"] - likely["second"]) if choice else 0.0
+        else:
+            choice, why = _majority(_count(theirs or own))
+            if choice:
+                against = votes[SIDES[choice == "first"]]
+                margin = max(votes[choice] - against, 0) / votes.total()
+        verdicts.append(Verdict(pair, choice, margin, votes, bool(theirs), why))
+    return verdicts
 
 
 def preference_row(verdict: Verdict, *, margin_scale: float = 1.0) -> dict[str, Any]:
@@ -362,16 +377,6 @@ def left_out(verdicts: Iterable[Verdict]) -> dict[str, int]:
     return dict(Counter(v.left_out for v in verdicts if v.left_out is not None))
 
 
-def _by_count(pair: Pair, labels: Sequence[Label], people: Collection[str]) -> Verdict:
-    votes = _count(labels)
-    theirs = [label for label in labels if label.annotator in people]
-    deciding = _count(theirs or labels)
-    choice, why = _majority(deciding)
-    against = SIDES[1] if choice == SIDES[0] else SIDES[0]
-    margin = max(votes[choice] - votes[against], 0) / votes.total() if choice else 0.0
-    return Verdict(pair, choice, margin, votes, bool(theirs), why)
-
-
 def _majority(votes: Counter[str]) -> tuple[Literal["first", "second"] | None, str | None]:
     if not votes.total():
         return None, NO_VOTE
@@ -381,26 +386,6 @@ def _majority(votes: Counter[str]) -> tuple[Literal["first", "second"] | None, s
     if top[0] == "tie":
         return None, TIE
     return ("first" if top[0] == "first" else "second"), None
-
-
-def _by_model(
-    pairs: Sequence[Pair], found: Mapping[str, list[Label]], people: Collection[str]
-) -> list[Verdict]:
-    votes = collect_votes(label for labels in found.values() for label in labels)
-    posterior = dict(zip(votes.items, dawid_skene(votes).posterior, strict=True))
-    verdicts = []
-    for pair in pairs:
-        labels = found.get(pair.pair_id, [])
-        if not labels:
-            verdicts.append(_by_count(pair, labels, people))
-            continue
-        likely = dict(zip(THREE, posterior[pair.pair_id].tolist(), strict=True))
-        best = max(likely, key=lambda choice: likely[choice])
-        choice, why = _majority(Counter({best: 1}))
-        by_people = any(label.annotator in people for label in labels)
-        margin = abs(likely["first"] - likely["second"]) if choice else 0.0
-        verdicts.append(Verdict(pair, choice, margin, _count(labels), by_people, why))
-    return verdicts
 
 
 def _count(labels: Iterable[Label]) -> Counter[str]:

@@ -203,9 +203,8 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
     known = (row.get("meta") or {}).get(PAIR)
     texts = [data.get(key) for key in DATA_KEYS] if isinstance(data, Mapping) else [None]
     if not all(isinstance(text, str) for text in texts):
-        raise BadRecordError(
-            where, f"'data' is {describe(data)}", "give prompt, answer1 and answer2"
-        )
+        found = f"'data' is {describe(data)}"
+        raise BadRecordError(where, found, "give prompt, answer1 and answer2")
     with _naming(where):
         domain = str(data.get("domain") or "")
         pair = from_row(Pair, known, where) if known else Pair.make(*texts, domain=domain)

@@ -43,13 +43,8 @@ HANDOVER = "rollback.json"
 
 def knobs_of(module: OnPolicyModule) -> Knobs:
     """Return the controls of a module as they stand."""
-    controls = module.controls
     return Knobs(
-        kl_coef=controls.kl_coef,
-        temperature=controls.temperature,
-        learning_rate_factor=controls.learning_rate_factor,
-        diversity_bonus=controls.diversity_bonus,
-        domain_weights=dict(controls.domain_weights),
+        **asdict(module.controls),
         adapts_kl_coef=module.algorithm.kl_target is not None,
         keeps_temperature=isinstance(module.teacher, ServerTeacher),
     )
