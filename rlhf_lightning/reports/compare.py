@@ -37,11 +37,6 @@ class Run:
     summary: Summary
     settings: Mapping[str, str]
 
-    @property
-    def metrics(self) -> Mapping[str, float | None]:
-        """Final values."""
-        return self.summary.metrics
-
 
 def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     """Return the runs with what differs between them; labels are those settings where few do.
@@ -86,7 +81,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
     stages = ", ".join(sorted({run.summary.title for run in runs}))
-    columns = [n for n in COLUMNS if any(run.metrics.get(n) is not None for run in runs)]
+    columns = [n for n in COLUMNS if any(run.summary.metrics.get(n) is not None for run in runs)]
     body = render(
         "comparison.html",
         runs=runs,
@@ -139,7 +134,7 @@ def _chart(runs: Sequence[Run]) -> Figure | None:
     wins, title, series = "val/score_win_rate", "Win rate by the score over KL", []
     for run in runs:
         names = ("val/kl_per_token", wins, *bound_keys(wins))
-        x, y, low, high = (run.metrics.get(name) for name in names)
+        x, y, low, high = (run.summary.metrics.get(name) for name in names)
         points = [] if x is None or y is None else [(x, y)]
         bounds = [] if low is None or high is None else [(low, high)]
         series.append(Series(run.label, points, "marks", bounds))

@@ -54,11 +54,6 @@ class Manifest:
     created: str
     adapter: str | None = None
 
-    @property
-    def passed(self) -> bool:
-        """True if every gate of the run passed."""
-        return all(gate.passed for gate in self.gates)
-
 
 def fingerprint(folder: Path | str) -> str:
     """Return a SHA-256 over `config.json`, `tokenizer.json` and every safetensors file.
