@@ -154,7 +154,7 @@ def position_bias(labels: Iterable[Label]) -> Share:
 
     0.5 is no bias, provided that the order was drawn at random.
     """
-    return Share.among(label.shown_first_won for label in labels if label.choice in SIDES)
+    return Share.among(label.choice == label.order for label in labels if label.choice in SIDES)
 
 
 def agreement_with(labels: Iterable[Label], reference: Mapping[str, str]) -> Share:

@@ -60,19 +60,6 @@ class JudgeHparams(Checked):
         if self.base_url is not None:
             check_url(self.base_url, "base_url", "api_key_env")
 
-    def options(self, *, logprobs: bool) -> dict[str, Any]:
-        """Return what a request says beside model and messages; what is None is left out.
-
-        Args:
-            logprobs: ask for one token, and the likeliest ones in its place.
-        """
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        options: dict[str, Any] = {"temperature": self.temperature, name: getattr(self, name)}
-        if logprobs:
-            limit = {name: 1} if options[name] else {}
-            options |= {"logprobs": True, "top_logprobs": TOP_TOKENS} | limit
-        return {key: value for key, value in options.items() if value is not None}
-
 
 class Reply(NamedTuple):
     """One reply of a judge.
@@ -140,13 +127,18 @@ class JudgeService:
         Raises:
             AnnotationError: if there is none, with the fix.
         """
-        api = self._api
+        api, hparams = self._api, self.hparams
+        limit = "max_tokens" if hparams.max_completion_tokens is None else "max_completion_tokens"
+        options: dict[str, Any] = {limit: getattr(hparams, limit)}
+        if logprobs:
+            options = {limit: options[limit] and 1, "logprobs": True, "top_logprobs": TOP_TOKENS}
+        options["temperature"] = hparams.temperature
         try:
             answer = self._client.chat.completions.with_raw_response.create(
-                model=self.hparams.model,
+                model=hparams.model,
                 messages=messages,  # type: ignore[arg-type]
                 extra_body=extra,
-                **self.hparams.options(logprobs=logprobs),
+                **{key: value for key, value in options.items() if value is not None},
             )
             reply = _reply(answer.parse(), messages, logprobs=logprobs)
         except (api.BadRequestError, api.UnprocessableEntityError) as error:
@@ -155,7 +147,7 @@ class JudgeService:
             shown = self._shown(error)
             if not isinstance(error, api.APIError):
                 shown = f"no chat completion: {answer.text[:NUM_SHOWN]!r}"
-            keys = f"judge.model, judge.api_key_env={self.hparams.api_key_env}, judge.timeout"
+            keys = f"judge.model, judge.api_key_env={hparams.api_key_env}, judge.timeout"
             raise AnnotationError(
                 f"the judge at {self._client.base_url} failed ({shown}): check judge.base_url, "
                 f"{keys}, judge.max_retries and judge.concurrency; {GO_ON}"

@@ -171,11 +171,6 @@ class Label(Checked):
     reason: str | None = None
     margin: AtLeast0 | None = None
 
-    @property
-    def shown_first_won(self) -> bool | None:
-        """True if the response shown first was chosen; None where neither was."""
-        return self.choice == self.order if self.choice in SIDES else None
-
 
 LabRecord = Candidate | Pair | Label
 Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]

@@ -117,12 +117,6 @@ def test_a_bad_row_names_its_line(change: dict, message: str) -> None:
         from_row(Label, row, WHERE)
 
 
-def test_the_answer_shown_first_is_told_from_the_first_of_the_pair() -> None:
-    assert label(choice="first", order="second").shown_first_won is False
-    assert label(choice="second", order="second").shown_first_won is True
-    assert label(choice="tie").shown_first_won is None
-
-
 def test_calls_of_tools_can_be_read() -> None:
     call = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": "ü"}}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call, call]}

@@ -107,8 +107,7 @@ class Page:
         headers = request.headers
         host, origin = headers.get("host", ""), headers.get("origin")
         if len(headers.getlist("host")) != 1 or not HOST.fullmatch(host):
-            text = "This page is served as 127.0.0.1 and localhost alone.\n"
-            return PlainTextResponse(text, 421)
+            return PlainTextResponse("This page is on 127.0.0.1 and localhost alone.\n", 421)
         is_own = origin in (f"http://{host}", f"https://{host}")
         if origin is None:
             is_own = headers.get("sec-fetch-site", "same-origin") == "same-origin"
@@ -120,8 +119,7 @@ class Page:
             return response
         if _same(request.cookies.get(self._token_cookie, ""), self._token):
             return None
-        text = "Open the address with ?token= that the command has printed.\n"
-        return PlainTextResponse(text, 403)
+        return PlainTextResponse("Open the address with ?token= that was printed.\n", 403)
 
     async def home(self, request: Request) -> Response:
         """Show the rater's pair, the end, or the way in."""
