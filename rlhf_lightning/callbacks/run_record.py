@@ -184,11 +184,9 @@ class RunRecord(Callback):
     def _end(self, trainer: Trainer, findings: Findings | None = None, **ended: Any) -> None:
         with self._claim:
             if self._summary is not None and trainer.is_global_zero:
-                self._write(trainer, self._summary, findings or Findings({}), ended)
+                self._write(trainer, self._summary, findings or Findings({}), **ended)
 
-    def _write(
-        self, trainer: Trainer, begun: Summary, findings: Findings, ended: Mapping[str, Any]
-    ) -> None:
+    def _write(self, trainer: Trainer, begun: Summary, findings: Findings, **ended: Any) -> None:
         rows = read_metrics(self.folder.metrics)
         callbacks: list[Any] = cast(Any, trainer).callbacks
         kept = (c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint))

@@ -214,12 +214,13 @@ class PeopleNeededError(RuntimeError):
     """Labels of people are missing; the message says how to make them and how to continue."""
 
 
+Asked = Sequence[tuple[Pair, int]]  # pairs, and how many people look at each
+
+
 class People(Protocol):
     """Labels pairs, each by as many people as requested."""
 
-    def labels(
-        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
-    ) -> list[Label]:
+    def labels(self, asked: Asked, folder: Path, journal: Journal[Label]) -> list[Label]:
         """Return the labels of (pair, number of people).
 
         Args:
@@ -254,9 +255,7 @@ class Panel:
         self.members = tuple(members)
         self.seed = seed
 
-    def labels(
-        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
-    ) -> list[Label]:
+    def labels(self, asked: Asked, folder: Path, journal: Journal[Label]) -> list[Label]:
         """Return the labels, pair by pair for each member.
 
         Raises:
@@ -269,7 +268,7 @@ class Panel:
             for label in label_pairs(member, shares[member.name], journal)
         ]
 
-    def shares(self, asked: Sequence[tuple[Pair, int]]) -> Mapping[str, list[Pair]]:
+    def shares(self, asked: Asked) -> Mapping[str, list[Pair]]:
         """Return the pairs that each member looks at."""
         names = [member.name for member in self.members]
         shares: dict[str, list[Pair]] = defaultdict(list)
@@ -290,9 +289,7 @@ class PageAnnotators:
     labels out of it.
     """
 
-    def labels(
-        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
-    ) -> list[Label]:
+    def labels(self, asked: Asked, folder: Path, journal: Journal[Label]) -> list[Label]:
         """Return the labels of people, once every pair has as many as it needs; a skip is none.
 
         Raises:

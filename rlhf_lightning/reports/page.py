@@ -67,7 +67,7 @@ def render_report(folder: RunFolder) -> str:
         shown.curves.insert(0, shown.headline)
     chain = chain_section(folder, summary)
     parts: list[str] = [
-        _verdict(summary, folder, shown, stages=bool(chain)),
+        _verdict(summary, folder, shown, chain=bool(chain)),
         _trained(summary, rows),
     ]
     if chain:  # the page of its last stage has the figures that the pipeline takes from it
@@ -156,13 +156,11 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
     return render("chain.html", cards=cards) if cards else ""
 
 
-def _verdict(
-    summary: Summary | None, folder: RunFolder, shown: Pictures, *, stages: bool
-) -> Markup:
-    """Return the top of the page; with `stages` below it, these name the gates that failed."""
+def _verdict(summary: Summary | None, folder: RunFolder, shown: Pictures, *, chain: bool) -> Markup:
+    """Return the top of the page; with a `chain` of stages below it, these name failed gates."""
     if summary is None:
         return Markup("<header><h1>{}</h1></header>").format(folder.name)
-    short = replace(summary, gates=(), cause=None) if stages else summary
+    short = replace(summary, gates=(), cause=None) if chain else summary
     return render(
         "verdict.html",
         summary=summary,
@@ -173,7 +171,7 @@ def _verdict(
         failed=sum(not gate.passed for gate in summary.gates),
         passed=sum(gate.word == "passed" for gate in summary.gates),
         picture=shown.headline,
-        next=summary.cause if stages and summary.cause else next_step(summary, folder),
+        next=summary.cause if chain and summary.cause else next_step(summary, folder),
     )
 
 

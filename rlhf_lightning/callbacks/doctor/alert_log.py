@@ -77,9 +77,7 @@ class AlertLog:
         event = DoctorEvent(0, "check", check.name, level, check.found, remedy=remedy)
         self._add(event, f"preflight, {check.name}: {check.found}", warns=not check.passed)
 
-    def note_alert(
-        self, iteration: int, transition: Transition, loggers: Iterable[Any] = ()
-    ) -> None:
+    def note_alert(self, iteration: int, transition: Transition, loggers: Iterable[Any]) -> None:
         """Add an alert that was raised, changed or cleared, and send it to loggers that alert."""
         spec = DETECTORS[transition.detector]
         worse = transition.after > transition.before
