@@ -10,8 +10,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from rlhf_lightning.runs.folder import RunFolder
 
-_NOT_METRICS = ("epoch", "step")
-
 
 class IterationTensorBoardLogger(TensorBoardLogger):
     """Lightning's logger with iterations as steps; a resumed run continues in the same folder.
@@ -32,7 +30,7 @@ class IterationTensorBoardLogger(TensorBoardLogger):
                 iteration `step + 1`.
         """
         # NaN says that something was not measured.
-        row = {k: float(v) for k, v in metrics.items() if k not in _NOT_METRICS and v == v}
+        row = {k: float(v) for k, v in metrics.items() if k not in ("epoch", "step") and v == v}
         iteration = None if step is None else step + 1
         if iteration is not None:
             if iteration > 1 and not self._begun:

@@ -123,11 +123,9 @@ def write_summary(folder: RunFolder, summary: Summary) -> Path:
 
     What the doctor has said and done is taken from `doctor.jsonl`, so that a run that fails has it.
     """
-    events = read_events(folder.doctor)
-    if events:
-        summary = replace(
-            summary, alerts=tuple(alerts_of(events)), actions=tuple(actions_of(events))
-        )
+    if events := read_events(folder.doctor):
+        alerts, actions = tuple(alerts_of(events)), tuple(actions_of(events))
+        summary = replace(summary, alerts=alerts, actions=actions)
     write_text(folder.summary, to_json(asdict(summary), indent=2) + "\n")
     return folder.summary
 
