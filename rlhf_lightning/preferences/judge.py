@@ -364,23 +364,21 @@ class JudgeAnnotator:
         if not reply.refused:
             why = "cut off" if reply.cut_off and self.read != "logprobs" else "no verdict"
         sides: dict[str | None, Any] = {"A": order, "B": SIDES[order == "first"], "C": "tie"}
-        hparams, tokens = self.hparams, (reply.input_tokens, reply.output_tokens)
+        sent, written = (reply.counts.get(f"{way}_tokens", 0) for way in ("input", "output"))
+        cost = sent * self.hparams.input_price + written * self.hparams.output_price
         return Judgement(
             pair.pair_id,
             self.name,
             order,
             verdict=sides.get(letter),
             reply=None if reply.refused else _shortened(reply.text),
-            input_tokens=tokens[0],
-            output_tokens=tokens[1],
-            cost=(tokens[0] * hparams.input_price + tokens[1] * hparams.output_price) / 1_000_000,
-            retries=reply.retries,
+            cost=cost / 1_000_000,
             probabilities=probabilities,
             unread=None if letter else why,
             said=_shortened(reply.text) if reply.refused else "",
             mark=question.mark,
             spelled=question.spelled,
-            estimated=reply.estimated,
+            **reply.counts,
         )
 
     def _label(self, pair: Pair) -> Label:

@@ -68,20 +68,15 @@ class Reply(NamedTuple):
         text: text of the reply, or the service's sentence where it refused the request.
         refused: the service would not take the request.
         cut_off: whether it ended at the limit of tokens or in a filter.
-        input_tokens, output_tokens: as the service counts them, else estimated from the texts.
         top_tokens: token -> log-probability at the first place, where they were asked for.
-        retries: number of failed attempts.
-        estimated: the service did not count the tokens.
+        counts: `input_tokens`, `output_tokens`, `retries` and `estimated` of a `Judgement`.
     """
 
     text: str
     refused: bool = False
     cut_off: bool = False
-    input_tokens: int = 0
-    output_tokens: int = 0
     top_tokens: Mapping[str, float] = {}
-    retries: int = 0
-    estimated: bool = False
+    counts: Mapping[str, Any] = {}
 
 
 class JudgeService:
@@ -111,11 +106,7 @@ class JudgeService:
         )
 
     def ask(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        logprobs: bool,
-        extra: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, str]], *, logprobs: bool, extra: Mapping[str, Any]
     ) -> Reply:
         """Return the reply to one conversation.
 
@@ -140,7 +131,7 @@ class JudgeService:
                 extra_body=extra,
                 **{key: value for key, value in options.items() if value is not None},
             )
-            reply = _reply(answer.parse(), messages, logprobs=logprobs)
+            return _reply(answer.parse(), messages, answer.retries_taken, logprobs=logprobs)
         except (api.BadRequestError, api.UnprocessableEntityError) as error:
             return Reply(self._shown(error), refused=True)
         except (api.APIError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -152,7 +143,6 @@ class JudgeService:
                 f"the judge at {self._client.base_url} failed ({shown}): check judge.base_url, "
                 f"{keys}, judge.max_retries and judge.concurrency; {GO_ON}"
             ) from error
-        return reply._replace(retries=answer.retries_taken)
 
     def _shown(self, error: Any) -> str:
         cause = f" ({error.__cause__})" if error.__cause__ else ""  # "Connection error." alone
@@ -160,7 +150,9 @@ class JudgeService:
         return (text.replace(self._key, "***") if self._key else text)[:NUM_SHOWN]
 
 
-def _reply(answer: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool) -> Reply:
+def _reply(
+    answer: Any, messages: Sequence[Mapping[str, str]], retries: int, *, logprobs: bool
+) -> Reply:
     """Read a chat completion, which the client does not check."""
     choice = answer.choices[0]
     text = choice.message.content or ""
@@ -174,18 +166,11 @@ def _reply(answer: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool
             raise AnnotationError("the judge gives no log-probabilities: use judge.read=text")
         top = {each.token: each.logprob for each in choice.logprobs.content[0].top_logprobs}
     sent = "".join(message["content"] for message in messages)
-    usage = answer.usage
-    counts = [] if usage is None else [usage.prompt_tokens, usage.completion_tokens]
-    estimated = not counts or not all(isinstance(each, int) and each >= 0 for each in counts)
+    usage, both = answer.usage, (sent, text)
+    tokens = [] if usage is None else [usage.prompt_tokens, usage.completion_tokens]
+    estimated = not tokens or not all(isinstance(each, int) and each >= 0 for each in tokens)
     if estimated:
-        counts = [
-            len(each.encode(errors="replace")) // BYTES_PER_TOKEN + 1 for each in (sent, text)
-        ]
-    return Reply(
-        text,
-        cut_off=choice.finish_reason in ("length", "content_filter"),
-        input_tokens=counts[0],
-        output_tokens=counts[1],
-        top_tokens=top,
-        estimated=estimated,
-    )
+        tokens = [len(each.encode(errors="replace")) // BYTES_PER_TOKEN + 1 for each in both]
+    counts = {"input_tokens": tokens[0], "output_tokens": tokens[1], "retries": retries}
+    cut_off = choice.finish_reason in ("length", "content_filter")
+    return Reply(text, False, cut_off, top, counts | {"estimated": estimated})
