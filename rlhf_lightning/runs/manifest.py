@@ -289,7 +289,10 @@ def is_available(source: str) -> bool:
 
 def of_adapter(folder: Path) -> str:
     """Return what an adapter's folder is, and how one gets the model."""
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    try:
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
     fix = "merge it by peft's merge_and_unload() and save_pretrained(FOLDER), and give that folder"
     exported = ("config.json", "training_config.yaml")  # an export of ours has it in adapter/
     if all((folder.parent / name).is_file() for name in exported):

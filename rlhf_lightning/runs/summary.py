@@ -173,17 +173,10 @@ def installed_versions(others: Iterable[str] = ()) -> dict[str, str]:
 
 def git_commit(folder: Path | None = None) -> str | None:
     """Return the commit of the working folder, with `-dirty` if tracked files differ, or None."""
-    where = folder or Path.cwd()
-    commit = _git(where, "rev-parse", "HEAD")
-    status = ("status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if commit and _git(where, *status) else commit or None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    # Without tags, `describe` names the commit itself.
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False
-        )
+        return subprocess.run(describe, cwd=folder or Path.cwd(), **how).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
