@@ -177,6 +177,7 @@ def git_commit(folder: Path | None = None) -> str | None:
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        return subprocess.run(describe, cwd=folder or Path.cwd(), **how).stdout.strip() or None
+        commit = str(subprocess.run(describe, cwd=folder or Path.cwd(), **how).stdout).strip()
     except (OSError, subprocess.SubprocessError):
         return None
+    return commit or None
