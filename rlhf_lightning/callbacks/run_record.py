@@ -39,6 +39,7 @@ from rlhf_lightning.runs.summary import (
 )
 
 logger = logging.getLogger(__name__)
+Gates = tuple[GateResult, ...]
 
 
 class RunRecord(Callback):
@@ -74,7 +75,7 @@ class RunRecord(Callback):
         taken = None
         if trainer.is_global_zero:
             written = _written_by_loggers(trainer, self.folder.path)
-            check = partial(check_free, self.folder, stage, loggers=written)
+            check = partial(check_free, self.folder, stage, also=written)
             try:
                 claim = claim_run(self.folder.path, lambda: None if resumes else check())
                 self._claim.enter_context(claim)  # until the fit has ended
@@ -136,12 +137,7 @@ class RunRecord(Callback):
             write_report(self.folder)
 
     def on_compare_end(
-        self,
-        trainer: Trainer,
-        findings: Findings,
-        gates: tuple[GateResult, ...],
-        baseline: str,
-        judge: object,
+        self, trainer: Trainer, findings: Findings, gates: Gates, baseline: str, judge: object
     ) -> None:
         """Add the results of `compare` to the summary and the report.
 

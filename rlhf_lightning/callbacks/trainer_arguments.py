@@ -131,26 +131,22 @@ def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> li
 
 
 def _saving(
-    run: RunFolder,
-    saving: dict[str, Any],
-    stops_after: int | Mapping[str, Any] | None,
-    *,
-    keeps: bool,
+    run: RunFolder, saving: dict[str, Any], stops: int | Mapping[str, Any] | None, *, keeps: bool
 ) -> list[Callback]:
     """Return what saves checkpoints, and what ends the run early with the best of them."""
-    if stops_after is None:
+    if stops is None:
         return [_made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)]
     if not keeps:
         raise ValueError("early_stopping needs checkpoints: enable_checkpointing=False keeps none")
-    stopping = {"patience": stops_after} if isinstance(stops_after, int) else stops_after
+    stopping = {"patience": stops} if isinstance(stops, int) else stops
     watched = stopping.get("monitor", STOPS_BY)
     if saving.get("monitor") is None:
         saving |= {"monitor": watched, "mode": stopping.get("mode", "min")}
     # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
     usual = {"monitor": watched, "check_on_train_epoch_end": False}
-    stops = _made("early_stopping", PatientStopping, **{**usual, **stopping})
+    ending = _made("early_stopping", PatientStopping, **{**usual, **stopping})
     checkpoints = _made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)
-    return [checkpoints, stops]
+    return [checkpoints, ending]
 
 
 def _made(argument: str, cls: Callable[..., Callback], *args: Any, **given: Any) -> Callback:

@@ -66,10 +66,7 @@ def render_report(folder: RunFolder) -> str:
     if summary is None and shown.headline:  # which has no number to stand beside
         shown.curves.insert(0, shown.headline)
     chain = chain_section(folder, summary)
-    parts: list[str] = [
-        _verdict(summary, folder, shown, chain=bool(chain)),
-        _trained(summary, rows),
-    ]
+    parts: list[str] = [_verdict(summary, folder, shown, chain), _trained(summary, rows)]
     if chain:  # the page of its last stage has the figures that the pipeline takes from it
         parts += [chain, sections.rounds_section(metrics, stages_of(summary))]
     else:
@@ -135,9 +132,8 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
     several = any(not name.startswith("round_1/") for name in stages)
     for name in stages:
         own = RunFolder(folder.path / name)
-        title = name.partition("/")[2]
-        if several:
-            title = f"{name.partition('/')[0].replace('_', ' ')}, {title}"
+        part, _, title = name.partition("/")
+        title = f"{part.replace('_', ' ')}, {title}" if several else title
         card: dict[str, Any] = {
             "name": name,
             "waits": begun,
@@ -156,7 +152,7 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
     return render("chain.html", cards=cards) if cards else ""
 
 
-def _verdict(summary: Summary | None, folder: RunFolder, shown: Pictures, *, chain: bool) -> Markup:
+def _verdict(summary: Summary | None, folder: RunFolder, shown: Pictures, chain: str) -> Markup:
     """Return the top of the page; with a `chain` of stages below it, these name failed gates."""
     if summary is None:
         return Markup("<header><h1>{}</h1></header>").format(folder.name)

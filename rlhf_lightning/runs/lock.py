@@ -107,12 +107,7 @@ def is_claimed(folder: Path | str) -> bool:
 
 
 def check_free(
-    folder: RunFolder,
-    stage: str,
-    *,
-    log: str = "",
-    begun: bool = False,
-    loggers: Collection[str] = (),
+    folder: RunFolder, stage: str, *, log: str = "", begun: bool = False, also: Collection[str] = ()
 ) -> None:
     """Check that a new run may write into a folder; nothing is written here.
 
@@ -124,12 +119,12 @@ def check_free(
         stage: stage of the run.
         log: name of Hydra's log, which a run has written before its summary.
         begun: whether Hydra may have written there by now, as in the folder of a sweep's job.
-        loggers: names of what loggers of the run write there, which a Trainer starts first.
+        also: names of what loggers of the run write there, which a Trainer starts first.
 
     Raises:
         FolderTakenError: if it may not.
     """
-    summary, ours = summary_or_none(folder), {LOCK, *loggers}
+    summary, ours = summary_or_none(folder), {LOCK, *also}
     if begun or (folder.path / LOCK).is_file():  # by a run that ended before its summary
         ours |= {HYDRA, RUN_YAML, log}
     if summary is None:
