@@ -78,6 +78,7 @@ class Cost:
         charges: charges of the judges.
         currency: name of the currency.
         measured: whether the time was measured, and not assumed.
+        money: wages and charges.
     """
 
     labels: int
@@ -85,12 +86,8 @@ class Cost:
     wages: float
     charges: float
     currency: str
-    measured: bool = False
-
-    @property
-    def money(self) -> float:
-        """Wages and charges."""
-        return self.wages + self.charges
+    measured: bool
+    money: float
 
     def __str__(self) -> str:
         """Return labels, hours and money in a line."""
@@ -194,7 +191,8 @@ def _cost(
     labels: int, seconds: float, charges: float, hparams: BudgetHparams, *, measured: bool
 ) -> Cost:
     hours = seconds / 3600
-    return Cost(labels, hours, hours * hparams.hourly_wage, charges, hparams.currency, measured)
+    wages = hours * hparams.hourly_wage
+    return Cost(labels, hours, wages, charges, hparams.currency, measured, wages + charges)
 
 
 def _margin_ranks(labels: Iterable[Label]) -> dict[str, dict[float, float]]:

@@ -13,7 +13,7 @@ import math
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +41,7 @@ GRID = 1000
 LIKELY = float(chi2.ppf(0.95, 1))
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """The accuracy that noise in the labels leaves possible.
-
-    Args:
-        single: ceiling for labels of one vote each, by the model; `single_low` to `single_high` is
-            a 95 % interval: of the shapes that are not unlikely.
-        agreement: how often two votes on one item agree.
-        lowest: bound on `single` that needs no model, from below: the agreement.
-        highest: the same from above, `(1 + sqrt(2 * agreement - 1)) / 2`.
-        majority: ceiling for labels that are the majority of n votes, by n; n = 1 is `single`.
-        shape: the model's one parameter.
-        num_items: number of items with at least two votes.
-    """
-
-    single: float
-    single_low: float
-    single_high: float
-    agreement: float
-    lowest: float
-    highest: float
-    majority: Mapping[int, float]
-    shape: float
-    num_items: int
-
-
-def estimate_ceiling(tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5)) -> Ceiling | None:
+def estimate_ceiling(tally: Tally) -> dict[str, Any] | None:
     """Return the ceiling from a few votes an item, None where no item has two.
 
     p is assumed to follow Beta(a, a): the position of a response carries no information. Its shape
@@ -77,26 +51,33 @@ def estimate_ceiling(tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5)) -
 
     Args:
         tally: votes for the first and for the second response of each item -> number of items.
-        majorities: numbers of votes whose majority is the label.
+
+    Returns:
+        `single`, the ceiling for labels of one vote each, by the model, with `single_low` to
+        `single_high`, a 95 % interval: of the shapes that are not unlikely; `agreement`, how often
+        two votes on one item agree; bounds on `single` that need no model, `lowest` (the agreement)
+        and `highest`, `(1 + sqrt(2 * agreement - 1)) / 2`; `majority`, the ceiling for labels that
+        are the majority of n votes, by n; `shape`, the model's one parameter; `num_items` with at
+        least two votes.
     """
     several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
     if not several:
         return None
     shape, num_items = fit_shape(several), sum(several.values())
     agree = (n * (comb(a, 2) + comb(b, 2)) / comb(a + b, 2) for (a, b), n in several.items())
-    agreement = sum(agree) / num_items
+    agreeing = sum(agree) / num_items
     low, high = _likely_shapes(several, shape)  # the larger, the nearer p is to one half
-    return Ceiling(
-        single=majority_ceiling(shape, 1),
-        single_low=majority_ceiling(high, 1),
-        single_high=majority_ceiling(low, 1),
-        agreement=agreement,
-        lowest=max(agreement, 0.5),
-        highest=(1.0 + math.sqrt(max(2.0 * agreement - 1.0, 0.0))) / 2.0,
-        majority={n: majority_ceiling(shape, n) for n in majorities},
-        shape=shape,
-        num_items=num_items,
-    )
+    return {
+        "single": majority_ceiling(shape, 1),
+        "single_low": majority_ceiling(high, 1),
+        "single_high": majority_ceiling(low, 1),
+        "agreement": agreeing,
+        "lowest": max(agreeing, 0.5),
+        "highest": (1.0 + math.sqrt(max(2.0 * agreeing - 1.0, 0.0))) / 2.0,
+        "majority": {n: majority_ceiling(shape, n) for n in (1, 3, 5)},
+        "shape": shape,
+        "num_items": num_items,
+    }
 
 
 def fit_shape(tally: Tally) -> float:
@@ -186,7 +167,6 @@ def people_figures(labels: Iterable[Label]) -> dict[str, Any] | None:
         return None
     votes = agreement.collect_votes(given)
     counts = votes.counts
-    ceiling = estimate_ceiling(_tally_sides(agreement.by_pair(given).values()))
     return {
         "labels": int(counts.sum()),
         "pairs": len(votes.items),
@@ -195,7 +175,7 @@ def people_figures(labels: Iterable[Label]) -> dict[str, Any] | None:
         "ties": float(counts[:, THREE.index("tie")].sum() / counts.sum()),
         "position_bias": asdict(agreement.position_bias(given)),
         "accuracy": agreement.dawid_skene(votes).accuracy,
-        "ceiling": None if ceiling is None else asdict(ceiling),
+        "ceiling": estimate_ceiling(_tally_sides(agreement.by_pair(given).values())),
     }
 
 
@@ -350,10 +330,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
             name: {"kept": sum(v.choice is not None for v in part), "left_out": left_out(part)}
             for name, part in (("train", collection.train), ("validation", collection.validation))
         },
-        "cost": {
-            name: asdict(cost) | {"money": cost.money}
-            for name, cost in (("before", collection.before), ("after", collection.after))
-        },
+        "cost": {"before": asdict(collection.before), "after": asdict(collection.after)},
         "people": people,
         # On held-out pairs alone: the others that people saw are those that annotators differ on.
         "annotators": all_annotators([*others, *on_held_out], collection.people),
