@@ -18,7 +18,6 @@ from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.records import SIDES, Label, Pair, completion_of, variables_of
 
 THREE = ("first", "second", "tie")
-MISSING = -1
 CONFIDENCE = 0.95
 
 
@@ -166,11 +165,11 @@ def agreement_with(labels: Iterable[Label], reference: Mapping[str, str]) -> Sha
     )
 
 
-def majority(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `[I]` the category with the most votes, `MISSING` where two share the lead."""
-    top = counts.max(1, keepdims=True)
-    alone = ((counts == top).sum(1) == 1) & (top[:, 0] > 0)
-    return np.where(alone, counts.argmax(1), MISSING)
+def majority(labels: Iterable[Label]) -> str | None:
+    """Return what most of a pair's labels say, None where there is none or two share the lead."""
+    votes = _count(labels)
+    top = [choice for choice, n in votes.items() if n == max(votes.values())]
+    return top[0] if len(top) == 1 else None
 
 
 Floats = NDArray[np.float64]
@@ -329,14 +328,14 @@ def aggregate(
         votes, theirs = _count(own), [label for label in own if label.annotator in first_asked]
         if pair.pair_id in posterior:
             likely = dict(zip(THREE, posterior[pair.pair_id], strict=True))
-            best = max(likely, key=lambda choice: likely[choice])
-            choice, why = _majority(Counter({best: 1}))
+            choice, why = _preferred(max(likely, key=lambda choice: likely[choice]))
             margin = abs(likely["first"] - likely["second"]) if choice else 0.0
         else:
-            choice, why = _majority(_count(theirs or own))
+            choice, why = _preferred(majority(theirs or own))
             if choice:
                 against = votes[SIDES[choice == "first"]]
                 margin = max(votes[choice] - against, 0) / votes.total()
+        why = why if own else NO_VOTE
         verdicts.append(Verdict(pair, choice, margin, votes, bool(theirs), why))
     return verdicts
 
@@ -377,15 +376,12 @@ def left_out(verdicts: Iterable[Verdict]) -> dict[str, int]:
     return dict(Counter(v.left_out for v in verdicts if v.left_out is not None))
 
 
-def _majority(votes: Counter[str]) -> tuple[Literal["first", "second"] | None, str | None]:
-    if not votes.total():
-        return None, NO_VOTE
-    top = [choice for choice, n in votes.items() if n == max(votes.values())]
-    if len(top) > 1:
+def _preferred(top: str | None) -> tuple[Literal["first", "second"] | None, str | None]:
+    if top is None:
         return None, NO_MAJORITY
-    if top[0] == "tie":
+    if top == "tie":
         return None, TIE
-    return ("first" if top[0] == "first" else "second"), None
+    return ("first" if top == "first" else "second"), None
 
 
 def _count(labels: Iterable[Label]) -> Counter[str]:

@@ -243,10 +243,7 @@ RecordT = TypeVar("RecordT")
 def to_row(record: Any) -> dict[str, Any]:
     """Return the record as plain JSON values, without keys that hold None and empty `columns`."""
     content = record if isinstance(record, dict) else asdict(record)
-    row = {key: value for key, value in content.items() if value is not None}
-    if not row.get("columns", True):
-        del row["columns"]
-    return row
+    return {k: v for k, v in content.items() if v is not None and (v or k != "columns")}
 
 
 def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> RecordT:

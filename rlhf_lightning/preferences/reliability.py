@@ -181,12 +181,8 @@ def people_figures(labels: Iterable[Label]) -> dict[str, Any] | None:
 
 def people_majority(labels: Iterable[Label]) -> dict[str, str]:
     """Return pair id -> what most people said, without the pairs on which they are divided."""
-    votes = agreement.collect_votes(labels)
-    return {
-        str(item): THREE[vote]
-        for item, vote in zip(votes.items, agreement.majority(votes.counts).tolist(), strict=True)
-        if vote >= 0
-    }
+    found = {pair: agreement.majority(own) for pair, own in agreement.by_pair(labels).items()}
+    return {pair: most for pair, most in found.items() if most is not None}
 
 
 def annotator_figures(labels: Sequence[Label], people: Judged) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import pytest
 from statsmodels.stats import inter_rater
 
 from rlhf_lightning.preferences.agreement import (
-    MISSING,
     cohen_kappa,
     collect_votes,
     fleiss_kappa,
@@ -87,8 +86,13 @@ def test_votes_are_one_an_annotator_and_pair_and_skips_are_none() -> None:
 
 
 def test_a_majority_is_alone_at_the_top() -> None:
-    counts = np.array([[2, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 2]])
-    assert majority(counts).tolist() == [0, MISSING, MISSING, 2]
+    def most(*choices: str) -> str | None:
+        return majority([label("p", str(i), choice) for i, choice in enumerate(choices)])
+
+    assert most("first", "first", "second") == "first"
+    assert most("first", "second") is None
+    assert most() is None
+    assert most("first", "second", "tie", "both_bad") == "tie"
 
 
 def test_position_bias_counts_what_was_shown_first_not_the_first_of_the_pair() -> None:
