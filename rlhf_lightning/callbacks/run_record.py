@@ -25,18 +25,12 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
+from rlhf_lightning.runs import summary as summaries
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
-from rlhf_lightning.runs.summary import (
-    GateResult,
-    Summary,
-    new_summary,
-    read_summary,
-    spent_seconds,
-    write_summary,
-)
+from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
 
 logger = logging.getLogger(__name__)
 Gates = tuple[GateResult, ...]
@@ -84,10 +78,10 @@ class RunRecord(Callback):
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
         self._started = time.perf_counter()
-        begun = new_summary(
+        begun = summaries.new_summary(
             stage, seed=pl_module.hparams.get("seed"), config_hash=None, title=title
         )
-        spent = {"total": spent_seconds(self.folder)} if resumes else {}
+        spent = {"total": summaries.spent_seconds(self.folder)} if resumes else {}
         about = about_run(pl_module, getattr(trainer, "datamodule", None))
         self._summary = replace(begun, seconds=spent, about=about)
         if trainer.is_global_zero:

@@ -12,11 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import Logger
 
 from rlhf_lightning.arguments import Count, CountOrZero, Line, PathOrName, checked
-from rlhf_lightning.callbacks.checkpointing import (
-    AtomicCheckpointIO,
-    IterationCheckpoint,
-    PatientStopping,
-)
+from rlhf_lightning.callbacks import checkpointing
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.exact_resume import RandomState
@@ -106,7 +102,7 @@ def trainer_arguments(
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
         "callbacks": [one for one in ours if keeps or not isinstance(one, Checkpoint)],
-        "plugins": [AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
+        "plugins": [checkpointing.AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
         "logger": _logger(run, logger) if isinstance(logger, str) else logger,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
@@ -135,7 +131,7 @@ def _saving(
 ) -> list[Callback]:
     """Return what saves checkpoints, and what ends the run early with the best of them."""
     if stops is None:
-        return [_made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)]
+        return [_made("checkpoint", checkpointing.IterationCheckpoint, run.checkpoints, **saving)]
     if not keeps:
         raise ValueError("early_stopping needs checkpoints: enable_checkpointing=False keeps none")
     stopping = {"patience": stops} if isinstance(stops, int) else stops
@@ -144,8 +140,8 @@ def _saving(
         saving |= {"monitor": watched, "mode": stopping.get("mode", "min")}
     # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
     usual = {"monitor": watched, "check_on_train_epoch_end": False}
-    ending = _made("early_stopping", PatientStopping, **{**usual, **stopping})
-    checkpoints = _made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)
+    ending = _made("early_stopping", checkpointing.PatientStopping, **{**usual, **stopping})
+    checkpoints = _made("checkpoint", checkpointing.IterationCheckpoint, run.checkpoints, **saving)
     return [checkpoints, ending]
 
 

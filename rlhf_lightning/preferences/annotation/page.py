@@ -24,13 +24,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from rlhf_lightning.preferences.annotation.store import (
-    LabelStore,
-    StoreError,
-    Task,
-    describe_agreement,
-    side_shown_first,
-)
+from rlhf_lightning.preferences.annotation import store as labels
+from rlhf_lightning.preferences.annotation.store import LabelStore, StoreError, Task
 from rlhf_lightning.preferences.records import SIDES, turns_of
 from rlhf_lightning.text.thoughts import Thoughts, shown
 
@@ -130,7 +125,7 @@ class Page:
         note = BEFORE if "before" in request.query_params else ""
         values: dict[str, Any] = {"rater": rater, "progress": progress, "note": note}
         if task is None:
-            return self._render("done", agreement=describe_agreement(self._store), **values)
+            return self._render("done", agreement=labels.describe_agreement(self._store), **values)
         return self._render("pair", **values, **task_values(task, self._thoughts))
 
     async def start(self, request: Request) -> Response:
@@ -151,7 +146,7 @@ class Page:
         if not rater or answer not in [name for name, _, _ in BUTTONS]:
             return self._render("message", 400, message="That was not saved. Load the page again.")
         if answer in ("left", "right"):
-            is_first = (answer == "left") == (side_shown_first(rater, pair_id) == "first")
+            is_first = (answer == "left") == (labels.side_shown_first(rater, pair_id) == "first")
             answer = "first" if is_first else "second"
         reason = form.get("reason", "")[:LONGEST_REASON]
         is_new = self._store.label(rater, pair_id, answer, reason=reason)  # type: ignore[arg-type]
