@@ -79,10 +79,8 @@ class PeriodicEvaluation(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if not isinstance(data, RecordDataModule):
             raise TypeError("PeriodicEvaluation needs fit(module, datamodule=PromptDataModule)")
-        seed = pl_module.hparams.get("seed", 1)
-        self.comparison = comparison_of(
-            pl_module, data, scorer=pl_module.scorer, seed=seed, **self._asked
-        )
+        asked = self._asked | {"seed": pl_module.hparams.get("seed", 1)}
+        self.comparison = comparison_of(pl_module, data, scorer=pl_module.scorer, **asked)
         if self.comparison is None:
             raise ValueError("PeriodicEvaluation: no prompt of the data is held out")
 

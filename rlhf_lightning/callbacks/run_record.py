@@ -78,9 +78,8 @@ class RunRecord(Callback):
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
         self._started = time.perf_counter()
-        begun = summaries.new_summary(
-            stage, seed=pl_module.hparams.get("seed"), config_hash=None, title=title
-        )
+        seed = pl_module.hparams.get("seed")
+        begun = summaries.new_summary(stage, seed=seed, config_hash=None, title=title)
         spent = {"total": summaries.spent_seconds(self.folder)} if resumes else {}
         about = about_run(pl_module, getattr(trainer, "datamodule", None))
         self._summary = replace(begun, seconds=spent, about=about)

@@ -134,10 +134,8 @@ def rollout_values(rollout: RolloutBatch) -> dict[str, list[float]]:
     `score` (unshaped, NaN where the scorer does not apply), `length` (response tokens) and, where a
     prompt has several responses, `groups`: how many each prompt has, in order.
     """
-    values = {
-        "score": rollout.known_scores.tolist(),
-        "length": rollout.response_mask.sum(1).tolist(),
-    }
+    lengths = rollout.response_mask.sum(1).tolist()
+    values = {"score": rollout.known_scores.tolist(), "length": lengths}
     groups = rollout.group_ids.unique_consecutive(return_counts=True)[1].tolist()
     return values if len(groups) == len(rollout) else values | {"groups": groups}
 

@@ -374,11 +374,8 @@ def rollout_histograms(
             were none.
     """
     mask = rollout.response_mask
-    values = {
-        "scores": rollout.known_scores,
-        "advantages": rollout.advantages[mask],
-        "lengths": mask.sum(1),
-    }
+    values = {"scores": rollout.known_scores, "advantages": rollout.advantages[mask]}
+    values["lengths"] = mask.sum(1)
     numbers = {name: tensor.detach().float().cpu() for name, tensor in values.items()}
     finite = {name: each[each.isfinite()].tolist() for name, each in numbers.items()}
     found = {k: wandb.Histogram(each, num_bins=NUM_BINS) for k, each in finite.items() if each}

@@ -262,11 +262,8 @@ class Panel:
             ValueError: if a pair needs more people than there are.
         """
         shares = self.shares(asked)
-        return [
-            label
-            for member in self.members
-            for label in label_pairs(member, shares[member.name], journal)
-        ]
+        own = (label_pairs(member, shares[member.name], journal) for member in self.members)
+        return [label for labels in own for label in labels]
 
     def shares(self, asked: Asked) -> Mapping[str, list[Pair]]:
         """Return the pairs that each member looks at."""

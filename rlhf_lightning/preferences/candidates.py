@@ -253,9 +253,8 @@ def sample_candidates(
             done[unit.name] = {"unit": unit.name, "plan": plan, "answers": answers}
             journal.append([done[unit.name]])
         del policy
-    return [
-        c for unit in todo for c in _candidates(unit, done[unit.name]["answers"], prompts, sampling)
-    ]
+    own = (_candidates(unit, done[unit.name]["answers"], prompts, sampling) for unit in todo)
+    return [candidate for candidates in own for candidate in candidates]
 
 
 def collect_candidates(
@@ -323,10 +322,8 @@ def _encode(
         if prompt.rendered and control.spelled_in(prompt.prompt):
             told = f"prompt {number} is rendered and spells special tokens"
             raise ValueError(f"{told}: give it as a conversation")
-    encoder = TextEncoder(tokenizer)
-    return [
-        encode_prompt(prompt, encoder, max_length=sampling.max_prompt_length) for prompt in prompts
-    ]
+    encoder, longest = TextEncoder(tokenizer), sampling.max_prompt_length
+    return [encode_prompt(prompt, encoder, max_length=longest) for prompt in prompts]
 
 
 def _answer(

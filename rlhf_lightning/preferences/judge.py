@@ -300,9 +300,7 @@ class JudgeAnnotator:
             AnnotationError: if the service fails, most replies cannot be read, or `max_cost` is
                 reached.
         """
-        todo = [
-            (p, order) for p in pairs for order in SIDES if (p.pair_id, order) not in self._known
-        ]
+        todo = [(p, side) for p in pairs for side in SIDES if (p.pair_id, side) not in self._known]
         if todo:
             self._ask_all(todo)
         return [self._label(pair) for pair in pairs]

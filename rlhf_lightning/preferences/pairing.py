@@ -122,12 +122,8 @@ def _most_different(answers: Sequence[Candidate]) -> list[Couple]:
 def _best_against_worst(answers: Sequence[Candidate], score: ScoreFunction) -> list[Couple]:
     scored = [(score(readable(a.prompt), a.response), a.response_id, a) for a in answers]
     ranked = sorted(scored, key=lambda item: item[:2], reverse=True)
-    half = len(ranked) // 2
-    return [
-        (best[2], worst[2])
-        for best, worst in zip(ranked[:half], ranked[::-1], strict=False)
-        if best[0] > worst[0]
-    ]
+    couples = zip(ranked[: len(ranked) // 2], ranked[::-1], strict=False)
+    return [(best[2], worst[2]) for best, worst in couples if best[0] > worst[0]]
 
 
 # (prompt, response) pairs -> the score of each, None where there is none.

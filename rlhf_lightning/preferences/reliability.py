@@ -136,10 +136,7 @@ def expected_correct(tally: Tally, shape: float) -> float:
         shape: parameter a, from `fit_shape`.
     """
     decided = {votes: n for votes, n in tally.items() if votes[0] != votes[1]}
-    right = [
-        n * float(beta.sf(0.5, shape + max(votes), shape + min(votes)))
-        for votes, n in decided.items()
-    ]
+    right = [n * float(beta.sf(0.5, shape + max(v), shape + min(v))) for v, n in decided.items()]
     return sum(right) / sum(decided.values()) if decided else math.nan
 
 

@@ -388,9 +388,8 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
         values = [row[key] for row in rows if key in row]
         if values and values[-1] == values[-1]:
             references.append((label, values[-1]))
-    chart = line_chart(
-        about.label, series, unit=about.unit, band=about.healthy, references=references
-    )
+    look: dict[str, Any] = {"unit": about.unit, "band": about.healthy, "references": references}
+    chart = line_chart(about.label, series, **look)
     if not chart:
         return None
     finite = [value for _, value in series[-1].points if math.isfinite(value)]

@@ -163,9 +163,7 @@ def curves_of(runs: Sequence[Run]) -> list[Figure]:
     every = (name for group in lines.values() for rows in group for row in rows for name in row)
     found, labels = [], list(lines)
     for name in looked_at_first(dict.fromkeys(every))[:NUM_CURVES]:
-        series = [
-            _line(label, [_points(rows, name) for rows in group]) for label, group in lines.items()
-        ]
+        series = [_line(key, [_points(rows, name) for rows in own]) for key, own in lines.items()]
         about = quantity(name)
         if chart := line_chart(about.label, series, unit=about.unit, band=about.healthy):
             found.append(Figure(capitalized(about.label), chart, code=name, legends=labels))

@@ -134,12 +134,8 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
         own = RunFolder(folder.path / name)
         part, _, title = name.partition("/")
         title = f"{part.replace('_', ' ')}, {title}" if several else title
-        card: dict[str, Any] = {
-            "name": name,
-            "waits": begun,
-            "picture": None,
-            "linked": own.report.is_file(),
-        }
+        card: dict[str, Any] = {"name": name, "waits": begun, "picture": None}
+        card["linked"] = own.report.is_file()
         if own.summary.is_file():
             found = read_summary(own)
             begun = "" if found.status == "completed" and found.passed else name

@@ -75,9 +75,8 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     name = next(whose, "score")
     keys = (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))
     judged = {k: [own.get(key) for key in keys] for k, own in rounds.items()}
-    columns = {
-        n: quantity(f"val/{n}") for n in _ROUND_COLUMNS if any(n in own for own in rounds.values())
-    }
+    known = {name for own in rounds.values() for name in own}
+    columns = {n: quantity(f"val/{n}") for n in _ROUND_COLUMNS if n in known}
     judge = _ROUND_JUDGES.get(name, "the score")
     return render("rounds.html", judge=judge, rates=judged, columns=columns, rounds=rounds)
 

@@ -64,9 +64,8 @@ def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.e
         return float(environment[SLURM_END])
     found = _DURATION.fullmatch(text.strip())
     if found and any(found.groups()):
-        return started + sum(
-            int(number or 0) * unit for number, unit in zip(found.groups(), _SECONDS, strict=True)
-        )
+        parts = zip(found.groups(), _SECONDS, strict=True)
+        return started + sum(int(number or 0) * unit for number, unit in parts)
     try:
         moment = datetime.fromisoformat(text).timestamp()
     except ValueError as error:

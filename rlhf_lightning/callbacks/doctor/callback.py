@@ -184,9 +184,7 @@ class Doctor(Callback):
         if first.untrained and trainer.is_global_zero:
             share = f"{100 * first.entropy_share:.0f} % of the entropy of an even choice"
             logger.warning(f"preflight: the policy is untrained ({share}): is artifacts.sft right?")
-        failed = [
-            f"{check.name}: {check.found}. {check.fix}" for check in checks if not check.passed
-        ]
+        failed = [f"{one.name}: {one.found}. {one.fix}" for one in checks if not one.passed]
         if failed:
             raise rollouts.PreflightError(f"doctor.preflight=true failed: {'; '.join(failed)}")
 
