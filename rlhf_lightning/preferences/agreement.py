@@ -158,11 +158,8 @@ def position_bias(labels: Iterable[Label]) -> Share:
 
 def agreement_with(labels: Iterable[Label], reference: Mapping[str, str]) -> Share:
     """Return how often labels agree with `reference` {pair id: choice}, where both took a side."""
-    return Share.among(
-        label.choice == reference[label.pair_id]
-        for label in labels
-        if label.choice in SIDES and reference.get(label.pair_id) in SIDES
-    )
+    both = [(label.choice, reference.get(label.pair_id)) for label in labels]
+    return Share.among(own == known for own, known in both if own in SIDES and known in SIDES)
 
 
 def majority(labels: Iterable[Label]) -> str | None:

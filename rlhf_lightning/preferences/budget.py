@@ -17,6 +17,8 @@ from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
+Labels = Mapping[str, Sequence[Label]]  # by pair
+
 
 @dataclass(frozen=True)
 class BudgetHparams(Checked):
@@ -113,11 +115,7 @@ def choose_validation(pairs: Sequence[Pair], hparams: BudgetHparams) -> set[str]
 
 
 def route(
-    pairs: Sequence[Pair],
-    automatic: Mapping[str, Sequence[Label]],
-    hparams: BudgetHparams,
-    *,
-    validation: Iterable[str],
+    pairs: Sequence[Pair], automatic: Labels, hparams: BudgetHparams, *, validation: Iterable[str]
 ) -> Routing:
     """Return who labels what: pairs on which rules and judges are most certain stay with them.
 
@@ -143,7 +141,7 @@ def route(
     )
 
 
-def certainty(automatic: Mapping[str, Sequence[Label]]) -> dict[str, float]:
+def certainty(automatic: Labels) -> dict[str, float]:
     """Return how sure rules and judges are of each pair together, 0 to 1.
 
     Each annotator that takes a side adds or takes away 1/2, and up to 1/2 more by the rank of its

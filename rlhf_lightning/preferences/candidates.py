@@ -342,14 +342,10 @@ def _answer(
     generator.decoding = decoding = sampling.decodings[unit.decoding]
     place = unit.policy * len(sampling.decodings) + unit.decoding
     batch: PromptBatch = PromptCollator(generator.pad_token_id)(rows).to(policy.model.device)
+    noise, longest = RowNoise(sampling.seed, "candidates", place), sampling.max_new_tokens
+    how: dict[str, Any] = {"temperature": decoding.temperature, "max_new_tokens": longest}
     with torch.no_grad(), policy.model.generating() as model:
-        generation = generator(
-            model,
-            batch,
-            noise=RowNoise(sampling.seed, "candidates", place),
-            temperature=decoding.temperature,
-            max_new_tokens=sampling.max_new_tokens,
-        )
+        generation = generator(model, batch, noise=noise, **how)
     skip = sampling.skip_special_tokens
     answers = make_responses(batch, generation, policy.tokenizer, skip_special_tokens=skip)
     numbers = [row_id // sampling.num_samples for _, row_id in rows]
@@ -361,11 +357,8 @@ def _answer(
 def _candidates(
     unit: Unit, answers: Sequence[Any], prompts: Sequence[PromptRecord], sampling: Sampling
 ) -> Iterator[Candidate]:
-    same: dict[str, Any] = {
-        "model": list(sampling.policies)[unit.policy],
-        "settings": sampling.decodings[unit.decoding].settings,
-        "seed": sampling.seed,
-    }
+    model, way = list(sampling.policies)[unit.policy], sampling.decodings[unit.decoding]
+    same: dict[str, Any] = {"model": model, "settings": way.settings, "seed": sampling.seed}
     for number, text, end in answers:
         asked = prompts[number]
         given = {**asked.columns, **as_columns(asked.variables)}

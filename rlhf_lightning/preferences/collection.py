@@ -200,12 +200,9 @@ class Lab:
         texts: dict[bool, dict[str, str]] = {True: {}, False: {}}
         for pair in made:
             texts[pair.prompt_id in withheld][pair.prompt_id] = readable(pair.prompt)
-        found = pairing.near_duplicates(
-            list(texts[False].values()),
-            list(texts[True].values()),
-            threshold=self.hparams.near_duplicate,
-            n=self.hparams.near_duplicate_n,
-        )
+        least, n = self.hparams.near_duplicate, self.hparams.near_duplicate_n
+        train, held = (list(texts[is_held].values()) for is_held in (False, True))
+        found = pairing.near_duplicates(train, held, threshold=least, n=n)
         names = list(texts[False])
         removed = {names[number] for number, _, _ in found}
         no_training = withheld | removed

@@ -225,11 +225,8 @@ def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> 
     account = given.get("completed_by")
     if isinstance(account, Mapping):
         account = account.get("email") or account.get("id")
-    values: dict[str, Any] = {
-        "annotator": source if account is None else str(account),
-        "kind": "person",
-        "order": "first",
-    }
+    name = source if account is None else str(account)
+    values: dict[str, Any] = {"annotator": name, "kind": "person", "order": "first"}
     values |= {k: v for k, v in (given.get("rlhf") or {}).items() if k in LABEL_STUDIO_KEYS}
     return Label(
         pair.pair_id,

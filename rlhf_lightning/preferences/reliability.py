@@ -82,12 +82,8 @@ def estimate_ceiling(tally: Tally) -> dict[str, Any] | None:
 
 def fit_shape(tally: Tally) -> float:
     """Return the shape a of Beta(a, a) under which the votes are likeliest."""
-    found = minimize_scalar(
-        lambda log_shape: -_log_likelihood(tally, log_shape),
-        bounds=LOG_SHAPES,
-        method="bounded",
-        options={"xatol": 1e-6},
-    )
+    how: dict[str, Any] = {"bounds": LOG_SHAPES, "method": "bounded", "options": {"xatol": 1e-6}}
+    found = minimize_scalar(lambda log_shape: -_log_likelihood(tally, log_shape), **how)
     return math.exp(float(found.x))
 
 
@@ -219,11 +215,8 @@ def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[dict[
 
 def verdicts_agree(verdicts: Iterable[Verdict], people: Judged) -> Share:
     """Return how often verdicts name the side that most people are on, where both take one."""
-    return Share.among(
-        v.choice == people[v.pair.pair_id]
-        for v in verdicts
-        if v.choice is not None and people.get(v.pair.pair_id) in SIDES
-    )
+    both = [(v.choice, people.get(v.pair.pair_id)) for v in verdicts]
+    return Share.among(own == most for own, most in both if own is not None and most in SIDES)
 
 
 def label_ceiling(
@@ -251,11 +244,8 @@ def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]
         verdicts: verdicts on any pairs.
         truth: pair id -> first minus second, in units of the gold reward; 0 counts nowhere.
     """
-    return Share.among(
-        (v.choice == "first") == (truth[v.pair.pair_id] > 0)
-        for v in verdicts
-        if v.choice is not None and truth.get(v.pair.pair_id)
-    )
+    known = [(v.choice, truth.get(v.pair.pair_id, 0.0)) for v in verdicts if v.choice is not None]
+    return Share.among((choice == "first") == (gap > 0) for choice, gap in known if gap)
 
 
 def write_collection(
@@ -298,7 +288,7 @@ def copy_collection(source: Path, target: Path) -> None:
 
 def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, Any]:
     """Return every figure of a collection, as plain values; see docs/preferences.md."""
-    routing = collection.routing
+    routing, asked, dropped = collection.routing, collection.num_candidates, collection.dropped
     held_out = {pair.pair_id for pair in routing.validation}
     theirs = [x for x in collection.labels if x.annotator in collection.people]
     on_held_out = [x for x in theirs if x.pair_id in held_out]
@@ -308,11 +298,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     automatic = agreement.aggregate(routing.validation, others, people=())
     agrees = verdicts_agree(automatic, people_majority(on_held_out))
     figures: dict[str, Any] = {
-        "candidates": {
-            "asked": collection.num_candidates,
-            "usable": collection.num_candidates - sum(collection.dropped.values()),
-            "dropped": collection.dropped,
-        },
+        "candidates": {"asked": asked, "usable": asked - sum(dropped.values()), "dropped": dropped},
         "pairs": {
             "automatic": len(routing.automatic),
             "people": len(routing.people),

@@ -180,14 +180,9 @@ def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:
     for counts in counted:
         tops = [(edge, counts[place]) for place in range(low, high) for edge in (place, place + 1)]
         areas.append([(edge * step - shift, count) for edge, count in [(low, 0), *tops, (high, 0)]])
-    return render(
-        "chart.svg",
-        title=title,
-        frame=frame,
-        rows=_labelled(ticks, ""),
-        columns=_counted(frame) if shift else _labelled(frame.columns, ""),
-        areas=areas,
-    )
+    columns = _counted(frame) if shift else _labelled(frame.columns, "")
+    axes = {"frame": frame, "rows": _labelled(ticks, ""), "columns": columns}
+    return render("chart.svg", title=title, areas=areas, **axes)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

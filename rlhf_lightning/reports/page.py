@@ -243,11 +243,8 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
     parts = [(f"t{index}", *part) for index, part in enumerate(shown)]
     label = "reading data, checkpoints, logs" if "fit" in seconds else "everything else"
     parts.append(("rest", label, whole - sum(value for _, value in shown)))
-    told = [
-        (css, label, value / whole, f"{duration(value)} · {percent(value / whole)}")
-        for css, label, value in parts
-        if value > _LEAST_SHARE * whole
-    ]
+    kept = [part for part in parts if part[2] > _LEAST_SHARE * whole]
+    told = [(css, of, s / whole, f"{duration(s)} · {percent(s / whole)}") for css, of, s in kept]
     return render("times.html", whole=whole, parts=told)
 
 

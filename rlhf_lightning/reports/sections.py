@@ -258,11 +258,8 @@ def marked(before: str, after: str) -> tuple[Markup, Markup]:
 def _in_common(old: list[str], new: list[str], matcher: SequenceMatcher[str]) -> float:
     """Return the share of words that both have, in the same order."""
     words = sum(bool(_WORD.match(piece)) for piece in (*old, *new))
-    same = sum(
-        bool(_WORD.match(piece))
-        for block in matcher.get_matching_blocks()
-        for piece in old[block.a : block.a + block.size]
-    )
+    shared = (old[block.a : block.a + block.size] for block in matcher.get_matching_blocks())
+    same = sum(bool(_WORD.match(piece)) for pieces in shared for piece in pieces)
     return 2 * same / max(words, 1)
 
 

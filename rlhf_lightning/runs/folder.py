@@ -192,11 +192,8 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
         # A line counts when its end was written.
         lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
         header = lines[0] if lines else [ITERATION]
-        rows = [
-            {name: float(cell) for name, cell in zip(header, line, strict=True) if cell != ""}
-            for line in lines[1:]
-            if len(line) == len(header)
-        ]
+        whole = (zip(header, line, strict=True) for line in lines[1:] if len(line) == len(header))
+        rows = [{name: float(cell) for name, cell in line if cell != ""} for line in whole]
         if header[0] != ITERATION or not all(ITERATION in row for row in rows):
             raise ValueError("not each row begins with its iteration")
     except (ValueError, csv.Error) as error:

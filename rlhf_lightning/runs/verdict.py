@@ -244,11 +244,8 @@ def _facts(metrics: Metrics) -> dict[str, Fact]:
     best_of = [f"best_of/{n}/{what}" for n in catalog.best_of_counts(metrics) for what in _BEST_OF]
     benchmark = [name for name in metrics if name.startswith("benchmark/")]
     benchmark = [n for n in benchmark if not catalog.whole_key(n).endswith(("_low", "_high"))]
-    return {
-        name: _fact(metrics, name, value)
-        for name in (*best_of, *benchmark, *_BESIDE)
-        if (value := figure(metrics, name)) is not None
-    }
+    values = {name: figure(metrics, name) for name in (*best_of, *benchmark, *_BESIDE)}
+    return {n: _fact(metrics, n, value) for n, value in values.items() if value is not None}
 
 
 def _fact(metrics: Metrics, name: str, value: float) -> Fact:
