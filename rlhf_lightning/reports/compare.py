@@ -154,12 +154,11 @@ def curves_of(runs: Sequence[Run]) -> list[Figure]:
     for run in runs:
         others = _named(item for item in run.settings.items() if item[0] != "seed")
         groups.setdefault(others if "seed" in run.settings else run.label, []).append(run)
-    lines = {
-        group[0].label if len(group) == 1 else f"{others or 'all runs'}, {len(group)} seeds": [
-            read_metrics(run.folder.metrics) for run in group
-        ]
-        for others, group in groups.items()
-    }
+    lines = {}
+    for others, group in groups.items():
+        several = f"{others or 'all runs'}, {len(group)} seeds"
+        label = group[0].label if len(group) == 1 else several
+        lines[label] = [read_metrics(run.folder.metrics) for run in group]
     every = (name for group in lines.values() for rows in group for row in rows for name in row)
     found, labels = [], list(lines)
     for name in looked_at_first(dict.fromkeys(every))[:NUM_CURVES]:

@@ -212,10 +212,8 @@ def pairs_section(lines: Lines) -> str:
     margins = _numbers(pairs[-1]["margin"]) if pairs else []
     if not margins:
         return ""
-    parts = {
-        "ranked right": [margin for margin in margins if margin > 0],
-        "ranked wrong": [margin for margin in margins if margin <= 0],
-    }
+    above, below = ([m for m in margins if (m > 0) is right] for right in (True, False))
+    parts = {"ranked right": above, "ranked wrong": below}
     mean = f"mean {number(fmean(margins))}"
     figure = Figure("Margin", histogram("margin", parts), now=mean, legends=list(parts))
     rows, wrong = pairs[-1]["reliability"], pairs[-1]["wrong"]

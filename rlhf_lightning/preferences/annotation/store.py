@@ -334,11 +334,7 @@ def describe_store(store: LabelStore) -> str:
     """Return progress, agreement and everybody's number of labels, as lines for a terminal."""
     progress, imports = store.progress(), ", ".join(store.noted("import %"))
     total = f"{store.path}: {progress.done} of {progress.wanted} labels"
+    total += f", pairs of {imports}" if imports else ""
     counts = Counter(label.annotator for label in store.labels() if label.choice != "skip")
-    return "\n".join(
-        [
-            total + (f", pairs of {imports}" if imports else ""),
-            describe_agreement(store),
-            *(f"{name}: {count} labels" for name, count in counts.items()),
-        ]
-    )
+    own = (f"{name}: {count} labels" for name, count in counts.items())
+    return "\n".join([total, describe_agreement(store), *own])
