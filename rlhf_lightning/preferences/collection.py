@@ -175,14 +175,9 @@ class Lab:
         kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished
         )
-        pairs = pairing.make_pairs(
-            kept,
-            method=self.hparams.pairing,
-            per_prompt=self.hparams.pairs_per_prompt,
-            num_pairs=None,
-            seed=self.hparams.seed,
-            score=self.score,
-        )
+        rule = self.hparams
+        how: dict[str, Any] = {"method": rule.pairing, "per_prompt": rule.pairs_per_prompt}
+        pairs = pairing.make_pairs(kept, seed=rule.seed, score=self.score, **how)
         if not pairs:
             raise ValueError(f"no prompt has two different responses ({usable}): {ADVICE}")
         if self.say is not None:

@@ -228,14 +228,9 @@ def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> 
     name = source if account is None else str(account)
     values: dict[str, Any] = {"annotator": name, "kind": "person", "order": "first"}
     values |= {k: v for k, v in (given.get("rlhf") or {}).items() if k in LABEL_STUDIO_KEYS}
-    return Label(
-        pair.pair_id,
-        choice=choice,
-        created=given.get("created_at") or now,
-        seconds=given.get("lead_time"),
-        reason="\n".join(parts.get("textarea", {}).get("text") or ()) or None,
-        **values,
-    )
+    values |= {"created": given.get("created_at") or now, "seconds": given.get("lead_time")}
+    reason = "\n".join(parts.get("textarea", {}).get("text") or ()) or None
+    return Label(pair.pair_id, choice=choice, reason=reason, **values)
 
 
 @contextmanager

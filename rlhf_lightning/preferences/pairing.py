@@ -33,7 +33,7 @@ def make_pairs(
     *,
     method: Pairing,
     per_prompt: int,
-    num_pairs: int | None,
+    num_pairs: int | None = None,
     seed: int,
     score: ScoreFunction | None = None,
 ) -> list[Pair]:
@@ -82,15 +82,8 @@ def place_couple(couple: Couple, seed: int) -> Pair:
     a, b = sorted(couple, key=lambda candidate: candidate.response_id)
     if split_fraction(f"{a.response_id}/{b.response_id}", seed) < 0.5:
         a, b = b, a
-    return Pair.make(
-        a.prompt,
-        a.response,
-        b.response,
-        domain=a.domain,
-        first_source=a.source,
-        second_source=b.source,
-        columns=a.columns,
-    )
+    others = {"first_source": a.source, "second_source": b.source, "columns": a.columns}
+    return Pair.make(a.prompt, a.response, b.response, domain=a.domain, **others)
 
 
 def _random(answers: Sequence[Candidate], count: int, rng: Random) -> list[Couple]:

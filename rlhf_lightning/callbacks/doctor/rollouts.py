@@ -90,28 +90,14 @@ def all_records(
     rollout: RolloutBatch, answers: Responses, refusals: Refusals, seconds: Sequence[float] | None
 ) -> list[ResponseRecord]:
     """Return one record per response of all ranks, in the order of the ranks."""
-    surplus, squares = token_surplus(rollout)
-    mask = rollout.response_mask.cpu()
-    responses = rollout.response_tensors.cpu()
-    columns = zip(
-        rollout.row_ids.tolist(),
-        rollout.group_ids.tolist(),
-        rollout.domains,
-        rollout.known_scores.tolist(),
-        [tuple(ids[m].tolist()) for ids, m in zip(responses, mask, strict=True)],
-        surplus.tolist(),
-        squares.tolist(),
-        answers.completions,
-        [None] * len(rollout) if seconds is None else seconds,
-        strict=True,
-    )
-    own = [
-        ResponseRecord(
-            row_id, group_id, domain, score, len(ids), ids, total, square, second,
-            refusals.judge(domain, text),
-        )
-        for row_id, group_id, domain, score, ids, total, square, text, second in columns
-    ]  # fmt: skip
+    responses = zip(rollout.response_tensors.cpu(), rollout.response_mask.cpu(), strict=True)
+    tokens = [tuple(ids[mask].tolist()) for ids, mask in responses]
+    numbers = (rollout.row_ids, rollout.group_ids, rollout.known_scores, *token_surplus(rollout))
+    rows, groups, scores, *surplus = (each.tolist() for each in numbers)
+    two = [None] * len(rollout) if seconds is None else seconds
+    refused = map(refusals.judge, rollout.domains, answers.completions)
+    first: tuple[Any, ...] = (rows, groups, rollout.domains, scores, map(len, tokens), tokens)
+    own = [ResponseRecord(*row) for row in zip(*first, *surplus, two, refused, strict=True)]
     return [record for records in gathered(own) for record in records]
 
 

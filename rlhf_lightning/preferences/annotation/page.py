@@ -225,14 +225,8 @@ def serve(
         listening.bind(("127.0.0.1", port))
         listening.listen()
         port = listening.getsockname()[1]
-        config = uvicorn.Config(
-            Page(store, port, **settings).app(),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=5,
-        )
+        app = Page(store, port, **settings).app()
+        how: dict[str, Any] = {"access_log": False, "server_header": False, "lifespan": "off"}
+        how |= {"log_level": "warning", "ws": "none", "timeout_graceful_shutdown": 5}
         announce(f"http://127.0.0.1:{port}/?token={store.token}")
-        uvicorn.Server(config).run(sockets=[listening])
+        uvicorn.Server(uvicorn.Config(app, **how)).run(sockets=[listening])

@@ -209,16 +209,9 @@ class LabelStore:
             gone = "DELETE FROM shown WHERE annotator = ? AND pair_id = ? RETURNING since"
             row = db.execute(gone, (rater, pair_id)).fetchall()
             took = now - row[0]["since"] if row else SHOWN_SECONDS
-            label = Label(
-                pair_id,
-                rater,
-                choice,
-                "person",
-                side_shown_first(rater, pair_id),
-                iso_time(now),
-                seconds=round(took, 3) if 0 <= took < SHOWN_SECONDS else None,
-                reason=(reason or "").strip() or None,
-            )
+            seconds = round(took, 3) if 0 <= took < SHOWN_SECONDS else None
+            side, why = side_shown_first(rater, pair_id), (reason or "").strip() or None
+            label = Label(pair_id, rater, choice, "person", side, iso_time(now), seconds, why)
             return self._insert(db, label, at_page=True)
 
     def undo(self, rater: str) -> bool:
