@@ -63,9 +63,9 @@ def describe(
         pairs: that it was asked about.
         people: pair id -> what most of them said.
     """
-    judged = asdict(judge_figures(judgements))
+    judged = judge_figures(judgements)
     shares = {key: judged[key] for key in ("shown_first_wins", "consistent")}
-    beside = asdict(annotator_figures(labels, people))
+    beside = annotator_figures(labels, people)
     orders = {}
     for order in SIDES:
         own = [j for j in judgements if j.order == order and j.verdict in SIDES]

@@ -38,10 +38,10 @@ def describe(judged: JudgedSet) -> dict[str, Any]:
     """Return agreement, quality, ceiling and what the votes come to, by each way to weigh them."""
     people = people_figures(judged.labels)
     assert people is not None
-    shape = people.ceiling.shape if people.ceiling else None
+    shape = people["ceiling"]["shape"] if people["ceiling"] else None
     given = [label.annotator for label in judged.labels]
     quality = sorted(
-        value for name, value in people.accuracy.items() if given.count(name) >= FEWEST_VOTES
+        value for name, value in people["accuracy"].items() if given.count(name) >= FEWEST_VOTES
     )
     rows = np.array(judged.row_counts)
     figures: dict[str, Any] = {
@@ -52,12 +52,12 @@ def describe(judged: JudgedSet) -> dict[str, Any]:
         },
         "pairs": len(judged.pairs),
         "left_out": dict(judged.left_out),
-        "labels": people.labels,
-        "annotators": len(people.accuracy),
-        "ties": people.ties,
-        "raw_agreement": people.raw_agreement,
-        "fleiss_kappa": people.fleiss_kappa,
-        "ceiling": None if people.ceiling is None else asdict(people.ceiling),
+        "labels": people["labels"],
+        "annotators": len(people["accuracy"]),
+        "ties": people["ties"],
+        "raw_agreement": people["raw_agreement"],
+        "fleiss_kappa": people["fleiss_kappa"],
+        "ceiling": people["ceiling"],
         "rater_quality": {
             "annotators": len(quality),
             "quartiles": [quality[round(q * (len(quality) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)],

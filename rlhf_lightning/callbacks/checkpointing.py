@@ -25,31 +25,17 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rlhf_lightning.arguments import Above0, Count, CountOrZero, Name, checked
-from rlhf_lightning.callbacks.iterations import (
-    VALIDATION,
-    current_iteration,
-    fresh_metrics,
-    is_last_iteration,
-    last_iteration,
-    out_of_time,
-    reopen_epoch,
-    validates,
-    validation_follows,
-)
+from rlhf_lightning.callbacks import iterations
+from rlhf_lightning.callbacks.iterations import VALIDATION, current_iteration, fresh_metrics
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max, rank
 from rlhf_lightning.modules.checkpoint_state import log_changed
+from rlhf_lightning.runs import stopping
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.resume import checkpoint_iteration
-from rlhf_lightning.runs.stopping import (
-    STOP_SIGNALS,
-    RunStoppedError,
-    SaveClock,
-    SignalWatch,
-    deadline,
-)
+from rlhf_lightning.runs.stopping import STOP_SIGNALS, RunStoppedError, SaveClock, SignalWatch
 
 logger = logging.getLogger(__name__)
 # The larger, the more it asks for; what one rank says is done by all.
@@ -81,10 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
     def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any | None = None,
-        weights_only: bool | None = None,
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint; it is read as data, whatever is asked for."""
         if Path(path).is_dir():
@@ -160,7 +143,7 @@ class IterationCheckpoint(Checkpoint):
         end = None
         if must_save_by is not None:
             try:
-                end = deadline(must_save_by, started=started or time.time())
+                end = stopping.deadline(must_save_by, started=started or time.time())
             except ValueError as error:
                 raise ValueError(f"IterationCheckpoint.must_save_by={error}") from error
         self.clock = SaveClock(every_minutes=every_minutes, deadline=end)
@@ -191,25 +174,19 @@ class IterationCheckpoint(Checkpoint):
         """
         self.ended_with = None
         others: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in others if _may_stop_early(trainer) else ():
-            if isinstance(callback, WeightAveraging):
-                name = type(callback).__name__
-                raise ValueError(f"early_stopping ends with the best weights, not {name}'s average")
-        if self._waits_for_validation and not validates(trainer):
-            raise ValueError(
-                f"IterationCheckpoint.monitor={self.monitor!r}, but this run does not validate: "
-                "monitor what training logs, or null; or hold rows out (validation_fraction)"
-            )
+        averages = [type(one).__name__ for one in others if isinstance(one, WeightAveraging)]
+        if averages and _may_stop_early(trainer):
+            raise ValueError(f"early_stopping ends with the best weights: remove {averages[0]}")
+        if self._waits_for_validation and not iterations.validates(trainer):
+            fix = "monitor what training logs, or set validation_fraction"
+            raise ValueError(f"monitor={self.monitor!r}, but this run does not validate: {fix}")
         start = current_iteration(trainer)
         # A fit that early stopping had ended stays so, unless there is more patience now.
         reasons = [stop.stopping_reason for stop in trainer.early_stopping_callbacks]
         stopped = any(reason is not EarlyStoppingReason.NOT_STOPPED for reason in reasons)
         trainer.should_stop = trainer.should_stop or stopped
         if start and not isinstance(getattr(trainer, "datamodule", None), RecordDataModule):
-            logger.warning(
-                f"the run continues after iteration {start}, and its loader may begin again: give "
-                "fit(module, datamodule=...) a DataModule of rlhf_lightning"
-            )
+            logger.warning("its loader may begin again: fit a DataModule of rlhf_lightning")
         self.clock.start()
         self._signals.start()
         if self._dry:
@@ -220,9 +197,7 @@ class IterationCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             self._drop_after(start)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save, unless a validation belongs to this iteration: then wait for it.
 
         Raises:
@@ -231,7 +206,7 @@ class IterationCheckpoint(Checkpoint):
         """
         if self.monitor is not None:
             self._logged = fresh_metrics(trainer)
-        if not validation_follows(trainer):
+        if not iterations.validation_follows(trainer):
             self._end_iteration(trainer, best=not self._waits_for_validation)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -259,9 +234,7 @@ class IterationCheckpoint(Checkpoint):
             best = f"{self.best_iteration} ({self.monitor} {self.best_model_score:.4g})"
             logger.warning(f"early stopping: the weights are those of iteration {best}, not {last}")
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Give the signals back."""
         self._signals.stop()
 
@@ -269,7 +242,7 @@ class IterationCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Let a longer run continue a finished one."""
-        reopen_epoch(trainer, checkpoint)
+        iterations.reopen_epoch(trainer, checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the best is so far, and by which metric."""
@@ -301,9 +274,7 @@ class IterationCheckpoint(Checkpoint):
             return
         lost = f"the best checkpoint so far, that of iteration {best}, is not beside the newest one"
         if trainer.early_stopping_callbacks:
-            raise FileNotFoundError(
-                f"{lost}: copy it to {source}, or disable callbacks.early_stopping"
-            )
+            raise FileNotFoundError(f"{lost}: copy it to {source}, or no callbacks.early_stopping")
         if trainer.is_global_zero:
             logger.warning("%s; the next one counts as the best", lost)
         self.best_model_score = self.best_iteration = None
@@ -311,10 +282,7 @@ class IterationCheckpoint(Checkpoint):
     def _drop_after(self, start: int) -> None:
         later = [path for path in self._files() if (checkpoint_iteration(path) or 0) > start]
         if later and not start:
-            raise FolderTakenError(
-                f"the folder {self.dirpath} holds the checkpoints of another run: continue it with "
-                f"ckpt_path={later[-1]}, or choose another folder"
-            )
+            raise FolderTakenError(f"another run is here: continue it by ckpt_path={later[-1]}")
         self._relink_all(start)
         for path in (*later, *self.dirpath.glob(".iteration=*.tmp-*")):  # and what a kill has left
             logger.warning("removing %s: the run continues from iteration %d", path, start)
@@ -326,7 +294,7 @@ class IterationCheckpoint(Checkpoint):
             own = _SIGNALS[self._signals.received]
         elif self.clock.must_stop():
             own = _DEADLINE
-        elif out_of_time(trainer):
+        elif iterations.out_of_time(trainer):
             own = _MAX_TIME
         else:
             own = _SAVE if self.clock.save_is_due() else 0
@@ -338,7 +306,7 @@ class IterationCheckpoint(Checkpoint):
         if self._dry:
             return
         iteration, every = current_iteration(trainer), self.every_n_iterations
-        due = bool(asked) or is_last_iteration(trainer) or trainer.should_stop
+        due = bool(asked) or iterations.is_last_iteration(trainer) or trainer.should_stop
         due = due or (every is not None and iteration % every == 0)
         # A metric of training is compared where a checkpoint is due anyway: there is one for each
         # iteration, and hardly any would not be the best for a while.
@@ -349,13 +317,10 @@ class IterationCheckpoint(Checkpoint):
         if due or unknown:
             self._save(trainer, iteration)
         if unknown:
-            known = ", ".join(sorted(self._logged)) or "no metric"
-            raise ValueError(
-                f"IterationCheckpoint.monitor={self.monitor!r} was not logged; iteration "
-                f"{iteration} is saved: continue with one of {known}, or null"
-            )
+            known = ", ".join(sorted(self._logged)) or "null"
+            raise ValueError(f"monitor={self.monitor!r} was not logged: continue with {known}")
         if asked in _STOPS:
-            last = last_iteration(trainer)
+            last = iterations.last_iteration(trainer)
             raise RunStoppedError(f"{_STOPS[asked]}: saved after iteration {iteration} of {last}")
 
     def _take_best(self, trainer: Trainer) -> bool:

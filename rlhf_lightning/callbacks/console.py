@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from textwrap import shorten
 from typing import Any
 
@@ -62,11 +61,9 @@ class ProgressBar(RichProgressBar):
         self._next_line = self._started + min(self.every_n_seconds, 2.0)
         self._start_iteration = current_iteration(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         """Move on by one iteration."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, *rest)
         if (now := time.monotonic()) >= self._next_line:
             self._next_line = now + self.every_n_seconds
             self._write_line(trainer, pl_module)
@@ -96,27 +93,16 @@ class ProgressBar(RichProgressBar):
 
 
 def print_start(
-    title: str,
-    folder: RunFolder,
-    settings: Mapping[str, object],
-    *,
-    console: Console | None = None,
+    title: str, folder: RunFolder, settings: Mapping[str, object], *, console: Console | None = None
 ) -> None:
     """Print what begins, with which settings, and where it is going to be."""
     console = console or Console(highlight=False)
-    table = _grid()
-    for name, value in settings.items():
-        table.add_row(Text(str(name)), Text(str(value)))
-    _print_panel(title, table, "dim", console)
-    _print_place("run folder", folder.path, console)
+    _print_panel(title, _grid(settings.items()), "dim", console)
+    _print_line("run folder", from_here(folder.path), console)
 
 
 def print_verdict(
-    summary: Summary,
-    folder: RunFolder,
-    *,
-    wandb: str | None = None,
-    console: Console | None = None,
+    summary: Summary, folder: RunFolder, *, wandb: str | None = None, console: Console | None = None
 ) -> None:
     """Print the last screen: what was learnt, the gates, and where everything is.
 
@@ -128,31 +114,25 @@ def print_verdict(
     """
     console = console or Console(highlight=False)
     result = verdict(summary)
-    colour = _COLOURS[result.tone]
-    table = _grid()
-    for fact in result.facts:
-        note = f"  ({fact.note})" if fact.note else ""
-        table.add_row(Text(fact.label), Text(fact.value + note))
-    for gate in summary.gates:
-        table.add_row(Text(f"gate {gate.name}"), Text(f"{gate.word}  {gate.reason}".rstrip()))
+    rows = [(f.label, f"{f.value}  ({f.note})" if f.note else f.value) for f in result.facts]
+    rows += [(f"gate {g.name}", f"{g.word}  {g.reason}".rstrip()) for g in summary.gates]
     if (coverage := coverage_of(read_events(folder.doctor))) is not None:
-        told = f"{coverage.describe()}, {counted(len(summary.alerts), 'alert')}"
-        table.add_row("doctor", Text(told))
-        for why, names in coverage.idle.items():
-            table.add_row("doctor idle", Text(f"{', '.join(names)}: {why}"))
+        rows += [("doctor", f"{coverage.describe()}, {counted(len(summary.alerts), 'alert')}")]
+        rows += [("doctor idle", f"{', '.join(n)}: {why}") for why, n in coverage.idle.items()]
     for alert in summary.alerts:
         until = "" if alert["cleared_at"] is None else f" to {alert['cleared_at']}"
         told = f"iteration {alert['raised_at']}{until}  {alert['message']}"
-        table.add_row(f"doctor {alert['level']}", Text(told))
+        rows.append((f"doctor {alert['level']}", told))
     for action in summary.actions:
         told = f"iteration {action['iteration']}  {action['message']}"
-        table.add_row(f"doctor {action['kind']}", Text(told))
+        rows.append((f"doctor {action['kind']}", told))
     head = Text()
     if result.number:
         head.append(result.number, style=f"bold {_COLOURS[result.number_tone]}")
         head.append(f" {result.caption}\n")
     head.append(f"{result.sentence}\n")
-    _print_panel(f"{summary.title}: {summary.status}", Group(head, table), colour, console)
+    body, colour = Group(head, _grid(rows)), _COLOURS[result.tone]
+    _print_panel(f"{summary.title}: {summary.status}", body, colour, console)
     _print_answers(folder, console)
     places = {
         "report": folder.report,
@@ -162,7 +142,7 @@ def print_verdict(
         "profile": folder.profile / "table.txt",
     }
     for name in (name for name, path in places.items() if path.exists()):
-        _print_place(name, places[name], console)
+        _print_line(name, from_here(places[name]), console)
     if wandb is not None:
         _print_line("W&B", wandb, console)
 
@@ -172,25 +152,20 @@ def _print_answers(folder: RunFolder, console: Console) -> None:
     compared = [s for s in read_samples(folder.samples) if s.get("baseline_response") is not None]
     last = max((sample["iteration"] for sample in compared), default=0)
     for sample in [one for one in compared if one["iteration"] == last][:_SHOWN_ANSWERS]:
-        table = _grid()
+        rows = []
         for name, key, score in (
-            ("prompt", "prompt", None),
+            ("prompt", "prompt", ""),
             ("baseline", "baseline_response", "baseline_score"),
             ("policy", "response", "score"),
         ):
-            value = None if score is None else sample.get(score)
-            scored = "" if value is None else f" {value:.2f}"
+            scored = "" if (value := sample.get(score)) is None else f" {value:.2f}"
             text = " ".join(visible(str(sample[key])).split())
-            table.add_row(Text(f"{name}{scored}"), Text(shorten(text, _LONGEST_ANSWER)))
-        console.print(table, Text(""))
+            rows.append((f"{name}{scored}", shorten(text, _LONGEST_ANSWER)))
+        console.print(_grid(rows), Text(""))
 
 
 def _print_panel(title: str, body: RenderableType, colour: str, console: Console) -> None:
     console.print(Panel(body, title=escape(title), title_align="left", border_style=colour))
-
-
-def _print_place(name: str, path: Path, console: Console) -> None:
-    _print_line(name, from_here(path), console)
 
 
 def _print_line(name: str, text: str, console: Console) -> None:
@@ -201,8 +176,10 @@ def _print_line(name: str, text: str, console: Console) -> None:
     console.print(Text.assemble((f"{name:<16}", "dim"), text), soft_wrap=True)
 
 
-def _grid() -> Table:
+def _grid(rows: Iterable[tuple[str, object]]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", overflow="fold", max_width=KEY_WIDTH)
     table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(str(value)))
     return table

@@ -53,10 +53,8 @@ class RandomState(Callback):
             return
         ranks = next(iter(loaded.values())).shape[0]
         if ranks != trainer.world_size:
-            logger.warning(
-                f"the checkpoint was written by {ranks} processes, this run has "
-                f"{trainer.world_size}: it continues, but not bit for bit"
-            )
+            now = f"this run has {trainer.world_size}, and continues not bit for bit"
+            logger.warning(f"the checkpoint was written by {ranks} processes, {now}")
         rank = trainer.global_rank % ranks
         # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside of a storage.
         _restore_random_state({name: value[rank].clone() for name, value in loaded.items()})
@@ -167,7 +165,4 @@ class SameSources(Callback):
                 continue
             changed = [f"{where} ({v[:12]})" for where, v in found.items() if v not in saved]
             now = ", ".join(changed) or "those that are left"
-            raise ValueError(
-                f"the checkpoint was trained with another {what} than {now}: resume "
-                "with the one it started with, or start a new run with resume=never"
-            )
+            raise ValueError(f"trained with another {what} than {now}: restore it, or resume=never")

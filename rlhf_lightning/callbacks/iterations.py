@@ -111,7 +111,4 @@ def fresh_metrics(trainer: Trainer) -> dict[str, float]:
     `trainer.callback_metrics` also holds the last validation's values, long after it ran.
     """
     logged = trainer._logger_connector.metrics["callback"]
-    return {
-        name: value.item() if isinstance(value, torch.Tensor) else float(value)
-        for name, value in logged.items()
-    }
+    return {k: v.item() if isinstance(v, torch.Tensor) else float(v) for k, v in logged.items()}

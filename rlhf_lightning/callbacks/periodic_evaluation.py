@@ -57,23 +57,16 @@ class PeriodicEvaluation(Callback):
         """
         self._baseline, self._names = None, set()
         if not isinstance(pl_module, OnPolicyModule):
-            name = type(pl_module).__name__
-            raise TypeError(
-                f"PeriodicEvaluation goes with PPO, GRPO and their relatives: not {name}"
-            )
+            raise TypeError(f"PeriodicEvaluation goes with PPO and GRPO, not {type(pl_module)}")
         data: Any = getattr(trainer, "datamodule", None)
         if not isinstance(data, RecordDataModule):
             raise TypeError("PeriodicEvaluation needs fit(module, datamodule=PromptDataModule)")
-        seed = pl_module.hparams.get("seed", 1)
-        self.comparison = comparison_of(
-            pl_module, data, scorer=pl_module.scorer, seed=seed, **self._asked
-        )
+        asked = self._asked | {"seed": pl_module.hparams.get("seed", 1)}
+        self.comparison = comparison_of(pl_module, data, scorer=pl_module.scorer, **asked)
         if self.comparison is None:
             raise ValueError("PeriodicEvaluation: no prompt of the data is held out")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Measure if it is time; between two measurements say that nothing was measured."""
         if current_iteration(trainer) % self.every_n_iterations:
             if self._names:

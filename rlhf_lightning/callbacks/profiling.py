@@ -44,9 +44,7 @@ class ProfileIterations(Callback):
         self._phases: dict[str, float] = {}
         self._seen = 0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Start when enough iterations have passed."""
         if not trainer.is_global_zero or self._seen:
             return
@@ -56,9 +54,7 @@ class ProfileIterations(Callback):
             self._profiler.start()
             self._started = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Count, and write after the last iteration."""
         if self._profiler is None:
             return
@@ -76,9 +72,7 @@ class ProfileIterations(Callback):
         elif trainer.is_global_zero and not self._seen:
             rank_zero_info(f"nothing was profiled: the run ended within {self.skip} iterations")
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Let the profiler go."""
         if self._profiler is not None:
             self._profiler.stop()

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import WandbLogger
@@ -26,20 +25,15 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
+from rlhf_lightning.runs import summary as summaries
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
-from rlhf_lightning.runs.summary import (
-    GateResult,
-    Summary,
-    new_summary,
-    read_summary,
-    spent_seconds,
-    write_summary,
-)
+from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
 
 logger = logging.getLogger(__name__)
+Gates = tuple[GateResult, ...]
 
 
 class RunRecord(Callback):
@@ -57,9 +51,7 @@ class RunRecord(Callback):
         self._started = 0.0
         self._resumes = False
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, *_: Any) -> None:
         """Note that a run is continued."""
         self._resumes = True
 
@@ -77,7 +69,7 @@ class RunRecord(Callback):
         taken = None
         if trainer.is_global_zero:
             written = _written_by_loggers(trainer, self.folder.path)
-            check = partial(check_free, self.folder, stage, loggers=written)
+            check = partial(check_free, self.folder, stage, also=written)
             try:
                 claim = claim_run(self.folder.path, lambda: None if resumes else check())
                 self._claim.enter_context(claim)  # until the fit has ended
@@ -86,10 +78,9 @@ class RunRecord(Callback):
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
         self._started = time.perf_counter()
-        begun = new_summary(
-            stage, seed=pl_module.hparams.get("seed"), config_hash=None, title=title
-        )
-        spent = {"total": spent_seconds(self.folder)} if resumes else {}
+        seed = pl_module.hparams.get("seed")
+        begun = summaries.new_summary(stage, seed=seed, config_hash=None, title=title)
+        spent = {"total": summaries.spent_seconds(self.folder)} if resumes else {}
         about = about_run(pl_module, getattr(trainer, "datamodule", None))
         self._summary = replace(begun, seconds=spent, about=about)
         if trainer.is_global_zero:
@@ -117,13 +108,8 @@ class RunRecord(Callback):
         most = getattr(cast(RLHFModule, module).algorithm, "micro_batch_size", None)
         batch_size = data.batch_size if most is None else min(data.batch_size, 2 * most)
         rows = read_metrics(self.folder.metrics) if trainer.is_global_zero else []
-        find = partial(trained_findings, module, data, rows, batch_size=batch_size)
-        try:
-            with trainer.strategy.precision_plugin.forward_context():
-                return find(pairs=whole)
-        except torch.OutOfMemoryError as error:
-            logger.warning("the page has no held-out pairs: %s", error)
-            return find(pairs=False)
+        with trainer.strategy.precision_plugin.forward_context():
+            return trained_findings(module, data, rows, batch_size=batch_size, pairs=whole)
 
     def on_normalize_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Add what `normalize_reward_model` found to the summary and the report of the run.
@@ -144,12 +130,7 @@ class RunRecord(Callback):
             write_report(self.folder)
 
     def on_compare_end(
-        self,
-        trainer: Trainer,
-        findings: Findings,
-        gates: tuple[GateResult, ...],
-        baseline: str,
-        judge: object,
+        self, trainer: Trainer, findings: Findings, gates: Gates, baseline: str, judge: object
     ) -> None:
         """Add the results of `compare` to the summary and the report.
 
@@ -192,11 +173,9 @@ class RunRecord(Callback):
     def _end(self, trainer: Trainer, findings: Findings | None = None, **ended: Any) -> None:
         with self._claim:
             if self._summary is not None and trainer.is_global_zero:
-                self._write(trainer, self._summary, findings or Findings({}), ended)
+                self._write(trainer, self._summary, findings or Findings({}), **ended)
 
-    def _write(
-        self, trainer: Trainer, begun: Summary, findings: Findings, ended: Mapping[str, Any]
-    ) -> None:
+    def _write(self, trainer: Trainer, begun: Summary, findings: Findings, **ended: Any) -> None:
         rows = read_metrics(self.folder.metrics)
         callbacks: list[Any] = cast(Any, trainer).callbacks
         kept = (c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint))
@@ -316,10 +295,7 @@ class LastCheckpoint(ModelCheckpoint):
             return {str(last.resolve())}
         if any(isinstance(one, OnExceptionCheckpoint) for one in others):
             return set()  # with it Lightning asks at every start
-        raise FileNotFoundError(
-            f'ckpt_path="last", and there is no checkpoint in {self.folder.checkpoints}: leave '
-            "ckpt_path out and use another folder"
-        )
+        raise FileNotFoundError(f'ckpt_path="last": no checkpoint in {self.folder.checkpoints}')
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create no folder; take the best of the callback that keeps one, which Lightning asks."""

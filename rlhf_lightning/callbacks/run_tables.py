@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -14,21 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning import batches
 from rlhf_lightning.arguments import Count, checked
-from rlhf_lightning.batches import (
-    FINISHED_BY_STOP,
-    PreferenceBatch,
-    RolloutBatch,
-    SFTBatch,
-    TensorBatch,
-)
-from rlhf_lightning.callbacks.iterations import (
-    current_iteration,
-    fresh_metrics,
-    is_last_iteration,
-    validation_follows,
-    writes,
-)
+from rlhf_lightning.batches import RolloutBatch, TensorBatch
+from rlhf_lightning.callbacks import iterations
+from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, writes
 from rlhf_lightning.distributed.collectives import gathered
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.non_finite import NonFiniteError
@@ -36,8 +25,6 @@ from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender, to_json
 from rlhf_lightning.text.decode import decoded, response_texts, text_behind
-
-logger = logging.getLogger(__name__)
 
 
 class MetricsLog(Callback):
@@ -59,12 +46,10 @@ class MetricsLog(Callback):
         self._start = current_iteration(trainer)
         self._appender = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Write the row, unless a validation is about to add to it."""
         self._row = fresh_metrics(trainer)
-        if not validation_follows(trainer):
+        if not iterations.validation_follows(trainer):
             self._write(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,7 +108,7 @@ class SampleLog(Callback):
         """Write samples if it is time and the step returned `{"rollout": RolloutBatch}`."""
         iteration = current_iteration(trainer)
         rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
-        ends = iteration == 1 or is_last_iteration(trainer)
+        ends = iteration == 1 or iterations.is_last_iteration(trainer)
         due = ends or iteration % self.every_n_iterations == 0
         if rollout is None:
             return
@@ -149,10 +134,8 @@ def rollout_values(rollout: RolloutBatch) -> dict[str, list[float]]:
     `score` (unshaped, NaN where the scorer does not apply), `length` (response tokens) and, where a
     prompt has several responses, `groups`: how many each prompt has, in order.
     """
-    values = {
-        "score": rollout.known_scores.tolist(),
-        "length": rollout.response_mask.sum(1).tolist(),
-    }
+    lengths = rollout.response_mask.sum(1).tolist()
+    values = {"score": rollout.known_scores.tolist(), "length": lengths}
     groups = rollout.group_ids.unique_consecutive(return_counts=True)[1].tolist()
     return values if len(groups) == len(rollout) else values | {"groups": groups}
 
@@ -180,7 +163,7 @@ def describe_rollout(
     for i in range(len(rows)):
         prompt = rows.query_tensors[i][prompt_mask[i]].tolist()
         response = rows.response_tensors[i][mask[i]].tolist()
-        finished = rows.finish_reason[i].item() == FINISHED_BY_STOP
+        finished = rows.finish_reason[i].item() == batches.FINISHED_BY_STOP
         written, skip = response[:-1] if finished else response, skip_special_tokens
         (text,) = response_texts([prompt], [written], tokenizer, skip_special_tokens=skip)
         samples.append(
@@ -217,15 +200,11 @@ class SaveFaultyBatch(Callback):
         stem = folder / f"rank_{trainer.global_rank}"
         batch = exception.batch.to("cpu")
         rows = describe_rows(batch, cast(RLHFModule, pl_module).tokenizer)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {name: value.contiguous().clone() for name, value in _tensors(batch)}
-            save_file(tensors, stem.with_suffix(".safetensors"))
-            write_text(stem.with_suffix(".jsonl"), "".join(to_json(row) + "\n" for row in rows))
-        except OSError as error:  # what stopped the run must not be hidden by a full disk
-            logger.warning("the batch that stopped the run could not be saved: %s", error)
-        else:
-            exception.saved = str(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.contiguous().clone() for name, value in _tensors(batch)}
+        save_file(tensors, stem.with_suffix(".safetensors"))
+        write_text(stem.with_suffix(".jsonl"), "".join(to_json(row) + "\n" for row in rows))
+        exception.saved = str(folder)
 
 
 def describe_rows(
@@ -269,8 +248,8 @@ def _texts(batch: TensorBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
     if isinstance(batch, RolloutBatch):
         yield "prompt", batch.query_tensors, batch.attention_mask[:, : batch.prompt_length]
         yield "response", batch.response_tensors, batch.response_mask
-    elif isinstance(batch, PreferenceBatch):
+    elif isinstance(batch, batches.PreferenceBatch):
         yield "chosen", batch.chosen_input_ids, batch.chosen_attention_mask
         yield "rejected", batch.rejected_input_ids, batch.rejected_attention_mask
-    elif isinstance(batch, SFTBatch):
+    elif isinstance(batch, batches.SFTBatch):
         yield "text", batch.input_ids, batch.attention_mask

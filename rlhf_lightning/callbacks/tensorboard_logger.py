@@ -10,8 +10,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from rlhf_lightning.runs.folder import RunFolder
 
-_NOT_METRICS = ("epoch", "step")
-
 
 class IterationTensorBoardLogger(TensorBoardLogger):
     """Lightning's logger with iterations as steps; a resumed run continues in the same folder.
@@ -32,20 +30,17 @@ class IterationTensorBoardLogger(TensorBoardLogger):
                 iteration `step + 1`.
         """
         # NaN says that something was not measured.
-        row = {k: float(v) for k, v in metrics.items() if k not in _NOT_METRICS and v == v}
+        row = {k: float(v) for k, v in metrics.items() if k not in ("epoch", "step") and v == v}
         iteration = None if step is None else step + 1
         if iteration is not None:
             if iteration > 1 and not self._begun:
-                self._hide_from(iteration)
+                from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+                # As `purge_step` of the writer, which Lightning opens before it is known.
+                start = Event(session_log=SessionLog(status=SessionLog.START))
+                self.experiment._get_file_writer().add_event(start, iteration)
             self._begun = True
         super().log_metrics(row, iteration)
-
-    def _hide_from(self, iteration: int) -> None:
-        """Do what `purge_step` of the writer does, which Lightning opens before it is known."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        start = Event(session_log=SessionLog(status=SessionLog.START))
-        self.experiment._get_file_writer().add_event(start, iteration)
 
 
 def tensorboard_logger(folder: RunFolder) -> IterationTensorBoardLogger:

@@ -12,11 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import Logger
 
 from rlhf_lightning.arguments import Count, CountOrZero, Line, PathOrName, checked
-from rlhf_lightning.callbacks.checkpointing import (
-    AtomicCheckpointIO,
-    IterationCheckpoint,
-    PatientStopping,
-)
+from rlhf_lightning.callbacks import checkpointing
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.exact_resume import RandomState
@@ -106,7 +102,7 @@ def trainer_arguments(
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
         "callbacks": [one for one in ours if keeps or not isinstance(one, Checkpoint)],
-        "plugins": [AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
+        "plugins": [checkpointing.AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
         "logger": _logger(run, logger) if isinstance(logger, str) else logger,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
@@ -126,37 +122,27 @@ def _shows_progress(given: Sequence[Callback], trainer: Mapping[str, Any]) -> bo
 def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> list[Callback]:
     arguments = dict(given) if isinstance(given, Mapping) else {}
     if record and getattr(arguments.get("actions"), "on_alarm", None) == "rollback":
-        raise ValueError(
-            "ActionSettings.on_alarm='rollback' starts a new fit from an earlier checkpoint, which "
-            "one Trainer cannot: use 'stop', or rlhf-train doctor=act"
-        )
+        raise ValueError("on_alarm='rollback' needs a second Trainer: use rlhf-train doctor=act")
     return [] if given is False else [_made("doctor", Doctor, run, **arguments)]
 
 
 def _saving(
-    run: RunFolder,
-    saving: dict[str, Any],
-    stops_after: int | Mapping[str, Any] | None,
-    *,
-    keeps: bool,
+    run: RunFolder, saving: dict[str, Any], stops: int | Mapping[str, Any] | None, *, keeps: bool
 ) -> list[Callback]:
     """Return what saves checkpoints, and what ends the run early with the best of them."""
-    if stops_after is None:
-        return [_made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)]
+    if stops is None:
+        return [_made("checkpoint", checkpointing.IterationCheckpoint, run.checkpoints, **saving)]
     if not keeps:
-        raise ValueError(
-            "early_stopping ends a run with the weights of its best checkpoint, and "
-            "enable_checkpointing=False keeps none: leave one of them out"
-        )
-    stopping = {"patience": stops_after} if isinstance(stops_after, int) else stops_after
+        raise ValueError("early_stopping needs checkpoints: enable_checkpointing=False keeps none")
+    stopping = {"patience": stops} if isinstance(stops, int) else stops
     watched = stopping.get("monitor", STOPS_BY)
     if saving.get("monitor") is None:
         saving |= {"monitor": watched, "mode": stopping.get("mode", "min")}
     # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
     usual = {"monitor": watched, "check_on_train_epoch_end": False}
-    stops = _made("early_stopping", PatientStopping, **{**usual, **stopping})
-    checkpoints = _made("checkpoint", IterationCheckpoint, run.checkpoints, **saving)
-    return [checkpoints, stops]
+    ending = _made("early_stopping", checkpointing.PatientStopping, **{**usual, **stopping})
+    checkpoints = _made("checkpoint", checkpointing.IterationCheckpoint, run.checkpoints, **saving)
+    return [checkpoints, ending]
 
 
 def _made(argument: str, cls: Callable[..., Callback], *args: Any, **given: Any) -> Callback:

@@ -64,10 +64,7 @@ def choose_mode(mode: Mode) -> str:
     if wanted not in ("online", "shared", "run") or is_logged_in():
         return wanted
     if mode == "online":
-        logger.warning(
-            "logger.mode=online, but there is no login to Weights & Biases: running offline; set "
-            "WANDB_API_KEY or run `wandb login`, and `wandb sync` this run"
-        )
+        logger.warning("logger.mode=online, without a login: set WANDB_API_KEY or `wandb login`")
     return "offline"
 
 
@@ -135,10 +132,7 @@ class IterationWandbLogger(WandbLogger):
         return run
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning(
-            f"Weights & Biases does not work ({error!r}): the run goes on without it, its numbers "
-            "are in metrics.csv; logger.mode=offline records them for wandb sync"
-        )
+        logger.warning(f"Weights & Biases failed ({error!r}): metrics.csv has what follows")
         self._has_failed = True
         self._experiment = DummyExperiment()  # type: ignore[assignment]
 
@@ -322,18 +316,14 @@ class WandbContent(Callback):
         return describe_rollout(rows, module.tokenizer, len(rows), skip_special_tokens=skip)
 
 
-def wandb_loggers(trainer: Trainer) -> Iterator[IterationWandbLogger]:
-    """Yield the W&B loggers of a Trainer."""
-    for logger in trainer.loggers:
-        if isinstance(logger, IterationWandbLogger):
-            yield logger
+def wandb_loggers(trainer: Trainer) -> list[IterationWandbLogger]:
+    """Return the W&B loggers of a Trainer."""
+    return [logger for logger in trainer.loggers if isinstance(logger, IterationWandbLogger)]
 
 
 def shown_in_wandb(trainer: Trainer) -> str:
     """Return where W&B shows the run of a Trainer, in a line for the first and the last screen."""
-    return next(
-        (logger.shown_in for logger in wandb_loggers(trainer)), "off: logger=wandb shows it"
-    )
+    return next((one.shown_in for one in wandb_loggers(trainer)), "off: logger=wandb shows it")
 
 
 @contextmanager
@@ -356,10 +346,7 @@ def _alert_end(trainer: Trainer, error: BaseException) -> None:
 
 
 def log_samples(
-    logger: IterationWandbLogger,
-    iteration: int,
-    table: str,
-    samples: Sequence[Mapping[str, Any]],
+    logger: IterationWandbLogger, iteration: int, table: str, samples: Sequence[Mapping[str, Any]]
 ) -> None:
     """Write `samples/<table>`, one row a sample, as `samples.jsonl` has them.
 
@@ -387,11 +374,8 @@ def rollout_histograms(
             were none.
     """
     mask = rollout.response_mask
-    values = {
-        "scores": rollout.known_scores,
-        "advantages": rollout.advantages[mask],
-        "lengths": mask.sum(1),
-    }
+    values = {"scores": rollout.known_scores, "advantages": rollout.advantages[mask]}
+    values["lengths"] = mask.sum(1)
     numbers = {name: tensor.detach().float().cpu() for name, tensor in values.items()}
     finite = {name: each[each.isfinite()].tolist() for name, each in numbers.items()}
     found = {k: wandb.Histogram(each, num_bins=NUM_BINS) for k, each in finite.items() if each}

@@ -246,7 +246,7 @@ def judge_measures(
         `val/judge_win_rate` with `_low` and `_high` (Wilson 95 %), `_length_controlled` and
         `/domain/<domain>`; `val/judge_tie_rate`, `val/judge_identical_rate`, `val/judge_num_pairs`
         (with a verdict), `val/judge_skipped` (different pairs without one) and, of a
-        `JudgeAnnotator`, `val/judge_spelled` (see `JudgeFigures`). No rate if it skipped all.
+        `JudgeAnnotator`, `val/judge_spelled` (see `judge_figures`). No rate if it skipped all.
 
     Raises:
         AnnotationError: if the judge fails; its earlier labels are in the folder.
@@ -259,7 +259,7 @@ def judge_measures(
     known = [number for number, given in enumerate(votes) if given]
     found = {"val/judge_skipped": float(len(pairs) - len(known))}
     if isinstance(judge, JudgeAnnotator):
-        found["val/judge_spelled"] = float(judge_figures(judge.judgements).spelled)
+        found["val/judge_spelled"] = float(judge_figures(judge.judgements)["spelled"])
     if pairs and not known:
         return found
     found |= _rates("val/judge", key, votes)

@@ -18,7 +18,6 @@ from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.records import SIDES, Label, Pair, completion_of, variables_of
 
 THREE = ("first", "second", "tie")
-MISSING = -1
 CONFIDENCE = 0.95
 
 
@@ -154,23 +153,20 @@ def position_bias(labels: Iterable[Label]) -> Share:
 
     0.5 is no bias, provided that the order was drawn at random.
     """
-    return Share.among(label.shown_first_won for label in labels if label.choice in SIDES)
+    return Share.among(label.choice == label.order for label in labels if label.choice in SIDES)
 
 
 def agreement_with(labels: Iterable[Label], reference: Mapping[str, str]) -> Share:
     """Return how often labels agree with `reference` {pair id: choice}, where both took a side."""
-    return Share.among(
-        label.choice == reference[label.pair_id]
-        for label in labels
-        if label.choice in SIDES and reference.get(label.pair_id) in SIDES
-    )
+    both = [(label.choice, reference.get(label.pair_id)) for label in labels]
+    return Share.among(own == known for own, known in both if own in SIDES and known in SIDES)
 
 
-def majority(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `[I]` the category with the most votes, `MISSING` where two share the lead."""
-    top = counts.max(1, keepdims=True)
-    alone = ((counts == top).sum(1) == 1) & (top[:, 0] > 0)
-    return np.where(alone, counts.argmax(1), MISSING)
+def majority(labels: Iterable[Label]) -> str | None:
+    """Return what most of a pair's labels say, None where there is none or two share the lead."""
+    votes = _count(labels)
+    top = [choice for choice, n in votes.items() if n == max(votes.values())]
+    return top[0] if len(top) == 1 else None
 
 
 Floats = NDArray[np.float64]
@@ -318,12 +314,27 @@ def aggregate(
     """
     wanted = {pair.pair_id for pair in pairs}
     found = by_pair(label for label in labels if label.pair_id in wanted)
+    posterior: dict[Hashable, list[float]] = {}
     if method == "dawid_skene":
-        return _by_model(pairs, found, people)
-    return [
-        _by_count(pair, found.get(pair.pair_id, []), people if method == "people_first" else ())
-        for pair in pairs
-    ]
+        table = collect_votes(label for own in found.values() for label in own)
+        posterior = dict(zip(table.items, dawid_skene(table).posterior.tolist(), strict=True))
+    first_asked = () if method == "majority" else people
+    verdicts = []
+    for pair in pairs:
+        own, margin = found.get(pair.pair_id, []), 0.0
+        votes, theirs = _count(own), [label for label in own if label.annotator in first_asked]
+        if pair.pair_id in posterior:
+            likely = dict(zip(THREE, posterior[pair.pair_id], strict=True))
+            choice, why = _preferred(max(likely, key=lambda choice: likely[choice]))
+            margin = abs(likely["first"] - likely["second"]) if choice else 0.0
+        else:
+            choice, why = _preferred(majority(theirs or own))
+            if choice:
+                against = votes[SIDES[choice == "first"]]
+                margin = max(votes[choice] - against, 0) / votes.total()
+        why = why if own else NO_VOTE
+        verdicts.append(Verdict(pair, choice, margin, votes, bool(theirs), why))
+    return verdicts
 
 
 def preference_row(verdict: Verdict, *, margin_scale: float = 1.0) -> dict[str, Any]:
@@ -362,50 +373,12 @@ def left_out(verdicts: Iterable[Verdict]) -> dict[str, int]:
     return dict(Counter(v.left_out for v in verdicts if v.left_out is not None))
 
 
-def _by_count(pair: Pair, labels: Sequence[Label], people: Collection[str]) -> Verdict:
-    votes = _count(labels)
-    theirs = [label for label in labels if label.annotator in people]
-    deciding = _count(theirs or labels)
-    choice, why = _majority(deciding)
-    against = SIDES[1] if choice == SIDES[0] else SIDES[0]
-    margin = max(votes[choice] - votes[against], 0) / votes.total() if choice else 0.0
-    return Verdict(pair, choice, margin, votes, bool(theirs), why)
-
-
-def _majority(
-    votes: Counter[str],
-) -> tuple[Literal["first", "second"] | None, str | None]:
-    if not votes.total():
-        return None, NO_VOTE
-    top = [choice for choice, n in votes.items() if n == max(votes.values())]
-    if len(top) > 1:
+def _preferred(top: str | None) -> tuple[Literal["first", "second"] | None, str | None]:
+    if top is None:
         return None, NO_MAJORITY
-    if top[0] == "tie":
+    if top == "tie":
         return None, TIE
-    return ("first" if top[0] == "first" else "second"), None
-
-
-def _by_model(
-    pairs: Sequence[Pair], found: Mapping[str, list[Label]], people: Collection[str]
-) -> list[Verdict]:
-    votes = collect_votes(label for labels in found.values() for label in labels)
-    if not votes.items:
-        return [_by_count(pair, [], people) for pair in pairs]
-    model = dawid_skene(votes)
-    posterior = dict(zip(votes.items, model.posterior, strict=True))
-    verdicts = []
-    for pair in pairs:
-        labels = found.get(pair.pair_id, [])
-        if not labels:
-            verdicts.append(_by_count(pair, labels, people))
-            continue
-        likely = dict(zip(THREE, posterior[pair.pair_id].tolist(), strict=True))
-        best = max(likely, key=lambda choice: likely[choice])
-        choice, why = _majority(Counter({best: 1}))
-        by_people = any(label.annotator in people for label in labels)
-        margin = abs(likely["first"] - likely["second"]) if choice else 0.0
-        verdicts.append(Verdict(pair, choice, margin, _count(labels), by_people, why))
-    return verdicts
+    return ("first" if top == "first" else "second"), None
 
 
 def _count(labels: Iterable[Label]) -> Counter[str]:

@@ -22,15 +22,7 @@ from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.preferences.records import (
-    AnnotatorKind,
-    Choice,
-    Journal,
-    Label,
-    Pair,
-    Side,
-    readable,
-)
+from rlhf_lightning.preferences.records import Choice, Journal, Kind, Label, Pair, Side, readable
 
 # (prompts, completions, finished) -> scores, as evaluation's gold rewards are; by name also the
 # prompt columns that its `columns` names.
@@ -54,7 +46,7 @@ class Annotator(Protocol):
     """
 
     name: str
-    kind: AnnotatorKind
+    kind: Kind
     batch_size: int
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
@@ -73,7 +65,7 @@ class RuleAnnotator:
         ValueError: if there is no rule, or `tie_below` is negative.
     """
 
-    kind: AnnotatorKind = "rule"
+    kind: Kind = "rule"
     batch_size = 1000
 
     @checked
@@ -128,16 +120,13 @@ class SimulatedPerson:
     tie_below: AtLeast0 = 0.0
     bad_below: float | None = None
     name: str = ""
-    kind: AnnotatorKind = field(default="simulated", init=False)
+    kind: Kind = field(default="simulated", init=False)
     batch_size: int = field(default=1000, init=False)
 
     def __post_init__(self) -> None:
         """Check that there is a gold reward."""
         if not callable(self.gold):
-            raise ValueError(
-                f"the simulated person {self.person.name} prefers by a gold reward, and the "
-                "dataset has none: set dataset.gold, or choose annotator=page"
-            )
+            raise ValueError(f"{self.person.name} has no gold: set dataset.gold, or annotator=page")
         self.name = self.name or self.person.name
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
@@ -180,10 +169,8 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
         AnnotationError: if the gap is not finite.
     """
     if not math.isfinite(gap):
-        raise AnnotationError(
-            f"{annotator.name} scored the responses of pair {pair.pair_id} {gap} apart: its scores "
-            "must be finite"
-        )
+        told = f"{annotator.name} scored the responses of pair {pair.pair_id} {gap} apart"
+        raise AnnotationError(f"{told}: its scores must be finite")
     choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"
     return Label(
         pair.pair_id, annotator.name, choice, annotator.kind, "first", now(), margin=abs(gap)
@@ -208,10 +195,8 @@ def label_pairs(
         batch = missing[start : start + annotator.batch_size]
         labels = annotator.label(batch)
         if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
-            raise AnnotationError(
-                f"{annotator.name} returned {len(labels)} labels for {len(batch)} pairs, or in "
-                "another order: return one a pair"
-            )
+            got = f"{len(labels)} labels for {len(batch)} pairs, or in another order"
+            raise AnnotationError(f"{annotator.name} returned {got}: return one a pair")
         journal.append(labels)
         known |= {x.pair_id: x for x in labels}
     return [known[pair.pair_id] for pair in wanted]
@@ -229,12 +214,13 @@ class PeopleNeededError(RuntimeError):
     """Labels of people are missing; the message says how to make them and how to continue."""
 
 
+Asked = Sequence[tuple[Pair, int]]  # pairs, and how many people look at each
+
+
 class People(Protocol):
     """Labels pairs, each by as many people as requested."""
 
-    def labels(
-        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
-    ) -> list[Label]:
+    def labels(self, asked: Asked, folder: Path, journal: Journal[Label]) -> list[Label]:
         """Return the labels of (pair, number of people).
 
         Args:
@@ -269,31 +255,24 @@ class Panel:
         self.members = tuple(members)
         self.seed = seed
 
-    def labels(
-        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
-    ) -> list[Label]:
+    def labels(self, asked: Asked, folder: Path, journal: Journal[Label]) -> list[Label]:
         """Return the labels, pair by pair for each member.
 
         Raises:
             ValueError: if a pair needs more people than there are.
         """
         shares = self.shares(asked)
-        return [
-            label
-            for member in self.members
-            for label in label_pairs(member, shares[member.name], journal)
-        ]
+        own = (label_pairs(member, shares[member.name], journal) for member in self.members)
+        return [label for labels in own for label in labels]
 
-    def shares(self, asked: Sequence[tuple[Pair, int]]) -> Mapping[str, list[Pair]]:
+    def shares(self, asked: Asked) -> Mapping[str, list[Pair]]:
         """Return the pairs that each member looks at."""
         names = [member.name for member in self.members]
         shares: dict[str, list[Pair]] = defaultdict(list)
         for pair, count in asked:
             if count > len(names):
-                raise ValueError(
-                    f"{count} people are to look at a pair, the panel has {len(names)}: lower "
-                    "budget.people_votes or budget.validation_votes, or add members"
-                )
+                keys = "budget.people_votes or budget.validation_votes"
+                raise ValueError(f"{keys} is {count}, the panel has {len(names)}: add members")
             drawn = sorted(names, key=lambda n: split_fraction(f"{n}/{pair.pair_id}", self.seed))
             for name in drawn[:count]:
                 shares[name].append(pair)
@@ -307,9 +286,7 @@ class PageAnnotators:
     labels out of it.
     """
 
-    def labels(
-        self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
-    ) -> list[Label]:
+    def labels(self, asked: Asked, folder: Path, journal: Journal[Label]) -> list[Label]:
         """Return the labels of people, once every pair has as many as it needs; a skip is none.
 
         Raises:
@@ -328,11 +305,9 @@ class PageAnnotators:
         counts = Counter(label.pair_id for label in given if label.choice != "skip")
         missing = sum(max(count - counts[pair_id], 0) for pair_id, count in wanted.items())
         if missing:
-            command = f"python -m rlhf_lightning.annotate store={folder / STORE}"
-            raise PeopleNeededError(
-                f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
-                f"{command}  and then repeat the command of this run with resume=auto"
-            )
+            told = f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
+            told += f"python -m rlhf_lightning.annotate store={folder / STORE}  and then repeat "
+            raise PeopleNeededError(f"{told}the command of this run with resume=auto")
         known = {(x.pair_id, x.annotator) for x in journal.read()}
         journal.append([x for x in given if (x.pair_id, x.annotator) not in known])
         return given

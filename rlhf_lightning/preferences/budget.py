@@ -17,7 +17,7 @@ from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
-SECONDS_AN_HOUR = 3600.0
+Labels = Mapping[str, Sequence[Label]]  # by pair
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ class BudgetHparams(Checked):
         """Check the values, and that the two shares leave room for each other."""
         super().__post_init__()
         if self.automatic_share + self.validation_share > 1:
-            raise ValueError(
-                f"automatic_share={self.automatic_share} and validation_share="
-                f"{self.validation_share} must not sum to more than 1: people label the second"
-            )
+            shares = f"{self.automatic_share} and validation_share={self.validation_share}"
+            raise ValueError(f"automatic_share={shares} must not sum to more than 1")
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ class Cost:
         charges: charges of the judges.
         currency: name of the currency.
         measured: whether the time was measured, and not assumed.
+        money: wages and charges.
     """
 
     labels: int
@@ -89,12 +88,8 @@ class Cost:
     wages: float
     charges: float
     currency: str
-    measured: bool = False
-
-    @property
-    def money(self) -> float:
-        """Wages and charges."""
-        return self.wages + self.charges
+    measured: bool
+    money: float
 
     def __str__(self) -> str:
         """Return labels, hours and money in a line."""
@@ -120,11 +115,7 @@ def choose_validation(pairs: Sequence[Pair], hparams: BudgetHparams) -> set[str]
 
 
 def route(
-    pairs: Sequence[Pair],
-    automatic: Mapping[str, Sequence[Label]],
-    hparams: BudgetHparams,
-    *,
-    validation: Iterable[str],
+    pairs: Sequence[Pair], automatic: Labels, hparams: BudgetHparams, *, validation: Iterable[str]
 ) -> Routing:
     """Return who labels what: pairs on which rules and judges are most certain stay with them.
 
@@ -150,7 +141,7 @@ def route(
     )
 
 
-def certainty(automatic: Mapping[str, Sequence[Label]]) -> dict[str, float]:
+def certainty(automatic: Labels) -> dict[str, float]:
     """Return how sure rules and judges are of each pair together, 0 to 1.
 
     Each annotator that takes a side adds or takes away 1/2, and up to 1/2 more by the rank of its
@@ -197,8 +188,9 @@ def actual_cost(labels: Iterable[Label], hparams: BudgetHparams, *, charges: flo
 def _cost(
     labels: int, seconds: float, charges: float, hparams: BudgetHparams, *, measured: bool
 ) -> Cost:
-    hours = seconds / SECONDS_AN_HOUR
-    return Cost(labels, hours, hours * hparams.hourly_wage, charges, hparams.currency, measured)
+    hours = seconds / 3600
+    wages = hours * hparams.hourly_wage
+    return Cost(labels, hours, wages, charges, hparams.currency, measured, wages + charges)
 
 
 def _margin_ranks(labels: Iterable[Label]) -> dict[str, dict[float, float]]:

@@ -88,9 +88,7 @@ def grid(settings: Mapping[str, Sequence[float]]) -> list[Decoding]:
     known = list(Decoding.__dataclass_fields__)
     for name, values in settings.items():
         if name not in known or not isinstance(values, list | tuple) or not values:
-            raise ValueError(
-                f"decoding.{name}={values!r}: give lists of values, [0.7, 1.0], of {known}"
-            )
+            raise ValueError(f"decoding.{name}={values!r}: give lists, [0.7, 1.0], of {known}")
     rows = product(*settings.values())
     return [Decoding(**dict(zip(settings, row, strict=True))) for row in rows]  # type: ignore[arg-type]
 
@@ -161,27 +159,17 @@ class LoadedPolicy:
 
 
 def load_candidate_policy(
-    source: str,
-    *,
-    chat_template: str | None = None,
-    chat_template_arguments: dict[str, Any] | None,
-    revision: str | None,
-    trust_remote_code: bool,
-    precision: str,
+    source: str, *, revision: str | None, trust_remote_code: bool, precision: str, **template: Any
 ) -> LoadedPolicy:
     """Return a frozen policy with its tokenizer and stop ids, on the GPU if there is one.
 
-    Under `bf16-mixed` its matrices are held in bf16, and it computes in it.
+    Under `bf16-mixed` its matrices are held in bf16, and it computes in it. `template` are the
+    `chat_template` and `chat_template_arguments` of `load_tokenizer`.
     """
     origin: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None and not Path(source).is_dir():
         origin["revision"] = revision
-    tokenizer = load_tokenizer(
-        source,
-        chat_template=chat_template,
-        chat_template_arguments=chat_template_arguments,
-        **origin,
-    )
+    tokenizer = load_tokenizer(source, **template, **origin)
     policy = frozen(load_policy(source, **origin))
     round_frozen_weights(policy.model, precision)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -241,9 +229,7 @@ def units(sampling: Sampling, num_prompts: int) -> list[Unit]:
 
 
 def sample_candidates(
-    prompts: Sequence[PromptRecord],
-    sampling: Sampling,
-    journal: Journal[dict[str, Any]],
+    prompts: Sequence[PromptRecord], sampling: Sampling, journal: Journal[dict[str, Any]]
 ) -> list[Candidate]:
     """Return every response, by policy, way to decode and prompt; do only units not yet done.
 
@@ -256,10 +242,7 @@ def sample_candidates(
     plan = _plan(prompts, sampling)
     done = {row["unit"]: row for row in journal.read()}
     if any(row["plan"] != plan for row in done.values()):
-        raise ValueError(
-            f"{journal.path} holds candidates of other prompts or settings: start a new run, or "
-            "give the prompts and settings it began with"
-        )
+        raise ValueError(f"{journal.path} is of other prompts or settings: start a new run")
     todo = units(sampling, len(prompts))
     missing = [unit for unit in todo if unit.name not in done]
     for number, own in groupby(missing, key=lambda unit: unit.policy):
@@ -270,18 +253,18 @@ def sample_candidates(
             done[unit.name] = {"unit": unit.name, "plan": plan, "answers": answers}
             journal.append([done[unit.name]])
         del policy
-    return [
-        c for unit in todo for c in _candidates(unit, done[unit.name]["answers"], prompts, sampling)
-    ]
+    own = (_candidates(unit, done[unit.name]["answers"], prompts, sampling) for unit in todo)
+    return [candidate for candidates in own for candidate in candidates]
 
 
 def collect_candidates(
     prompts: Sequence[PromptRecord], sampling: Sampling, folder: Path, *, keep_unfinished: bool
-) -> tuple[list[Candidate], int, dict[str, int]]:
+) -> tuple[list[Candidate], int, dict[str, int], str]:
     """Sample candidates with a journal in `folder`, and write `candidates.jsonl`.
 
     Returns:
-        Those that can be compared, the number that was asked for, and the dropped ones by reason.
+        Those that can be compared, the number that was asked for, the dropped ones by reason, and
+        both numbers in a line.
     """
     journal: Journal[dict[str, Any]] = Journal(folder / "candidates.journal.jsonl", dict)
     sampled = sample_candidates(prompts, sampling, journal)
@@ -290,7 +273,9 @@ def collect_candidates(
     if len(sampled) < num_asked:
         dropped[OVER_LONG] = num_asked - len(sampled)
     write_records(folder / "candidates.jsonl", kept)
-    return kept, num_asked, dropped
+    why = ", ".join(f"{number} {reason}" for reason, number in dropped.items())
+    told = f"{len(kept)} of {num_asked} candidates can be compared"
+    return kept, num_asked, dropped, f"{told} (dropped: {why})" if why else told
 
 
 def usable(
@@ -335,14 +320,10 @@ def _encode(
     control = ControlTokens(tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if prompt.rendered and control.spelled_in(prompt.prompt):
-            raise ValueError(
-                f"prompt {number} is rendered and spells special tokens, which would be text in "
-                "the collected pairs: give it as a conversation; the chat template writes them"
-            )
-    encoder = TextEncoder(tokenizer)
-    return [
-        encode_prompt(prompt, encoder, max_length=sampling.max_prompt_length) for prompt in prompts
-    ]
+            told = f"prompt {number} is rendered and spells special tokens"
+            raise ValueError(f"{told}: give it as a conversation")
+    encoder, longest = TextEncoder(tokenizer), sampling.max_prompt_length
+    return [encode_prompt(prompt, encoder, max_length=longest) for prompt in prompts]
 
 
 def _answer(
@@ -361,14 +342,10 @@ def _answer(
     generator.decoding = decoding = sampling.decodings[unit.decoding]
     place = unit.policy * len(sampling.decodings) + unit.decoding
     batch: PromptBatch = PromptCollator(generator.pad_token_id)(rows).to(policy.model.device)
+    noise, longest = RowNoise(sampling.seed, "candidates", place), sampling.max_new_tokens
+    how: dict[str, Any] = {"temperature": decoding.temperature, "max_new_tokens": longest}
     with torch.no_grad(), policy.model.generating() as model:
-        generation = generator(
-            model,
-            batch,
-            noise=RowNoise(sampling.seed, "candidates", place),
-            temperature=decoding.temperature,
-            max_new_tokens=sampling.max_new_tokens,
-        )
+        generation = generator(model, batch, noise=noise, **how)
     skip = sampling.skip_special_tokens
     answers = make_responses(batch, generation, policy.tokenizer, skip_special_tokens=skip)
     numbers = [row_id // sampling.num_samples for _, row_id in rows]
@@ -380,11 +357,8 @@ def _answer(
 def _candidates(
     unit: Unit, answers: Sequence[Any], prompts: Sequence[PromptRecord], sampling: Sampling
 ) -> Iterator[Candidate]:
-    same: dict[str, Any] = {
-        "model": list(sampling.policies)[unit.policy],
-        "settings": sampling.decodings[unit.decoding].settings,
-        "seed": sampling.seed,
-    }
+    model, way = list(sampling.policies)[unit.policy], sampling.decodings[unit.decoding]
+    same: dict[str, Any] = {"model": model, "settings": way.settings, "seed": sampling.seed}
     for number, text, end in answers:
         asked = prompts[number]
         given = {**asked.columns, **as_columns(asked.variables)}
@@ -392,11 +366,3 @@ def _candidates(
         yield Candidate.make(
             asked.prompt, text, domain=asked.domain, finished=end, columns=columns, **same
         )
-
-
-def describe_dropped(num_asked: int, dropped: Mapping[str, int]) -> str:
-    """Return how many candidates can be compared, and how many cannot for which reason."""
-    why = ", ".join(f"{number} {reason}" for reason, number in dropped.items())
-    kept = num_asked - sum(dropped.values())
-    told = f"{kept} of {num_asked} candidates can be compared"
-    return f"{told} (dropped: {why})" if why else told

@@ -16,46 +16,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
-from rlhf_lightning.data.records import PromptRecord, Text, asked_columns
+from rlhf_lightning.data.records import PromptRecord, asked_columns
 from rlhf_lightning.hparams import Checked, Usual
+from rlhf_lightning.preferences import budget, pairing, records
 from rlhf_lightning.preferences.agreement import Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, Gold, People, label_pairs
-from rlhf_lightning.preferences.budget import (
-    BudgetHparams,
-    Cost,
-    Routing,
-    actual_cost,
-    choose_validation,
-    planned_cost,
-    route,
-)
-from rlhf_lightning.preferences.candidates import (
-    ADVICE,
-    METRICS,
-    Sampling,
-    collect_candidates,
-    describe_dropped,
-)
-from rlhf_lightning.preferences.judge import JudgeAnnotator, JudgeFigures, judge_figures
-from rlhf_lightning.preferences.pairing import (
-    Pairing,
-    ResponseScores,
-    ScoreFunction,
-    WorstSamples,
-    make_pairs,
-    near_duplicates,
-)
-from rlhf_lightning.preferences.records import (
-    Candidate,
-    Journal,
-    Label,
-    Pair,
-    answered,
-    completion_of,
-    readable,
-    variables_of,
-    write_records,
-)
+from rlhf_lightning.preferences.budget import BudgetHparams, Cost, Routing
+from rlhf_lightning.preferences.candidates import ADVICE, METRICS, Sampling, collect_candidates
+from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
+from rlhf_lightning.preferences.pairing import Pairing, ScoreFunction, WorstSamples
+from rlhf_lightning.preferences.records import Candidate, Journal, Label, Pair, readable
 
 
 @dataclass(frozen=True)
@@ -114,7 +84,7 @@ class Collection:
     near_duplicates: int
     before: Cost
     after: Cost
-    judge: JudgeFigures | None
+    judge: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -153,20 +123,20 @@ class Lab:
             ValueError: if no pair can be made.
         """
         made, num_candidates, dropped = self._pairs(prompts)
-        held_out = choose_validation(made[: self.hparams.num_pairs], self.budget)
+        held_out = budget.choose_validation(made[: self.hparams.num_pairs], self.budget)
         pairs, num_near = self._without_near_duplicates(made, held_out)
         wanted = self.hparams.num_pairs
         if wanted is not None and len(pairs) < wanted and self.worst is None and self.say:
             near = f"{num_near} prompts are nearly a held-out one"
             self.say(f"{len(pairs)} pairs instead of lab.num_pairs={wanted} ({near}): {ADVICE}")
-        write_records(self.folder / "pairs.jsonl", pairs)
+        records.write_records(self.folder / "pairs.jsonl", pairs)
         journal = Journal(self.folder / "labels.jsonl", Label)
         automatic: list[Label] = []
         for annotator in self.annotators:
             if isinstance(annotator, JudgeAnnotator):
                 annotator.keep_in(self.folder / "judgements.jsonl")
             automatic += label_pairs(annotator, pairs, journal)
-        routing = route(pairs, by_pair(automatic), self.budget, validation=held_out)
+        routing = budget.route(pairs, by_pair(automatic), self.budget, validation=held_out)
         theirs: list[Label] = []
         if self.people is None:
             routing = Routing((*routing.automatic, *routing.people), (), routing.validation)
@@ -178,7 +148,7 @@ class Lab:
         judges = (one for one in self.annotators if isinstance(one, JudgeAnnotator))
         replies = [reply for judge in judges for reply in judge.judgements]
         judged = judge_figures(replies) if replies else None
-        charges = judged.cost if judged else 0.0
+        charges = judged["cost"] if judged else 0.0
         rule: dict[str, Any] = {"people": names, "method": self.hparams.aggregation}
         trained_on, on_validation = (*routing.automatic, *routing.people), theirs or automatic
         return Collection(
@@ -190,8 +160,8 @@ class Lab:
             dropped=dropped,
             num_candidates=num_candidates,
             near_duplicates=num_near,
-            before=planned_cost(len(pairs), self.budget),
-            after=actual_cost(theirs, self.budget, charges=charges),
+            before=budget.planned_cost(len(pairs), self.budget),
+            after=budget.actual_cost(theirs, self.budget, charges=charges),
             judge=judged,
         )
 
@@ -199,23 +169,15 @@ class Lab:
         if self.worst is not None:
             pairs, overrated = self.worst.pairs(seed=self.hparams.seed)
             if not pairs:
-                raise ValueError(
-                    f"none of the {overrated} overrated responses in {self.worst.run} has an "
-                    "opponent: sample more candidates a prompt, or set adversarial=false"
-                )
+                told = f"none of the {overrated} overrated responses has an opponent"
+                raise ValueError(f"{told}: sample more, or set adversarial=false")
             return pairs, 0, {}
-        kept, num_asked, dropped = collect_candidates(
+        kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished
         )
-        pairs = make_pairs(
-            kept,
-            method=self.hparams.pairing,
-            per_prompt=self.hparams.pairs_per_prompt,
-            num_pairs=None,
-            seed=self.hparams.seed,
-            score=self.score,
-        )
-        usable = describe_dropped(num_asked, dropped)
+        rule = self.hparams
+        how: dict[str, Any] = {"method": rule.pairing, "per_prompt": rule.pairs_per_prompt}
+        pairs = pairing.make_pairs(kept, seed=rule.seed, score=self.score, **how)
         if not pairs:
             raise ValueError(f"no prompt has two different responses ({usable}): {ADVICE}")
         if self.say is not None:
@@ -233,12 +195,9 @@ class Lab:
         texts: dict[bool, dict[str, str]] = {True: {}, False: {}}
         for pair in made:
             texts[pair.prompt_id in withheld][pair.prompt_id] = readable(pair.prompt)
-        found = near_duplicates(
-            list(texts[False].values()),
-            list(texts[True].values()),
-            threshold=self.hparams.near_duplicate,
-            n=self.hparams.near_duplicate_n,
-        )
+        least, n = self.hparams.near_duplicate, self.hparams.near_duplicate_n
+        train, held = (list(texts[is_held].values()) for is_held in (False, True))
+        found = pairing.near_duplicates(train, held, threshold=least, n=n)
         names = list(texts[False])
         removed = {names[number] for number, _, _ in found}
         no_training = withheld | removed
@@ -263,7 +222,7 @@ class RejectionSampler:
 
     folder: Path
     sampling: Sampling
-    score: ResponseScores
+    score: pairing.ResponseScores
     keep_unfinished: bool
     gold: Gold | None
     say: Callable[[str], None]
@@ -276,15 +235,20 @@ class RejectionSampler:
         Raises:
             ValueError: if no response is left.
         """
-        kept, num_asked, dropped = collect_candidates(
+        kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.keep_unfinished
         )
-        self.say(describe_dropped(num_asked, dropped))
-        scores = self.score([answered(c, c.response) for c in kept])
+        self.say(usable)
+        scores = self.score([records.answered(c, c.response) for c in kept])
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
         if not scored:
             raise ValueError(f"no response is left: {ADVICE}")
-        best = _best(scored)
+        chosen: dict[str, tuple[Candidate, float]] = {}  # of equal scores the first
+        for candidate, score in scored:
+            held = chosen.get(candidate.prompt_id)
+            if held is None or score > held[1]:
+                chosen[candidate.prompt_id] = (candidate, score)
+        best = list(chosen.values())
         figures = {
             "collect/num_candidates": num_asked,
             "collect/usable_candidates": len(scored),
@@ -295,8 +259,7 @@ class RejectionSampler:
         if self.gold is not None:
             figures["collect/gold"] = _mean(self._gold([c for c, _ in scored], self.gold))
             figures["collect/gold_best"] = _mean(self._gold([c for c, _ in best], self.gold))
-        rows = [_row(candidate, score) for candidate, score in best]
-        return rows, {name: float(value) for name, value in figures.items()}
+        return [_row(*one) for one in best], {key: float(value) for key, value in figures.items()}
 
     def _gold(self, answers: Sequence[Candidate], gold: Gold) -> list[float]:
         return gold(
@@ -307,22 +270,12 @@ class RejectionSampler:
         )
 
 
-def _best(scored: Sequence[tuple[Candidate, float]]) -> list[tuple[Candidate, float]]:
-    """Return the best response of each prompt, of equal ones the first, in the order of prompts."""
-    best: dict[str, tuple[Candidate, float]] = {}
-    for candidate, score in scored:
-        held = best.get(candidate.prompt_id)
-        if held is None or score > held[1]:
-            best[candidate.prompt_id] = (candidate, score)
-    return list(best.values())
-
-
 def _row(candidate: Candidate, score: float) -> dict[str, Any]:
-    prompt: Text = candidate.prompt
+    prompt = candidate.prompt
     return {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        "completion": completion_of(prompt, candidate.response),
-        **variables_of(candidate),
+        "completion": records.completion_of(prompt, candidate.response),
+        **records.variables_of(candidate),
         "domain": candidate.domain,
         "score": round(score, 6),
         "label": True,  # it is the best one: without this a score would be a rating

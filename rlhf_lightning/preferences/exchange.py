@@ -27,17 +27,9 @@ from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.records import PreferenceRecord, Text, as_columns
+from rlhf_lightning.preferences import records
 from rlhf_lightning.preferences.agreement import Method, aggregate, preference_row
-from rlhf_lightning.preferences.records import (
-    Choice,
-    Label,
-    Pair,
-    from_row,
-    pair_name,
-    readable,
-    to_row,
-    variables_of,
-)
+from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, readable, to_row
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.thoughts import shown
@@ -88,11 +80,8 @@ def read_collection(
     pairs: list[Pair] = []
     labels: list[Label] = []
     if name is None:
-        raise BadRecordError(
-            where,
-            f"the keys {', '.join(map(str, first)) or '(none)'} tell no format",
-            "give format=pairs, labels, trl or label_studio, or rename the keys",
-        )
+        told = f"the keys {', '.join(map(str, first)) or '(none)'} tell no format"
+        raise BadRecordError(where, told, "give format=pairs, labels, trl or label_studio")
     if name == "trl":
         pairs, labels = _read_trl(chained, path.name, now)
     elif name == "labels":
@@ -140,7 +129,6 @@ def write_collection(
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
     as_list = format == "label_studio"
     text = "[\n" + ",\n".join(lines) + "\n]\n" if as_list else "".join(f"{x}\n" for x in lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     return len(rows), left_out
 
@@ -153,11 +141,10 @@ def _read_trl(
     for where, row in rows:
         record = parse(row, where)
         if not isinstance(record, PreferenceRecord):
-            found = "the row has no 'chosen' and 'rejected'"
-            raise BadRecordError(where, found, "give pairs, or another format")
+            raise BadRecordError(where, "it has no 'chosen' and 'rejected'", "give another format")
         answers = [_text_of(getattr(record, k), k, where) for k in ("chosen", "rejected")]
         # The order must not tell which was chosen; a hash knows nothing of which is better.
-        names = [pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
+        names = [records.pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
         side: Choice = "first" if names[0] < names[1] else "second"
         first, second = answers if side == "first" else answers[::-1]
         columns = {key: as_text(value) for key, value in as_columns(record.variables).items()}
@@ -174,8 +161,7 @@ def _text_of(answer: Text, key: str, where: Location) -> str:
         return answer
     if len(answer) != 1 or answer[0].get("tool_calls") or answer[0].get("reasoning_content"):
         found = f"{key!r} is not one message with content alone"
-        fix = "put earlier turns into 'prompt', tool calls and reasoning into the content"
-        raise BadRecordError(where, found, fix)
+        raise BadRecordError(where, found, "put earlier turns into 'prompt', the rest into content")
     return answer[0]["content"]
 
 
@@ -186,7 +172,7 @@ def _task(pair: Pair, labels: Sequence[Label]) -> dict[str, Any]:
         "data": dict(zip(DATA_KEYS, (readable(pair.prompt), *answers), strict=True))
         | ({"domain": pair.domain} if pair.domain else {}),
         # Without the right answer, which raters may be shown.
-        "meta": {PAIR: to_row(replace(pair, columns=variables_of(pair)))},
+        "meta": {PAIR: to_row(replace(pair, columns=records.variables_of(pair)))},
         "annotations": [
             {
                 "result": _result(label.choice, label.reason),
@@ -218,8 +204,8 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
     known = (row.get("meta") or {}).get(PAIR)
     texts = [data.get(key) for key in DATA_KEYS] if isinstance(data, Mapping) else [None]
     if not all(isinstance(text, str) for text in texts):
-        fix = "export as JSON, with texts named prompt, answer1 and answer2"
-        raise BadRecordError(where, f"'data' is {describe(data)}", fix)
+        found = f"'data' is {describe(data)}"
+        raise BadRecordError(where, found, "give prompt, answer1 and answer2")
     with _naming(where):
         domain = str(data.get("domain") or "")
         pair = from_row(Pair, known, where) if known else Pair.make(*texts, domain=domain)
@@ -240,20 +226,12 @@ def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> 
     account = given.get("completed_by")
     if isinstance(account, Mapping):
         account = account.get("email") or account.get("id")
-    values: dict[str, Any] = {
-        "annotator": source if account is None else str(account),
-        "kind": "person",
-        "order": "first",
-    }
+    name = source if account is None else str(account)
+    values: dict[str, Any] = {"annotator": name, "kind": "person", "order": "first"}
     values |= {k: v for k, v in (given.get("rlhf") or {}).items() if k in LABEL_STUDIO_KEYS}
-    return Label(
-        pair.pair_id,
-        choice=choice,
-        created=given.get("created_at") or now,
-        seconds=given.get("lead_time"),
-        reason="\n".join(parts.get("textarea", {}).get("text") or ()) or None,
-        **values,
-    )
+    values |= {"created": given.get("created_at") or now, "seconds": given.get("lead_time")}
+    reason = "\n".join(parts.get("textarea", {}).get("text") or ()) or None
+    return Label(pair.pair_id, choice=choice, reason=reason, **values)
 
 
 @contextmanager
@@ -264,5 +242,4 @@ def _naming(where: Location) -> Iterator[None]:
     except BadRecordError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        fix = "mend the record, or leave it out"
-        raise BadRecordError(where, f"it cannot be read ({error})", fix) from error
+        raise BadRecordError(where, f"it cannot be read ({error})", "mend it") from error

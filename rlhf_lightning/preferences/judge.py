@@ -11,9 +11,9 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,26 +23,17 @@ from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
-from rlhf_lightning.preferences.records import (
-    SIDES,
-    AnnotatorKind,
-    Journal,
-    Label,
-    Pair,
-    Side,
-    turns_of,
-)
+from rlhf_lightning.preferences.records import SIDES, Journal, Kind, Label, Pair, Side, turns_of
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
 NUM_KEPT, NUM_SHOWN = 2000, 200  # characters of a reply: in the journal, in a message
 # Why a reply has no verdict, and what to change.
 _FIXES = {
-    "refused": "set what the service does not take to null: judge.max_tokens, "
-    "judge.max_completion_tokens, judge.temperature or judge.system",
+    "refused": "null judge.max_tokens, judge.max_completion_tokens, judge.temperature or "
+    "judge.system",
     "cut off": "raise judge.max_tokens={0.max_tokens} (thoughts count too), or switch thinking off",
-    "no verdict": "end judge.template with {1!r}, use judge.read=json where the endpoint has "
-    "structured output, or change judge.model",
+    "no verdict": "end judge.template with {1!r}, or set judge.read=json or judge.model",
 }
 SYSTEM = "You compare two answers to a request, fairly and in a few words."
 TEMPLATE = Path(__file__).with_name("judge_template.txt").read_text("utf-8")
@@ -183,71 +174,42 @@ def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | 
     return {letter: value / total for letter, value in found.items()} if total > 0 else None
 
 
-def mean_gap(both: Iterable[Judgement]) -> float:
+def mean_gap(both: Sequence[Judgement]) -> float:
     """Return the mean over both orders of P(first response of the pair) - P(second)."""
-    gaps = []
-    for judgement in both:
-        shown = judgement.probabilities or dict.fromkeys(LETTERS, 1 / 3)
-        gap = shown["A"] - shown["B"]
-        gaps.append(gap if judgement.order == "first" else -gap)
-    return sum(gaps) / len(gaps)
+    shown = [(j.order, j.probabilities) for j in both if j.probabilities]
+    gaps = (p["A"] - p["B"] if order == "first" else p["B"] - p["A"] for order, p in shown)
+    return sum(gaps) / len(both)
 
 
-@dataclass(frozen=True)
-class JudgeFigures:
-    """Figures of a judge.
+def judge_figures(judgements: Sequence[Judgement]) -> dict[str, Any]:
+    """Return the figures of one judge.
 
-    Args:
-        requests: number of replies and refusals.
-        retries: requests that were sent again.
-        refused: requests that the service would not take.
-        unreadable: replies without a verdict.
-        ties: replies that find neither better.
-        shown_first_wins: share of replies for the response shown first, among those that take a
-            side.
-        consistent: share of pairs whose two orders agree, among those with two readable replies.
-        input_tokens, output_tokens: as the service counts them, else estimated.
-        cost: cost of all requests.
-        estimated: requests whose tokens the service did not count.
-        spelled: responses that spell a delimiter of the prompt, a control token or a verdict.
+    Returns:
+        Numbers of `requests`, of `retries`, of requests that the service `refused`, and of replies
+        that were `unreadable` or `ties`; `shown_first_wins`, the share for the response shown
+        first, among replies that take a side; `consistent`, the share of pairs whose two orders
+        agree, among those with two readable replies; `input_tokens`, `output_tokens` and their
+        `cost`; `estimated`, requests whose tokens the service did not count; `spelled`, responses
+        that spell a delimiter of the prompt, a control token or a verdict.
     """
-
-    requests: int
-    retries: int
-    refused: int
-    unreadable: int
-    ties: int
-    shown_first_wins: Share
-    consistent: Share
-    input_tokens: int
-    output_tokens: int
-    cost: float
-    estimated: int
-    spelled: int
-
-
-def judge_figures(judgements: Sequence[Judgement]) -> JudgeFigures:
-    """Return the figures of one judge."""
     decided = [j for j in judgements if j.verdict in SIDES]
     by_pair: dict[str, list[Judgement]] = {}
     for judgement in judgements:
         if judgement.verdict is not None:
             by_pair.setdefault(judgement.pair_id, []).append(judgement)
     both = [found for found in by_pair.values() if len(found) == 2]
-    return JudgeFigures(
-        requests=len(judgements),
-        retries=sum(j.retries for j in judgements),
-        refused=sum(j.reply is None for j in judgements),
-        unreadable=sum(j.verdict is None and j.reply is not None for j in judgements),
-        ties=sum(j.verdict == "tie" for j in judgements),
-        shown_first_wins=Share.of(sum(j.verdict == j.order for j in decided), len(decided)),
-        consistent=Share.of(sum(a.verdict == b.verdict for a, b in both), len(both)),
-        input_tokens=sum(j.input_tokens for j in judgements),
-        output_tokens=sum(j.output_tokens for j in judgements),
-        cost=sum(j.cost for j in judgements),
-        estimated=sum(j.estimated for j in judgements),
-        spelled=sum({j.pair_id: j.spelled for j in judgements}.values()),
-    )
+    summed = ("input_tokens", "output_tokens", "cost", "estimated")
+    return {
+        "requests": len(judgements),
+        "retries": sum(j.retries for j in judgements),
+        "refused": sum(j.reply is None for j in judgements),
+        "unreadable": sum(j.verdict is None and j.reply is not None for j in judgements),
+        "ties": sum(j.verdict == "tie" for j in judgements),
+        "shown_first_wins": asdict(Share.among(j.verdict == j.order for j in decided)),
+        "consistent": asdict(Share.among(a.verdict == b.verdict for a, b in both)),
+        **{name: sum(getattr(j, name) for j in judgements) for name in summed},
+        "spelled": sum({j.pair_id: j.spelled for j in judgements}.values()),
+    }
 
 
 class JudgeAnnotator:
@@ -279,7 +241,7 @@ class JudgeAnnotator:
         ValueError: for a template without one of its places, or values that cannot be.
     """
 
-    kind: AnnotatorKind = "judge"
+    kind: Kind = "judge"
     Hparams = JudgeHparams
 
     @checked
@@ -324,9 +286,7 @@ class JudgeAnnotator:
             self._journal = Journal(path, Judgement)
             made = self._journal.read()
         except (OSError, ValueError, TypeError) as error:
-            raise AnnotationError(
-                f"judge.known={self.known}, {path}: no judgements ({error}): name a file of them"
-            ) from error
+            raise AnnotationError(f"judge.known={self.known}, {path}: {error}") from error
         for judgement in made:
             if judgement.judge == self.name:
                 self._remember(judgement)
@@ -340,9 +300,7 @@ class JudgeAnnotator:
             AnnotationError: if the service fails, most replies cannot be read, or `max_cost` is
                 reached.
         """
-        todo = [
-            (p, order) for p in pairs for order in SIDES if (p.pair_id, order) not in self._known
-        ]
+        todo = [(p, side) for p in pairs for side in SIDES if (p.pair_id, side) not in self._known]
         if todo:
             self._ask_all(todo)
         return [self._label(pair) for pair in pairs]
@@ -372,10 +330,7 @@ class JudgeAnnotator:
         if failures:
             raise failures[0]
         if any((pair.pair_id, order) not in self._known for pair, order in todo):
-            raise AnnotationError(
-                f"{self.name} has cost {self._spent:.4g}, judge.max_cost={limit:g} is reached: "
-                f"raise it, {GO_ON}"
-            )
+            raise AnnotationError(f"judge.max_cost={limit:g} is reached: raise it, {GO_ON}")
         if self._mostly_unread:
             raise AnnotationError(self._unread_message())
 
@@ -394,10 +349,8 @@ class JudgeAnnotator:
         last = next(j for j in reversed(unread) if j.unread == why)
         shown = " ".join((last.reply or last.said).split())[:NUM_SHOWN]
         fix = _FIXES.get(str(why), _FIXES["no verdict"]).format(self.hparams, CLOSINGS[self.read])
-        return (
-            f"{self.name}: {len(unread)} of {len(self._known)} replies have no verdict ({why}), "
-            f"the last is {shown!r}: {fix}"
-        )
+        count = f"{len(unread)} of {len(self._known)} replies have no verdict"
+        return f"{self.name}: {count} ({why}), the last is {shown!r}: {fix}"
 
     def _judgement(self, pair: Pair, order: Side, question: Question, reply: Reply) -> Judgement:
         letter, probabilities, why = None, None, "refused"
@@ -409,23 +362,21 @@ class JudgeAnnotator:
         if not reply.refused:
             why = "cut off" if reply.cut_off and self.read != "logprobs" else "no verdict"
         sides: dict[str | None, Any] = {"A": order, "B": SIDES[order == "first"], "C": "tie"}
-        hparams, tokens = self.hparams, (reply.input_tokens, reply.output_tokens)
+        sent, written = (reply.counts.get(f"{way}_tokens", 0) for way in ("input", "output"))
+        cost = sent * self.hparams.input_price + written * self.hparams.output_price
         return Judgement(
             pair.pair_id,
             self.name,
             order,
             verdict=sides.get(letter),
             reply=None if reply.refused else _shortened(reply.text),
-            input_tokens=tokens[0],
-            output_tokens=tokens[1],
-            cost=(tokens[0] * hparams.input_price + tokens[1] * hparams.output_price) / 1_000_000,
-            retries=reply.retries,
+            cost=cost / 1_000_000,
             probabilities=probabilities,
             unread=None if letter else why,
             said=_shortened(reply.text) if reply.refused else "",
             mark=question.mark,
             spelled=question.spelled,
-            estimated=reply.estimated,
+            **reply.counts,
         )
 
     def _label(self, pair: Pair) -> Label:

@@ -6,16 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rlhf_lightning.arguments import (
-    Above0,
-    Address,
-    AtLeast0,
-    Count,
-    CountOrZero,
-    Name,
-    Seconds,
-    SecretName,
-)
+from rlhf_lightning import arguments
+from rlhf_lightning.arguments import Above0, Address, AtLeast0, Count, CountOrZero, Name
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url, key_in
@@ -51,8 +43,8 @@ class JudgeHparams(Checked):
 
     model: Name
     base_url: Address | None = None
-    api_key_env: SecretName | None = "OPENAI_API_KEY"
-    timeout: Seconds = 60.0
+    api_key_env: arguments.SecretName | None = "OPENAI_API_KEY"
+    timeout: arguments.Seconds = 60.0
     max_retries: CountOrZero = 5
     concurrency: Count = 4
     temperature: AtLeast0 | None = 0.0
@@ -68,19 +60,6 @@ class JudgeHparams(Checked):
         if self.base_url is not None:
             check_url(self.base_url, "base_url", "api_key_env")
 
-    def options(self, *, logprobs: bool) -> dict[str, Any]:
-        """Return what a request says beside model and messages; what is None is left out.
-
-        Args:
-            logprobs: ask for one token, and the likeliest ones in its place.
-        """
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        options: dict[str, Any] = {"temperature": self.temperature, name: getattr(self, name)}
-        if logprobs:
-            limit = {name: 1} if options[name] else {}
-            options |= {"logprobs": True, "top_logprobs": TOP_TOKENS} | limit
-        return {key: value for key, value in options.items() if value is not None}
-
 
 class Reply(NamedTuple):
     """One reply of a judge.
@@ -89,20 +68,15 @@ class Reply(NamedTuple):
         text: text of the reply, or the service's sentence where it refused the request.
         refused: the service would not take the request.
         cut_off: whether it ended at the limit of tokens or in a filter.
-        input_tokens, output_tokens: as the service counts them, else estimated from the texts.
         top_tokens: token -> log-probability at the first place, where they were asked for.
-        retries: number of failed attempts.
-        estimated: the service did not count the tokens.
+        counts: `input_tokens`, `output_tokens`, `retries` and `estimated` of a `Judgement`.
     """
 
     text: str
     refused: bool = False
     cut_off: bool = False
-    input_tokens: int = 0
-    output_tokens: int = 0
     top_tokens: Mapping[str, float] = {}
-    retries: int = 0
-    estimated: bool = False
+    counts: Mapping[str, Any] = {}
 
 
 class JudgeService:
@@ -120,9 +94,7 @@ class JudgeService:
         try:
             import openai
         except ImportError as error:
-            raise AnnotationError(
-                "a judge needs the package openai: pip install -e '.[judge]' in the checkout"
-            ) from error
+            raise AnnotationError("a judge needs openai: pip install -e '.[judge]'") from error
         self._api, self.hparams = openai, hparams
         self._key = key_in("judge.api_key_env", hparams.api_key_env)
         self._client = openai.OpenAI(
@@ -134,11 +106,7 @@ class JudgeService:
         )
 
     def ask(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        logprobs: bool,
-        extra: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, str]], *, logprobs: bool, extra: Mapping[str, Any]
     ) -> Reply:
         """Return the reply to one conversation.
 
@@ -150,28 +118,31 @@ class JudgeService:
         Raises:
             AnnotationError: if there is none, with the fix.
         """
-        api = self._api
+        api, hparams = self._api, self.hparams
+        limit = "max_tokens" if hparams.max_completion_tokens is None else "max_completion_tokens"
+        options: dict[str, Any] = {limit: getattr(hparams, limit)}
+        if logprobs:
+            options = {limit: options[limit] and 1, "logprobs": True, "top_logprobs": TOP_TOKENS}
+        options["temperature"] = hparams.temperature
         try:
             answer = self._client.chat.completions.with_raw_response.create(
-                model=self.hparams.model,
+                model=hparams.model,
                 messages=messages,  # type: ignore[arg-type]
                 extra_body=extra,
-                **self.hparams.options(logprobs=logprobs),
+                **{key: value for key, value in options.items() if value is not None},
             )
-            reply = _reply(answer.parse(), messages, logprobs=logprobs)
+            return _reply(answer.parse(), messages, answer.retries_taken, logprobs=logprobs)
         except (api.BadRequestError, api.UnprocessableEntityError) as error:
             return Reply(self._shown(error), refused=True)
         except (api.APIError, AttributeError, LookupError, TypeError, ValueError) as error:
             shown = self._shown(error)
             if not isinstance(error, api.APIError):
                 shown = f"no chat completion: {answer.text[:NUM_SHOWN]!r}"
+            keys = f"judge.model, judge.api_key_env={hparams.api_key_env}, judge.timeout"
             raise AnnotationError(
-                f"the judge {self.hparams.model} at {self._client.base_url} failed ({shown}): "
-                "check judge.base_url (it ends with /v1), judge.model, the key (judge.api_key_env="
-                f"{self.hparams.api_key_env}), judge.timeout, judge.max_retries and "
-                f"judge.concurrency. Replies are kept: {GO_ON}"
+                f"the judge at {self._client.base_url} failed ({shown}): check judge.base_url, "
+                f"{keys}, judge.max_retries and judge.concurrency; {GO_ON}"
             ) from error
-        return reply._replace(retries=answer.retries_taken)
 
     def _shown(self, error: Any) -> str:
         cause = f" ({error.__cause__})" if error.__cause__ else ""  # "Connection error." alone
@@ -179,7 +150,9 @@ class JudgeService:
         return (text.replace(self._key, "***") if self._key else text)[:NUM_SHOWN]
 
 
-def _reply(answer: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool) -> Reply:
+def _reply(
+    answer: Any, messages: Sequence[Mapping[str, str]], retries: int, *, logprobs: bool
+) -> Reply:
     """Read a chat completion, which the client does not check."""
     choice = answer.choices[0]
     text = choice.message.content or ""
@@ -190,23 +163,14 @@ def _reply(answer: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool
     top: dict[str, float] = {}
     if logprobs:
         if not (choice.logprobs and choice.logprobs.content):
-            raise AnnotationError(
-                "the judge returns no log-probabilities: use judge.read=text or json"
-            )
+            raise AnnotationError("the judge gives no log-probabilities: use judge.read=text")
         top = {each.token: each.logprob for each in choice.logprobs.content[0].top_logprobs}
     sent = "".join(message["content"] for message in messages)
-    usage = answer.usage
-    counts = [] if usage is None else [usage.prompt_tokens, usage.completion_tokens]
-    estimated = not counts or not all(isinstance(each, int) and each >= 0 for each in counts)
+    usage, both = answer.usage, (sent, text)
+    tokens = [] if usage is None else [usage.prompt_tokens, usage.completion_tokens]
+    estimated = not tokens or not all(isinstance(each, int) and each >= 0 for each in tokens)
     if estimated:
-        counts = [
-            len(each.encode(errors="replace")) // BYTES_PER_TOKEN + 1 for each in (sent, text)
-        ]
-    return Reply(
-        text,
-        cut_off=choice.finish_reason in ("length", "content_filter"),
-        input_tokens=counts[0],
-        output_tokens=counts[1],
-        top_tokens=top,
-        estimated=estimated,
-    )
+        tokens = [len(each.encode(errors="replace")) // BYTES_PER_TOKEN + 1 for each in both]
+    counts = {"input_tokens": tokens[0], "output_tokens": tokens[1], "retries": retries}
+    cut_off = choice.finish_reason in ("length", "content_filter")
+    return Reply(text, False, cut_off, top, counts | {"estimated": estimated})

@@ -8,7 +8,6 @@ fair: the first one may have been a mistake, and selecting disagreements selects
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -21,14 +20,7 @@ from typing import Literal, NamedTuple
 from rlhf_lightning.arguments import Count
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked
-from rlhf_lightning.preferences.records import (
-    Answer,
-    Candidate,
-    Journal,
-    Pair,
-    answered,
-    readable,
-)
+from rlhf_lightning.preferences.records import Answer, Candidate, Journal, Pair, answered, readable
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
 # (prompt, response) -> a number, the better the higher.
@@ -41,7 +33,7 @@ def make_pairs(
     *,
     method: Pairing,
     per_prompt: int,
-    num_pairs: int | None,
+    num_pairs: int | None = None,
     seed: int,
     score: ScoreFunction | None = None,
 ) -> list[Pair]:
@@ -66,8 +58,6 @@ def make_pairs(
     Raises:
         ValueError: for a method without its score.
     """
-    if method == "best_against_worst" and score is None:
-        raise ValueError("pairing.method=best_against_worst needs pairing.score: what is better?")
     by_prompt: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_prompt.setdefault(candidate.prompt_id, []).append(candidate)
@@ -77,9 +67,10 @@ def make_pairs(
             couples = _random(answers, per_prompt, Random(f"{seed}/{prompt_id}"))
         elif method == "most_different":
             couples = _most_different(answers)
-        else:
-            assert score is not None  # or it was refused above
+        elif score is not None:
             couples = _best_against_worst(answers, score)
+        else:
+            raise ValueError("pairing.method=best_against_worst needs pairing.score")
         for rank, couple in enumerate(couples[:per_prompt]):
             placed.append((rank, split_fraction(prompt_id, seed), place_couple(couple, seed)))
     placed.sort(key=lambda item: item[:2])
@@ -91,15 +82,8 @@ def place_couple(couple: Couple, seed: int) -> Pair:
     a, b = sorted(couple, key=lambda candidate: candidate.response_id)
     if split_fraction(f"{a.response_id}/{b.response_id}", seed) < 0.5:
         a, b = b, a
-    return Pair.make(
-        a.prompt,
-        a.response,
-        b.response,
-        domain=a.domain,
-        first_source=a.source,
-        second_source=b.source,
-        columns=a.columns,
-    )
+    others = {"first_source": a.source, "second_source": b.source, "columns": a.columns}
+    return Pair.make(a.prompt, a.response, b.response, domain=a.domain, **others)
 
 
 def _random(answers: Sequence[Candidate], count: int, rng: Random) -> list[Couple]:
@@ -131,12 +115,8 @@ def _most_different(answers: Sequence[Candidate]) -> list[Couple]:
 def _best_against_worst(answers: Sequence[Candidate], score: ScoreFunction) -> list[Couple]:
     scored = [(score(readable(a.prompt), a.response), a.response_id, a) for a in answers]
     ranked = sorted(scored, key=lambda item: item[:2], reverse=True)
-    half = len(ranked) // 2
-    return [
-        (best[2], worst[2])
-        for best, worst in zip(ranked[:half], ranked[::-1], strict=False)
-        if best[0] > worst[0]
-    ]
+    couples = zip(ranked[: len(ranked) // 2], ranked[::-1], strict=False)
+    return [(best[2], worst[2]) for best, worst in couples if best[0] > worst[0]]
 
 
 # (prompt, response) pairs -> the score of each, None where there is none.
@@ -173,10 +153,7 @@ class WorstSamples(Checked):
         """Check the values."""
         super().__post_init__()
         if not (self.run / "data" / "train.jsonl").is_file():
-            raise ValueError(
-                f"adversarial.run={self.run} holds no data/train.jsonl: give the folder of a "
-                "finished run of rlhf_lightning.collect"
-            )
+            raise ValueError(f"adversarial.run={self.run} holds no data/train.jsonl: collect first")
 
     def pairs(self, *, seed: int) -> tuple[list[Pair], int]:
         """Return the pairs, the most overrated first, and the number of overrated responses.
@@ -269,44 +246,26 @@ def near_duplicates(
 ) -> list[tuple[int, int, float]]:
     """Return every training text that is a near duplicate of a held-out one, with the nearest.
 
-    Each by its index, that of the held-out text, and the Jaccard index of their word n-grams. The
-    search reads an inverted index of each set's rarest n-grams, which must share one if the index
-    reaches the threshold: nothing is missed, and few pairs are compared.
+    Each by its index, that of the held-out text, and the Jaccard index of their word n-grams. Only
+    texts that share an n-gram are compared.
 
     Args:
         train: training texts.
         held_out: held-out texts.
-        threshold: smallest Jaccard index of a near duplicate.
+        threshold: smallest Jaccard index of a near duplicate, above 0.
         n: words in an n-gram.
-
-    Raises:
-        ValueError: if `threshold` is not above 0 and at most 1, or `n` below 1.
-
-    Source: the prefix filter of Chaudhuri et al. 2006 and Bayardo et al. 2007, "Scaling up all
-    pairs similarity search".
     """
-    if not 0 < threshold <= 1 or n < 1:
-        raise ValueError(f"threshold={threshold}, n={n}: use a threshold in (0, 1] and n >= 1")
-    train_sets = [word_grams(text, n) for text in train]
     held_out_sets = [word_grams(text, n) for text in held_out]
-    frequency = Counter(gram for grams in (*train_sets, *held_out_sets) for gram in grams)
     index: dict[Gram, list[int]] = defaultdict(list)
     for number, grams in enumerate(held_out_sets):
-        for gram in _rarest(grams, threshold, frequency):
+        for gram in grams:
             index[gram].append(number)
     found = []
-    for number, grams in enumerate(train_sets):
-        near = {m for gram in _rarest(grams, threshold, frequency) for m in index.get(gram, ())}
+    for number, text in enumerate(train):
+        grams = word_grams(text, n)
+        near = {m for gram in grams for m in index.get(gram, ())}
         scored = [(jaccard(grams, held_out_sets[m]), -m) for m in near]
         best, place = max(scored, default=(0.0, 0))
         if best >= threshold:
             found.append((number, -place, best))
     return found
-
-
-def _rarest(grams: frozenset[Gram], threshold: float, frequency: Counter[Gram]) -> list[Gram]:
-    """Return so many of the rarest n-grams that a near duplicate must share one of them."""
-    # A near duplicate shares at least threshold * size; the slack is for rounding.
-    needed = math.ceil(threshold * len(grams) - 1e-9)
-    ordered = sorted(grams, key=lambda gram: (frequency[gram], gram))
-    return ordered[: len(grams) - needed + 1]

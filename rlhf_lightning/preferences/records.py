@@ -26,7 +26,7 @@ from rlhf_lightning.runs.atomic import sync_folder, write_text
 
 Choice = Literal["first", "second", "tie", "both_bad", "skip"]
 Side = Literal["first", "second"]
-AnnotatorKind = Literal["person", "rule", "judge", "simulated", "reward_model"]
+Kind = Literal["person", "rule", "judge", "simulated", "reward_model"]
 SIDES: tuple[Side, Side] = get_args(Side)  # type: ignore[assignment]
 Filled = Annotated[str, Field(min_length=1)]
 
@@ -51,10 +51,8 @@ def _checked_prompt(prompt: Any) -> Text:
         and isinstance(message.get("content"), str)
         for message in messages
     ):
-        raise ValueError(
-            f" is {describe(prompt)}, expected a text that is not empty, or messages "
-            f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
-        )
+        wanted = f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
+        raise ValueError(f" is {describe(prompt)}, expected a text, or messages {wanted}")
     return tuple(dict(message) for message in messages)
 
 
@@ -166,17 +164,12 @@ class Label(Checked):
     pair_id: Filled
     annotator: Filled
     choice: Choice
-    kind: AnnotatorKind
+    kind: Kind
     order: Side
     created: Annotated[str, AfterValidator(_with_zone)]
     seconds: AtLeast0 | None = None
     reason: str | None = None
     margin: AtLeast0 | None = None
-
-    @property
-    def shown_first_won(self) -> bool | None:
-        """True if the response shown first was chosen; None where neither was."""
-        return self.choice == self.order if self.choice in SIDES else None
 
 
 LabRecord = Candidate | Pair | Label
@@ -250,10 +243,7 @@ RecordT = TypeVar("RecordT")
 def to_row(record: Any) -> dict[str, Any]:
     """Return the record as plain JSON values, without keys that hold None and empty `columns`."""
     content = record if isinstance(record, dict) else asdict(record)
-    row = {key: value for key, value in content.items() if value is not None}
-    if not row.get("columns", True):
-        del row["columns"]
-    return row
+    return {k: v for k, v in content.items() if v is not None and (v or k != "columns")}
 
 
 def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> RecordT:

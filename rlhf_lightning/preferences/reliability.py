@@ -13,7 +13,7 @@ import math
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,8 @@ from scipy.special import betaln, comb
 from scipy.stats import beta, binom, chi2
 
 from rlhf_lightning.data.sources.base import RELIABILITY
-from rlhf_lightning.preferences.agreement import (
-    THREE,
-    Share,
-    Verdict,
-    aggregate,
-    agreement_with,
-    by_pair,
-    cohen_kappa,
-    collect_votes,
-    dawid_skene,
-    fleiss_kappa,
-    left_out,
-    majority,
-    position_bias,
-    preference_row,
-    raw_agreement,
-    three,
-)
+from rlhf_lightning.preferences import agreement
+from rlhf_lightning.preferences.agreement import THREE, Share, Verdict, left_out, preference_row
 from rlhf_lightning.preferences.annotators import Gold, gold_scores
 from rlhf_lightning.preferences.candidates import METRICS
 from rlhf_lightning.preferences.collection import Collection, LabHparams
@@ -57,33 +41,7 @@ GRID = 1000
 LIKELY = float(chi2.ppf(0.95, 1))
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """The accuracy that noise in the labels leaves possible.
-
-    Args:
-        single: ceiling for labels of one vote each, by the model; `single_low` to `single_high` is
-            a 95 % interval: of the shapes that are not unlikely.
-        agreement: how often two votes on one item agree.
-        lowest: bound on `single` that needs no model, from below: the agreement.
-        highest: the same from above, `(1 + sqrt(2 * agreement - 1)) / 2`.
-        majority: ceiling for labels that are the majority of n votes, by n; n = 1 is `single`.
-        shape: the model's one parameter.
-        num_items: number of items with at least two votes.
-    """
-
-    single: float
-    single_low: float
-    single_high: float
-    agreement: float
-    lowest: float
-    highest: float
-    majority: Mapping[int, float]
-    shape: float
-    num_items: int
-
-
-def estimate_ceiling(tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5)) -> Ceiling | None:
+def estimate_ceiling(tally: Tally) -> dict[str, Any] | None:
     """Return the ceiling from a few votes an item, None where no item has two.
 
     p is assumed to follow Beta(a, a): the position of a response carries no information. Its shape
@@ -93,36 +51,39 @@ def estimate_ceiling(tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5)) -
 
     Args:
         tally: votes for the first and for the second response of each item -> number of items.
-        majorities: numbers of votes whose majority is the label.
+
+    Returns:
+        `single`, the ceiling for labels of one vote each, by the model, with `single_low` to
+        `single_high`, a 95 % interval: of the shapes that are not unlikely; `agreement`, how often
+        two votes on one item agree; bounds on `single` that need no model, `lowest` (the agreement)
+        and `highest`, `(1 + sqrt(2 * agreement - 1)) / 2`; `majority`, the ceiling for labels that
+        are the majority of n votes, by n; `shape`, the model's one parameter; `num_items` with at
+        least two votes.
     """
     several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
     if not several:
         return None
     shape, num_items = fit_shape(several), sum(several.values())
     agree = (n * (comb(a, 2) + comb(b, 2)) / comb(a + b, 2) for (a, b), n in several.items())
-    agreement = sum(agree) / num_items
+    agreeing = sum(agree) / num_items
     low, high = _likely_shapes(several, shape)  # the larger, the nearer p is to one half
-    return Ceiling(
-        single=majority_ceiling(shape, 1),
-        single_low=majority_ceiling(high, 1),
-        single_high=majority_ceiling(low, 1),
-        agreement=agreement,
-        lowest=max(agreement, 0.5),
-        highest=(1.0 + math.sqrt(max(2.0 * agreement - 1.0, 0.0))) / 2.0,
-        majority={n: majority_ceiling(shape, n) for n in majorities},
-        shape=shape,
-        num_items=num_items,
-    )
+    return {
+        "single": majority_ceiling(shape, 1),
+        "single_low": majority_ceiling(high, 1),
+        "single_high": majority_ceiling(low, 1),
+        "agreement": agreeing,
+        "lowest": max(agreeing, 0.5),
+        "highest": (1.0 + math.sqrt(max(2.0 * agreeing - 1.0, 0.0))) / 2.0,
+        "majority": {n: majority_ceiling(shape, n) for n in (1, 3, 5)},
+        "shape": shape,
+        "num_items": num_items,
+    }
 
 
 def fit_shape(tally: Tally) -> float:
     """Return the shape a of Beta(a, a) under which the votes are likeliest."""
-    found = minimize_scalar(
-        lambda log_shape: -_log_likelihood(tally, log_shape),
-        bounds=LOG_SHAPES,
-        method="bounded",
-        options={"xatol": 1e-6},
-    )
+    how: dict[str, Any] = {"bounds": LOG_SHAPES, "method": "bounded", "options": {"xatol": 1e-6}}
+    found = minimize_scalar(lambda log_shape: -_log_likelihood(tally, log_shape), **how)
     return math.exp(float(found.x))
 
 
@@ -171,10 +132,7 @@ def expected_correct(tally: Tally, shape: float) -> float:
         shape: parameter a, from `fit_shape`.
     """
     decided = {votes: n for votes, n in tally.items() if votes[0] != votes[1]}
-    right = [
-        n * float(beta.sf(0.5, shape + max(votes), shape + min(votes)))
-        for votes, n in decided.items()
-    ]
+    right = [n * float(beta.sf(0.5, shape + max(v), shape + min(v))) for v, n in decided.items()]
     return sum(right) / sum(decided.values()) if decided else math.nan
 
 
@@ -187,106 +145,66 @@ def _tally_sides(by_item: Iterable[Sequence[Label]]) -> Tally:
     return Counter((found["first"], found["second"]) for found in votes)
 
 
-@dataclass(frozen=True)
-class PeopleFigures:
-    """Figures of people, from their labels.
+def people_figures(labels: Iterable[Label]) -> dict[str, Any] | None:
+    """Return what people's labels say about them, None if there is none.
 
-    Args:
-        labels: number of labels, skips left out.
-        pairs: number of labelled pairs.
-        raw_agreement: share of pairs of votes on one pair that agree, among first, second and tie.
-        fleiss_kappa: the same beyond chance.
-        ties: share of the labels that find neither response better.
-        position_bias: how often the response shown first won.
-        accuracy: expected share of true votes by person, from Dawid and Skene's model.
-        ceiling: accuracy that their noise allows; None where no pair has two votes for a side.
+    Returns:
+        Numbers of `labels` (skips left out) and labelled `pairs`; `raw_agreement`, the share of
+        pairs of votes on one pair that agree, among first, second and tie; `fleiss_kappa`, the same
+        beyond chance; `ties`, the share of labels that find neither better; `position_bias`, how
+        often the response shown first won; `accuracy`, the expected share of true votes by person,
+        from Dawid and Skene's model; `ceiling`, None where no pair has two votes for a side.
     """
-
-    labels: int
-    pairs: int
-    raw_agreement: float
-    fleiss_kappa: float
-    ties: float
-    position_bias: Share
-    accuracy: Mapping[str, float]
-    ceiling: Ceiling | None
-
-
-@dataclass(frozen=True)
-class AnnotatorFigures:
-    """Figures of one annotator other than people.
-
-    Args:
-        name: name of the annotator.
-        kind: kind of the annotator.
-        labels: number of labels, skips left out.
-        skips: pairs without an opinion.
-        ties: share of the labels that find neither response better.
-        agrees: agreement with the majority of people, where both take a side.
-        kappa: Cohen's kappa with the majority of people, ties included.
-    """
-
-    name: str
-    kind: str
-    labels: int
-    skips: int
-    ties: float
-    agrees: Share
-    kappa: float
-
-
-def people_figures(labels: Iterable[Label]) -> PeopleFigures | None:
-    """Return what people's labels say about them, None if there is none."""
     given = [label for label in labels if label.choice != "skip"]
     if not given:
         return None
-    votes = collect_votes(given)
+    votes = agreement.collect_votes(given)
     counts = votes.counts
-    return PeopleFigures(
-        labels=int(counts.sum()),
-        pairs=len(votes.items),
-        raw_agreement=raw_agreement(counts),
-        fleiss_kappa=fleiss_kappa(counts),
-        ties=float(counts[:, THREE.index("tie")].sum() / counts.sum()),
-        position_bias=position_bias(given),
-        accuracy=dawid_skene(votes).accuracy,
-        ceiling=estimate_ceiling(_tally_sides(by_pair(given).values())),
-    )
+    return {
+        "labels": int(counts.sum()),
+        "pairs": len(votes.items),
+        "raw_agreement": agreement.raw_agreement(counts),
+        "fleiss_kappa": agreement.fleiss_kappa(counts),
+        "ties": float(counts[:, THREE.index("tie")].sum() / counts.sum()),
+        "position_bias": asdict(agreement.position_bias(given)),
+        "accuracy": agreement.dawid_skene(votes).accuracy,
+        "ceiling": estimate_ceiling(_tally_sides(agreement.by_pair(given).values())),
+    }
 
 
 def people_majority(labels: Iterable[Label]) -> dict[str, str]:
     """Return pair id -> what most people said, without the pairs on which they are divided."""
-    votes = collect_votes(labels)
-    return {
-        str(item): THREE[vote]
-        for item, vote in zip(votes.items, majority(votes.counts).tolist(), strict=True)
-        if vote >= 0
-    }
+    found = {pair: agreement.majority(own) for pair, own in agreement.by_pair(labels).items()}
+    return {pair: most for pair, most in found.items() if most is not None}
 
 
-def annotator_figures(labels: Sequence[Label], people: Judged) -> AnnotatorFigures:
+def annotator_figures(labels: Sequence[Label], people: Judged) -> dict[str, Any]:
     """Return the figures of one annotator compared with the majority of people.
 
     Args:
         labels: labels of one annotator, at least one.
         people: result of `people_majority`.
+
+    Returns:
+        `name`, `kind`, numbers of `labels` and `skips`, the share of `ties` among the labels; where
+        both take a side, how often it `agrees` with people; Cohen's `kappa` with ties included.
     """
     given = [label for label in labels if label.choice != "skip"]
-    votes = [(three(label.choice), people.get(label.pair_id)) for label in given]
+    votes = [(agreement.three(label.choice), people.get(label.pair_id)) for label in given]
     both = [(THREE.index(own), THREE.index(most)) for own, most in votes if most is not None]
     ties = sum(own == "tie" for own, _ in votes)
-    return AnnotatorFigures(
-        name=labels[0].annotator,
-        kind=labels[0].kind,
-        labels=len(given),
-        skips=len(labels) - len(given),
-        ties=ties / len(given) if given else math.nan,
-        agrees=agreement_with(given, people),
-        kappa=cohen_kappa(*zip(*both, strict=True)) if both else math.nan,
-    )
+    return {
+        "name": labels[0].annotator,
+        "kind": labels[0].kind,
+        "labels": len(given),
+        "skips": len(labels) - len(given),
+        "ties": ties / len(given) if given else math.nan,
+        "agrees": asdict(agreement.agreement_with(given, people)),
+        "kappa": agreement.cohen_kappa(*zip(*both, strict=True)) if both else math.nan,
+    }
 
 
-def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[AnnotatorFigures]:
+def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[dict[str, Any]]:
     """Return the figures of every annotator that is not among the people."""
     found: defaultdict[str, list[Label]] = defaultdict(list)
     for label in labels:
@@ -297,11 +215,8 @@ def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[Annot
 
 def verdicts_agree(verdicts: Iterable[Verdict], people: Judged) -> Share:
     """Return how often verdicts name the side that most people are on, where both take one."""
-    return Share.among(
-        v.choice == people[v.pair.pair_id]
-        for v in verdicts
-        if v.choice is not None and people.get(v.pair.pair_id) in SIDES
-    )
+    both = [(v.choice, people.get(v.pair.pair_id)) for v in verdicts]
+    return Share.among(own == most for own, most in both if own is not None and most in SIDES)
 
 
 def label_ceiling(
@@ -317,7 +232,7 @@ def label_ceiling(
     """
     if shape is None:
         return math.nan
-    found = by_pair(labels)
+    found = agreement.by_pair(labels)
     kept = [found.get(v.pair.pair_id, []) for v in verdicts if v.choice is not None]
     return expected_correct(_tally_sides(kept), shape)
 
@@ -329,11 +244,8 @@ def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]
         verdicts: verdicts on any pairs.
         truth: pair id -> first minus second, in units of the gold reward; 0 counts nowhere.
     """
-    return Share.among(
-        (v.choice == "first") == (truth[v.pair.pair_id] > 0)
-        for v in verdicts
-        if v.choice is not None and truth.get(v.pair.pair_id)
-    )
+    known = [(v.choice, truth.get(v.pair.pair_id, 0.0)) for v in verdicts if v.choice is not None]
+    return Share.among((choice == "first") == (gap > 0) for choice, gap in known if gap)
 
 
 def write_collection(
@@ -349,7 +261,6 @@ def write_collection(
     """
     figures = describe(collection, gold=gold)
     with replacing_folder(folder, ours=True) as staging:
-        staging.mkdir(parents=True)
         for name, verdicts in (("train", collection.train), ("validation", collection.validation)):
             kept = [verdict for verdict in verdicts if verdict.choice is not None]
             if kept or name == "train":
@@ -362,7 +273,6 @@ def write_collection(
 def write_demonstrations(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as `train.jsonl` into `folder`, in one step."""
     with replacing_folder(folder, ours=True) as staging:
-        staging.mkdir(parents=True)
         write_rows(staging / "train.jsonl", rows)
 
 
@@ -378,21 +288,17 @@ def copy_collection(source: Path, target: Path) -> None:
 
 def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, Any]:
     """Return every figure of a collection, as plain values; see docs/preferences.md."""
-    routing = collection.routing
+    routing, asked, dropped = collection.routing, collection.num_candidates, collection.dropped
     held_out = {pair.pair_id for pair in routing.validation}
     theirs = [x for x in collection.labels if x.annotator in collection.people]
     on_held_out = [x for x in theirs if x.pair_id in held_out]
     people = people_figures(on_held_out)
-    shape = people.ceiling.shape if people and people.ceiling else None
+    shape = people["ceiling"]["shape"] if people and people["ceiling"] else None
     others = [x for x in collection.labels if x.annotator not in collection.people]
-    automatic = aggregate(routing.validation, others, people=())
+    automatic = agreement.aggregate(routing.validation, others, people=())
     agrees = verdicts_agree(automatic, people_majority(on_held_out))
     figures: dict[str, Any] = {
-        "candidates": {
-            "asked": collection.num_candidates,
-            "usable": collection.num_candidates - sum(collection.dropped.values()),
-            "dropped": collection.dropped,
-        },
+        "candidates": {"asked": asked, "usable": asked - sum(dropped.values()), "dropped": dropped},
         "pairs": {
             "automatic": len(routing.automatic),
             "people": len(routing.people),
@@ -403,15 +309,12 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
             name: {"kept": sum(v.choice is not None for v in part), "left_out": left_out(part)}
             for name, part in (("train", collection.train), ("validation", collection.validation))
         },
-        "cost": {
-            name: asdict(cost) | {"money": cost.money}
-            for name, cost in (("before", collection.before), ("after", collection.after))
-        },
-        "people": None if people is None else asdict(people),
+        "cost": {"before": asdict(collection.before), "after": asdict(collection.after)},
+        "people": people,
         # On held-out pairs alone: the others that people saw are those that annotators differ on.
-        "annotators": [*map(asdict, all_annotators([*others, *on_held_out], collection.people))],
+        "annotators": all_annotators([*others, *on_held_out], collection.people),
         "automatic_agrees_with_people": asdict(agrees),
-        "judge": None if collection.judge is None else asdict(collection.judge),
+        "judge": collection.judge,
         "label_ceiling": label_ceiling(collection.validation, on_held_out, shape),
     }
     if gold is not None:

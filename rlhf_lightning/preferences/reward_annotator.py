@@ -22,14 +22,7 @@ from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.preferences.annotators import by_gap, now
-from rlhf_lightning.preferences.records import (
-    AnnotatorKind,
-    Answer,
-    Label,
-    Pair,
-    answered,
-    completion_of,
-)
+from rlhf_lightning.preferences.records import Answer, Kind, Label, Pair, answered, completion_of
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from rlhf_lightning.text.tokens import ControlTokens
 
@@ -79,7 +72,7 @@ class RewardModelAnnotator:
     micro_batch_size: Count = 32
     revision: str | None = None
     precision: str = "32-true"
-    kind: AnnotatorKind = field(default="reward_model", init=False)
+    kind: Kind = field(default="reward_model", init=False)
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:

@@ -16,19 +16,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION, from_here
-from rlhf_lightning.runs.metric_catalog import (
-    QUANTITIES,
-    bound_keys,
-    capitalized,
-    counted,
-    duration,
-    number,
-    percent,
-    quantity,
-    show,
-    step_quantity,
-)
+from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, number, quantity, show
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
@@ -61,7 +51,7 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = (counted, duration, from_here, number, percent)
+_FILTERS = (catalog.counted, catalog.duration, from_here, number, catalog.percent)
 _TEMPLATES.filters |= {each.__name__: each for each in _FILTERS}
 WIDTH, HEIGHT = 360, 196
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
@@ -190,14 +180,9 @@ def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:
     for counts in counted:
         tops = [(edge, counts[place]) for place in range(low, high) for edge in (place, place + 1)]
         areas.append([(edge * step - shift, count) for edge, count in [(low, 0), *tops, (high, 0)]])
-    return render(
-        "chart.svg",
-        title=title,
-        frame=frame,
-        rows=_labelled(ticks, ""),
-        columns=_counted(frame) if shift else _labelled(frame.columns, ""),
-        areas=areas,
-    )
+    columns = _counted(frame) if shift else _labelled(frame.columns, "")
+    axes = {"frame": frame, "rows": _labelled(ticks, ""), "columns": columns}
+    return render("chart.svg", title=title, areas=areas, **axes)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
@@ -361,7 +346,7 @@ _ELSEWHERE = ("time/", "throughput/")
 def looked_at_first(names: Iterable[str]) -> list[str]:
     """Return those of the metrics that one looks at first, in that order."""
     places = {name: place for place, name in enumerate(FIRST)}
-    ranks = {name: places.get(name, places.get(f"*/{step_quantity(name)}")) for name in names}
+    ranks = {n: places.get(n, places.get(f"*/{catalog.step_quantity(n)}")) for n in names}
     return sorted((n for n, rank in ranks.items() if rank is not None), key=lambda n: ranks[n] or 0)
 
 
@@ -374,7 +359,7 @@ def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
     inside |= {bound for name in names for bound in bound_keys(name)}
     shown = [n for n in names if n not in inside and not n.startswith(_ELSEWHERE)]
     first = looked_at_first(shown)
-    places = {name: place for place, name in enumerate(QUANTITIES)}
+    places = {name: place for place, name in enumerate(catalog.QUANTITIES)}
     rest = sorted(set(shown) - {*first}, key=lambda name: (places.get(name, len(places)), name))
     if not first:
         first, rest = rest, []
@@ -398,9 +383,8 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
         values = [row[key] for row in rows if key in row]
         if values and values[-1] == values[-1]:
             references.append((label, values[-1]))
-    chart = line_chart(
-        about.label, series, unit=about.unit, band=about.healthy, references=references
-    )
+    look: dict[str, Any] = {"unit": about.unit, "band": about.healthy, "references": references}
+    chart = line_chart(about.label, series, **look)
     if not chart:
         return None
     finite = [value for _, value in series[-1].points if math.isfinite(value)]

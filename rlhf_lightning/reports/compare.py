@@ -10,22 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.reports.charts import (
-    Figure,
-    Point,
-    Series,
-    line_chart,
-    looked_at_first,
-    render,
-)
+from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart, looked_at_first, render
 from rlhf_lightning.reports.page import saved_config
-from rlhf_lightning.runs.folder import (
-    ITERATION,
-    RunFolder,
-    read_metrics,
-    read_samples,
-    write_text,
-)
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import FEW
@@ -49,11 +36,6 @@ class Run:
     label: str
     summary: Summary
     settings: Mapping[str, str]
-
-    @property
-    def metrics(self) -> Mapping[str, float | None]:
-        """Final values."""
-        return self.summary.metrics
 
 
 def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
@@ -88,9 +70,7 @@ def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
     page = render_comparison(folders)
     known = path.read_bytes()[:_HEAD] if path.is_file() else b""
     if os.path.lexists(path) and page[:_HEAD].encode() != known:
-        raise FileExistsError(
-            f"{path} is there already, and we have not written it: give another name with output="
-        )
+        raise FileExistsError(f"{path} is there already: give another name with output=")
     write_text(path, page)
     return path
 
@@ -101,7 +81,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
     stages = ", ".join(sorted({run.summary.title for run in runs}))
-    columns = [n for n in COLUMNS if any(run.metrics.get(n) is not None for run in runs)]
+    columns = [n for n in COLUMNS if any(run.summary.metrics.get(n) is not None for run in runs)]
     body = render(
         "comparison.html",
         runs=runs,
@@ -154,7 +134,7 @@ def _chart(runs: Sequence[Run]) -> Figure | None:
     wins, title, series = "val/score_win_rate", "Win rate by the score over KL", []
     for run in runs:
         names = ("val/kl_per_token", wins, *bound_keys(wins))
-        x, y, low, high = (run.metrics.get(name) for name in names)
+        x, y, low, high = (run.summary.metrics.get(name) for name in names)
         points = [] if x is None or y is None else [(x, y)]
         bounds = [] if low is None or high is None else [(low, high)]
         series.append(Series(run.label, points, "marks", bounds))
@@ -174,18 +154,15 @@ def curves_of(runs: Sequence[Run]) -> list[Figure]:
     for run in runs:
         others = _named(item for item in run.settings.items() if item[0] != "seed")
         groups.setdefault(others if "seed" in run.settings else run.label, []).append(run)
-    lines = {
-        group[0].label if len(group) == 1 else f"{others or 'all runs'}, {len(group)} seeds": [
-            read_metrics(run.folder.metrics) for run in group
-        ]
-        for others, group in groups.items()
-    }
+    lines = {}
+    for others, group in groups.items():
+        several = f"{others or 'all runs'}, {len(group)} seeds"
+        label = group[0].label if len(group) == 1 else several
+        lines[label] = [read_metrics(run.folder.metrics) for run in group]
     every = (name for group in lines.values() for rows in group for row in rows for name in row)
     found, labels = [], list(lines)
     for name in looked_at_first(dict.fromkeys(every))[:NUM_CURVES]:
-        series = [
-            _line(label, [_points(rows, name) for rows in group]) for label, group in lines.items()
-        ]
+        series = [_line(key, [_points(rows, name) for rows in own]) for key, own in lines.items()]
         about = quantity(name)
         if chart := line_chart(about.label, series, unit=about.unit, band=about.healthy):
             found.append(Figure(capitalized(about.label), chart, code=name, legends=labels))

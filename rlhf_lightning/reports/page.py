@@ -14,27 +14,10 @@ import yaml
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
+from rlhf_lightning.reports import sections
 from rlhf_lightning.reports.charts import Figure, Rows, curves, render
-from rlhf_lightning.reports.sections import (
-    Lines,
-    Metrics,
-    answers_figures,
-    best_of_figures,
-    domains_section,
-    overoptimization_section,
-    pairs_section,
-    rounds_section,
-    samples_section,
-    wins_figures,
-)
+from rlhf_lightning.runs import doctor_log
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.doctor_log import (
-    DoctorEvent,
-    actions_of,
-    alerts_of,
-    coverage_of,
-    read_events,
-)
 from rlhf_lightning.runs.folder import ITERATION, RESOLVED, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import counted, duration, percent, quantity
 from rlhf_lightning.runs.public_config import public_config, public_words
@@ -74,36 +57,32 @@ def render_report(folder: RunFolder) -> str:
     rows = read_metrics(folder.metrics)
     summary = read_summary(folder) if folder.summary.is_file() else None
     if summary is None and not rows:
-        raise FileNotFoundError(
-            f"{folder.path} has neither summary.json nor metrics.csv: give the folder of a run, "
-            "e.g. outputs/ppo/<date>_<time>"
-        )
-    metrics = summary.metrics if summary is not None and summary.judged else {}
+        told = f"{folder.path} has neither summary.json nor metrics.csv"
+        raise FileNotFoundError(f"{told}: give the folder of a run, e.g. outputs/ppo/<date>_<time>")
+    judged = summary is None or summary.judged
+    metrics = summary.metrics if summary is not None and judged else {}
     lines = read_samples(folder.distributions)
     shown = pictures(rows, metrics, lines)
     if summary is None and shown.headline:  # which has no number to stand beside
         shown.curves.insert(0, shown.headline)
     chain = chain_section(folder, summary)
-    sections: list[str] = [
-        _verdict(summary, folder, shown, stages=bool(chain)),
-        _trained(summary, rows),
-    ]
+    parts: list[str] = [_verdict(summary, folder, shown, chain), _trained(summary, rows)]
     if chain:  # the page of its last stage has the figures that the pipeline takes from it
-        sections += [chain, rounds_section(metrics, stages_of(summary))]
+        parts += [chain, sections.rounds_section(metrics, stages_of(summary))]
     else:
-        sections += [
+        parts += [
             render("gates.html", gates=summary.gates if summary else ()),
-            doctor_section(read_events(folder.doctor)),
+            doctor_section(doctor_log.read_events(folder.doctor)),
             render("figures.html", shown=shown, trained=bool(rows)),
-            pairs_section(lines),
+            sections.pairs_section(lines),
             render("curves.html", shown=shown, rows=rows),
-            overoptimization_section(rows, metrics) if summary is None or summary.judged else "",
+            sections.overoptimization_section(rows, metrics) if judged else "",
             render("best_of.html", charts=shown.best_of),
-            domains_section(metrics),
-            samples_section(read_samples(folder.samples)),
+            sections.domains_section(metrics),
+            sections.samples_section(read_samples(folder.samples)),
         ]
-    sections.append(_times(rows, {} if summary is None else summary.seconds))
-    body = Markup().join([*sections, _settings(summary, folder)])
+    parts.append(_times(rows, {} if summary is None else summary.seconds))
+    body = Markup().join([*parts, _settings(summary, folder)])
     title = f"{'' if summary is None else summary.title} {folder.name}".strip()
     # Only the end of the path: a report is sent around, and the rest names people and machines.
     footer = f"rlhf_lightning · {'/'.join(folder.path.resolve().parts[-3:])}"
@@ -129,12 +108,12 @@ class Pictures:
     more_curves: list[Figure]
 
 
-def pictures(rows: Rows, metrics: Metrics, lines: Lines) -> Pictures:
+def pictures(rows: Rows, metrics: sections.Metrics, lines: sections.Lines) -> Pictures:
     """Return the figures of a run from its rows, final metrics and distributions."""
     first, more = curves(rows)
-    answers, of = answers_figures(lines)
-    answers = [*wins_figures(metrics), *answers]
-    best_of = best_of_figures(metrics)
+    answers, of = sections.answers_figures(lines)
+    answers = [*sections.wins_figures(metrics), *answers]
+    best_of = sections.best_of_figures(metrics)
     places = best_of or first or answers
     return Pictures(places.pop(0) if places else None, answers, of, best_of, first, more)
 
@@ -153,15 +132,10 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
     several = any(not name.startswith("round_1/") for name in stages)
     for name in stages:
         own = RunFolder(folder.path / name)
-        title = name.partition("/")[2]
-        if several:
-            title = f"{name.partition('/')[0].replace('_', ' ')}, {title}"
-        card: dict[str, Any] = {
-            "name": name,
-            "waits": begun,
-            "picture": None,
-            "linked": own.report.is_file(),
-        }
+        part, _, title = name.partition("/")
+        title = f"{part.replace('_', ' ')}, {title}" if several else title
+        card: dict[str, Any] = {"name": name, "waits": begun, "picture": None}
+        card["linked"] = own.report.is_file()
         if own.summary.is_file():
             found = read_summary(own)
             begun = "" if found.status == "completed" and found.passed else name
@@ -174,13 +148,11 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
     return render("chain.html", cards=cards) if cards else ""
 
 
-def _verdict(
-    summary: Summary | None, folder: RunFolder, shown: Pictures, *, stages: bool
-) -> Markup:
-    """Return the top of the page; with `stages` below it, these name the gates that failed."""
+def _verdict(summary: Summary | None, folder: RunFolder, shown: Pictures, chain: str) -> Markup:
+    """Return the top of the page; with a `chain` of stages below it, these name failed gates."""
     if summary is None:
         return Markup("<header><h1>{}</h1></header>").format(folder.name)
-    short = replace(summary, gates=(), cause=None) if stages else summary
+    short = replace(summary, gates=(), cause=None) if chain else summary
     return render(
         "verdict.html",
         summary=summary,
@@ -191,7 +163,7 @@ def _verdict(
         failed=sum(not gate.passed for gate in summary.gates),
         passed=sum(gate.word == "passed" for gate in summary.gates),
         picture=shown.headline,
-        next=summary.cause if stages and summary.cause else next_step(summary, folder),
+        next=summary.cause if chain and summary.cause else next_step(summary, folder),
     )
 
 
@@ -234,11 +206,11 @@ def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Ma
     return render("trained.html", facts=facts)
 
 
-def doctor_section(events: Sequence[DoctorEvent]) -> str:
+def doctor_section(events: Sequence[doctor_log.DoctorEvent]) -> str:
     """Return alerts with cause and remedy, actions and the preflight; "" without a doctor."""
     if not events:
         return ""
-    alerts, coverage = alerts_of(events), coverage_of(events)
+    alerts, coverage = doctor_log.alerts_of(events), doctor_log.coverage_of(events)
     lead = "The run did not begin."
     if coverage is not None:
         found = sorted({alert["detector"] for alert in alerts})
@@ -247,7 +219,7 @@ def doctor_section(events: Sequence[DoctorEvent]) -> str:
         told = f", alerts of {', '.join(known)}" if known else ", none found anything"
         lead = f"{watched}." if watched.startswith("None") and not known else f"{watched}{told}."
     checks = [event for event in events if event.kind == "check"]
-    actions = actions_of(events)
+    actions = doctor_log.actions_of(events)
     context = {"checks": checks, "alerts": alerts, "actions": actions, "coverage": coverage}
     return render("doctor.html", lead=lead, **context)
 
@@ -271,11 +243,8 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
     parts = [(f"t{index}", *part) for index, part in enumerate(shown)]
     label = "reading data, checkpoints, logs" if "fit" in seconds else "everything else"
     parts.append(("rest", label, whole - sum(value for _, value in shown)))
-    told = [
-        (css, label, value / whole, f"{duration(value)} · {percent(value / whole)}")
-        for css, label, value in parts
-        if value > _LEAST_SHARE * whole
-    ]
+    kept = [part for part in parts if part[2] > _LEAST_SHARE * whole]
+    told = [(css, of, s / whole, f"{duration(s)} · {percent(s / whole)}") for css, of, s in kept]
     return render("times.html", whole=whole, parts=told)
 
 

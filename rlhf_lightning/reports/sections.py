@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from statistics import fmean
 from typing import Any
@@ -13,18 +13,9 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line_chart, render, text
+from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.metric_catalog import (
-    best_of_counts,
-    bound_keys,
-    capitalized,
-    counted,
-    ends,
-    number,
-    part_key,
-    percent,
-    quantity,
-)
+from rlhf_lightning.runs.metric_catalog import bound_keys, ends, number, percent, quantity
 from rlhf_lightning.runs.verdict import JUDGES
 
 Metrics = Mapping[str, float | None]
@@ -54,7 +45,7 @@ _ROUND_COLUMNS = (
 def domains_section(metrics: Metrics) -> str:
     """Return a bar a domain, with its 95 % interval where one was measured; "" without domains."""
     for key, measure in _DOMAIN_JUDGES:
-        start = part_key(key, "domain", "")
+        start = catalog.part_key(key, "domain", "")
         rates: dict[str, tuple[Any, ...]] = {
             name.removeprefix(start): (value, *map(metrics.get, bound_keys(name)))
             for name, value in metrics.items()
@@ -84,9 +75,8 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     name = next(whose, "score")
     keys = (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))
     judged = {k: [own.get(key) for key in keys] for k, own in rounds.items()}
-    columns = {
-        n: quantity(f"val/{n}") for n in _ROUND_COLUMNS if any(n in own for own in rounds.values())
-    }
+    known = {name for own in rounds.values() for name in own}
+    columns = {n: quantity(f"val/{n}") for n in _ROUND_COLUMNS if n in known}
     judge = _ROUND_JUDGES.get(name, "the score")
     return render("rounds.html", judge=judge, rates=judged, columns=columns, rounds=rounds)
 
@@ -133,7 +123,7 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
         points: list[Point] = []
         bounds: list[Point] = []
         names = []
-        for n in best_of_counts(metrics):
+        for n in catalog.best_of_counts(metrics):
             key, kl = f"best_of/{n}/{name}", metrics.get(f"best_of/{n}/kl_per_response")
             if kl is not None and (value := metrics.get(key)) is not None:
                 low, high = (metrics.get(bound) for bound in bound_keys(key))
@@ -143,7 +133,7 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
         unit = "share" if name in ("gold_win_rate", "pass_at_k", "maj_at_k") else ""
         series = [Series(label, points, "marks", bounds, names)]
         if chart := line_chart(label, series, unit=unit, whole=False):
-            figures.append(Figure(f"{capitalized(label)} over √KL", chart))
+            figures.append(Figure(f"{catalog.capitalized(label)} over √KL", chart))
     return figures
 
 
@@ -213,34 +203,26 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
     where = "a side" if held_out else "of a rollout"
     what = "held-out response" if held_out else "response"
-    return figures, f"{counted(count, what)} {where}." * (count > 0)
+    return figures, f"{catalog.counted(count, what)} {where}." * (count > 0)
 
 
 def pairs_section(lines: Lines) -> str:
     """Return a reward model's margins, how far its probabilities hold, and its surest mistakes."""
     pairs = [line for line in lines if line.get("held_out") == "pairs"]
-    margins = _numbers(pairs[-1].get("margin")) if pairs else []
+    margins = _numbers(pairs[-1]["margin"]) if pairs else []
     if not margins:
         return ""
-    parts = {
-        "ranked right": [margin for margin in margins if margin > 0],
-        "ranked wrong": [margin for margin in margins if margin <= 0],
-    }
+    above, below = ([m for m in margins if (m > 0) is right] for right in (True, False))
+    parts = {"ranked right": above, "ranked wrong": below}
     mean = f"mean {number(fmean(margins))}"
     figure = Figure("Margin", histogram("margin", parts), now=mean, legends=list(parts))
-    rows = [row for row in map(_numbers, _listed(pairs[-1].get("reliability"))) if len(row) == 5]
-    wrong = [row for row in _listed(pairs[-1].get("wrong")) if isinstance(row, dict)]
+    rows, wrong = pairs[-1]["reliability"], pairs[-1]["wrong"]
     return render("pairs.html", figure=figure, rows=rows, wrong=wrong, count=len(margins))
 
 
-def _numbers(values: object) -> list[float]:
-    """Return the finite numbers of a list; what else a file may hold is left out."""
-    kinds = [v for v in _listed(values) if isinstance(v, int | float) and not isinstance(v, bool)]
-    return [float(v) for v in kinds if abs(v) < 1e15]
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _numbers(values: Iterable[float | None] | None) -> list[float]:
+    """Return those of the numbers that are finite, as `to_json` has written them."""
+    return [float(value) for value in values or () if value is not None]
 
 
 # A word or a sign, with the space behind it: spaces alone are nothing in common.
@@ -274,11 +256,8 @@ def marked(before: str, after: str) -> tuple[Markup, Markup]:
 def _in_common(old: list[str], new: list[str], matcher: SequenceMatcher[str]) -> float:
     """Return the share of words that both have, in the same order."""
     words = sum(bool(_WORD.match(piece)) for piece in (*old, *new))
-    same = sum(
-        bool(_WORD.match(piece))
-        for block in matcher.get_matching_blocks()
-        for piece in old[block.a : block.a + block.size]
-    )
+    shared = (old[block.a : block.a + block.size] for block in matcher.get_matching_blocks())
+    same = sum(bool(_WORD.match(piece)) for pieces in shared for piece in pieces)
     return 2 * same / max(words, 1)
 
 

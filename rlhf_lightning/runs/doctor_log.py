@@ -63,9 +63,7 @@ def read_events(path: Path | str) -> list[DoctorEvent]:
     try:
         return [parse(DoctorEvent, line) for line in path.read_bytes().split(b"\n") if line.strip()]
     except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be read as what the doctor said ({error}): restore it, or move it away"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}): restore it, or move it away") from error
 
 
 @dataclass(frozen=True)

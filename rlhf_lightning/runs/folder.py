@@ -105,7 +105,10 @@ class MetricsAppender:
     def __init__(self, path: Path | str) -> None:
         """Write to `path`, continuing what is already there."""
         self.path = Path(path)
-        self._columns: list[str] = self._read_header()
+        self._columns = [ITERATION]
+        if self.path.exists():
+            with self.path.open(newline="", encoding="utf-8") as file:
+                self._columns = next(csv.reader(file), self._columns)
 
     def append(self, iteration: int, values: Mapping[str, float]) -> None:
         """Add the row of `iteration`.
@@ -137,15 +140,6 @@ class MetricsAppender:
             self._rewrite(rows)
         else:
             self.path.unlink(missing_ok=True)
-
-    def _read_header(self) -> list[str]:
-        if not self.path.exists():
-            return [ITERATION]
-        with self.path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file), [ITERATION])
-        if header[0] != ITERATION:
-            raise ValueError(f"{self.path} begins with {header[0]}, not iteration: move it away")
-        return header
 
     def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
         lines = ([_cell(row.get(name)) for name in self._columns] for row in rows)
@@ -198,17 +192,12 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
         # A line counts when its end was written.
         lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
         header = lines[0] if lines else [ITERATION]
-        rows = [
-            {name: float(cell) for name, cell in zip(header, line, strict=True) if cell != ""}
-            for line in lines[1:]
-            if len(line) == len(header)
-        ]
+        whole = (zip(header, line, strict=True) for line in lines[1:] if len(line) == len(header))
+        rows = [{name: float(cell) for name, cell in line if cell != ""} for line in whole]
         if header[0] != ITERATION or not all(ITERATION in row for row in rows):
             raise ValueError("not each row begins with its iteration")
     except (ValueError, csv.Error) as error:
-        raise ValueError(
-            f"{path} cannot be read as the metrics of a run ({error}): restore it, or move it away"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}): restore it, or move it away") from error
     return rows
 
 

@@ -12,14 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    HfApi,
-    ModelCard,
-    constants,
-    get_session,
-    is_offline_mode,
-    try_to_load_from_cache,
-)
+import huggingface_hub
+from huggingface_hub import HfApi, ModelCard, constants, get_session, is_offline_mode
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from rlhf_lightning.runs.public_config import without_folders
@@ -31,6 +25,7 @@ logger = logging.getLogger(__name__)
 _LEFT_HERE = ("manifest.json", ".*")
 # JSON files of an adapter, which name its base.
 _NAMING_THE_BASE = ("adapter_config.json", "rlhf_lightning.json")
+_BASE_KEYS = ("base", "base_model_name_or_path")
 
 
 UNKNOWN = "unknown"  # licence
@@ -72,7 +67,7 @@ def check_on_hub(name: str, revision: str | None = None) -> None:
     if (reason := unreachable_hub()) is None:
         return
     try:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
     except ValueError:  # no name of the hub
         cached = None
     if not isinstance(cached, str):
@@ -102,29 +97,21 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         staged = Path(temporary) / "model"
         shutil.copytree(folder, staged, ignore=shutil.ignore_patterns(*_LEFT_HERE))
-        for name in _NAMING_THE_BASE:
-            for path in staged.rglob(name):
-                _cut_folders(path)
+        for path in (path for name in _NAMING_THE_BASE for path in staged.rglob(name)):
+            content = read_json(path)
+            named = {k: content[k] for k in _BASE_KEYS if isinstance(content.get(k), str)}
+            content |= {key: without_folders(value) for key, value in named.items()}
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         try:
             made = api.create_repo(repository, private=private, exist_ok=True, token=True)
             commit = api.upload_folder(
                 repo_id=made.repo_id, folder_path=staged, commit_message="Upload model", token=True
             )
         except LocalTokenNotFoundError as error:
-            fix = "run `hf auth login`, or set HF_TOKEN"
-            raise HubError(f"cannot push to {repository} without a login: {fix}") from error
+            raise HubError(f"{repository}: run `hf auth login`, or set HF_TOKEN") from error
         except Exception as error:  # the hub's HTTP library has another name in every major version
-            why = f"{type(error).__name__}: {error}"
-            raise HubError(f"the hub did not take {repository}: {why}") from error
+            raise HubError(f"{repository}: {type(error).__name__}: {error}") from error
     return str(commit.repo_url)
-
-
-def _cut_folders(path: Path) -> None:
-    content = read_json(path)
-    for key in ("base", "base_model_name_or_path"):
-        if isinstance(content.get(key), str):
-            content[key] = without_folders(content[key])
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def base_licence(configured: str | None, base: str | None) -> str:

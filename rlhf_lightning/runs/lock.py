@@ -88,10 +88,8 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
     check()
     folder.mkdir(parents=True, exist_ok=True)
     if (lock := _acquire(folder / LOCK)) is None:
-        raise FolderTakenError(
-            f"the run folder {folder} is in use by {_holder(folder / LOCK)}: wait for it to end, "
-            "or choose another folder (hydra.run.dir=)"
-        )
+        user = _holder(folder / LOCK)
+        raise FolderTakenError(f"{folder} is in use by {user}: choose another hydra.run.dir=")
     _locks[key] = lock
 
 
@@ -109,12 +107,7 @@ def is_claimed(folder: Path | str) -> bool:
 
 
 def check_free(
-    folder: RunFolder,
-    stage: str,
-    *,
-    log: str = "",
-    begun: bool = False,
-    loggers: Collection[str] = (),
+    folder: RunFolder, stage: str, *, log: str = "", begun: bool = False, also: Collection[str] = ()
 ) -> None:
     """Check that a new run may write into a folder; nothing is written here.
 
@@ -126,12 +119,12 @@ def check_free(
         stage: stage of the run.
         log: name of Hydra's log, which a run has written before its summary.
         begun: whether Hydra may have written there by now, as in the folder of a sweep's job.
-        loggers: names of what loggers of the run write there, which a Trainer starts first.
+        also: names of what loggers of the run write there, which a Trainer starts first.
 
     Raises:
         FolderTakenError: if it may not.
     """
-    summary, ours = summary_or_none(folder), {LOCK, *loggers}
+    summary, ours = summary_or_none(folder), {LOCK, *also}
     if begun or (folder.path / LOCK).is_file():  # by a run that ended before its summary
         ours |= {HYDRA, RUN_YAML, log}
     if summary is None:
@@ -141,10 +134,9 @@ def check_free(
     else:
         found = sorted(path.name for path in folder.checkpoints.glob("iteration=*.ckpt"))
     if found:
-        raise FolderTakenError(
-            f"the folder {folder.path} holds {found[-1]}: continue a run with resume=auto or "
-            f"ckpt_path={folder.last_checkpoint}, or choose another folder (hydra.run.dir=)"
-        )
+        ways = f"continue by resume=auto or ckpt_path={folder.last_checkpoint}, or choose another "
+        ways += "folder (hydra.run.dir=)"
+        raise FolderTakenError(f"the folder {folder.path} holds {found[-1]}: {ways}")
 
 
 def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool = False) -> None:
@@ -196,10 +188,7 @@ def check_replaceable(folder: Path | str, *, ours: bool = False, key: str = "") 
     if folder.is_dir() and (ours or (folder / WRITTEN).is_file() or not any(folder.iterdir())):
         return
     if folder.exists():
-        raise FolderTakenError(
-            f"{key}{folder} is there already, and nothing of it was written by us: give another "
-            "folder, or move it away"
-        )
+        raise FolderTakenError(f"{key}{folder} is there already: give another folder")
 
 
 @contextmanager
@@ -244,10 +233,7 @@ def _keep_added(former: Path, staging: Path) -> None:
         written = {WRITTEN, *json.loads((former / WRITTEN).read_text())}
     for name in there - written:
         if os.path.lexists(staging / name):
-            raise FolderTakenError(
-                f"{former / name} was not written by us, and a new file of that name would take "
-                "its place: move it away"
-            )
+            raise FolderTakenError(f"{former / name} is in the way of a new file: move it away")
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(former / name, staging / name, follow_symlinks=False)
 

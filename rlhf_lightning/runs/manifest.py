@@ -54,11 +54,6 @@ class Manifest:
     created: str
     adapter: str | None = None
 
-    @property
-    def passed(self) -> bool:
-        """True if every gate of the run passed."""
-        return all(gate.passed for gate in self.gates)
-
 
 def fingerprint(folder: Path | str) -> str:
     """Return a SHA-256 over `config.json`, `tokenizer.json` and every safetensors file.
@@ -185,21 +180,17 @@ def _hash(files: tuple[tuple[Path, str, int, int], ...]) -> str:
     return digest.hexdigest()
 
 
-def publish_artifact(
-    source: Path | str,
-    target: Path | str,
-    *,
-    stage: str,
-    run: str,
-    metrics: Mapping[str, float | None] | None = None,
-    gates: Sequence[GateResult] = (),
-    base: str | None = None,
-) -> Manifest:
+def publish_artifact(source: Path | str, target: Path | str, **described: Any) -> Manifest:
     """Put a model folder where later stages look, in place of what is there.
 
     Weights are linked, not copied, where both folders are on one file system. The copy and its
     manifest are complete before the name changes hands, so a reader or a kill at any instant meets
     the former artifact or the new one. Hold `artifact_lock(target)` if others may publish too.
+
+    Args:
+        source: folder of the model.
+        target: folder of the artifact.
+        described: keyword arguments of `write_manifest`.
 
     Raises:
         ManifestError: if `source` holds no model.
@@ -209,9 +200,7 @@ def publish_artifact(
     fingerprint(source)  # fail before anything is copied
     with replacing_folder(target) as staging:
         shutil.copytree(source, staging, copy_function=_link_or_copy)
-        manifest = write_manifest(
-            staging, stage=stage, run=run, metrics=metrics, gates=gates, base=base
-        )
+        manifest = write_manifest(staging, **described)
         for path in (path for path in staging.rglob("*") if path.is_file()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -267,11 +256,9 @@ class Source:
         Raises:
             ValueError: if the checkpoint was trained with another model.
         """
-        if state["fingerprint"] != self.fingerprint:
-            raise ValueError(
-                f"the checkpoint was trained with {self.key} {state['fingerprint'][:12]}, and "
-                f"{self.key}={self.name} is {self.fingerprint[:12]}: give the same {self.key}"
-            )
+        if (former := state["fingerprint"]) != self.fingerprint:
+            now = f"{self.key}={self.name} is {self.fingerprint[:12]}"
+            raise ValueError(f"the checkpoint was trained with {self.key} {former[:12]}, and {now}")
 
     def check(self) -> None:
         """Check that the model which is loaded now is the one that was resolved.
@@ -281,10 +268,8 @@ class Source:
         """
         now = source_fingerprint(self.name, self.revision)
         if now != self.fingerprint:
-            raise ManifestError(
-                f"{self.key}={self.name} is another model now ({now[:12]}) than at the start "
-                f"({self.fingerprint[:12]}): put that one back and resume, or start a new run"
-            )
+            what = f"{self.key}={self.name} is another model now"
+            raise ManifestError(f"{what}, {now[:12]}: put {self.fingerprint[:12]} back and resume")
 
 
 def is_adapter(folder: Path | str) -> bool:

@@ -44,10 +44,8 @@ class Quantity:
         return f"{low:g} to {high:g}{unit}"
 
 
-QUANTITIES = {
-    name: Quantity(**row)
-    for name, row in read_yaml(Path(__file__).with_name("metrics.yaml")).items()
-}
+_ROWS = read_yaml(Path(__file__).with_name("metrics.yaml"))
+QUANTITIES = {name: Quantity(**row) for name, row in _ROWS.items()}
 PARTS = ("domain", "subset", "task")
 # Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. The
 # metric of a domain or a subset starts with the name of the whole; see `part_key`.
@@ -129,9 +127,8 @@ def step_quantity(name: str) -> str:
 _OTHER_PHASES = {"rollout", "val", "data", "doctor", "time", "throughput"}
 _OTHER_PHASES |= {"benchmark", "best_of", "collect"}
 # An objective of a user's measures under its own name what ours measure: it is shown alike.
-_OF_STEPS = {
-    what: about for name, about in reversed(QUANTITIES.items()) if (what := step_quantity(name))
-}
+_OF_STEPS = {step_quantity(name): about for name, about in reversed(QUANTITIES.items())}
+_OF_STEPS.pop("", None)  # what is not measured in optimizer steps
 
 
 def show(name: str, value: float, *, like: float | None = None) -> str:

@@ -38,11 +38,8 @@ def public_config(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict
         config: plain dicts and lists, interpolations resolved.
         written: the same with its interpolations.
     """
-    return {
-        str(key): _public(str(key), value, written.get(key))
-        for key, value in config.items()
-        if key not in _LEFT_OUT
-    }
+    kept = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    return dict(_public("", kept, written))
 
 
 def public_words(words: Sequence[str]) -> list[str]:

@@ -124,8 +124,17 @@ def check_checkpoint(path: Path) -> Mapping[str, Any]:
     """
     if not path.is_dir():
         return read_checkpoint(path)
-    if problem := _folder_problem(path):
-        raise CheckpointError(f"{path}: {problem}")
+    try:
+        # Written last: a folder without them was not written to its end.
+        sums = json.loads((path / CHECKSUMS).read_text())
+        wrong = [name for name, known in sums.items() if checksum(path / name) != known]
+    except FileNotFoundError as error:
+        what = f"it was not written to its end, {Path(error.filename).name} is missing"
+        raise CheckpointError(f"{path}: {what}") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: it is damaged ({error})") from error
+    if wrong:
+        raise CheckpointError(f"{path}: it is damaged in {wrong[0]}")
     return read_data(path / META)  # type: ignore[no-any-return]
 
 
@@ -158,10 +167,8 @@ def read_data(path: Path, **how: bool) -> Any:
         if named is None:
             why = str(error).strip().partition("\n")[0][:200] or type(error).__name__
             raise CheckpointError(f"{path} cannot be read as a checkpoint: {why}") from error
-        raise CheckpointError(
-            f"{path} is refused: it names {named[1]}, which would run when it is loaded, and a "
-            "checkpoint holds tensors and plain values only"
-        ) from error
+        what = f"it names {named[1]}, which would run when it is loaded"
+        raise CheckpointError(f"{path} is refused: {what}") from error
 
 
 def checkpoint_iteration(path: Path | str) -> int | None:
@@ -177,18 +184,6 @@ def checksum(path: Path) -> list[int]:
         while chunk := file.read(_CHUNK_BYTES):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return [size, crc]
-
-
-def _folder_problem(folder: Path) -> str | None:
-    try:
-        # Written last: a folder without them was not written to its end.
-        sums = json.loads((folder / CHECKSUMS).read_text())
-        wrong = [name for name, known in sums.items() if checksum(folder / name) != known]
-    except FileNotFoundError as error:
-        return f"it was not written to its end, {Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"it is damaged ({error})"
-    return f"it is damaged in {wrong[0]}" if wrong else None
 
 
 def _without(value: Any, name: str) -> Any:

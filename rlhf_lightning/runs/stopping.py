@@ -60,22 +60,16 @@ def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.e
     """
     if text == SLURM:
         if SLURM_END not in environment:
-            raise ValueError(
-                f"{text!r} needs {SLURM_END}, which this environment does not have: is it no job "
-                "of Slurm? Give a time such as 3h50m"
-            )
+            raise ValueError(f"{text!r} needs {SLURM_END} in the environment: give 3h50m")
         return float(environment[SLURM_END])
     found = _DURATION.fullmatch(text.strip())
     if found and any(found.groups()):
-        return started + sum(
-            int(number or 0) * unit for number, unit in zip(found.groups(), _SECONDS, strict=True)
-        )
+        parts = zip(found.groups(), _SECONDS, strict=True)
+        return started + sum(int(number or 0) * unit for number, unit in parts)
     try:
         moment = datetime.fromisoformat(text).timestamp()
     except ValueError as error:
-        raise ValueError(
-            f"{text!r} is no time: write 3h50m (after the start), 2026-11-22T06:30, or slurm"
-        ) from error
+        raise ValueError(f"{text!r} is no time: 3h50m, 2026-11-22T06:30 or slurm is") from error
     if moment <= started:
         raise ValueError(f"{text!r} is before the start of the run")
     return moment
@@ -195,9 +189,7 @@ def stopping_on_signals() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         _taken_over(lambda *_: None)
-        raise RunStoppedError(
-            f"{signal.Signals(number).name} outside of training: there is nothing new to save"
-        )
+        raise RunStoppedError(f"{signal.Signals(number).name} outside of training")
 
     former = _taken_over(stop)
     try:

@@ -123,11 +123,9 @@ def write_summary(folder: RunFolder, summary: Summary) -> Path:
 
     What the doctor has said and done is taken from `doctor.jsonl`, so that a run that fails has it.
     """
-    events = read_events(folder.doctor)
-    if events:
-        summary = replace(
-            summary, alerts=tuple(alerts_of(events)), actions=tuple(actions_of(events))
-        )
+    if events := read_events(folder.doctor):
+        alerts, actions = tuple(alerts_of(events)), tuple(actions_of(events))
+        summary = replace(summary, alerts=alerts, actions=actions)
     write_text(folder.summary, to_json(asdict(summary), indent=2) + "\n")
     return folder.summary
 
@@ -145,9 +143,7 @@ def read_summary(folder: RunFolder) -> Summary:
     try:
         return parse(Summary, path.read_bytes())
     except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be read as a run summary ({error}): delete it, or restore it"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}): delete it, or restore it") from error
 
 
 def summary_or_none(folder: RunFolder) -> Summary | None:
@@ -177,17 +173,11 @@ def installed_versions(others: Iterable[str] = ()) -> dict[str, str]:
 
 def git_commit(folder: Path | None = None) -> str | None:
     """Return the commit of the working folder, with `-dirty` if tracked files differ, or None."""
-    where = folder or Path.cwd()
-    commit = _git(where, "rev-parse", "HEAD")
-    status = ("status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if commit and _git(where, *status) else commit or None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    # Without tags, `describe` names the commit itself.
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False
-        )
+        commit = str(subprocess.run(describe, cwd=folder or Path.cwd(), **how).stdout).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return commit or None

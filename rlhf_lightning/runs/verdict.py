@@ -7,17 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_lightning.runs.metric_catalog import (
-    best_of_counts,
-    counted,
-    duration,
-    ends,
-    number,
-    percent,
-    quantity,
-    show,
-    whole_key,
-)
+from rlhf_lightning.runs import metric_catalog as catalog
+from rlhf_lightning.runs.metric_catalog import counted, ends, number, percent, quantity, show
 from rlhf_lightning.runs.summary import Summary
 
 Metrics = Mapping[str, float | None]
@@ -100,7 +91,7 @@ def verdict(summary: Summary) -> Verdict:
         found = _measured(summary.metrics, by)
     facts = found.facts
     if "total" in summary.seconds:
-        facts = (*facts, Fact("time", duration(summary.seconds["total"])))
+        facts = (*facts, Fact("time", catalog.duration(summary.seconds["total"])))
     tone, sentence = found.tone, found.sentence
     if failed := [gate.name for gate in summary.gates if not gate.passed]:
         tone, sentence = "bad", f"{sentence} Failed gates: {', '.join(failed)}."
@@ -139,7 +130,7 @@ def _headline(metrics: Metrics, by: str) -> tuple[str, Verdict]:
     if figure(metrics, SPREAD) == 0:
         sentence = "The score did not vary in any rollout, so there was nothing to learn."
         return "", Verdict("bad", sentence=sentence)
-    best_of = {n: f"best_of/{n}/gold_win_rate" for n in best_of_counts(metrics)}
+    best_of = {n: f"best_of/{n}/gold_win_rate" for n in catalog.best_of_counts(metrics)}
     if counts := [n for n, name in best_of.items() if figure(metrics, name) is not None]:
         who = f"The best of {counts[-1]} responses is"
         note = f", by the best of {counts[-1]}"
@@ -250,14 +241,11 @@ def _trials(metrics: Metrics, name: str) -> tuple[float | None, str]:
 
 def _facts(metrics: Metrics) -> dict[str, Fact]:
     """Return the figures of a run by their metrics, as far as they were measured."""
-    best_of = [f"best_of/{n}/{what}" for n in best_of_counts(metrics) for what in _BEST_OF]
+    best_of = [f"best_of/{n}/{what}" for n in catalog.best_of_counts(metrics) for what in _BEST_OF]
     benchmark = [name for name in metrics if name.startswith("benchmark/")]
-    benchmark = [name for name in benchmark if not whole_key(name).endswith(("_low", "_high"))]
-    return {
-        name: _fact(metrics, name, value)
-        for name in (*best_of, *benchmark, *_BESIDE)
-        if (value := figure(metrics, name)) is not None
-    }
+    benchmark = [n for n in benchmark if not catalog.whole_key(n).endswith(("_low", "_high"))]
+    values = {name: figure(metrics, name) for name in (*best_of, *benchmark, *_BESIDE)}
+    return {n: _fact(metrics, n, value) for n, value in values.items() if value is not None}
 
 
 def _fact(metrics: Metrics, name: str, value: float) -> Fact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rlhf_lightning.preferences.reliability import (
     estimate_ceiling,
     expected_correct,
+    fit_shape,
     majority_ceiling,
 )
 from tests.builders.labels import beta_tally
@@ -28,14 +30,14 @@ def test_the_bounds_by_hand() -> None:
     # 6 items of votes 2:0 and 2 of 1:1: agreement 3/4, so at most (1 + sqrt(1/2)) / 2.
     found = estimate_ceiling({(2, 0): 4, (0, 2): 2, (1, 1): 2, (1, 0): 50})
     assert found is not None
-    assert found.num_items == 8
-    assert found.agreement == found.lowest == 0.75
-    assert found.highest == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    assert found["num_items"] == 8
+    assert found["agreement"] == found["lowest"] == 0.75
+    assert found["highest"] == pytest.approx((1 + math.sqrt(0.5)) / 2)
     # Agreement of two votes under Beta(a, a) is (a + 1) / (2 a + 1): a is 1/2, where
     # E[max(p, 1 - p)] = 1/2 + 1/pi, the mean of an arcsine law's upper half.
-    assert found.shape == pytest.approx(0.5, rel=1e-4)
-    assert found.single == pytest.approx(0.5 + 1 / math.pi, abs=1e-4)
-    assert found.lowest <= found.single <= found.highest
+    assert found["shape"] == pytest.approx(0.5, rel=1e-4)
+    assert found["single"] == pytest.approx(0.5 + 1 / math.pi, abs=1e-4)
+    assert found["lowest"] <= found["single"] <= found["highest"]
 
 
 @pytest.mark.parametrize(("shape", "num_votes"), [(0.3, 3), (1.0, 5), (4.0, 2)])
@@ -45,11 +47,38 @@ def test_the_noise_of_people_is_recovered(shape: float, num_votes: int) -> None:
     rng = np.random.default_rng(2)
     p = rng.beta(shape, shape, 200_000)
     truth = float(np.maximum(p, 1 - p).mean())
-    assert found.single == pytest.approx(truth, abs=0.012)
-    assert found.single_low <= truth <= found.single_high
-    assert found.lowest <= truth <= found.highest + 0.01
+    assert found["single"] == pytest.approx(truth, abs=0.012)
+    assert found["single_low"] <= truth <= found["single_high"]
+    assert found["lowest"] <= truth <= found["highest"] + 0.01
     votes = rng.binomial(3, np.maximum(p, 1 - p))
-    assert found.majority[3] == pytest.approx((votes > 1).mean(), abs=0.012)
+    assert found["majority"][3] == pytest.approx((votes > 1).mean(), abs=0.012)
+
+
+def test_the_expected_share_of_right_labels_is_that_of_the_simulation() -> None:
+    rng = np.random.default_rng(3)
+    p = rng.beta(0.6, 0.6, 20_000)
+    first = rng.binomial(3, p)
+    tally = Counter(zip(first.tolist(), (3 - first).tolist(), strict=True))
+    right = (first > 1.5) == (p > 0.5)
+    assert expected_correct(tally, fit_shape(tally)) == pytest.approx(right.mean(), abs=0.01)
+
+
+def test_a_few_people_who_agree_are_not_sure_that_all_do() -> None:
+    few = estimate_ceiling({(2, 0): 6, (0, 2): 4})
+    assert few is not None
+    # Two votes agree with probability (a + 1) / (2 a + 1), whose log is at least -3.84 / 20.
+    agreement = math.exp(-3.8414588 / 20)
+    shape = (1 - agreement) / (2 * agreement - 1)
+    assert few["single_low"] == pytest.approx(majority_ceiling(shape, 1), abs=2e-3)
+    assert few["single_low"] < 0.9 < 0.99 < few["single"] <= few["single_high"]
+
+
+@pytest.mark.parametrize(("shape", "count", "num_votes"), [(0.1, 10, 2), (0.5, 20, 3), (10, 10, 5)])
+def test_the_interval_of_the_ceiling_holds_the_truth(shape, count, num_votes) -> None:
+    truth = majority_ceiling(shape, 1)
+    found = [estimate_ceiling(beta_tally(shape, count, num_votes, seed=s)) for s in range(60)]
+    held = [f is not None and f["single_low"] <= truth <= f["single_high"] for f in found]
+    assert np.mean(held) >= 0.88  # a bootstrap's held 75 to 85 %
 
 
 def test_what_cannot_be_estimated_is_said() -> None:

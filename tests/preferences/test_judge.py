@@ -54,8 +54,8 @@ def test_both_orders_are_asked_and_a_side_wins_if_both_name_it() -> None:
         asked = {(a, b) for prompt, a, b in server.shown if prompt == pair.prompt}
         assert asked == {(pair.first, pair.second), (pair.second, pair.first)}
     figures = judge_figures(annotator.judgements)
-    assert figures.shown_first_wins.value == 0.5
-    assert figures.consistent.value == 1.0
+    assert figures["shown_first_wins"]["value"] == 0.5
+    assert figures["consistent"]["value"] == 1.0
 
 
 def test_a_judge_that_likes_what_comes_first_decides_nothing_and_is_seen_through() -> None:
@@ -64,8 +64,8 @@ def test_a_judge_that_likes_what_comes_first_decides_nothing_and_is_seen_through
         labels = annotator.label(PAIRS)
     assert {(x.choice, x.reason) for x in labels} == {("tie", "the two orders differ")}
     figures = judge_figures(annotator.judgements)
-    assert figures.shown_first_wins.value == 1.0
-    assert figures.consistent.value == 0.0
+    assert figures["shown_first_wins"]["value"] == 1.0
+    assert figures["consistent"]["value"] == 0.0
 
 
 def test_ties_and_replies_that_cannot_be_read_are_counted() -> None:
@@ -84,7 +84,12 @@ def test_ties_and_replies_that_cannot_be_read_are_counted() -> None:
         choices = [x.choice for x in annotator.label(PAIRS)]
     assert choices == ["tie"] * 3 + ["skip"] * 2 + ["second", "first"] * 3 + ["second"]
     figures = judge_figures(annotator.judgements)
-    assert (figures.ties, figures.unreadable, figures.refused, figures.requests) == (6, 4, 0, 24)
+    assert (figures["ties"], figures["unreadable"], figures["refused"], figures["requests"]) == (
+        6,
+        4,
+        0,
+        24,
+    )
 
 
 def test_log_probabilities_take_out_what_the_place_alone_is_worth() -> None:
@@ -101,7 +106,7 @@ def test_log_probabilities_take_out_what_the_place_alone_is_worth() -> None:
     assert [x.choice for x in labels] == ["first", "second"] * 6
     # In both orders together: (0.65 - 0.15 - (0.55 - 0.25)) / 2 of 0.9.
     assert labels[0].margin == pytest.approx((0.5 - 0.3) / 2 / 0.9)
-    assert judge_figures(annotator.judgements).shown_first_wins.value == 1.0
+    assert judge_figures(annotator.judgements)["shown_first_wins"]["value"] == 1.0
     assert server.requests[-1]["max_tokens"] == 1
     assert server.requests[-1]["top_logprobs"] == 20
     with serving(lambda *_: "A") as server, pytest.raises(AnnotationError, match="read=text"):
@@ -118,7 +123,7 @@ def test_what_may_pass_is_tried_again_and_counted() -> None:
     with serving(*broken, prefers_longer) as server:
         annotator = judge(server, concurrency=1)
         assert [x.choice for x in annotator.label(PAIRS[:2])] == ["first", "second"]
-    assert judge_figures(annotator.judgements).retries == 4
+    assert judge_figures(annotator.judgements)["retries"] == 4
     assert len(server.requests) == 8
 
 
@@ -160,7 +165,7 @@ def test_a_refused_text_is_a_skip_and_only_refusals_are_an_error() -> None:
         annotator = judge(server)
         labels = annotator.label(PAIRS)
         assert [x.choice for x in labels].count("skip") == 1
-        assert judge_figures(annotator.judgements).refused == 2
+        assert judge_figures(annotator.judgements)["refused"] == 2
     with (
         serving(failing(400)) as server,
         pytest.raises(AnnotationError, match=r"\(refused\).*out of order"),
@@ -174,9 +179,9 @@ def test_the_cost_is_that_of_the_tokens_and_a_limit_stops(tmp_path: Path) -> Non
         annotator.label(PAIRS)
         figures = judge_figures(annotator.judgements)
         sent = sum(completion(body, "A")["usage"]["prompt_tokens"] for body in server.requests)
-        assert (figures.input_tokens, figures.output_tokens) == (sent, 24)
-        assert figures.cost == pytest.approx(sent * 1e-3 + 24 * 5e-3)
-        each = figures.cost / 24
+        assert (figures["input_tokens"], figures["output_tokens"]) == (sent, 24)
+        assert figures["cost"] == pytest.approx(sent * 1e-3 + 24 * 5e-3)
+        each = figures["cost"] / 24
         limited = judge(
             server, input_price=1000.0, output_price=5000.0, concurrency=1, max_cost=4.5 * each
         )

@@ -59,7 +59,7 @@ def test_most_replies_without_a_verdict_end_the_labelling_after_the_first_batch(
         error, _ = kept(again, tmp_path)  # they are asked for again, and their cost counts
         assert error is None
         assert len(server.requests) == 1
-    assert judge_figures(again.judgements).requests == 9
+    assert judge_figures(again.judgements)["requests"] == 9
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rlhf_lightning.preferences.agreement import (
-    MISSING,
     RaterModel,
     Votes,
     dawid_skene,
@@ -17,7 +16,7 @@ ACCURACIES = {"ada": 0.95, "bob": 0.85, "eve": 0.7, "mal": 0.35}
 
 
 def likely_choices(model: RaterModel, *, at_least: float = 0.5) -> np.ndarray:
-    return np.where(model.posterior.max(1) > at_least, model.posterior.argmax(1), MISSING)
+    return np.where(model.posterior.max(1) > at_least, model.posterior.argmax(1), -1)
 
 
 def simulated(num_items: int, seed: int, share: float = 1.0) -> tuple[Votes, np.ndarray]:

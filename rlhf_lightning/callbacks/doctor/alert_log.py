@@ -77,26 +77,17 @@ class AlertLog:
         event = DoctorEvent(0, "check", check.name, level, check.found, remedy=remedy)
         self._add(event, f"preflight, {check.name}: {check.found}", warns=not check.passed)
 
-    def note_alert(
-        self, iteration: int, transition: Transition, loggers: Iterable[Any] = ()
-    ) -> None:
+    def note_alert(self, iteration: int, transition: Transition, loggers: Iterable[Any]) -> None:
         """Add an alert that was raised, changed or cleared, and send it to loggers that alert."""
         spec = DETECTORS[transition.detector]
         worse = transition.after > transition.before
-        event = DoctorEvent(
-            iteration,
-            "alert",
-            transition.detector,
-            LEVELS[transition.after],
-            transition.describe(),
-            transition.reading.value,
-            transition.threshold,
-            spec.unit,
-            spec.cause if transition.after != HEALTHY else "",
-            spec.remedy if transition.after != HEALTHY else "",
-        )
-        advice = f". Usual cause: {spec.cause}. What helps: {spec.remedy}" if worse else ""
-        message = f"iteration {iteration}: {event.message}{advice}"
+        level, told = LEVELS[transition.after], transition.describe()
+        numbers = (transition.reading.value, transition.threshold)
+        advice = ("", "") if transition.after == HEALTHY else (spec.cause, spec.remedy)
+        about = (*numbers, spec.unit, *advice)
+        event = DoctorEvent(iteration, "alert", transition.detector, level, told, *about)
+        message = f"iteration {iteration}: {told}"
+        message += f". Usual cause: {spec.cause}. What helps: {spec.remedy}" if worse else ""
         self._add(event, message, warns=worse)
         # W&B drops a second alert of one title within a minute: warning and alarm have their own.
         title = f"{spec.title} ({event.level})"

@@ -17,20 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_lightning.arguments import Count, checked
+from rlhf_lightning.callbacks import iterations
+from rlhf_lightning.callbacks.doctor import rollouts
 from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, EndRequest
-from rlhf_lightning.callbacks.doctor.rollouts import (
-    PreflightError,
-    Refusals,
-    all_records,
-    first_rollout,
-    responses_of,
-)
-from rlhf_lightning.callbacks.iterations import (
-    current_iteration,
-    fresh_metrics,
-    last_iteration,
-    writes,
-)
+from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics
 from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
 from rlhf_lightning.doctor.metrics import response_metrics
@@ -53,13 +43,8 @@ HANDOVER = "rollback.json"
 
 def knobs_of(module: OnPolicyModule) -> Knobs:
     """Return the controls of a module as they stand."""
-    controls = module.controls
     return Knobs(
-        kl_coef=controls.kl_coef,
-        temperature=controls.temperature,
-        learning_rate_factor=controls.learning_rate_factor,
-        diversity_bonus=controls.diversity_bonus,
-        domain_weights=dict(controls.domain_weights),
+        **asdict(module.controls),
         adapts_kl_coef=module.algorithm.kl_target is not None,
         keeps_temperature=isinstance(module.teacher, ServerTeacher),
     )
@@ -131,7 +116,7 @@ class Doctor(Callback):
         actions: ActionSettings | None = None,
         second_scorer: Scorer | None = None,
         second_every_n_iterations: Count = 1,
-        refusals: Refusals | None = None,
+        refusals: rollouts.Refusals | None = None,
         preflight: bool = False,
         watches: bool = True,
     ) -> None:
@@ -139,7 +124,7 @@ class Doctor(Callback):
         self.actions = actions
         self.second_scorer = second_scorer
         self.second_every_n_iterations = second_every_n_iterations
-        self.refusals = refusals or Refusals()
+        self.refusals = refusals or rollouts.Refusals()
         self.preflight = preflight
         self.watches = watches
         self.folder = folder
@@ -162,7 +147,7 @@ class Doctor(Callback):
         """Open the log, and after a rollback make the changes that it was made for."""
         if not hasattr(pl_module, "controls"):
             return
-        self.detectors.history.num_iterations = last_iteration(trainer)
+        self.detectors.history.num_iterations = iterations.last_iteration(trainer)
         start = current_iteration(trainer)
         handover = self._taken_over(trainer, start)
         if handover is not None:
@@ -173,7 +158,7 @@ class Doctor(Callback):
             trainer.should_stop = True
         watched = list(self.detectors.levels) if self.watches else []
         idle = self.detectors.idle if self.watches else {}
-        self.alert_log.open(writes(trainer), start, watched, idle)
+        self.alert_log.open(iterations.writes(trainer), start, watched, idle)
         if handover is not None:
             module = cast(OnPolicyModule, pl_module)
             for change in self.policy.after_rollback(knobs_of(module)):
@@ -192,21 +177,16 @@ class Doctor(Callback):
             return
         # Lightning opens the precision's context around training steps alone.
         with trainer.strategy.precision_plugin.forward_context():
-            first = first_rollout(cast(OnPolicyModule, pl_module), batch)
+            first = rollouts.first_rollout(cast(OnPolicyModule, pl_module), batch)
         checks = check_first_rollout(first)
         for check in checks:
             self.alert_log.note_check(check)
         if first.untrained and trainer.is_global_zero:
             share = f"{100 * first.entropy_share:.0f} % of the entropy of an even choice"
             logger.warning(f"preflight: the policy is untrained ({share}): is artifacts.sft right?")
-        failed = [
-            f"{check.name}: {check.found}. {check.fix}" for check in checks if not check.passed
-        ]
+        failed = [f"{one.name}: {one.found}. {one.fix}" for one in checks if not one.passed]
         if failed:
-            raise PreflightError(
-                f"the preflight failed before any update. {'; '.join(failed)}. Start without it by "
-                "doctor.preflight=false"
-            )
+            raise rollouts.PreflightError(f"doctor.preflight=true failed: {'; '.join(failed)}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -217,13 +197,13 @@ class Doctor(Callback):
             return
         module = cast(OnPolicyModule, pl_module)
         iteration, skip = current_iteration(trainer), module.sampling.skip_special_tokens
-        answers = responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
+        answers = rollouts.responses_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
         due = iteration % self.second_every_n_iterations == 0
         with trainer.strategy.precision_plugin.forward_context():
             seconds = None
             if due and self.second_scorer is not None:
                 seconds = self.second_scorer(answers).total.float().tolist()
-        records = all_records(rollout, answers, self.refusals, seconds)
+        records = rollouts.all_records(rollout, answers, self.refusals, seconds)
         two = self.second_scorer is not None
         measured = response_metrics(records, score_clip=module.score_clip, second_scorer=two)
         own = ("rollout/", f"{module.stage}/")  # and not what this callback logged before
@@ -243,11 +223,9 @@ class Doctor(Callback):
             RunStoppedError: on every rank.
         """
         if (request := self.request) is not None and request.kind == "stop":
-            raise RunStoppedError(
-                f"the doctor, after iteration {request.iteration}: {request.reason}. Fix: "
-                f"{request.remedy}, or actions.on_alarm=none, and "
-                f"ckpt_path={self.folder.last_checkpoint}"
-            )
+            told = f"the doctor, after iteration {request.iteration}: {request.reason}. Fix: "
+            told += f"{request.remedy}, or actions.on_alarm=none, and "
+            raise RunStoppedError(f"{told}ckpt_path={self.folder.last_checkpoint}")
 
     # -- going back and ending ----------------------------------------------------------------
 

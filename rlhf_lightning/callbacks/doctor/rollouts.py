@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +50,7 @@ class Refusals:
     def __post_init__(self) -> None:
         """Compile the patterns."""
         if self.domains and not self.patterns:
-            raise ValueError(
-                "doctor.refusals is empty: give patterns, or doctor.harmful_domains=[]"
-            )
+            raise ValueError("doctor.refusals is empty: fill it, or doctor.harmful_domains=[]")
         if self.patterns:
             joined = "|".join(f"(?:{pattern})" for pattern in self.patterns)
             try:
@@ -89,34 +87,17 @@ def responses_of(
 
 
 def all_records(
-    rollout: RolloutBatch,
-    answers: Responses,
-    refusals: Refusals,
-    seconds: Sequence[float] | None,
+    rollout: RolloutBatch, answers: Responses, refusals: Refusals, seconds: Sequence[float] | None
 ) -> list[ResponseRecord]:
     """Return one record per response of all ranks, in the order of the ranks."""
-    surplus, squares = token_surplus(rollout)
-    mask = rollout.response_mask.cpu()
-    responses = rollout.response_tensors.cpu()
-    columns = zip(
-        rollout.row_ids.tolist(),
-        rollout.group_ids.tolist(),
-        rollout.domains,
-        rollout.known_scores.tolist(),
-        [tuple(ids[m].tolist()) for ids, m in zip(responses, mask, strict=True)],
-        surplus.tolist(),
-        squares.tolist(),
-        answers.completions,
-        [None] * len(rollout) if seconds is None else seconds,
-        strict=True,
-    )
-    own = [
-        ResponseRecord(
-            row_id, group_id, domain, score, len(ids), ids, total, square, second,
-            refusals.judge(domain, text),
-        )
-        for row_id, group_id, domain, score, ids, total, square, text, second in columns
-    ]  # fmt: skip
+    responses = zip(rollout.response_tensors.cpu(), rollout.response_mask.cpu(), strict=True)
+    tokens = [tuple(ids[mask].tolist()) for ids, mask in responses]
+    numbers = (rollout.row_ids, rollout.group_ids, rollout.known_scores, *token_surplus(rollout))
+    rows, groups, scores, *surplus = (each.tolist() for each in numbers)
+    two = [None] * len(rollout) if seconds is None else seconds
+    refused = map(refusals.judge, rollout.domains, answers.completions)
+    first: tuple[Any, ...] = (rows, groups, rollout.domains, scores, map(len, tokens), tokens)
+    own = [ResponseRecord(*row) for row in zip(*first, *surplus, two, refused, strict=True)]
     return [record for records in gathered(own) for record in records]
 
 
@@ -146,30 +127,28 @@ def first_rollout(module: OnPolicyModule, prompts: PromptBatch) -> FirstRollout:
     rollout, _ = module.collect_rollout(prompts, 0)
     skip = module.sampling.skip_special_tokens
     answers = responses_of(rollout, prompts, module.tokenizer, skip_special_tokens=skip)
-    measured = response_metrics(
-        all_records(rollout, answers, Refusals((), ()), None), score_clip=None
-    )
-    rows = [row for rank in gathered(_rows(module, rollout)) for row in rank]
-    tokens = sum(row["length"] for row in rows)
-    known = [row["score"] for row in rows if row["score"] is not None]
+    records = all_records(rollout, answers, Refusals((), ()), None)
+    measured = response_metrics(records, score_clip=None)
+    ratio, reference, entropy, stopped = _by_row(module, rollout)
+    lengths = [record.length for record in records]
+    tokens = sum(lengths)
+    known = [record.score for record in records if not math.isnan(record.score)]
     scores = torch.tensor(known or [0.0], dtype=torch.float64)
-    stops = set(getattr(module.generator, "stop_ids", ()))
-    finished = [row for row in rows if row["finished"]]
-    lengths = [row["length"] for row in rows]
+    stops, pad = set(getattr(module.generator, "stop_ids", ())), module.tokenizer.pad_token_id
+    finished = [r.tokens for r, by_stop in zip(records, stopped, strict=True) if by_stop]
     vocabulary = len(module.tokenizer)
-    entropy = sum(row["entropy"] for row in rows) / tokens
     warmer = module.controls.temperature > 1  # which makes a trained policy's choices even, too
     return FirstRollout(
-        ratio_error=sum(row["ratio_error"] for row in rows) / tokens,
-        reference_error=sum(row["reference_error"] for row in rows) / tokens,
-        finished=len(finished) / len(rows),
-        stop_errors=sum(bool(stops) and row["last"] not in stops for row in finished),
-        padded=sum(row["padded"] for row in rows) / len(rows),
+        ratio_error=sum(ratio) / tokens,
+        reference_error=sum(reference) / tokens,
+        finished=len(finished) / len(records),
+        stop_errors=sum(bool(stops) and stops.isdisjoint(ids[-1:]) for ids in finished),
+        padded=sum(pad in record.tokens[:-1] for record in records) / len(records),
         eos_known=not stops or module.tokenizer.eos_token_id in stops,
         score_mean=float(scores.mean()),
         score_std=float(scores.std(correction=0)),
         finite=bool(scores.isfinite().all()),
-        length_mean=tokens / len(rows),
+        length_mean=tokens / len(records),
         shortest=min(lengths),
         longest=max(lengths),
         max_new_tokens=module.sampling.max_new_tokens,
@@ -178,35 +157,23 @@ def first_rollout(module: OnPolicyModule, prompts: PromptBatch) -> FirstRollout:
         tolerance=rounding_tolerance(module),
         same_source=module.step_0.same_source,
         has_reward=rollout.has_reward,
-        entropy_share=0.0 if warmer else entropy / math.log(vocabulary),
+        entropy_share=0.0 if warmer else sum(entropy) / tokens / math.log(vocabulary),
         vocabulary=vocabulary,
     )
 
 
-def _rows(module: OnPolicyModule, rollout: RolloutBatch) -> list[dict[str, Any]]:
-    """Return plain values of each of this rank's rows."""
-    mask = rollout.response_mask
-    again = _logprobs(module, rollout)
-    ratio = _sum_on(mask, (again - rollout.logprobs).abs())
-    reference = _sum_on(mask, (rollout.logprobs - rollout.ref_logprobs).abs())
-    entropy = _sum_on(mask, rollout.entropy)
-    pad, scores = module.tokenizer.pad_token_id, rollout.known_scores
-    rows = []
-    for i, kept in enumerate(mask.cpu()):
-        ids = rollout.response_tensors[i].cpu()[kept].tolist()
-        rows.append(
-            {
-                "length": len(ids),
-                "last": ids[-1] if ids else None,
-                "padded": pad in ids[:-1],
-                "finished": rollout.finish_reason[i].item() == FINISHED_BY_STOP,
-                "score": None if scores[i].isnan() else scores[i].item(),
-                "entropy": entropy[i].item(),
-                "ratio_error": ratio[i].item(),
-                "reference_error": reference[i].item(),
-            }
-        )
-    return rows
+def _by_row(module: OnPolicyModule, rollout: RolloutBatch) -> Iterator[tuple[Any, ...]]:
+    """Return columns over the rows of all ranks, in the order of `all_records`.
+
+    Sums over a row's tokens of |log-ratio| as an update starts, of the same to the reference, and
+    of the entropy; and whether a stop token ended the row.
+    """
+    ratio = (_logprobs(module, rollout) - rollout.logprobs).abs()
+    reference = (rollout.logprobs - rollout.ref_logprobs).abs()
+    values, mask = (ratio, reference, rollout.entropy), rollout.response_mask
+    sums = [torch.where(mask, each, 0).sum(-1).tolist() for each in values]
+    own = list(zip(*sums, (rollout.finish_reason == FINISHED_BY_STOP).tolist(), strict=True))
+    return zip(*(row for rank in gathered(own) for row in rank), strict=True)
 
 
 def _logprobs(module: OnPolicyModule, rollout: RolloutBatch) -> Tensor:
@@ -225,7 +192,3 @@ def _logprobs(module: OnPolicyModule, rollout: RolloutBatch) -> Tensor:
         of_rows, rollout.attention_mask, module.algorithm.micro_batch_size, agree=agreed_max
     )
     return logprobs
-
-
-def _sum_on(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values, 0).sum(-1)

@@ -24,13 +24,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from rlhf_lightning.preferences.annotation.store import (
-    LabelStore,
-    StoreError,
-    Task,
-    describe_agreement,
-    side_shown_first,
-)
+from rlhf_lightning.preferences.annotation import store as labels
+from rlhf_lightning.preferences.annotation.store import LabelStore, StoreError, Task
 from rlhf_lightning.preferences.records import SIDES, turns_of
 from rlhf_lightning.text.thoughts import Thoughts, shown
 
@@ -107,8 +102,7 @@ class Page:
         headers = request.headers
         host, origin = headers.get("host", ""), headers.get("origin")
         if len(headers.getlist("host")) != 1 or not HOST.fullmatch(host):
-            text = "This page is served as 127.0.0.1 and localhost alone.\n"
-            return PlainTextResponse(text, 421)
+            return PlainTextResponse("This page is on 127.0.0.1 and localhost alone.\n", 421)
         is_own = origin in (f"http://{host}", f"https://{host}")
         if origin is None:
             is_own = headers.get("sec-fetch-site", "same-origin") == "same-origin"
@@ -120,8 +114,7 @@ class Page:
             return response
         if _same(request.cookies.get(self._token_cookie, ""), self._token):
             return None
-        text = "Open the address with ?token= that the command has printed.\n"
-        return PlainTextResponse(text, 403)
+        return PlainTextResponse("Open the address with ?token= that was printed.\n", 403)
 
     async def home(self, request: Request) -> Response:
         """Show the rater's pair, the end, or the way in."""
@@ -132,7 +125,7 @@ class Page:
         note = BEFORE if "before" in request.query_params else ""
         values: dict[str, Any] = {"rater": rater, "progress": progress, "note": note}
         if task is None:
-            return self._render("done", agreement=describe_agreement(self._store), **values)
+            return self._render("done", agreement=labels.describe_agreement(self._store), **values)
         return self._render("pair", **values, **task_values(task, self._thoughts))
 
     async def start(self, request: Request) -> Response:
@@ -153,7 +146,7 @@ class Page:
         if not rater or answer not in [name for name, _, _ in BUTTONS]:
             return self._render("message", 400, message="That was not saved. Load the page again.")
         if answer in ("left", "right"):
-            is_first = (answer == "left") == (side_shown_first(rater, pair_id) == "first")
+            is_first = (answer == "left") == (labels.side_shown_first(rater, pair_id) == "first")
             answer = "first" if is_first else "second"
         reason = form.get("reason", "")[:LONGEST_REASON]
         is_new = self._store.label(rater, pair_id, answer, reason=reason)  # type: ignore[arg-type]
@@ -232,14 +225,8 @@ def serve(
         listening.bind(("127.0.0.1", port))
         listening.listen()
         port = listening.getsockname()[1]
-        config = uvicorn.Config(
-            Page(store, port, **settings).app(),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=5,
-        )
+        app = Page(store, port, **settings).app()
+        how: dict[str, Any] = {"access_log": False, "server_header": False, "lifespan": "off"}
+        how |= {"log_level": "warning", "ws": "none", "timeout_graceful_shutdown": 5}
         announce(f"http://127.0.0.1:{port}/?token={store.token}")
-        uvicorn.Server(config).run(sockets=[listening])
+        uvicorn.Server(uvicorn.Config(app, **how)).run(sockets=[listening])

@@ -209,16 +209,9 @@ class LabelStore:
             gone = "DELETE FROM shown WHERE annotator = ? AND pair_id = ? RETURNING since"
             row = db.execute(gone, (rater, pair_id)).fetchall()
             took = now - row[0]["since"] if row else SHOWN_SECONDS
-            label = Label(
-                pair_id,
-                rater,
-                choice,
-                "person",
-                side_shown_first(rater, pair_id),
-                iso_time(now),
-                seconds=round(took, 3) if 0 <= took < SHOWN_SECONDS else None,
-                reason=(reason or "").strip() or None,
-            )
+            seconds = round(took, 3) if 0 <= took < SHOWN_SECONDS else None
+            side, why = side_shown_first(rater, pair_id), (reason or "").strip() or None
+            label = Label(pair_id, rater, choice, "person", side, iso_time(now), seconds, why)
             return self._insert(db, label, at_page=True)
 
     def undo(self, rater: str) -> bool:
@@ -269,10 +262,7 @@ class LabelStore:
             marks = [db.execute(f"PRAGMA {mark}").fetchone()[0] for mark in _MARKS]
         # SQLite takes a file below 512 bytes for an empty one.
         if size < 512 or (tables and marks != [*_MARKS.values()]):
-            raise StoreError(
-                f"{self.path} is no store of labels of this release: give another name, or export "
-                "its labels with the release that wrote them and import them"
-            )
+            raise StoreError(f"{self.path} is no store of labels of this release: name another")
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -289,10 +279,7 @@ class LabelStore:
 
     def _insert(self, db: sqlite3.Connection, label: Label, *, at_page: bool) -> bool:
         if not db.execute("SELECT 1 FROM pairs WHERE pair_id = ?", (label.pair_id,)).fetchone():
-            raise StoreError(
-                f"a label of {label.annotator} is about the pair {label.pair_id}, which the store "
-                "does not have: import the pairs first"
-            )
+            raise StoreError(f"the pair {label.pair_id} is missing: import the pairs first")
         values = (at_page, *(getattr(label, name) for name in _COLUMNS))
         return bool(db.execute(_INSERT, values).rowcount)
 
@@ -340,11 +327,7 @@ def describe_store(store: LabelStore) -> str:
     """Return progress, agreement and everybody's number of labels, as lines for a terminal."""
     progress, imports = store.progress(), ", ".join(store.noted("import %"))
     total = f"{store.path}: {progress.done} of {progress.wanted} labels"
+    total += f", pairs of {imports}" if imports else ""
     counts = Counter(label.annotator for label in store.labels() if label.choice != "skip")
-    return "\n".join(
-        [
-            total + (f", pairs of {imports}" if imports else ""),
-            describe_agreement(store),
-            *(f"{name}: {count} labels" for name, count in counts.items()),
-        ]
-    )
+    own = (f"{name}: {count} labels" for name, count in counts.items())
+    return "\n".join([total, describe_agreement(store), *own])
