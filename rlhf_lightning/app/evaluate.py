@@ -33,6 +33,7 @@ from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import OVER_LONG
 from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.records import Split
 from rlhf_lightning.data.sources.base import FileSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.data.summary import warn_of_plain_prompts
@@ -219,7 +220,7 @@ def build_comparison(
         asked = comparison_arguments(settings)
         source = settings.dataset.source.build()
         source = WholeSource(source) if settings.prompts.split == "all" else source
-        part = "train" if settings.prompts.split == "train" else "validation"  # of all, `source`'s
+        part: Split = "train" if settings.prompts.split == "train" else "validation"  # of all, `source`'s
         records: Any = source.records("prompts", part)
         if not records:
             name, split = settings.dataset.name, settings.prompts.split

@@ -37,8 +37,8 @@ class ReadWeights:
         self.described: dict[str, Any] = told[0][1] or {}
         self.given: set[str] = set()
         for name in sorted(places.keys() ^ self.described.keys()):
-            told = f"rank {rank()} builds {type(model).__name__} otherwise than rank 0: {name}"
-            raise RuntimeError(f"{told}: start all ranks with the same files and versions")
+            differs = f"rank {rank()} builds {type(model).__name__} otherwise than rank 0: {name}"
+            raise RuntimeError(f"{differs}: start all ranks with the same files and versions")
         self.names: dict[int, dict[str, str]] = {id(store): {} for store, _ in places.values()}
         for name, (store, key) in places.items():
             self.names[id(store)][key] = name

@@ -156,8 +156,8 @@ def _by_metric(
             other.add(metric)
     left_out = ", ".join(sorted(other)) or "there is none"
     if not found:
-        found = f"benchmark.tasks: {task} has no metric that is a mean over questions ({left_out})"
-        raise ValueError(f"{found}: leave the task out")
+        none = f"benchmark.tasks: {task} has no metric that is a mean over questions ({left_out})"
+        raise ValueError(f"{none}: leave the task out")
     if other:
         logger.warning("%s of %s is no mean over questions: left out", left_out, task)
     return found

@@ -253,8 +253,8 @@ def sample_candidates(
             done[unit.name] = {"unit": unit.name, "plan": plan, "answers": answers}
             journal.append([done[unit.name]])
         del policy
-    own = (_candidates(unit, done[unit.name]["answers"], prompts, sampling) for unit in todo)
-    return [candidate for candidates in own for candidate in candidates]
+    found = (_candidates(unit, done[unit.name]["answers"], prompts, sampling) for unit in todo)
+    return [candidate for candidates in found for candidate in candidates]
 
 
 def collect_candidates(

@@ -80,8 +80,8 @@ def read_collection(
     pairs: list[Pair] = []
     labels: list[Label] = []
     if name is None:
-        told = f"the keys {', '.join(map(str, first)) or '(none)'} tell no format"
-        raise BadRecordError(where, told, "give format=pairs, labels, trl or label_studio")
+        keys = f"the keys {', '.join(map(str, first)) or '(none)'} tell no format"
+        raise BadRecordError(where, keys, "give format=pairs, labels, trl or label_studio")
     if name == "trl":
         pairs, labels = _read_trl(chained, path.name, now)
     elif name == "labels":
