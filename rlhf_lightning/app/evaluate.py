@@ -220,7 +220,9 @@ def build_comparison(
         asked = comparison_arguments(settings)
         source = settings.dataset.source.build()
         source = WholeSource(source) if settings.prompts.split == "all" else source
-        part: Split = "train" if settings.prompts.split == "train" else "validation"  # of all, `source`'s
+        part: Split = (
+            "train" if settings.prompts.split == "train" else "validation"
+        )  # of all, `source`'s
         records: Any = source.records("prompts", part)
         if not records:
             name, split = settings.dataset.name, settings.prompts.split
