@@ -220,9 +220,8 @@ def build_comparison(
         asked = comparison_arguments(settings)
         source = settings.dataset.source.build()
         source = WholeSource(source) if settings.prompts.split == "all" else source
-        part: Split = (
-            "train" if settings.prompts.split == "train" else "validation"
-        )  # of all, `source`'s
+        # Of all, the source's own parts are one.
+        part: Split = "train" if settings.prompts.split == "train" else "validation"
         records: Any = source.records("prompts", part)
         if not records:
             name, split = settings.dataset.name, settings.prompts.split
