@@ -78,13 +78,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def silence_resume_warnings() -> None:
     """Silence what Lightning says about resuming and does not apply: the sampler is resumable."""
-    for message in (
-        ".*your dataloader is not resumable.*",
-        ".*that ended before the epoch ended.*",
-        ".*callbacks used when creating the checkpoint.*",
-        ".*dirpath has changed from.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
+    said = ("your dataloader is not resumable", "that ended before the epoch ended")
+    for part in (*said, "callbacks used when creating the checkpoint", "dirpath has changed from"):
+        warnings.filterwarnings("ignore", message=f".*{part}.*")
 
 
 class IterationCheckpoint(Checkpoint):

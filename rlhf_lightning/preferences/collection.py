@@ -124,7 +124,7 @@ class Lab:
         """
         made, num_candidates, dropped = self._pairs(prompts)
         held_out = budget.choose_validation(made[: self.hparams.num_pairs], self.budget)
-        pairs, num_near = self._without_near_duplicates(made, held_out)
+        pairs, num_near = self._without_duplicates(made, held_out)
         wanted = self.hparams.num_pairs
         if wanted is not None and len(pairs) < wanted and self.worst is None and self.say:
             near = f"{num_near} prompts are nearly a held-out one"
@@ -184,9 +184,7 @@ class Lab:
             self.say(usable)
         return pairs, num_asked, dropped
 
-    def _without_near_duplicates(
-        self, made: list[Pair], held_out: set[str]
-    ) -> tuple[list[Pair], int]:
+    def _without_duplicates(self, made: list[Pair], held_out: set[str]) -> tuple[list[Pair], int]:
         """Return the pairs to label, and how many training prompts were nearly a held-out one.
 
         What is left out is replaced by the next pairs in line, as long as there are any.

@@ -88,11 +88,11 @@ class Candidate(Checked):
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def make(cls, prompt: Text, response: str, *, domain: str = "", **others: Any) -> Candidate:
+    def make(cls, prompt: Text, response: str, *, domain: str = "", **rest: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, others.get("columns", {}))}
+        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, rest.get("columns", {}))}
         names["response_id"] = response_name(prompt, response)
-        return cls(prompt=prompt, domain=domain, response=response, **names, **others)
+        return cls(prompt=prompt, domain=domain, response=response, **names, **rest)
 
     @property
     def source(self) -> str:
@@ -134,13 +134,11 @@ class Pair(Checked):
             raise ValueError("Pair.first and Pair.second are the same text: leave the pair out")
 
     @classmethod
-    def make(
-        cls, prompt: Text, first: str, second: str, *, domain: str = "", **others: Any
-    ) -> Pair:
+    def make(cls, prompt: Text, first: str, second: str, *, domain: str = "", **rest: Any) -> Pair:
         """Return the pair with its names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, others.get("columns", {}))}
+        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, rest.get("columns", {}))}
         names["pair_id"] = pair_name(prompt, first, second)
-        return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **others)
+        return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **rest)
 
 
 @dataclass(frozen=True)

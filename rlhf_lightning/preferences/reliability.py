@@ -289,6 +289,7 @@ def copy_collection(source: Path, target: Path) -> None:
 def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, Any]:
     """Return every figure of a collection, as plain values; see docs/preferences.md."""
     routing, asked, dropped = collection.routing, collection.num_candidates, collection.dropped
+    pairs = {name: len(getattr(routing, name)) for name in ("automatic", "people", "validation")}
     held_out = {pair.pair_id for pair in routing.validation}
     theirs = [x for x in collection.labels if x.annotator in collection.people]
     on_held_out = [x for x in theirs if x.pair_id in held_out]
@@ -299,12 +300,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     agrees = verdicts_agree(automatic, people_majority(on_held_out))
     figures: dict[str, Any] = {
         "candidates": {"asked": asked, "usable": asked - sum(dropped.values()), "dropped": dropped},
-        "pairs": {
-            "automatic": len(routing.automatic),
-            "people": len(routing.people),
-            "validation": len(routing.validation),
-            "near_duplicate_prompts_removed": collection.near_duplicates,
-        },
+        "pairs": pairs | {"near_duplicate_prompts_removed": collection.near_duplicates},
         "records": {
             name: {"kept": sum(v.choice is not None for v in part), "left_out": left_out(part)}
             for name, part in (("train", collection.train), ("validation", collection.validation))

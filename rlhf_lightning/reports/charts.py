@@ -137,18 +137,14 @@ def line_chart(
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     frame = _Frame(min(p[0] for p in finite), max(p[0] for p in finite), low, high)
     shaded = [(max(band[0], low), min(band[1], high))] if band else []
+    bands = [edges for edges in shaded if edges[1] > edges[0]]
     named = (zip(s.points, s.bounds, s.names, strict=False) for s in series)
-    return render(
-        "chart.svg",
-        title=title,
-        frame=frame,
-        bands=[edges for edges in shaded if edges[1] > edges[0]],
-        rows=_labelled(ticks, unit),
-        columns=_counted(frame) if whole else _labelled(frame.columns, ""),
-        shapes=[shape for index, one in enumerate(series) for shape in _shapes(one, index)],
-        names=[(x, high, name) for each in named for (x, _), (_, high), name in each],
-        references=references,
-    )
+    names = [(x, high, name) for each in named for (x, _), (_, high), name in each]
+    shapes = [shape for index, one in enumerate(series) for shape in _shapes(one, index)]
+    columns = _counted(frame) if whole else _labelled(frame.columns, "")
+    axes = {"frame": frame, "rows": _labelled(ticks, unit), "columns": columns}
+    marks = {"bands": bands, "shapes": shapes, "names": names, "references": references}
+    return render("chart.svg", title=title, **axes, **marks)
 
 
 def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:

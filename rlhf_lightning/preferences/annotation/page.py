@@ -204,16 +204,14 @@ def _same(given: str, expected: str) -> bool:
     return secrets.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
-def serve(
-    store: LabelStore, *, port: int, announce: Callable[[str], None], **settings: Any
-) -> None:
+def serve(store: LabelStore, *, port: int, announce: Callable[[str], None], **page: Any) -> None:
     """Serve the page until the process is interrupted.
 
     Args:
         store: store of the labels.
         port: port of 127.0.0.1; 0 takes a free one.
         announce: called with the address as soon as requests are accepted.
-        settings: `title`, `instructions` and `thoughts` of `Page`.
+        page: `title`, `instructions` and `thoughts` of `Page`.
 
     Raises:
         OSError: if the port is taken.
@@ -225,7 +223,7 @@ def serve(
         listening.bind(("127.0.0.1", port))
         listening.listen()
         port = listening.getsockname()[1]
-        app = Page(store, port, **settings).app()
+        app = Page(store, port, **page).app()
         how: dict[str, Any] = {"access_log": False, "server_header": False, "lifespan": "off"}
         how |= {"log_level": "warning", "ws": "none", "timeout_graceful_shutdown": 5}
         announce(f"http://127.0.0.1:{port}/?token={store.token}")
