@@ -233,11 +233,8 @@ def dawid_skene(
         top = log_joint.max(1, keepdims=True)
         evidence = top[:, 0] + np.log(np.exp(log_joint - top).sum(1))
         posterior = np.exp(log_joint - evidence[:, None])
-        likelihood = float(
-            evidence.sum()
-            + (pseudo * _log(confusion)).sum()
-            + smoothing / num_categories * _log(prior).sum()
-        )
+        of_prior = smoothing / num_categories * _log(prior).sum()
+        likelihood = float(evidence.sum() + (pseudo * _log(confusion)).sum() + of_prior)
         if likelihood - previous < tolerance * len(posterior):
             break
         previous = likelihood

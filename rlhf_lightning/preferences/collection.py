@@ -260,12 +260,9 @@ class RejectionSampler:
         return [_row(*one) for one in best], {key: float(value) for key, value in figures.items()}
 
     def _gold(self, answers: Sequence[Candidate], gold: Gold) -> list[float]:
-        return gold(
-            [readable(c.prompt) for c in answers],
-            [c.response for c in answers],
-            [c.finished is not False for c in answers],
-            **asked_columns(gold, [c.columns for c in answers]),
-        )
+        prompts, texts = [readable(c.prompt) for c in answers], [c.response for c in answers]
+        columns = asked_columns(gold, [c.columns for c in answers])
+        return gold(prompts, texts, [c.finished is not False for c in answers], **columns)
 
 
 def _row(candidate: Candidate, score: float) -> dict[str, Any]:

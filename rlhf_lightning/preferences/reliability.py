@@ -357,10 +357,7 @@ def _truth(collection: Collection, gold: Gold) -> dict[str, dict[str, float]]:
     pairs = (*routing.automatic, *routing.people, *routing.validation)
     scores = zip(pairs, gold_scores(pairs, gold), strict=True)
     truth = {pair.pair_id: first - second for pair, (first, second) in scores}
-    parts: dict[str, Sequence[Verdict]] = {
-        "train": collection.train,
-        "train_automatic": [v for v in collection.train if not v.by_people],
-        "train_people": [v for v in collection.train if v.by_people],
-        "validation": collection.validation,
-    }
-    return {name: asdict(agreement_with_truth(part, truth)) for name, part in parts.items()}
+    names = ("train", "train_automatic", "train_people", "validation")
+    alone, people = ([v for v in collection.train if v.by_people is by] for by in (False, True))
+    parts = zip(names, (collection.train, alone, people, collection.validation), strict=True)
+    return {name: asdict(agreement_with_truth(part, truth)) for name, part in parts}
