@@ -72,8 +72,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Return the checkpoint; it is read as data, whatever is asked for."""
         if Path(path).is_dir():
             return read_full(Path(path))
-        checkpoint: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only=True)
-        return checkpoint
+        return super().load_checkpoint(path, map_location, weights_only=True)
 
 
 def silence_resume_warnings() -> None:

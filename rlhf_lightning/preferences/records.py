@@ -90,9 +90,8 @@ class Candidate(Checked):
     @classmethod
     def make(cls, prompt: Text, response: str, *, domain: str = "", **rest: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, rest.get("columns", {}))}
-        names["response_id"] = response_name(prompt, response)
-        return cls(prompt=prompt, domain=domain, response=response, **names, **rest)
+        name, asked = response_name(prompt, response), prompt_name(prompt, rest.get("columns", {}))
+        return cls(asked, prompt, domain, response, response_id=name, **rest)
 
     @property
     def source(self) -> str:
@@ -136,9 +135,8 @@ class Pair(Checked):
     @classmethod
     def make(cls, prompt: Text, first: str, second: str, *, domain: str = "", **rest: Any) -> Pair:
         """Return the pair with its names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, rest.get("columns", {}))}
-        names["pair_id"] = pair_name(prompt, first, second)
-        return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **rest)
+        name, asked = pair_name(prompt, first, second), prompt_name(prompt, rest.get("columns", {}))
+        return cls(name, asked, prompt, domain, first, second, **rest)
 
 
 @dataclass(frozen=True)

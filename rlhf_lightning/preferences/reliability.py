@@ -111,14 +111,12 @@ def _log_likelihood(tally: Tally, log_shape: float) -> float:
 def majority_ceiling(shape: float, num_votes: int) -> float:
     """Return how often the majority of `num_votes` is on the side that most people are on.
 
-    Over p of Beta(shape, shape); of an even number, over those votes that have a majority.
+    Over p of Beta(shape, shape); the number of votes is odd.
     """
     # A grid of max(p, 1 - p) with equal weights: the upper half of the quantiles.
     quantiles = 0.5 + (np.arange(GRID) + 0.5) / (2 * GRID)
     favoured = np.clip(beta.ppf(quantiles, shape, shape), 0.5, 1.0)
-    tied = binom.pmf(num_votes / 2, num_votes, favoured) if num_votes % 2 == 0 else 0.0
-    right = binom.sf(num_votes // 2, num_votes, favoured)
-    return float(np.mean(right) / np.mean(1.0 - tied))
+    return float(np.mean(binom.sf(num_votes // 2, num_votes, favoured)))
 
 
 def expected_correct(tally: Tally, shape: float) -> float:

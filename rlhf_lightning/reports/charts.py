@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import PackageLoader
 from markupsafe import Markup, escape
 
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION, from_here
+from rlhf_lightning.runs.jinja import environment
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, number, quantity, show
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -43,14 +44,8 @@ def _printable(value: object) -> str:
     return _CONTROL.sub(lambda one: chr(0x2400 + ord(one[0])) if one[0] < " " else "\ufffd", shown)
 
 
-_TEMPLATES = Environment(
-    loader=PackageLoader("rlhf_lightning.reports"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    finalize=_printable,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+_OWN = PackageLoader("rlhf_lightning.reports")
+_TEMPLATES = environment(_OWN, autoescape=True, finalize=_printable)
 _FILTERS = (catalog.counted, catalog.duration, from_here, number, catalog.percent)
 _TEMPLATES.filters |= {each.__name__: each for each in _FILTERS}
 WIDTH, HEIGHT = 360, 196

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 import uvicorn
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import FileSystemLoader
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -27,6 +27,7 @@ from starlette.staticfiles import StaticFiles
 from rlhf_lightning.preferences.annotation import store as labels
 from rlhf_lightning.preferences.annotation.store import LabelStore, StoreError, Task
 from rlhf_lightning.preferences.records import SIDES, turns_of
+from rlhf_lightning.runs.jinja import environment
 from rlhf_lightning.text.thoughts import Thoughts, shown
 
 HERE = Path(__file__).parent
@@ -67,15 +68,9 @@ class Page:
     ) -> None:
         self._store, self._thoughts, self._token = store, thoughts, store.token
         self._token_cookie, self._name_cookie = f"token_{port}", f"name_{port}"
-        environment = Environment(
-            loader=FileSystemLoader(HERE / "templates"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        environment.globals |= {"title": title, "instructions": instructions, "buttons": BUTTONS}
-        self._template = environment.get_template("page.html")
+        pages = environment(FileSystemLoader(HERE / "templates"), autoescape=True)
+        pages.globals |= {"title": title, "instructions": instructions, "buttons": BUTTONS}
+        self._template = pages.get_template("page.html")
 
     def app(self) -> Starlette:
         """Return the application."""
