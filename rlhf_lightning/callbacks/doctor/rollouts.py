@@ -68,11 +68,7 @@ class Refusals:
 
 
 def responses_of(
-    rollout: RolloutBatch,
-    prompts: PromptBatch,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    skip_special_tokens: bool = False,
+    rollout: RolloutBatch, prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase, **how: bool
 ) -> Responses:
     """Return the rollout's responses with their texts, as a scorer takes them.
 
@@ -80,11 +76,11 @@ def responses_of(
         rollout: rollout of an iteration.
         prompts: prompts of the iteration, with the spare ones.
         tokenizer: turns responses into text.
-        skip_special_tokens: leave special tokens out of the text.
+        how: `skip_special_tokens` of `make_responses`.
     """
     prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
-    return make_responses(prompts, generation, tokenizer, skip_special_tokens=skip_special_tokens)
+    return make_responses(prompts, generation, tokenizer, **how)
 
 
 def all_records(
