@@ -169,8 +169,7 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
         AnnotationError: if the gap is not finite.
     """
     if not math.isfinite(gap):
-        told = f"{annotator.name} scored the responses of pair {pair.pair_id} {gap} apart"
-        raise AnnotationError(f"{told}: its scores must be finite")
+        raise AnnotationError(f"{annotator.name} scored pair {pair.pair_id} {gap} apart: be finite")
     choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"
     return Label(
         pair.pair_id, annotator.name, choice, annotator.kind, "first", now(), margin=abs(gap)
@@ -195,8 +194,7 @@ def label_pairs(
         batch = missing[start : start + annotator.batch_size]
         labels = annotator.label(batch)
         if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
-            got = f"{len(labels)} labels for {len(batch)} pairs, or in another order"
-            raise AnnotationError(f"{annotator.name} returned {got}: return one a pair")
+            raise AnnotationError(f"{annotator.name} must return a label a pair, in their order")
         journal.append(labels)
         known |= {x.pair_id: x for x in labels}
     return [known[pair.pair_id] for pair in wanted]

@@ -320,8 +320,7 @@ def _encode(
     control = ControlTokens(tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if prompt.rendered and control.spelled_in(prompt.prompt):
-            told = f"prompt {number} is rendered and spells special tokens"
-            raise ValueError(f"{told}: give it as a conversation")
+            raise ValueError(f"prompt {number} is rendered and spells special tokens: give turns")
     encoder, longest = TextEncoder(tokenizer), sampling.max_prompt_length
     return [encode_prompt(prompt, encoder, max_length=longest) for prompt in prompts]
 

@@ -169,8 +169,7 @@ class Lab:
         if self.worst is not None:
             pairs, overrated = self.worst.pairs(seed=self.hparams.seed)
             if not pairs:
-                told = f"none of the {overrated} overrated responses has an opponent"
-                raise ValueError(f"{told}: sample more, or set adversarial=false")
+                raise ValueError(f"{overrated} responses have no opponent: adversarial=false")
             return pairs, 0, {}
         kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished

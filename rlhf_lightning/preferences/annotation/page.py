@@ -74,15 +74,11 @@ class Page:
 
     def app(self) -> Starlette:
         """Return the application."""
+        forms = (self.start, self.label, self.undo, self.leave)
+        posts = [Route(f"/{form.__name__}", form, methods=["POST"]) for form in forms]
+        static = Mount("/static", StaticFiles(directory=HERE / "static"))
         return Starlette(
-            routes=[
-                Route("/", self.home),
-                Route("/start", self.start, methods=["POST"]),
-                Route("/label", self.label, methods=["POST"]),
-                Route("/undo", self.undo, methods=["POST"]),
-                Route("/leave", self.leave, methods=["POST"]),
-                Mount("/static", StaticFiles(directory=HERE / "static")),
-            ],
+            routes=[Route("/", self.home), *posts, static],
             middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.guard)],
             exception_handlers={StoreError: self.not_saved},
         )
