@@ -241,10 +241,9 @@ class RejectionSampler:
         if not scored:
             raise ValueError(f"no response is left: {ADVICE}")
         chosen: dict[str, tuple[Candidate, float]] = {}  # of equal scores the first
-        for candidate, score in scored:
-            held = chosen.get(candidate.prompt_id)
-            if held is None or score > held[1]:
-                chosen[candidate.prompt_id] = (candidate, score)
+        for one in scored:
+            name = one[0].prompt_id
+            chosen[name] = max(chosen.get(name, one), one, key=lambda each: each[1])
         best = list(chosen.values())
         figures = {
             "collect/num_candidates": num_asked,

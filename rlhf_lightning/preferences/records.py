@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -32,13 +33,10 @@ Filled = Annotated[str, Field(min_length=1)]
 
 
 def _with_zone(text: str) -> str:
-    try:
-        zone = datetime.fromisoformat(text).tzinfo
-    except ValueError:
-        zone = None
-    if zone is None:
-        raise ValueError(f"={text!r} must be an ISO time with its zone, 2026-11-02T09:30:00+00:00")
-    return text
+    with suppress(ValueError):
+        if datetime.fromisoformat(text).tzinfo is not None:
+            return text
+    raise ValueError(f"={text!r} must be an ISO time with its zone, 2026-11-02T09:30:00+00:00")
 
 
 def _checked_prompt(prompt: Any) -> Text:

@@ -75,12 +75,13 @@ class RewardModelAnnotator:
     kind: Kind = field(default="reward_model", init=False)
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any]:
-        """Tokenizer and model."""
+    def _loaded(self) -> tuple[Any, Any, ControlTokens]:
+        """Tokenizer, model, and what the tokenizer's texts must not spell."""
         origin: dict[str, Any] = {"revision": self.revision}
         model: Any = load_scalar_model(self.source, precision=self.precision, **origin)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return load_tokenizer(self.source, **origin), frozen(model).to(device)
+        tokenizer = load_tokenizer(self.source, **origin)
+        return tokenizer, frozen(model).to(device), ControlTokens(tokenizer)
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""
@@ -98,13 +99,9 @@ class RewardModelAnnotator:
             labels.append(said)
         return labels
 
-    @cached_property
-    def _control(self) -> ControlTokens:
-        return ControlTokens(self._loaded[0])
-
     def scores(self, answers: Sequence[Answer]) -> list[float | None]:
         """Return the score of each prompt and response, None where it is too long."""
-        tokenizer, model = self._loaded
+        tokenizer, model, _ = self._loaded
         encoded = [self._encode(*answer) for answer in answers]
         rows, size = [row for row in encoded if row is not None], self.micro_batch_size
         values = score_rows(model, rows, batch_size=size, pad_token_id=int(tokenizer.pad_token_id))
@@ -114,7 +111,7 @@ class RewardModelAnnotator:
     def _encode(
         self, prompt: Text, answer: str, variables: Mapping[str, str] = MappingProxyType({})
     ) -> EncodedSequence | None:
-        disarmed = self._control.disarmed
+        disarmed = self._loaded[2].disarmed
         record = DemonstrationRecord(disarmed(prompt), completion_of(prompt, disarmed(answer)))
         if variables:
             asked, _ = with_row_keys(record, variables)
