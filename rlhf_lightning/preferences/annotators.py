@@ -145,7 +145,7 @@ class SimulatedPerson:
             choice = "both_bad"
         elif abs(first - second + self.person.length_bias * words) < self.tie_below:
             choice = "tie"
-        return Label(pair.pair_id, self.name, choice, self.kind, order, now())
+        return labelled(self, pair, choice, order=order)
 
 
 def gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
@@ -171,9 +171,13 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
     if not math.isfinite(gap):
         raise AnnotationError(f"{annotator.name} scored pair {pair.pair_id} {gap} apart: be finite")
     choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"
-    return Label(
-        pair.pair_id, annotator.name, choice, annotator.kind, "first", now(), margin=abs(gap)
-    )
+    return labelled(annotator, pair, choice, margin=abs(gap))
+
+
+def labelled(annotator: Annotator, pair: Pair, choice: Choice, **rest: Any) -> Label:
+    """Return an annotator's label of now; `rest` are further fields, `order` "first" by default."""
+    given: dict[str, Any] = {"order": "first", "created": now(), **rest}
+    return Label(pair.pair_id, annotator.name, choice, annotator.kind, **given)
 
 
 def label_pairs(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
@@ -249,12 +250,12 @@ class RejectionSampler:
             "collect/num_candidates": num_asked,
             "collect/usable_candidates": len(scored),
             "collect/train_records": len(best),
-            "collect/score": _mean([score for _, score in scored]),
-            "collect/score_best": _mean([score for _, score in best]),
+            "collect/score": fmean(score for _, score in scored),
+            "collect/score_best": fmean(score for _, score in best),
         } | {name: dropped.get(reason, 0) for reason, name in METRICS.items()}
         if self.gold is not None:
-            figures["collect/gold"] = _mean(self._gold([c for c, _ in scored], self.gold))
-            figures["collect/gold_best"] = _mean(self._gold([c for c, _ in best], self.gold))
+            figures["collect/gold"] = fmean(self._gold([c for c, _ in scored], self.gold))
+            figures["collect/gold_best"] = fmean(self._gold([c for c, _ in best], self.gold))
         return [_row(*one) for one in best], {key: float(value) for key, value in figures.items()}
 
     def _gold(self, answers: Sequence[Candidate], gold: Gold) -> list[float]:
@@ -274,7 +275,3 @@ def _row(candidate: Candidate, score: float) -> dict[str, Any]:
         "label": True,  # it is the best one: without this a score would be a rating
         "source": candidate.source,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

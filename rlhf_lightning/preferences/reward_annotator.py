@@ -21,7 +21,7 @@ from rlhf_lightning.data.records import DemonstrationRecord, Text
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.preferences.annotators import by_gap, now
+from rlhf_lightning.preferences.annotators import by_gap, labelled
 from rlhf_lightning.preferences.records import Answer, Kind, Label, Pair, answered, completion_of
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from rlhf_lightning.text.tokens import ControlTokens
@@ -91,12 +91,11 @@ class RewardModelAnnotator:
         labels = []
         for pair in pairs:
             first, second = scores[pair.prompt_id, pair.first], scores[pair.prompt_id, pair.second]
-            if first is not None and second is not None:
+            if first is None or second is None:
+                why = f"longer than {self.max_length} tokens"
+                labels.append(labelled(self, pair, "skip", reason=why))
+            else:
                 labels.append(by_gap(pair, first - second, self, tie_below=self.tie_below))
-                continue
-            why = f"longer than {self.max_length} tokens"
-            said = Label(pair.pair_id, self.name, "skip", self.kind, "first", now(), reason=why)
-            labels.append(said)
         return labels
 
     def scores(self, answers: Sequence[Answer]) -> list[float | None]:
