@@ -245,8 +245,7 @@ class IterationCheckpoint(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what the best was, unless it was the best by another metric."""
-        own = (self.monitor, self.mode)
-        saved = (state_dict.get("monitor", self.monitor), state_dict.get("mode", self.mode))
+        own, saved = (self.monitor, self.mode), (state_dict["monitor"], state_dict["mode"])
         if own != saved:
             log_changed("IterationCheckpoint.monitor, mode", own, saved)
             return

@@ -263,12 +263,6 @@ class Panel:
         Raises:
             ValueError: if a pair needs more people than there are.
         """
-        shares = self.shares(asked)
-        own = (label_pairs(member, shares[member.name], journal) for member in self.members)
-        return [label for labels in own for label in labels]
-
-    def shares(self, asked: Asked) -> Mapping[str, list[Pair]]:
-        """Return the pairs that each member looks at."""
         names = [member.name for member in self.members]
         shares: dict[str, list[Pair]] = defaultdict(list)
         for pair, count in asked:
@@ -278,7 +272,8 @@ class Panel:
             drawn = sorted(names, key=lambda n: split_fraction(f"{n}/{pair.pair_id}", self.seed))
             for name in drawn[:count]:
                 shares[name].append(pair)
-        return shares
+        own = (label_pairs(member, shares[member.name], journal) for member in self.members)
+        return [label for labels in own for label in labels]
 
 
 class PageAnnotators:
