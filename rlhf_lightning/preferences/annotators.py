@@ -330,7 +330,7 @@ class LengthRule:
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return 0 at the wanted length, -log 2 at half and at twice of it."""
-        count = max(len(_words(response)), 1)
+        count = max(len(_WORD.findall(response.lower())), 1)
         return -self.weight * abs(math.log(count / self.words))
 
 
@@ -343,8 +343,7 @@ class RepetitionRule:
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return 0 for a response whose neighbouring words are always new, down to -weight."""
-        words = _words(response)
-        pairs = list(pairwise(words))
+        pairs = list(pairwise(_WORD.findall(response.lower())))
         return -self.weight * (1 - len(set(pairs)) / len(pairs)) if pairs else 0.0
 
 
@@ -435,7 +434,3 @@ def demo_style() -> list[PhraseRule]:
         PhraseRule(grammar.FILLERS, -0.5),
         PhraseRule(grammar.CORE_FORMS["unknown"], -1.0),
     ]
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())

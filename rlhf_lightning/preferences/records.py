@@ -166,7 +166,6 @@ class Label(Checked):
     margin: AtLeast0 | None = None
 
 
-LabRecord = Candidate | Pair | Label
 Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]
 
 
@@ -320,7 +319,7 @@ class Journal(Generic[RecordT]):
         return [from_row(self.kind, json.loads(line), where) for where, line in located]
 
 
-def write_records(path: Path | str, records: Iterable[LabRecord]) -> None:
+def write_records(path: Path | str, records: Iterable[Candidate | Pair | Label]) -> None:
     """Write the records as JSON Lines in one step."""
     write_rows(path, (to_row(record) for record in records))
 

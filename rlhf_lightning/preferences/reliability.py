@@ -134,9 +134,6 @@ def expected_correct(tally: Tally, shape: float) -> float:
     return sum(right) / sum(decided.values()) if decided else math.nan
 
 
-Judged = Mapping[str, str]
-
-
 def _tally_sides(by_item: Iterable[Sequence[Label]]) -> Tally:
     """Return how many pairs have which votes for first and second, as a ceiling is read from."""
     votes = (Counter(label.choice for label in labels) for labels in by_item)
@@ -176,7 +173,7 @@ def people_majority(labels: Iterable[Label]) -> dict[str, str]:
     return {pair: most for pair, most in found.items() if most is not None}
 
 
-def annotator_figures(labels: Sequence[Label], people: Judged) -> dict[str, Any]:
+def annotator_figures(labels: Sequence[Label], people: Mapping[str, str]) -> dict[str, Any]:
     """Return the figures of one annotator compared with the majority of people.
 
     Args:
@@ -211,7 +208,7 @@ def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[dict[
     return [annotator_figures(own, reference) for own in found.values()]
 
 
-def verdicts_agree(verdicts: Iterable[Verdict], people: Judged) -> Share:
+def verdicts_agree(verdicts: Iterable[Verdict], people: Mapping[str, str]) -> Share:
     """Return how often verdicts name the side that most people are on, where both take one."""
     both = [(v.choice, people.get(v.pair.pair_id)) for v in verdicts]
     return Share.among(own == most for own, most in both if own is not None and most in SIDES)

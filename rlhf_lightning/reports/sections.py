@@ -198,9 +198,8 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
             legends = [f"{label}, mean {mean}" for label, mean in zip(parts, shown, strict=True)]
             figures.append(Figure(title, histogram(title, parts), legends=legends))
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
-    where = "a side" if held_out else "of a rollout"
-    what = "held-out response" if held_out else "response"
-    return figures, f"{catalog.counted(count, what)} {where}." * (count > 0)
+    what, of = ("held-out response", "a side") if held_out else ("response", "of a rollout")
+    return figures, f"{catalog.counted(count, what)} {of}." * (count > 0)
 
 
 def pairs_section(lines: Lines) -> str:
