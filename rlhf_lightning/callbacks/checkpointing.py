@@ -72,19 +72,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Return the checkpoint; it is read as data, whatever is asked for."""
         if Path(path).is_dir():
             return read_full(Path(path))
-        checkpoint: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only=True)
-        return checkpoint
+        return super().load_checkpoint(path, map_location, weights_only=True)
 
 
 def silence_resume_warnings() -> None:
     """Silence what Lightning says about resuming and does not apply: the sampler is resumable."""
-    for message in (
-        ".*your dataloader is not resumable.*",
-        ".*that ended before the epoch ended.*",
-        ".*callbacks used when creating the checkpoint.*",
-        ".*dirpath has changed from.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
+    said = ("your dataloader is not resumable", "that ended before the epoch ended")
+    for part in (*said, "callbacks used when creating the checkpoint", "dirpath has changed from"):
+        warnings.filterwarnings("ignore", message=f".*{part}.*")
 
 
 class IterationCheckpoint(Checkpoint):
@@ -250,8 +245,7 @@ class IterationCheckpoint(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what the best was, unless it was the best by another metric."""
-        own = (self.monitor, self.mode)
-        saved = (state_dict.get("monitor", self.monitor), state_dict.get("mode", self.mode))
+        own, saved = (self.monitor, self.mode), (state_dict["monitor"], state_dict["mode"])
         if own != saved:
             log_changed("IterationCheckpoint.monitor, mode", own, saved)
             return

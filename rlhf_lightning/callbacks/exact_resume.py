@@ -53,8 +53,7 @@ class RandomState(Callback):
             return
         ranks = next(iter(loaded.values())).shape[0]
         if ranks != trainer.world_size:
-            now = f"this run has {trainer.world_size}, and continues not bit for bit"
-            logger.warning(f"the checkpoint was written by {ranks} processes, {now}")
+            logger.warning(f"written by {ranks} processes, this run has {trainer.world_size}")
         rank = trainer.global_rank % ranks
         # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside of a storage.
         _restore_random_state({name: value[rank].clone() for name, value in loaded.items()})

@@ -176,12 +176,10 @@ class RunRecord(Callback):
                 self._write(trainer, self._summary, findings or Findings({}), **ended)
 
     def _write(self, trainer: Trainer, begun: Summary, findings: Findings, **ended: Any) -> None:
-        rows = read_metrics(self.folder.metrics)
         callbacks: list[Any] = cast(Any, trainer).callbacks
-        kept = (c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint))
-        best = next(kept, None)
+        best = next((c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint)), None)
         last: dict[str, float] = {}
-        for row in rows:
+        for row in read_metrics(self.folder.metrics):
             if best is None or row[ITERATION] <= best:
                 last |= {k: v for k, v in row.items() if k.startswith("val/")}
         # metrics.csv leaves a cell empty that is not finite: the one before it is not the last.

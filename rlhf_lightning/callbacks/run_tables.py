@@ -141,13 +141,9 @@ def rollout_values(rollout: RolloutBatch) -> dict[str, list[float]]:
 
 
 def describe_rollout(
-    rollout: RolloutBatch,
-    tokenizer: PreTrainedTokenizerBase,
-    num_samples: int,
-    *,
-    skip_special_tokens: bool = False,
+    rollout: RolloutBatch, tokenizer: PreTrainedTokenizerBase, num_samples: int, **how: bool
 ) -> list[dict[str, Any]]:
-    """Return the first rows of a rollout as plain values.
+    """Return the first rows of a rollout as plain values; `how` is that of `response_texts`.
 
     Each has `prompt` (without special tokens), `response` (as a scorer is given it), `score`
     (unshaped; None where the scorer does not apply), `kl` (mean k1 over the response tokens, nats
@@ -164,8 +160,8 @@ def describe_rollout(
         prompt = rows.query_tensors[i][prompt_mask[i]].tolist()
         response = rows.response_tensors[i][mask[i]].tolist()
         finished = rows.finish_reason[i].item() == batches.FINISHED_BY_STOP
-        written, skip = response[:-1] if finished else response, skip_special_tokens
-        (text,) = response_texts([prompt], [written], tokenizer, skip_special_tokens=skip)
+        written = response[:-1] if finished else response
+        (text,) = response_texts([prompt], [written], tokenizer, **how)
         samples.append(
             {
                 "prompt": decoded(prompt, tokenizer, skip_special_tokens=True),

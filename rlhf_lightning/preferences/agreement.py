@@ -103,10 +103,7 @@ def fleiss_kappa(counts: NDArray[np.int64]) -> float:
     if not len(counts):
         return math.nan
     shares = counts.sum(0) / counts.sum()
-    by_chance = float((shares**2).sum())
-    if math.isclose(by_chance, 1.0):
-        return math.nan
-    return (raw_agreement(counts) - by_chance) / (1.0 - by_chance)
+    return _beyond_chance(raw_agreement(counts), float((shares**2).sum()))
 
 
 def cohen_kappa(first: Sequence[int], second: Sequence[int]) -> float:
@@ -121,9 +118,11 @@ def cohen_kappa(first: Sequence[int], second: Sequence[int]) -> float:
     a, b = np.asarray(first), np.asarray(second)
     categories = np.union1d(a, b)
     by_chance = float(sum((a == k).mean() * (b == k).mean() for k in categories))
-    if math.isclose(by_chance, 1.0):
-        return math.nan
-    return (float((a == b).mean()) - by_chance) / (1.0 - by_chance)
+    return _beyond_chance(float((a == b).mean()), by_chance)
+
+
+def _beyond_chance(agreed: float, by_chance: float) -> float:
+    return math.nan if math.isclose(by_chance, 1.0) else (agreed - by_chance) / (1.0 - by_chance)
 
 
 @dataclass(frozen=True)
@@ -233,11 +232,8 @@ def dawid_skene(
         top = log_joint.max(1, keepdims=True)
         evidence = top[:, 0] + np.log(np.exp(log_joint - top).sum(1))
         posterior = np.exp(log_joint - evidence[:, None])
-        likelihood = float(
-            evidence.sum()
-            + (pseudo * _log(confusion)).sum()
-            + smoothing / num_categories * _log(prior).sum()
-        )
+        of_prior = smoothing / num_categories * _log(prior).sum()
+        likelihood = float(evidence.sum() + (pseudo * _log(confusion)).sum() + of_prior)
         if likelihood - previous < tolerance * len(posterior):
             break
         previous = likelihood
@@ -323,16 +319,16 @@ def aggregate(
     for pair in pairs:
         own, margin = found.get(pair.pair_id, []), 0.0
         votes, theirs = _count(own), [label for label in own if label.annotator in first_asked]
-        if pair.pair_id in posterior:
-            likely = dict(zip(THREE, posterior[pair.pair_id], strict=True))
-            choice, why = _preferred(max(likely, key=lambda choice: likely[choice]))
-            margin = abs(likely["first"] - likely["second"]) if choice else 0.0
-        else:
-            choice, why = _preferred(majority(theirs or own))
-            if choice:
-                against = votes[SIDES[choice == "first"]]
-                margin = max(votes[choice] - against, 0) / votes.total()
-        why = why if own else NO_VOTE
+        top: Any = majority(theirs or own)
+        if likely := posterior.get(pair.pair_id):
+            top = THREE[likely.index(max(likely))]
+        why = {None: NO_MAJORITY, "tie": TIE}.get(top) if own else NO_VOTE
+        choice = None if why else top
+        if choice and likely:
+            margin = abs(likely[0] - likely[1])
+        elif choice:
+            against = votes[SIDES[choice == "first"]]
+            margin = max(votes[choice] - against, 0) / votes.total()
         verdicts.append(Verdict(pair, choice, margin, votes, bool(theirs), why))
     return verdicts
 
@@ -371,14 +367,6 @@ def preference_row(verdict: Verdict, *, margin_scale: float = 1.0) -> dict[str, 
 def left_out(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """Return how many pairs are no preference, by reason."""
     return dict(Counter(v.left_out for v in verdicts if v.left_out is not None))
-
-
-def _preferred(top: str | None) -> tuple[Literal["first", "second"] | None, str | None]:
-    if top is None:
-        return None, NO_MAJORITY
-    if top == "tie":
-        return None, TIE
-    return ("first" if top == "first" else "second"), None
 
 
 def _count(labels: Iterable[Label]) -> Counter[str]:

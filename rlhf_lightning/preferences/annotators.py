@@ -145,7 +145,7 @@ class SimulatedPerson:
             choice = "both_bad"
         elif abs(first - second + self.person.length_bias * words) < self.tie_below:
             choice = "tie"
-        return Label(pair.pair_id, self.name, choice, self.kind, order, now())
+        return labelled(self, pair, choice, order=order)
 
 
 def gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
@@ -169,12 +169,15 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
         AnnotationError: if the gap is not finite.
     """
     if not math.isfinite(gap):
-        told = f"{annotator.name} scored the responses of pair {pair.pair_id} {gap} apart"
-        raise AnnotationError(f"{told}: its scores must be finite")
+        raise AnnotationError(f"{annotator.name} scored pair {pair.pair_id} {gap} apart: be finite")
     choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"
-    return Label(
-        pair.pair_id, annotator.name, choice, annotator.kind, "first", now(), margin=abs(gap)
-    )
+    return labelled(annotator, pair, choice, margin=abs(gap))
+
+
+def labelled(annotator: Annotator, pair: Pair, choice: Choice, **rest: Any) -> Label:
+    """Return an annotator's label of now; `rest` are further fields, `order` "first" by default."""
+    given: dict[str, Any] = {"order": "first", "created": now(), **rest}
+    return Label(pair.pair_id, annotator.name, choice, annotator.kind, **given)
 
 
 def label_pairs(
@@ -195,8 +198,7 @@ def label_pairs(
         batch = missing[start : start + annotator.batch_size]
         labels = annotator.label(batch)
         if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
-            got = f"{len(labels)} labels for {len(batch)} pairs, or in another order"
-            raise AnnotationError(f"{annotator.name} returned {got}: return one a pair")
+            raise AnnotationError(f"{annotator.name} must return a label a pair, in their order")
         journal.append(labels)
         known |= {x.pair_id: x for x in labels}
     return [known[pair.pair_id] for pair in wanted]
@@ -261,12 +263,6 @@ class Panel:
         Raises:
             ValueError: if a pair needs more people than there are.
         """
-        shares = self.shares(asked)
-        own = (label_pairs(member, shares[member.name], journal) for member in self.members)
-        return [label for labels in own for label in labels]
-
-    def shares(self, asked: Asked) -> Mapping[str, list[Pair]]:
-        """Return the pairs that each member looks at."""
         names = [member.name for member in self.members]
         shares: dict[str, list[Pair]] = defaultdict(list)
         for pair, count in asked:
@@ -276,7 +272,8 @@ class Panel:
             drawn = sorted(names, key=lambda n: split_fraction(f"{n}/{pair.pair_id}", self.seed))
             for name in drawn[:count]:
                 shares[name].append(pair)
-        return shares
+        own = (label_pairs(member, shares[member.name], journal) for member in self.members)
+        return [label for labels in own for label in labels]
 
 
 class PageAnnotators:
@@ -333,7 +330,7 @@ class LengthRule:
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return 0 at the wanted length, -log 2 at half and at twice of it."""
-        count = max(len(_words(response)), 1)
+        count = max(len(_WORD.findall(response.lower())), 1)
         return -self.weight * abs(math.log(count / self.words))
 
 
@@ -346,8 +343,7 @@ class RepetitionRule:
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return 0 for a response whose neighbouring words are always new, down to -weight."""
-        words = _words(response)
-        pairs = list(pairwise(words))
+        pairs = list(pairwise(_WORD.findall(response.lower())))
         return -self.weight * (1 - len(set(pairs)) / len(pairs)) if pairs else 0.0
 
 
@@ -438,7 +434,3 @@ def demo_style() -> list[PhraseRule]:
         PhraseRule(grammar.FILLERS, -0.5),
         PhraseRule(grammar.CORE_FORMS["unknown"], -1.0),
     ]
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())

@@ -134,11 +134,9 @@ def route(
     # A pair on which no automatic annotator took a side must not become an automatic label.
     able = sum(sure.get(pair.pair_id, 0.0) > 0 for pair in rest)
     kept = {p.pair_id for p in ranked[: min(round(hparams.automatic_share * len(pairs)), able)]}
-    return Routing(
-        automatic=tuple(pair for pair in rest if pair.pair_id in kept),
-        people=tuple(pair for pair in rest if pair.pair_id not in kept),
-        validation=tuple(pair for pair in pairs if pair.pair_id in held_out),
-    )
+    theirs = tuple(pair for pair in rest if pair.pair_id not in kept)
+    automatic_alone = tuple(pair for pair in rest if pair.pair_id in kept)
+    return Routing(automatic_alone, theirs, tuple(p for p in pairs if p.pair_id in held_out))
 
 
 def certainty(automatic: Labels) -> dict[str, float]:

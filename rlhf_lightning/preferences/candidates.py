@@ -320,8 +320,7 @@ def _encode(
     control = ControlTokens(tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if prompt.rendered and control.spelled_in(prompt.prompt):
-            told = f"prompt {number} is rendered and spells special tokens"
-            raise ValueError(f"{told}: give it as a conversation")
+            raise ValueError(f"prompt {number} is rendered and spells special tokens: give turns")
     encoder, longest = TextEncoder(tokenizer), sampling.max_prompt_length
     return [encode_prompt(prompt, encoder, max_length=longest) for prompt in prompts]
 
@@ -330,12 +329,9 @@ def _answer(
     unit: Unit, policy: LoadedPolicy, encoded: Sequence[EncodedPrompt | None], sampling: Sampling
 ) -> tuple[tuple[int, str, bool], ...]:
     """Return the responses of one unit; over-long prompts have none."""
-    rows = [
-        (row, number * sampling.num_samples + sample)
-        for number in range(unit.start, unit.stop)
-        if (row := encoded[number]) is not None
-        for sample in range(sampling.num_samples)
-    ]
+    count, asked = sampling.num_samples, enumerate(encoded[unit.start : unit.stop], unit.start)
+    whole = ((number, row) for number, row in asked if row is not None)
+    rows = [(row, number * count + sample) for number, row in whole for sample in range(count)]
     if not rows:
         return ()
     generator = policy.generator
@@ -348,7 +344,7 @@ def _answer(
         generation = generator(model, batch, noise=noise, **how)
     skip = sampling.skip_special_tokens
     answers = make_responses(batch, generation, policy.tokenizer, skip_special_tokens=skip)
-    numbers = [row_id // sampling.num_samples for _, row_id in rows]
+    numbers = [row_id // count for _, row_id in rows]
     # Records that spell control tokens are refused.
     texts = ControlTokens(policy.tokenizer).disarmed(answers.completions)
     return tuple(zip(numbers, texts, answers.finished.tolist(), strict=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
@@ -124,7 +125,7 @@ class Lab:
         """
         made, num_candidates, dropped = self._pairs(prompts)
         held_out = budget.choose_validation(made[: self.hparams.num_pairs], self.budget)
-        pairs, num_near = self._without_near_duplicates(made, held_out)
+        pairs, num_near = self._without_duplicates(made, held_out)
         wanted = self.hparams.num_pairs
         if wanted is not None and len(pairs) < wanted and self.worst is None and self.say:
             near = f"{num_near} prompts are nearly a held-out one"
@@ -169,8 +170,7 @@ class Lab:
         if self.worst is not None:
             pairs, overrated = self.worst.pairs(seed=self.hparams.seed)
             if not pairs:
-                told = f"none of the {overrated} overrated responses has an opponent"
-                raise ValueError(f"{told}: sample more, or set adversarial=false")
+                raise ValueError(f"{overrated} responses have no opponent: adversarial=false")
             return pairs, 0, {}
         kept, num_asked, dropped, usable = collect_candidates(
             prompts, self.sampling, self.folder, keep_unfinished=self.hparams.keep_unfinished
@@ -184,9 +184,7 @@ class Lab:
             self.say(usable)
         return pairs, num_asked, dropped
 
-    def _without_near_duplicates(
-        self, made: list[Pair], held_out: set[str]
-    ) -> tuple[list[Pair], int]:
+    def _without_duplicates(self, made: list[Pair], held_out: set[str]) -> tuple[list[Pair], int]:
         """Return the pairs to label, and how many training prompts were nearly a held-out one.
 
         What is left out is replaced by the next pairs in line, as long as there are any.
@@ -244,30 +242,26 @@ class RejectionSampler:
         if not scored:
             raise ValueError(f"no response is left: {ADVICE}")
         chosen: dict[str, tuple[Candidate, float]] = {}  # of equal scores the first
-        for candidate, score in scored:
-            held = chosen.get(candidate.prompt_id)
-            if held is None or score > held[1]:
-                chosen[candidate.prompt_id] = (candidate, score)
+        for one in scored:
+            name = one[0].prompt_id
+            chosen[name] = max(chosen.get(name, one), one, key=lambda each: each[1])
         best = list(chosen.values())
         figures = {
             "collect/num_candidates": num_asked,
             "collect/usable_candidates": len(scored),
             "collect/train_records": len(best),
-            "collect/score": _mean([score for _, score in scored]),
-            "collect/score_best": _mean([score for _, score in best]),
+            "collect/score": fmean(score for _, score in scored),
+            "collect/score_best": fmean(score for _, score in best),
         } | {name: dropped.get(reason, 0) for reason, name in METRICS.items()}
         if self.gold is not None:
-            figures["collect/gold"] = _mean(self._gold([c for c, _ in scored], self.gold))
-            figures["collect/gold_best"] = _mean(self._gold([c for c, _ in best], self.gold))
+            figures["collect/gold"] = fmean(self._gold([c for c, _ in scored], self.gold))
+            figures["collect/gold_best"] = fmean(self._gold([c for c, _ in best], self.gold))
         return [_row(*one) for one in best], {key: float(value) for key, value in figures.items()}
 
     def _gold(self, answers: Sequence[Candidate], gold: Gold) -> list[float]:
-        return gold(
-            [readable(c.prompt) for c in answers],
-            [c.response for c in answers],
-            [c.finished is not False for c in answers],
-            **asked_columns(gold, [c.columns for c in answers]),
-        )
+        prompts, texts = [readable(c.prompt) for c in answers], [c.response for c in answers]
+        columns = asked_columns(gold, [c.columns for c in answers])
+        return gold(prompts, texts, [c.finished is not False for c in answers], **columns)
 
 
 def _row(candidate: Candidate, score: float) -> dict[str, Any]:
@@ -281,7 +275,3 @@ def _row(candidate: Candidate, score: float) -> dict[str, Any]:
         "label": True,  # it is the best one: without this a score would be a rating
         "source": candidate.source,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rlhf_lightning.arguments import AtLeast0, JsonObject, PathStr, Seed, Size, checked
 from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.preferences.agreement import Share
-from rlhf_lightning.preferences.annotators import AnnotationError, now
+from rlhf_lightning.preferences.annotators import AnnotationError, labelled
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
 from rlhf_lightning.preferences.records import SIDES, Journal, Kind, Label, Pair, Side, turns_of
 from rlhf_lightning.text.thoughts import Thoughts, shown
@@ -52,20 +52,6 @@ _CONTROL = (
     r"|</?\w+_of_\w+>|<</?SYS>>|\[/?(?:INST|THINK|[A-Z]+_[A-Z]+)\]"
 )
 _VERDICT = re.compile(r"\[\[\s*[ABC]\b")
-
-
-class Question(NamedTuple):
-    """The request to a judge about a pair in one order.
-
-    Args:
-        messages: messages with role and content.
-        mark: the delimiter drawn for this request.
-        spelled: how many of the two responses spell a delimiter, a control token or a verdict.
-    """
-
-    messages: list[dict[str, str]]
-    mark: str
-    spelled: int
 
 
 class JudgePrompt:
@@ -102,8 +88,11 @@ class JudgePrompt:
         )
         self._spelled = re.compile(_CONTROL + fixed)
 
-    def question(self, pair: Pair, order: Side) -> Question:
-        """Return what the judge is sent when the response `order` is shown as A."""
+    def question(self, pair: Pair, order: Side) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        """Return the messages to a judge that is shown the response `order` as A.
+
+        Behind them stand `mark` and `spelled` of the `Judgement`.
+        """
         texts = (pair.first, pair.second) if order == "first" else (pair.second, pair.first)
         answers = [shown("", text, self.thoughts, "judge.thoughts").response for text in texts]
         spelled = sum(bool(self._spelled.search(x) or _VERDICT.search(x)) for x in answers)
@@ -118,7 +107,8 @@ class JudgePrompt:
         values = dict(zip(("prompt", "a", "b"), filled, strict=True)) | {"mark": mark}
         # In one pass: a response that spells "{b}" is not filled in.
         text = _PLACE.sub(lambda found: values[found.group(1)], self.template)
-        return Question([*self.system, {"role": "user", "content": text}], mark, spelled)
+        messages = [*self.system, {"role": "user", "content": text}]
+        return messages, {"mark": mark, "spelled": spelled}
 
 
 @dataclass(frozen=True)
@@ -312,14 +302,14 @@ class JudgeAnnotator:
         def ask(item: tuple[Pair, Side]) -> None:
             if failures or (limit is not None and self._spent >= limit):
                 return
-            question = self.prompt.question(*item)
+            messages, about = self.prompt.question(*item)
             logprobs = self.read == "logprobs"
             try:
-                reply = service.ask(question.messages, logprobs=logprobs, extra=self.extra)
+                reply = service.ask(messages, logprobs=logprobs, extra=self.extra)
             except Exception as error:  # requests under way are paid for: they end first
                 failures.append(error)
                 return
-            judgement = self._judgement(*item, question, reply)
+            judgement = self._judgement(*item, reply, **about)
             with lock:
                 self._remember(judgement)
                 if self._journal is not None:
@@ -352,7 +342,7 @@ class JudgeAnnotator:
         count = f"{len(unread)} of {len(self._known)} replies have no verdict"
         return f"{self.name}: {count} ({why}), the last is {shown!r}: {fix}"
 
-    def _judgement(self, pair: Pair, order: Side, question: Question, reply: Reply) -> Judgement:
+    def _judgement(self, pair: Pair, order: Side, reply: Reply, **about: Any) -> Judgement:
         letter, probabilities, why = None, None, "refused"
         if self.read == "logprobs":
             probabilities = letter_probabilities(reply.top_tokens)
@@ -374,9 +364,8 @@ class JudgeAnnotator:
             probabilities=probabilities,
             unread=None if letter else why,
             said=_shortened(reply.text) if reply.refused else "",
-            mark=question.mark,
-            spelled=question.spelled,
             **reply.counts,
+            **about,
         )
 
     def _label(self, pair: Pair) -> Label:
@@ -395,9 +384,7 @@ class JudgeAnnotator:
             choice = verdicts[0]
         else:
             reason = "the two orders differ"
-        return Label(
-            pair.pair_id, self.name, choice, self.kind, "first", now(), reason=reason, margin=margin
-        )
+        return labelled(self, pair, choice, reason=reason, margin=margin)
 
 
 def _shortened(text: str) -> str:

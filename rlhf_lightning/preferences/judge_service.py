@@ -131,7 +131,7 @@ class JudgeService:
                 extra_body=extra,
                 **{key: value for key, value in options.items() if value is not None},
             )
-            return _reply(answer.parse(), messages, answer.retries_taken, logprobs=logprobs)
+            return _reply(answer.parse(), messages, answer.retries_taken, logprobs)
         except (api.BadRequestError, api.UnprocessableEntityError) as error:
             return Reply(self._shown(error), refused=True)
         except (api.APIError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -150,9 +150,7 @@ class JudgeService:
         return (text.replace(self._key, "***") if self._key else text)[:NUM_SHOWN]
 
 
-def _reply(
-    answer: Any, messages: Sequence[Mapping[str, str]], retries: int, *, logprobs: bool
-) -> Reply:
+def _reply(answer: Any, asked: Sequence[Mapping[str, str]], retries: int, logprobs: bool) -> Reply:
     """Read a chat completion, which the client does not check."""
     choice = answer.choices[0]
     text = choice.message.content or ""
@@ -165,7 +163,7 @@ def _reply(
         if not (choice.logprobs and choice.logprobs.content):
             raise AnnotationError("the judge gives no log-probabilities: use judge.read=text")
         top = {each.token: each.logprob for each in choice.logprobs.content[0].top_logprobs}
-    sent = "".join(message["content"] for message in messages)
+    sent = "".join(message["content"] for message in asked)
     usage, both = answer.usage, (sent, text)
     tokens = [] if usage is None else [usage.prompt_tokens, usage.completion_tokens]
     estimated = not tokens or not all(isinstance(each, int) and each >= 0 for each in tokens)

@@ -103,11 +103,10 @@ def _most_different(answers: Sequence[Candidate]) -> list[Couple]:
     alike = {(i, j): jaccard(grams[i], grams[j]) for i, j in combinations(range(len(answers)), 2)}
     found: list[tuple[int, int]] = []
     used: Counter[int] = Counter()
-    rest = sorted(alike, key=lambda couple: (alike[couple], couple))
-    while rest:
+    while alike:
         # Of the couples whose responses were used least, the two that are most different.
-        best = min(rest, key=lambda c: (used[c[0]] + used[c[1]], alike[c], c))
-        rest.remove(best)
+        best = min(alike, key=lambda c: (used[c[0]] + used[c[1]], alike[c], c))
+        del alike[best]
         used.update(best)
         found.append(best)
     return [(answers[i], answers[j]) for i, j in found]
@@ -231,9 +230,7 @@ Gram = tuple[str, ...]
 def word_grams(text: str, n: int) -> frozenset[Gram]:
     """Return the n-grams of words and punctuation, lower case; of a short text all of it as one."""
     words = _WORD.findall(text.lower())
-    if len(words) < n:
-        return frozenset([tuple(words)])
-    return frozenset(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+    return frozenset(tuple(words[i : i + n]) for i in range(max(len(words) - n + 1, 1)))
 
 
 def jaccard(first: frozenset[Gram], second: frozenset[Gram]) -> float:

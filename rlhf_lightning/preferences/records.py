@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -32,13 +33,10 @@ Filled = Annotated[str, Field(min_length=1)]
 
 
 def _with_zone(text: str) -> str:
-    try:
-        zone = datetime.fromisoformat(text).tzinfo
-    except ValueError:
-        zone = None
-    if zone is None:
-        raise ValueError(f"={text!r} must be an ISO time with its zone, 2026-11-02T09:30:00+00:00")
-    return text
+    with suppress(ValueError):
+        if datetime.fromisoformat(text).tzinfo is not None:
+            return text
+    raise ValueError(f"={text!r} must be an ISO time with its zone, 2026-11-02T09:30:00+00:00")
 
 
 def _checked_prompt(prompt: Any) -> Text:
@@ -88,11 +86,10 @@ class Candidate(Checked):
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def make(cls, prompt: Text, response: str, *, domain: str = "", **others: Any) -> Candidate:
+    def make(cls, prompt: Text, response: str, *, domain: str = "", **rest: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, others.get("columns", {}))}
-        names["response_id"] = response_name(prompt, response)
-        return cls(prompt=prompt, domain=domain, response=response, **names, **others)
+        name, asked = response_name(prompt, response), prompt_name(prompt, rest.get("columns", {}))
+        return cls(asked, prompt, domain, response, response_id=name, **rest)
 
     @property
     def source(self) -> str:
@@ -134,13 +131,10 @@ class Pair(Checked):
             raise ValueError("Pair.first and Pair.second are the same text: leave the pair out")
 
     @classmethod
-    def make(
-        cls, prompt: Text, first: str, second: str, *, domain: str = "", **others: Any
-    ) -> Pair:
+    def make(cls, prompt: Text, first: str, second: str, *, domain: str = "", **rest: Any) -> Pair:
         """Return the pair with its names made from what it says."""
-        names: dict[str, Any] = {"prompt_id": prompt_name(prompt, others.get("columns", {}))}
-        names["pair_id"] = pair_name(prompt, first, second)
-        return cls(prompt=prompt, domain=domain, first=first, second=second, **names, **others)
+        name, asked = pair_name(prompt, first, second), prompt_name(prompt, rest.get("columns", {}))
+        return cls(name, asked, prompt, domain, first, second, **rest)
 
 
 @dataclass(frozen=True)
@@ -172,7 +166,6 @@ class Label(Checked):
     margin: AtLeast0 | None = None
 
 
-LabRecord = Candidate | Pair | Label
 Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]
 
 
@@ -326,7 +319,7 @@ class Journal(Generic[RecordT]):
         return [from_row(self.kind, json.loads(line), where) for where, line in located]
 
 
-def write_records(path: Path | str, records: Iterable[LabRecord]) -> None:
+def write_records(path: Path | str, records: Iterable[Candidate | Pair | Label]) -> None:
     """Write the records as JSON Lines in one step."""
     write_rows(path, (to_row(record) for record in records))
 

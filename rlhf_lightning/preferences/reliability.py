@@ -111,14 +111,12 @@ def _log_likelihood(tally: Tally, log_shape: float) -> float:
 def majority_ceiling(shape: float, num_votes: int) -> float:
     """Return how often the majority of `num_votes` is on the side that most people are on.
 
-    Over p of Beta(shape, shape); of an even number, over those votes that have a majority.
+    Over p of Beta(shape, shape); the number of votes is odd.
     """
     # A grid of max(p, 1 - p) with equal weights: the upper half of the quantiles.
     quantiles = 0.5 + (np.arange(GRID) + 0.5) / (2 * GRID)
     favoured = np.clip(beta.ppf(quantiles, shape, shape), 0.5, 1.0)
-    tied = binom.pmf(num_votes / 2, num_votes, favoured) if num_votes % 2 == 0 else 0.0
-    right = binom.sf(num_votes // 2, num_votes, favoured)
-    return float(np.mean(right) / np.mean(1.0 - tied))
+    return float(np.mean(binom.sf(num_votes // 2, num_votes, favoured)))
 
 
 def expected_correct(tally: Tally, shape: float) -> float:
@@ -134,9 +132,6 @@ def expected_correct(tally: Tally, shape: float) -> float:
     decided = {votes: n for votes, n in tally.items() if votes[0] != votes[1]}
     right = [n * float(beta.sf(0.5, shape + max(v), shape + min(v))) for v, n in decided.items()]
     return sum(right) / sum(decided.values()) if decided else math.nan
-
-
-Judged = Mapping[str, str]
 
 
 def _tally_sides(by_item: Iterable[Sequence[Label]]) -> Tally:
@@ -178,7 +173,7 @@ def people_majority(labels: Iterable[Label]) -> dict[str, str]:
     return {pair: most for pair, most in found.items() if most is not None}
 
 
-def annotator_figures(labels: Sequence[Label], people: Judged) -> dict[str, Any]:
+def annotator_figures(labels: Sequence[Label], people: Mapping[str, str]) -> dict[str, Any]:
     """Return the figures of one annotator compared with the majority of people.
 
     Args:
@@ -213,7 +208,7 @@ def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[dict[
     return [annotator_figures(own, reference) for own in found.values()]
 
 
-def verdicts_agree(verdicts: Iterable[Verdict], people: Judged) -> Share:
+def verdicts_agree(verdicts: Iterable[Verdict], people: Mapping[str, str]) -> Share:
     """Return how often verdicts name the side that most people are on, where both take one."""
     both = [(v.choice, people.get(v.pair.pair_id)) for v in verdicts]
     return Share.among(own == most for own, most in both if own is not None and most in SIDES)
@@ -289,6 +284,7 @@ def copy_collection(source: Path, target: Path) -> None:
 def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, Any]:
     """Return every figure of a collection, as plain values; see docs/preferences.md."""
     routing, asked, dropped = collection.routing, collection.num_candidates, collection.dropped
+    pairs = {name: len(getattr(routing, name)) for name in ("automatic", "people", "validation")}
     held_out = {pair.pair_id for pair in routing.validation}
     theirs = [x for x in collection.labels if x.annotator in collection.people]
     on_held_out = [x for x in theirs if x.pair_id in held_out]
@@ -299,12 +295,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     agrees = verdicts_agree(automatic, people_majority(on_held_out))
     figures: dict[str, Any] = {
         "candidates": {"asked": asked, "usable": asked - sum(dropped.values()), "dropped": dropped},
-        "pairs": {
-            "automatic": len(routing.automatic),
-            "people": len(routing.people),
-            "validation": len(routing.validation),
-            "near_duplicate_prompts_removed": collection.near_duplicates,
-        },
+        "pairs": pairs | {"near_duplicate_prompts_removed": collection.near_duplicates},
         "records": {
             name: {"kept": sum(v.choice is not None for v in part), "left_out": left_out(part)}
             for name, part in (("train", collection.train), ("validation", collection.validation))
@@ -361,10 +352,7 @@ def _truth(collection: Collection, gold: Gold) -> dict[str, dict[str, float]]:
     pairs = (*routing.automatic, *routing.people, *routing.validation)
     scores = zip(pairs, gold_scores(pairs, gold), strict=True)
     truth = {pair.pair_id: first - second for pair, (first, second) in scores}
-    parts: dict[str, Sequence[Verdict]] = {
-        "train": collection.train,
-        "train_automatic": [v for v in collection.train if not v.by_people],
-        "train_people": [v for v in collection.train if v.by_people],
-        "validation": collection.validation,
-    }
-    return {name: asdict(agreement_with_truth(part, truth)) for name, part in parts.items()}
+    names = ("train", "train_automatic", "train_people", "validation")
+    alone, people = ([v for v in collection.train if v.by_people is by] for by in (False, True))
+    parts = zip(names, (collection.train, alone, people, collection.validation), strict=True)
+    return {name: asdict(agreement_with_truth(part, truth)) for name, part in parts}

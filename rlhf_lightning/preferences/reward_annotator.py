@@ -21,7 +21,7 @@ from rlhf_lightning.data.records import DemonstrationRecord, Text
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.preferences.annotators import by_gap, now
+from rlhf_lightning.preferences.annotators import by_gap, labelled
 from rlhf_lightning.preferences.records import Answer, Kind, Label, Pair, answered, completion_of
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from rlhf_lightning.text.tokens import ControlTokens
@@ -75,12 +75,13 @@ class RewardModelAnnotator:
     kind: Kind = field(default="reward_model", init=False)
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any]:
-        """Tokenizer and model."""
+    def _loaded(self) -> tuple[Any, Any, ControlTokens]:
+        """Tokenizer, model, and what the tokenizer's texts must not spell."""
         origin: dict[str, Any] = {"revision": self.revision}
         model: Any = load_scalar_model(self.source, precision=self.precision, **origin)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return load_tokenizer(self.source, **origin), frozen(model).to(device)
+        tokenizer = load_tokenizer(self.source, **origin)
+        return tokenizer, frozen(model).to(device), ControlTokens(tokenizer)
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""
@@ -90,21 +91,16 @@ class RewardModelAnnotator:
         labels = []
         for pair in pairs:
             first, second = scores[pair.prompt_id, pair.first], scores[pair.prompt_id, pair.second]
-            if first is not None and second is not None:
+            if first is None or second is None:
+                why = f"longer than {self.max_length} tokens"
+                labels.append(labelled(self, pair, "skip", reason=why))
+            else:
                 labels.append(by_gap(pair, first - second, self, tie_below=self.tie_below))
-                continue
-            why = f"longer than {self.max_length} tokens"
-            said = Label(pair.pair_id, self.name, "skip", self.kind, "first", now(), reason=why)
-            labels.append(said)
         return labels
-
-    @cached_property
-    def _control(self) -> ControlTokens:
-        return ControlTokens(self._loaded[0])
 
     def scores(self, answers: Sequence[Answer]) -> list[float | None]:
         """Return the score of each prompt and response, None where it is too long."""
-        tokenizer, model = self._loaded
+        tokenizer, model, _ = self._loaded
         encoded = [self._encode(*answer) for answer in answers]
         rows, size = [row for row in encoded if row is not None], self.micro_batch_size
         values = score_rows(model, rows, batch_size=size, pad_token_id=int(tokenizer.pad_token_id))
@@ -114,7 +110,7 @@ class RewardModelAnnotator:
     def _encode(
         self, prompt: Text, answer: str, variables: Mapping[str, str] = MappingProxyType({})
     ) -> EncodedSequence | None:
-        disarmed = self._control.disarmed
+        disarmed = self._loaded[2].disarmed
         record = DemonstrationRecord(disarmed(prompt), completion_of(prompt, disarmed(answer)))
         if variables:
             asked, _ = with_row_keys(record, variables)

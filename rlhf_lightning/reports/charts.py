@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import PackageLoader
 from markupsafe import Markup, escape
 
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION, from_here
+from rlhf_lightning.runs.jinja import environment
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, number, quantity, show
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -43,14 +44,8 @@ def _printable(value: object) -> str:
     return _CONTROL.sub(lambda one: chr(0x2400 + ord(one[0])) if one[0] < " " else "\ufffd", shown)
 
 
-_TEMPLATES = Environment(
-    loader=PackageLoader("rlhf_lightning.reports"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    finalize=_printable,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+_OWN = PackageLoader("rlhf_lightning.reports")
+_TEMPLATES = environment(_OWN, autoescape=True, finalize=_printable)
 _FILTERS = (catalog.counted, catalog.duration, from_here, number, catalog.percent)
 _TEMPLATES.filters |= {each.__name__: each for each in _FILTERS}
 WIDTH, HEIGHT = 360, 196
@@ -137,18 +132,14 @@ def line_chart(
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     frame = _Frame(min(p[0] for p in finite), max(p[0] for p in finite), low, high)
     shaded = [(max(band[0], low), min(band[1], high))] if band else []
+    bands = [edges for edges in shaded if edges[1] > edges[0]]
     named = (zip(s.points, s.bounds, s.names, strict=False) for s in series)
-    return render(
-        "chart.svg",
-        title=title,
-        frame=frame,
-        bands=[edges for edges in shaded if edges[1] > edges[0]],
-        rows=_labelled(ticks, unit),
-        columns=_counted(frame) if whole else _labelled(frame.columns, ""),
-        shapes=[shape for index, one in enumerate(series) for shape in _shapes(one, index)],
-        names=[(x, high, name) for each in named for (x, _), (_, high), name in each],
-        references=references,
-    )
+    names = [(x, high, name) for each in named for (x, _), (_, high), name in each]
+    shapes = [shape for index, one in enumerate(series) for shape in _shapes(one, index)]
+    columns = _counted(frame) if whole else _labelled(frame.columns, "")
+    axes = {"frame": frame, "rows": _labelled(ticks, unit), "columns": columns}
+    marks = {"bands": bands, "shapes": shapes, "names": names, "references": references}
+    return render("chart.svg", title=title, **axes, **marks)
 
 
 def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:

@@ -57,8 +57,7 @@ def render_report(folder: RunFolder) -> str:
     rows = read_metrics(folder.metrics)
     summary = read_summary(folder) if folder.summary.is_file() else None
     if summary is None and not rows:
-        told = f"{folder.path} has neither summary.json nor metrics.csv"
-        raise FileNotFoundError(f"{told}: give the folder of a run, e.g. outputs/ppo/<date>_<time>")
+        raise FileNotFoundError(f"{folder.path}: give a run, such as outputs/ppo/<date>_<time>")
     judged = summary is None or summary.judged
     metrics = summary.metrics if summary is not None and judged else {}
     lines = read_samples(folder.distributions)

@@ -16,9 +16,8 @@ from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import bound_keys, ends, number, percent, quantity
-from rlhf_lightning.runs.verdict import JUDGES
+from rlhf_lightning.runs.verdict import JUDGES, Metrics
 
-Metrics = Mapping[str, float | None]
 Rows = Sequence[Mapping[str, float]]
 
 _DOMAIN_JUDGES = (
@@ -85,11 +84,9 @@ def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, flo
     """Return round -> name -> value, of the rounds whose policy was compared with another."""
     found: dict[str, dict[str, float | None]] = defaultdict(dict)
     for stage in stages:
-        found[stage.partition("/")[0].removeprefix("round_")] |= {
-            key.removeprefix(f"{stage}/"): value
-            for key, value in metrics.items()
-            if key.startswith(f"{stage}/") and value is not None
-        }
+        which, start = stage.partition("/")[0].removeprefix("round_"), f"{stage}/"
+        own = {k: v for k, v in metrics.items() if k.startswith(start) and v is not None}
+        found[which] |= {key.removeprefix(start): value for key, value in own.items()}
     return {k: own for k, own in found.items() if any(name.endswith("win_rate") for name in own)}
 
 
@@ -201,9 +198,8 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
             legends = [f"{label}, mean {mean}" for label, mean in zip(parts, shown, strict=True)]
             figures.append(Figure(title, histogram(title, parts), legends=legends))
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
-    where = "a side" if held_out else "of a rollout"
-    what = "held-out response" if held_out else "response"
-    return figures, f"{catalog.counted(count, what)} {where}." * (count > 0)
+    what, of = ("held-out response", "a side") if held_out else ("response", "of a rollout")
+    return figures, f"{catalog.counted(count, what)} {of}." * (count > 0)
 
 
 def pairs_section(lines: Lines) -> str:

@@ -116,15 +116,14 @@ def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
             open_entries = {}
         if event.kind != "alert":
             continue
-        entry = open_entries.get(event.name)
         if event.level == "healthy":
-            if entry is not None:
-                open_entries.pop(event.name)["cleared_at"] = event.iteration
+            open_entries.pop(event.name, {})["cleared_at"] = event.iteration
             continue
-        if entry is None:
-            entry = {"detector": event.name, "raised_at": event.iteration, "cleared_at": None}
-            entries.append(entry)
-            open_entries[event.name] = entry
+        if event.name not in open_entries:
+            begun = {"detector": event.name, "raised_at": event.iteration, "cleared_at": None}
+            entries.append(begun)
+            open_entries[event.name] = begun
+        entry = open_entries[event.name]
         if entry.get("level") != "alarm":
             entry |= {name: getattr(event, name) for name in _OF_ALERTS}
     return entries

@@ -124,8 +124,9 @@ class MetricsAppender:
             self._columns += new
             self._rewrite(rows)
         row = {ITERATION: iteration, **values}
+        cells = [_cell(row.get(name)) for name in self._columns]
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            file.write(_line([_cell(row.get(name)) for name in self._columns]))
+            csv.writer(file, lineterminator="\n").writerow(cells)
 
     def truncate(self, iteration: int) -> None:
         """Keep the rows up to and including `iteration`, for a run that resumes there.
@@ -143,7 +144,9 @@ class MetricsAppender:
 
     def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
         lines = ([_cell(row.get(name)) for name in self._columns] for row in rows)
-        write_text(self.path, "".join(map(_line, [self._columns, *lines])))
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self._columns, *lines])
+        write_text(self.path, text.getvalue())
 
 
 class SamplesAppender:
@@ -236,9 +239,3 @@ def _cell(value: float | None) -> str:
         return ""
     number = float(value)
     return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
-
-
-def _line(cells: Sequence[str]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerow(cells)
-    return buffer.getvalue()

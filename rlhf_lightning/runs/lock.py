@@ -134,9 +134,8 @@ def check_free(
     else:
         found = sorted(path.name for path in folder.checkpoints.glob("iteration=*.ckpt"))
     if found:
-        ways = f"continue by resume=auto or ckpt_path={folder.last_checkpoint}, or choose another "
-        ways += "folder (hydra.run.dir=)"
-        raise FolderTakenError(f"the folder {folder.path} holds {found[-1]}: {ways}")
+        ways = f"resume=auto, ckpt_path={folder.last_checkpoint}, or choose another folder"
+        raise FolderTakenError(f"{folder.path} holds {found[-1]}: {ways} (hydra.run.dir=)")
 
 
 def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool = False) -> None:

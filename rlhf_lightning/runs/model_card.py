@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import PackageLoader
 from markupsafe import Markup
 
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.hub import UNKNOWN
+from rlhf_lightning.runs.jinja import environment
 from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult
@@ -163,12 +164,6 @@ def _code(value: Any) -> Markup:
     return Markup(f"`{one_line(value).replace('`', chr(39))}`")
 
 
-_TEMPLATES = Environment(
-    loader=PackageLoader("rlhf_lightning.runs"),
-    finalize=plain,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
+_OWN = PackageLoader("rlhf_lightning.runs")
+_TEMPLATES = environment(_OWN, finalize=plain, keep_trailing_newline=True)
 _TEMPLATES.filters["code"] = _code

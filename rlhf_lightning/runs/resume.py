@@ -59,9 +59,7 @@ def config_hash(container: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def unfinished_runs(
-    root: Path | str, config_hash: str, *, pattern: str = "*"
-) -> Iterator[RunFolder]:
+def unfinished_runs(root: Path | str, config_hash: str, pattern: str = "*") -> Iterator[RunFolder]:
     """Yield the runs below `root` of this configuration that did not complete, newest first.
 
     Names, which begin with date and time, give the order. A run that a living process writes is

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -67,11 +68,9 @@ class Summary:
         actions: the doctor's actions: changes of controls, stops and rollbacks.
         about: what was trained from what, on what and against what, in words.
         judged: False where the run only shows that it runs, as with `debug=fast`.
-        title: the kind of run in words, such as "PPO"; the stage where a run of an earlier
-            version has none.
+        title: the kind of run in words, such as "PPO"; by default the stage.
         next: what to do with what it made: a sentence, and on a second line a command for the shell
-            and folder in which it was started; "" where a command line started nothing, and of an
-            earlier version.
+            and folder in which it was started; "" where a command line started nothing.
     """
 
     stage: str
@@ -164,10 +163,8 @@ def installed_versions(others: Iterable[str] = ()) -> dict[str, str]:
     """Return the versions of Python, of the packages that decide results, and of others."""
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *others):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -177,7 +174,6 @@ def git_commit(folder: Path | None = None) -> str | None:
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        commit = str(subprocess.run(describe, cwd=folder or Path.cwd(), **how).stdout).strip()
+        return str(subprocess.run(describe, cwd=folder or Path.cwd(), **how).stdout).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit or None

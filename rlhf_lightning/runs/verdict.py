@@ -178,11 +178,8 @@ def _compared(metrics: Metrics, name: str, who: str, by: str, note: str) -> tupl
 
 def _ranked(metrics: Metrics, phase: str) -> tuple[str, Verdict]:
     """Return the verdict by the pairs that are ranked as labelled, which a policy need not be."""
-    rivals = {
-        "the more frequent label": figure(metrics, f"{phase}/majority_accuracy") or 0.0,
-        "chance": 0.5,
-        "length alone": figure(metrics, f"{phase}/longer_wins_accuracy") or 0.0,
-    }
+    more, longer = (figure(metrics, f"{phase}/{n}_accuracy") for n in ("majority", "longer_wins"))
+    rivals = {"the more frequent label": more or 0.0, "chance": 0.5, "length alone": longer or 0.0}
     known = max(rivals, key=lambda name: rivals[name])
     own, name = _OWN in metrics, f"{phase}/accuracy"
     what = "rows on their label's side" if _UNPAIRED in metrics else "pairs ranked as labelled"

@@ -22,8 +22,6 @@ def test_the_ceiling_of_even_opinions_is_three_quarters() -> None:
     # uniform on [1/2, 1]: 2 * [q^3 - q^4/2] from 1/2 to 1 = 13/16.
     assert majority_ceiling(1.0, 1) == pytest.approx(0.75, abs=1e-5)
     assert majority_ceiling(1.0, 3) == pytest.approx(13 / 16, abs=1e-5)
-    # Two votes with a majority: q^2 of q^2 + (1 - q)^2, so (7/12) / (7/12 + 1/12) = 7/8.
-    assert majority_ceiling(1.0, 2) == pytest.approx(7 / 8, abs=1e-5)
 
 
 def test_the_bounds_by_hand() -> None:

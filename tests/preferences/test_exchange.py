@@ -128,7 +128,7 @@ def test_pairs_of_trl_keep_the_variables_of_their_template(tmp_path: Path):
     given.write_text(json.dumps(row | {"tools": tools}) + "\n")
     found = read_collection(given, format="auto", known="labels", now=NOW)
     assert "weather" in dict(turns_of(found.pairs[0]))["tools"]
-    asked = JudgePrompt(TEMPLATE, SYSTEM, 1).question(found.pairs[0], "first").messages[-1]
+    asked = JudgePrompt(TEMPLATE, SYSTEM, 1).question(found.pairs[0], "first")[0][-1]
     assert '"name": "weather"' in asked["content"]
     for format, ending in (("trl", "jsonl"), ("label_studio", "json")):
         written = tmp_path / f"written.{ending}"

@@ -36,10 +36,10 @@ def test_every_pair_gets_as_many_different_people_as_asked(tmp_path: Path) -> No
     assert all(95 < count < 145 for count in Counter(x.annotator for x in labels).values())
     assert sorted(journal.read(), key=str) == sorted(labels, key=str)
     # Who looks at a pair does not depend on what else is asked.
-    few = panel("a", "b", "c").shares(asked[:7])
-    all_of_them = panel("a", "b", "c").shares(asked)
-    for name, pairs in few.items():
-        assert pairs == [pair for pair in all_of_them[name] if pair in PAIRS[:7]]
+    few = panel("a", "b", "c").labels(asked[:7], tmp_path, Journal(tmp_path / "few.jsonl", Label))
+    names = {pair.pair_id for pair in PAIRS[:7]}
+    told, again = ([(x.pair_id, x.annotator) for x in found] for found in (labels, few))
+    assert again == [each for each in told if each[0] in names]
 
 
 def test_people_at_the_page_are_waited_for_and_then_heard(tmp_path: Path) -> None:

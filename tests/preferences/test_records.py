@@ -141,6 +141,6 @@ def test_raters_and_judges_are_shown_no_thoughts_unless_they_are_kept() -> None:
     assert task_values(task, "keep")["answers"] == [pair.first, pair.second]
     for thoughts, count in (({}, 0), ({"thoughts": "keep"}, 4)):
         judge = JudgeAnnotator(model="m", api_key_env=None, **thoughts)
-        asked = judge.prompt.question(pair, "first").messages[-1]["content"]
+        asked = judge.prompt.question(pair, "first")[0][-1]["content"]
         assert asked.count("think>") == count
         assert "\nYes.\n" in asked

@@ -305,7 +305,7 @@ class Doctor(Callback):
         self.detectors.load_state_dict(state_dict["detectors"])
         self.policy.load_state_dict(state_dict["policy"])
         self.alert_log.events = [DoctorEvent(**content) for content in state_dict["events"]]
-        self.largest_score = float(state_dict.get("largest_score", 0.0))  # older ones lack it
+        self.largest_score = float(state_dict["largest_score"])
         request = state_dict["request"]
         rolls_back = self.policy.settings.on_alarm == "rollback"
         again = request is not None and request["kind"] == "rollback" and rolls_back

@@ -19,7 +19,8 @@ from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch, Ro
 from rlhf_lightning.distributed.collectives import agreed_max, gathered
 from rlhf_lightning.doctor.metrics import ResponseRecord, response_metrics
 from rlhf_lightning.doctor.preflight_checks import FirstRollout
-from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
+from rlhf_lightning.models.forward import by_micro_batch
+from rlhf_lightning.models.heads import TokenStatistics
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.step_0 import rounding_tolerance
 from rlhf_lightning.rollout.scorers.base import Responses, make_responses
@@ -67,11 +68,7 @@ class Refusals:
 
 
 def responses_of(
-    rollout: RolloutBatch,
-    prompts: PromptBatch,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    skip_special_tokens: bool = False,
+    rollout: RolloutBatch, prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase, **how: bool
 ) -> Responses:
     """Return the rollout's responses with their texts, as a scorer takes them.
 
@@ -79,11 +76,11 @@ def responses_of(
         rollout: rollout of an iteration.
         prompts: prompts of the iteration, with the spare ones.
         tokenizer: turns responses into text.
-        skip_special_tokens: leave special tokens out of the text.
+        how: `skip_special_tokens` of `make_responses`.
     """
     prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
-    return make_responses(prompts, generation, tokenizer, skip_special_tokens=skip_special_tokens)
+    return make_responses(prompts, generation, tokenizer, **how)
 
 
 def all_records(
@@ -168,27 +165,15 @@ def _by_row(module: OnPolicyModule, rollout: RolloutBatch) -> Iterator[tuple[Any
     Sums over a row's tokens of |log-ratio| as an update starts, of the same to the reference, and
     of the entropy; and whether a stop token ended the row.
     """
-    ratio = (_logprobs(module, rollout) - rollout.logprobs).abs()
+    size = module.algorithm.micro_batch_size
+
+    def update(rows: Tensor) -> TokenStatistics:
+        return OnPolicyModule.statistics(module, rollout[rows])
+
+    again = TokenStatistics(*by_micro_batch(update, rollout.attention_mask, size, agree=agreed_max))
+    ratio = (again.logprobs - rollout.logprobs).abs()
     reference = (rollout.logprobs - rollout.ref_logprobs).abs()
     values, mask = (ratio, reference, rollout.entropy), rollout.response_mask
     sums = [torch.where(mask, each, 0).sum(-1).tolist() for each in values]
     own = list(zip(*sums, (rollout.finish_reason == FINISHED_BY_STOP).tolist(), strict=True))
     return zip(*(row for rank in gathered(own) for row in rank), strict=True)
-
-
-def _logprobs(module: OnPolicyModule, rollout: RolloutBatch) -> Tensor:
-    """Return `[B, R]` log-probabilities as an update computes them."""
-
-    def of_rows(rows: Tensor) -> tuple[Tensor]:
-        batch = ResponseRows(
-            rollout.sequences[rows], rollout.attention_mask[rows], rollout.response_mask[rows]
-        )
-        statistics = response_statistics(
-            module.policy, batch, temperature=module.controls.temperature, with_entropy=False
-        )
-        return (statistics.logprobs,)
-
-    (logprobs,) = by_micro_batch(
-        of_rows, rollout.attention_mask, module.algorithm.micro_batch_size, agree=agreed_max
-    )
-    return logprobs

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 import uvicorn
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import FileSystemLoader
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -27,6 +27,7 @@ from starlette.staticfiles import StaticFiles
 from rlhf_lightning.preferences.annotation import store as labels
 from rlhf_lightning.preferences.annotation.store import LabelStore, StoreError, Task
 from rlhf_lightning.preferences.records import SIDES, turns_of
+from rlhf_lightning.runs.jinja import environment
 from rlhf_lightning.text.thoughts import Thoughts, shown
 
 HERE = Path(__file__).parent
@@ -67,27 +68,17 @@ class Page:
     ) -> None:
         self._store, self._thoughts, self._token = store, thoughts, store.token
         self._token_cookie, self._name_cookie = f"token_{port}", f"name_{port}"
-        environment = Environment(
-            loader=FileSystemLoader(HERE / "templates"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        environment.globals |= {"title": title, "instructions": instructions, "buttons": BUTTONS}
-        self._template = environment.get_template("page.html")
+        pages = environment(FileSystemLoader(HERE / "templates"), autoescape=True)
+        pages.globals |= {"title": title, "instructions": instructions, "buttons": BUTTONS}
+        self._template = pages.get_template("page.html")
 
     def app(self) -> Starlette:
         """Return the application."""
+        forms = (self.start, self.label, self.undo, self.leave)
+        posts = [Route(f"/{form.__name__}", form, methods=["POST"]) for form in forms]
+        static = Mount("/static", StaticFiles(directory=HERE / "static"))
         return Starlette(
-            routes=[
-                Route("/", self.home),
-                Route("/start", self.start, methods=["POST"]),
-                Route("/label", self.label, methods=["POST"]),
-                Route("/undo", self.undo, methods=["POST"]),
-                Route("/leave", self.leave, methods=["POST"]),
-                Mount("/static", StaticFiles(directory=HERE / "static")),
-            ],
+            routes=[Route("/", self.home), *posts, static],
             middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.guard)],
             exception_handlers={StoreError: self.not_saved},
         )
@@ -204,16 +195,14 @@ def _same(given: str, expected: str) -> bool:
     return secrets.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
-def serve(
-    store: LabelStore, *, port: int, announce: Callable[[str], None], **settings: Any
-) -> None:
+def serve(store: LabelStore, *, port: int, announce: Callable[[str], None], **page: Any) -> None:
     """Serve the page until the process is interrupted.
 
     Args:
         store: store of the labels.
         port: port of 127.0.0.1; 0 takes a free one.
         announce: called with the address as soon as requests are accepted.
-        settings: `title`, `instructions` and `thoughts` of `Page`.
+        page: `title`, `instructions` and `thoughts` of `Page`.
 
     Raises:
         OSError: if the port is taken.
@@ -225,7 +214,7 @@ def serve(
         listening.bind(("127.0.0.1", port))
         listening.listen()
         port = listening.getsockname()[1]
-        app = Page(store, port, **settings).app()
+        app = Page(store, port, **page).app()
         how: dict[str, Any] = {"access_log": False, "server_header": False, "lifespan": "off"}
         how |= {"log_level": "warning", "ws": "none", "timeout_graceful_shutdown": 5}
         announce(f"http://127.0.0.1:{port}/?token={store.token}")
