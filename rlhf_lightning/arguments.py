@@ -173,20 +173,24 @@ def fitting(key: str, value: Any, hint: Any) -> Any:
         raise misfit(key, value, hint, error) from None
 
 
-def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
+def checked(
+    call: CallT | None = None, /, *, but: tuple[str, ...] = (), annotated: Any = None
+) -> Any:
     """Decorate a function or a class: wrong arguments are refused at the call that has them.
 
     Args:
         call: a function, or a class whose `__init__` is checked.
         but: arguments that the function checks itself.
+        annotated: what has its annotations; None for `call`. A class resolves those of its bases.
 
     Raises:
         TypeError: by the decorated call, for a value that its annotation does not allow.
     """
     if call is None:
-        return functools.partial(checked, but=but)
+        return functools.partial(checked, but=but, annotated=annotated)
     if inspect.isclass(call):
-        call.__init__ = checked(call.__init__, but=but)  # type: ignore[misc, method-assign]
+        wrapped = checked(call.__init__, but=but, annotated=call)  # type: ignore[misc]
+        call.__init__ = wrapped  # type: ignore[misc, method-assign]
         return call
     signature = _signature(call)
     options = [p for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY]
@@ -197,7 +201,7 @@ def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{call.__qualname__}() {error}") from None
-        hints = annotations_of(call)
+        hints = annotations_of(annotated or call)
         for name, value in bound.arguments.items():
             kind = signature.parameters[name].kind
             if name in hints and name not in but and kind not in (2, 4):  # *args, **kwargs

@@ -175,8 +175,9 @@ def check_context_length(settings: TrainSettings) -> None:
         values = [int(settings.select(key)) for key in keys]
         if limit is not None and sum(values) > limit:
             named = " + ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True))
+            total = f" = {sum(values)}" if len(keys) > 1 else ""
             raise ConfigError(
-                f"{named} tokens are more than the model's context of {limit} "
+                f"{named}{total} tokens are more than the model's context of {limit} "
                 f"(max_position_embeddings): lower {' or '.join(keys)}"
             )
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import PreviewSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.data import errors
 from rlhf_lightning.data.preview import Preview, preview
+from rlhf_lightning.data.sources import base
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.summary import MASKED, TRAINED, coloured_examples, render_examples
 from rlhf_lightning.runs.atomic import write_text
@@ -49,7 +49,7 @@ def print_preview(
 
 
 def _show(settings: PreviewSettings) -> None:
-    logging.getLogger(errors.__name__).setLevel(logging.ERROR)  # what is skipped is listed
+    logging.getLogger(base.__name__).setLevel(logging.ERROR)  # what is skipped is listed
     given = settings.model_dump()
     of_source = ("columns", "label_good", "rendered", "system_into_user")
     options = {name: given[name] for name in of_source}

@@ -186,9 +186,8 @@ def _train(
         seconds = {name: end - start for name, (start, end) in phases}
         seconds["total"] = _total(summary, times[0])
         metrics = dict(sorted(findings.metrics.items()))
-        summary = replace(
-            summary, status="completed", metrics=metrics, gates=gates, seconds=seconds
-        )
+        ended = {"metrics": metrics, "gates": gates, "seconds": seconds}
+        summary = replace(summary, status="completed", **ended)
         if parts.trainer.is_global_zero:
             summary = replace(summary, next=after_training(settings, folder, overrides))
             write_summary(folder, summary)

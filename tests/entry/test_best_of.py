@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 def evaluate(folder: Path, start: Path, *overrides: str) -> Summary:
     """Run it in this process: a policy against itself, by the length of the answer."""
     given = [
-        "evaluation.num_prompts=16",
+        "evaluation.num_prompts=32",
         "evaluation.max_new_tokens=6",
         "evaluation.answers_per_prompt=2",
         f"policy={start}",
