@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -15,7 +15,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
+from rlhf_lightning.callbacks.run_tables import describe_rollout
+from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.reports.charts import looked_at_first
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, from_here, read_samples
@@ -28,6 +31,7 @@ KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and messages ne
 _SHOWN = 6  # metrics of a bar or a line
 _SHOWN_ANSWERS = 5
 _LONGEST_ANSWER = 300  # characters
+_LONGEST_COMPLETION = 160  # of prompt and response, during training
 _COLOURS = {"good": "green", "bad": "red", "neutral": "yellow", "undecided": "bright_black"}
 
 
@@ -61,12 +65,16 @@ class ProgressBar(RichProgressBar):
         self._next_line = self._started + min(self.every_n_seconds, 2.0)
         self._start_iteration = current_iteration(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
-        """Move on by one iteration."""
-        super().on_train_batch_end(trainer, pl_module, *rest)
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *rest: Any
+    ) -> None:
+        """Move on by one iteration; now and then show a response of its rollout."""
+        super().on_train_batch_end(trainer, pl_module, outputs, *rest)
         if (now := time.monotonic()) >= self._next_line:
             self._next_line = now + self.every_n_seconds
             self._write_line(trainer, pl_module)
+            if self._enabled and isinstance(outputs, Mapping) and "rollout" in outputs:
+                self._write_completion(cast(OnPolicyModule, pl_module), outputs["rollout"])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take what the validation measured."""
@@ -76,6 +84,15 @@ class ProgressBar(RichProgressBar):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write a last line."""
         self._write_line(trainer, pl_module)
+
+    def _write_completion(self, module: OnPolicyModule, rollout: RolloutBatch) -> None:
+        """Print the first response of a rollout with its prompt and score, on one line."""
+        skip = module.sampling.skip_special_tokens
+        (row,) = describe_rollout(rollout, module.tokenizer, 1, skip_special_tokens=skip)
+        score = "" if row["score"] is None else f"{row['score']:.2f}  "
+        text = " ".join(visible(f"{score}{row['prompt']} -> {row['response']}").split())
+        above = self.console if self.progress is None else self.progress.console  # the bar
+        above.print(Text(shorten(text, _LONGEST_COMPLETION, placeholder=" ..."), "dim"))
 
     def _write_line(self, trainer: Trainer, module: LightningModule) -> None:
         if not self._enabled or self.console.is_terminal:
