@@ -29,6 +29,7 @@ from rlhf_lightning.models.loading import (
     load_whole,
     loading_options,
     mended_settings,
+    not_replaced,
     outside_trunk,
     reward_normalization,
 )
@@ -271,7 +272,8 @@ def _load(cls: Any, source: str | Path, options: ModelOptions, **extra: Any) -> 
     """Return what `load_whole` returns: fp32, its dropout set."""
     revision, trusts = options["revision"], options["trust_remote_code"]
     loading = loading_options(source, revision=revision, trust_remote_code=trusts)
-    config = set_dropout(load_config(source, loading), options["dropout"])
-    if "num_labels" in extra:
-        config.num_labels = extra.pop("num_labels")
-    return load_whole(cls, source, config=config, dtype=torch.float32, options=loading, **extra)
+    with not_replaced(source):
+        config = set_dropout(load_config(source, loading), options["dropout"])
+        if "num_labels" in extra:
+            config.num_labels = extra.pop("num_labels")
+        return load_whole(cls, source, config=config, dtype=torch.float32, options=loading, **extra)

@@ -20,6 +20,8 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from rlhf_lightning.runs.hub import check_on_hub
 from rlhf_lightning.runs.manifest import (
     ADAPTER_CONFIG,
+    MANIFEST,
+    ManifestError,
     has_manifest,
     is_adapter,
     of_adapter,
@@ -253,6 +255,20 @@ def check_artifact(source: str | Path) -> None:
     """
     if has_manifest(source):
         read_manifest(source)
+
+
+@contextmanager
+def not_replaced(source: str | Path) -> Iterator[None]:
+    """Refuse an artifact that another takes the place of while it is read inside.
+
+    Raises:
+        ManifestError: then: the config would be that of one, and the weights those of the other.
+    """
+    path = Path(source) / MANIFEST
+    before = path.read_bytes() if path.is_file() else None
+    yield
+    if before is not None and path.read_bytes() != before:
+        raise ManifestError(f"{source} was published anew while it was loaded: start again")
 
 
 def outside_trunk(model: PreTrainedModel) -> list[str]:

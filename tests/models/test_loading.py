@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.loading import not_replaced
 from rlhf_lightning.models.ppo_models import ppo_models
+from rlhf_lightning.runs.manifest import ManifestError, write_manifest
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import tiny_policy, tiny_tokenizer
 
@@ -124,3 +126,11 @@ def test_a_name_that_is_nowhere_is_named(tmp_path):
     (tmp_path / "empty").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"cannot load .*empty"):
         load_tokenizer(tmp_path / "empty")
+
+
+def test_a_model_that_another_replaces_while_it_is_read_is_refused(folder):
+    write_manifest(folder, stage="sft", run="first")
+    with not_replaced(folder):
+        pass
+    with pytest.raises(ManifestError, match="published anew"), not_replaced(folder):
+        write_manifest(folder, stage="sft", run="second")
