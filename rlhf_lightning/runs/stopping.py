@@ -56,7 +56,7 @@ def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.e
         environment: where Slurm leaves the end of the job.
 
     Raises:
-        ValueError: if it is none of these.
+        ValueError: if it is none of these, or a moment before the start.
     """
     if text == SLURM:
         if SLURM_END not in environment:
@@ -67,9 +67,12 @@ def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.e
         parts = zip(found.groups(), _SECONDS, strict=True)
         return started + sum(int(number or 0) * unit for number, unit in parts)
     try:
-        return datetime.fromisoformat(text).timestamp()
+        moment = datetime.fromisoformat(text).timestamp()
     except ValueError as error:
         raise ValueError(f"{text!r} is no time: 3h50m, 2026-11-22T06:30 or slurm is") from error
+    if moment <= started:
+        raise ValueError(f"{text!r} is before the start of the run")
+    return moment
 
 
 class SaveClock:

@@ -33,9 +33,11 @@ def test_slurm_says_when_the_job_ends():
         deadline("slurm", started=START, environment={})
 
 
-@pytest.mark.parametrize("text", ["soon", "50"])
-def test_what_is_no_time_is_refused(text):
-    with pytest.raises(ValueError, match="3h50m"):
+@pytest.mark.parametrize(
+    ("text", "told"), [("soon", "3h50m"), ("50", "3h50m"), ("2020-01-01T00:00", "before the start")]
+)
+def test_what_is_no_time_of_the_run_is_refused(text, told):
+    with pytest.raises(ValueError, match=told):
         deadline(text, started=START)
 
 
