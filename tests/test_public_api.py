@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from rlhf_lightning import (
     export_model,
     trainer_arguments,
 )
+from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.builders.record_files import write_material
 
@@ -275,3 +277,15 @@ def test_a_logger_may_write_into_the_run_folder(material, tmp_path, logger, monk
     (taken / "notes").mkdir(parents=True)
     with pytest.raises(FileExistsError, match="holds notes"):
         train(material, taken, max_iterations=1, logger=logger(taken))
+
+
+def test_training_shows_a_response_with_its_score_beside_each_progress_line(material, tmp_path):
+    out = io.StringIO()
+    bar = ProgressBar("ppo", every_n_seconds=0, file=out)
+    train(material, tmp_path, max_iterations=2, enable_progress_bar=True, callbacks=bar)
+    shown = [line for line in out.getvalue().splitlines() if " -> " in line]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    first = next(row for row in samples if row["iteration"] == 2)
+    assert len(shown) == 2
+    assert shown[1].startswith(f"{first['score']:.2f}  {first['prompt']} -> ")
+    assert " ".join(first["response"].split())[:40] in shown[1]

@@ -53,7 +53,8 @@ class RandomState(Callback):
             return
         ranks = next(iter(loaded.values())).shape[0]
         if ranks != trainer.world_size:
-            logger.warning(f"written by {ranks} processes, this run has {trainer.world_size}")
+            now = f"this run has {trainer.world_size}"
+            logger.warning(f"the checkpoint was written by {ranks} processes, {now}")
         rank = trainer.global_rank % ranks
         # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside of a storage.
         _restore_random_state({name: value[rank].clone() for name, value in loaded.items()})

@@ -169,7 +169,7 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
         AnnotationError: if the gap is not finite.
     """
     if not math.isfinite(gap):
-        raise AnnotationError(f"{annotator.name} scored pair {pair.pair_id} {gap} apart: be finite")
+        raise AnnotationError(f"{annotator.name}: scores of pair {pair.pair_id} must be finite")
     choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"
     return labelled(annotator, pair, choice, margin=abs(gap))
 
@@ -198,7 +198,7 @@ def label_pairs(
         batch = missing[start : start + annotator.batch_size]
         labels = annotator.label(batch)
         if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
-            raise AnnotationError(f"{annotator.name} must return a label a pair, in their order")
+            raise AnnotationError(f"{annotator.name} must return one label per pair, in order")
         journal.append(labels)
         known |= {x.pair_id: x for x in labels}
     return [known[pair.pair_id] for pair in wanted]
