@@ -132,7 +132,8 @@ class IterationWandbLogger(WandbLogger):
         return run
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning(f"Weights & Biases failed ({error!r}): metrics.csv has what follows")
+        what = "the run goes on without it, metrics.csv has what follows (or logger.mode=offline)"
+        logger.warning(f"Weights & Biases failed ({error!r}): {what}")
         self._has_failed = True
         self._experiment = DummyExperiment()  # type: ignore[assignment]
 
