@@ -186,7 +186,7 @@ def _train(
         seconds = {name: end - start for name, (start, end) in phases}
         seconds["total"] = _total(summary, times[0])
         metrics = dict(sorted(findings.metrics.items()))
-        ended = {"metrics": metrics, "gates": gates, "seconds": seconds}
+        ended: dict[str, Any] = {"metrics": metrics, "gates": gates, "seconds": seconds}
         summary = replace(summary, status="completed", **ended)
         if parts.trainer.is_global_zero:
             summary = replace(summary, next=after_training(settings, folder, overrides))

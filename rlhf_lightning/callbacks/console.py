@@ -90,9 +90,10 @@ class ProgressBar(RichProgressBar):
         skip = module.sampling.skip_special_tokens
         (row,) = describe_rollout(rollout, module.tokenizer, 1, skip_special_tokens=skip)
         score = "" if row["score"] is None else f"{row['score']:.2f}  "
-        text = " ".join(visible(f"{score}{row['prompt']} -> {row['response']}").split())
+        text = " ".join(visible(f"{row['prompt']} -> {row['response']}").split())
+        text = shorten(text, _LONGEST_COMPLETION, placeholder=" ...")
         above = self.console if self.progress is None else self.progress.console  # the bar
-        above.print(Text(shorten(text, _LONGEST_COMPLETION, placeholder=" ..."), "dim"))
+        above.print(Text(f"{score}{text}", "dim"))
 
     def _write_line(self, trainer: Trainer, module: LightningModule) -> None:
         if not self._enabled or self.console.is_terminal:
