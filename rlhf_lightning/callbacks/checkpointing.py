@@ -181,7 +181,8 @@ class IterationCheckpoint(Checkpoint):
         stopped = any(reason is not EarlyStoppingReason.NOT_STOPPED for reason in reasons)
         trainer.should_stop = trainer.should_stop or stopped
         if start and not isinstance(getattr(trainer, "datamodule", None), RecordDataModule):
-            logger.warning("its loader may begin again: fit a DataModule of rlhf_lightning")
+            fix = "give fit(module, datamodule=...) a DataModule of rlhf_lightning"
+            logger.warning(f"after iteration {start} the loader may begin again: {fix}")
         self.clock.start()
         self._signals.start()
         if self._dry:
@@ -268,7 +269,8 @@ class IterationCheckpoint(Checkpoint):
             return
         lost = f"the best checkpoint so far, that of iteration {best}, is not beside the newest one"
         if trainer.early_stopping_callbacks:
-            raise FileNotFoundError(f"{lost}: copy it to {source}, or no callbacks.early_stopping")
+            fix = f"copy it to {source}, or leave callbacks.early_stopping out"
+            raise FileNotFoundError(f"{lost}: {fix}")
         if trainer.is_global_zero:
             logger.warning("%s; the next one counts as the best", lost)
         self.best_model_score = self.best_iteration = None
@@ -276,7 +278,8 @@ class IterationCheckpoint(Checkpoint):
     def _drop_after(self, start: int) -> None:
         later = [path for path in self._files() if (checkpoint_iteration(path) or 0) > start]
         if later and not start:
-            raise FolderTakenError(f"another run is here: continue it by ckpt_path={later[-1]}")
+            ways = f"continue it with ckpt_path={later[-1]}, or choose another folder"
+            raise FolderTakenError(f"{self.dirpath} holds the checkpoints of another run: {ways}")
         self._relink_all(start)
         for path in (*later, *self.dirpath.glob(".iteration=*.tmp-*")):  # and what a kill has left
             logger.warning("removing %s: the run continues from iteration %d", path, start)
@@ -311,8 +314,9 @@ class IterationCheckpoint(Checkpoint):
         if due or unknown:
             self._save(trainer, iteration)
         if unknown:
-            known = ", ".join(sorted(self._logged)) or "null"
-            raise ValueError(f"monitor={self.monitor!r} was not logged: continue with {known}")
+            known = ", ".join(["null", *sorted(self._logged)])
+            told = f"monitor={self.monitor!r} was not logged, iteration {iteration} is saved"
+            raise ValueError(f"{told}: continue with one of {known}")
         if asked in _STOPS:
             last = iterations.last_iteration(trainer)
             raise RunStoppedError(f"{_STOPS[asked]}: saved after iteration {iteration} of {last}")

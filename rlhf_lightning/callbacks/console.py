@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from textwrap import shorten
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -90,8 +89,7 @@ class ProgressBar(RichProgressBar):
         skip = module.sampling.skip_special_tokens
         (row,) = describe_rollout(rollout, module.tokenizer, 1, skip_special_tokens=skip)
         score = "" if row["score"] is None else f"{row['score']:.2f}  "
-        text = " ".join(visible(f"{row['prompt']} -> {row['response']}").split())
-        text = shorten(text, _LONGEST_COMPLETION, placeholder=" ...")
+        text = _one_line(f"{row['prompt']} -> {row['response']}", _LONGEST_COMPLETION)
         above = self.console if self.progress is None else self.progress.console  # the bar
         above.print(Text(f"{score}{text}", "dim"))
 
@@ -177,9 +175,14 @@ def _print_answers(folder: RunFolder, console: Console) -> None:
             ("policy", "response", "score"),
         ):
             scored = "" if (value := sample.get(score)) is None else f" {value:.2f}"
-            text = " ".join(visible(str(sample[key])).split())
-            rows.append((f"{name}{scored}", shorten(text, _LONGEST_ANSWER)))
+            rows.append((f"{name}{scored}", _one_line(str(sample[key]), _LONGEST_ANSWER)))
         console.print(_grid(rows), Text(""))
+
+
+def _one_line(text: str, longest: int) -> str:
+    """Return a text on one line, cut between characters: some scripts have no spaces."""
+    line = " ".join(visible(text).split())
+    return line if len(line) <= longest else f"{line[:longest]} ..."
 
 
 def _print_panel(title: str, body: RenderableType, colour: str, console: Console) -> None:

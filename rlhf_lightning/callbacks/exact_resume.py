@@ -1,4 +1,4 @@
-"""What makes a resume exact: every rank's random state, one configuration, the same rewards."""
+"""Exact resume: every rank's random state, one configuration, the same rewards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RandomState(Callback):
             return
         ranks = next(iter(loaded.values())).shape[0]
         if ranks != trainer.world_size:
-            now = f"this run has {trainer.world_size}"
+            now = f"this run has {trainer.world_size}, and continues not bit for bit"
             logger.warning(f"the checkpoint was written by {ranks} processes, {now}")
         rank = trainer.global_rank % ranks
         # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside of a storage.

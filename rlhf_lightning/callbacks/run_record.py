@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import WandbLogger
@@ -108,8 +109,13 @@ class RunRecord(Callback):
         most = getattr(cast(RLHFModule, module).algorithm, "micro_batch_size", None)
         batch_size = data.batch_size if most is None else min(data.batch_size, 2 * most)
         rows = read_metrics(self.folder.metrics) if trainer.is_global_zero else []
-        with trainer.strategy.precision_plugin.forward_context():
-            return trained_findings(module, data, rows, batch_size=batch_size, pairs=whole)
+        find = partial(trained_findings, module, data, rows, batch_size=batch_size)
+        try:
+            with trainer.strategy.precision_plugin.forward_context():
+                return find(pairs=whole)
+        except torch.OutOfMemoryError as error:  # the training has ended well
+            logger.warning("the page has no held-out pairs: %s", error)
+            return find(pairs=False)
 
     def on_normalize_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Add what `normalize_reward_model` found to the summary and the report of the run.

@@ -1,4 +1,4 @@
-"""What a run writes as it goes: its metrics, its samples, and the batch that stopped it.
+"""Files that a run writes as it goes: metrics, samples, and the batch that stopped it.
 
 `metrics.csv`, `samples.jsonl`, `distributions.jsonl` and `faults/iteration=000012/`.
 """

@@ -80,8 +80,7 @@ def trainer_arguments(
     """
     quieten(news=True)
     keeps = trainer.get("enable_checkpointing", True) is not False
-    run = RunFolder(Path(folder))
-    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+    run, given = RunFolder(Path(folder)), _listed(callbacks)
     saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
     samples = {"every_n_iterations": samples_every_n_iterations, "num_samples": num_samples}
     ours = [

@@ -64,7 +64,8 @@ def choose_mode(mode: Mode) -> str:
     if wanted not in ("online", "shared", "run") or is_logged_in():
         return wanted
     if mode == "online":
-        logger.warning("logger.mode=online, without a login: set WANDB_API_KEY or `wandb login`")
+        fix = "set WANDB_API_KEY or run `wandb login`, and `wandb sync` this run"
+        logger.warning(f"logger.mode=online, and no login to W&B: this run is offline; {fix}")
     return "offline"
 
 

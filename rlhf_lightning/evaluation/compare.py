@@ -297,7 +297,7 @@ class _Side:
 
     @property
     def generator(self) -> CapturedGenerator:
-        """What continues its prompts."""
+        """The generator that continues its prompts."""
         stops = stop_ids(self.tokenizer, self.source)
         return CapturedGenerator(stops, int(self.tokenizer.pad_token_id))  # type: ignore[arg-type]
 

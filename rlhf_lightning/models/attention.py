@@ -1,4 +1,4 @@
-"""Which kernels `scaled_dot_product_attention` may use on CUDA: the only place that chooses.
+"""The kernels of `scaled_dot_product_attention` on CUDA: the only place that chooses.
 
 PyTorch prefers cuDNN's attention on Hopper, and cuDNN builds a plan on the host for each new
 combination of shape and strides: 75 to 160 ms (benchmarks/README.md). Lengths in RLHF are always

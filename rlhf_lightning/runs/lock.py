@@ -1,4 +1,4 @@
-"""Who may write into a folder: locks that end with their process, and the guard of its files."""
+"""The right to write into a folder: locks that end with their process, and its guard."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
     folder.mkdir(parents=True, exist_ok=True)
     if (lock := _acquire(folder / LOCK)) is None:
         user = _holder(folder / LOCK)
-        raise FolderTakenError(f"{folder} is in use by {user}: choose another hydra.run.dir=")
+        raise FolderTakenError(
+            f"{folder} is in use by {user}: wait, or choose another hydra.run.dir="
+        )
     _locks[key] = lock
 
 

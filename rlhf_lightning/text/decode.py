@@ -22,7 +22,7 @@ UNFINISHED = "\ufffd"  # what a part of a character is decoded as
 
 
 class Completion(NamedTuple):
-    """What a policy wrote behind a prompt, as text.
+    """A policy's response behind a prompt, as text.
 
     Args:
         prompt: the prompt as the policy sees it: plain, or rendered by the policy's template.

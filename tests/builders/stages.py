@@ -486,4 +486,5 @@ def assert_two_ranks_step_as_one(
         torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
         for ours, theirs in zip(rank.logged, one.logged, strict=True):
             for name in measures:
-                assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-4, abs=1e-5)
+                near = {"rel": 1e-4} if "grad_norm" in name else {"rel": 1e-5, "abs": 1e-5}
+                assert float(ours[name]) == pytest.approx(float(theirs[name]), **near)

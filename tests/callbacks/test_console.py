@@ -69,6 +69,15 @@ def test_an_escape_sequence_in_a_response_does_not_reach_the_terminal(tmp_path):
     assert not re.search("[\x1b\x9b]", out.getvalue())
 
 
+def test_a_long_response_without_a_space_is_cut_and_not_left_out(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 3)
+    row = {"prompt": "a", "response": "\u5929" * 400, "baseline_response": "b"}
+    SamplesAppender(folder.samples).append(4, [row])
+    out = io.StringIO()
+    print_verdict(read_summary(folder), folder, console=Console(file=out, width=200))
+    assert 250 < out.getvalue().count("\u5929") < 400
+
+
 def test_text_that_looks_like_markup_is_printed_as_it_is(tmp_path):
     out = io.StringIO()
     console = Console(file=out, width=120)

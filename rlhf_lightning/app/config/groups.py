@@ -259,7 +259,7 @@ class LoggerSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    """When checkpoints are written, and which are kept."""
+    """The times of checkpoints, and those that are kept."""
 
     every_n_iterations: Count | None = 10
     every_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] | None = None
@@ -287,7 +287,7 @@ class SamplesSettings(Settings):
 
 
 class EarlyStoppingSettings(Settings):
-    """When SFT or reward training ends early; further keys are Lightning's."""
+    """Early end of SFT or reward training; further keys are Lightning's."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""What the doctor reads of a rollout: a record per response, and the figures of the first one.
+"""The doctor's reading of a rollout: a record per response, and the figures of the first one.
 
 Legend: B rows, R response.
 """

@@ -312,7 +312,7 @@ def _place(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 class _Ended:
-    """Which rows have ended, seen one look late, so that the host never waits for a token."""
+    """Rows that have ended, seen one look late, so that the host never waits for a token."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
