@@ -351,7 +351,10 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
         about = "; ".join(f"{key}: {value}" for key, value in lines.items())
         of = ", ".join(target.get("tasks") or []) or Path(target.get("path") or "").name
         title = f"{target.class_name.removesuffix('Benchmark')} {of}".strip()
-        say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
+        try:
+            say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
+        except (OSError, UnicodeError) as error:  # the figures are in the summary
+            say(f"not added to the card of {card}: {error}")
     return summary
 
 

@@ -292,6 +292,8 @@ def _trained_model(settings: TrainSettings, checkpoint: Path) -> TrainedModel:
     state = {
         k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)
     }
+    if not state:
+        raise ValueError(f"it holds no weights whose names begin with {prefix}")
     source: Any = None
     revision = settings.model.revision
     if start is not None:

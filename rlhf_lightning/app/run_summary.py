@@ -141,6 +141,9 @@ def memory_advice(settings: TrainSettings, overrides: Sequence[str]) -> str:
     length = "module.sampling.max_new_tokens" if settings.spec.rolls_out else "data.max_length"
     keys = (f"module.{settings.stage}.micro_batch_size", "evaluation.micro_batch_size", length)
     lower = ", ".join(f"{key} (now {settings.select(key)})" for key in keys)
-    more = "lora=lora or model.activation_checkpointing=true"
+    unused = ["lora=lora"] if settings.lora is None else []
+    if not settings.model.activation_checkpointing:
+        unused.append("model.activation_checkpointing=true")
+    more = "".join(f", or use {word}" for word in unused)
     command = " ".join(["rlhf-plan", *overrides])
-    return f"Lower {lower}, or use {more}. What each of them saves says  {command}"
+    return f"Lower {lower}{more}. What each of them saves says  {command}"
