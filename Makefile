@@ -58,7 +58,7 @@ test-thorough: $(STAMP) ## run the tests that take seconds each: 10 minutes on 2
 	$(PYTEST) -m "thorough and not slow and not gpu" $(ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP) ## run every test, the slow ones too: two hours or more on 2 cores
+test-all: $(STAMP) ## run every test, the slow ones too: 90 minutes on 2 cores
 	$(PYTEST) $(ARGS)
 
 .PHONY: check

@@ -159,6 +159,24 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
+@pytest.fixture(scope="session")
+def world_sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which base and SFT model of seed 1 were trained, once for all workers."""
+    from filelock import FileLock
+
+    from tests.builders.processes import run_python
+
+    mine = tmp_path_factory.getbasetemp()
+    folder = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "world"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "artifacts/demo_seed1/sft/config.json").is_file():
+            words = ["-m", "rlhf_lightning.train", "+experiment=sft", "logger=none"]
+            done = run_python(*words, folder=folder, timeout=800)
+            assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.fixture
 def forgetful_wandb() -> Iterator[None]:
     """Have W&B read the environment anew: a process keeps its first mode, host and login."""

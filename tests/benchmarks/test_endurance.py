@@ -13,7 +13,7 @@ SURVIVED = ("unavailable", "busy", "slow", "cut off")
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("num_iterations", "num_faults"), [(200, 12)])
+@pytest.mark.parametrize(("num_iterations", "num_faults"), [(200, 8)])
 def test_a_run_that_is_killed_again_and_again_is_the_one_that_never_was(
     tmp_path, num_iterations, num_faults
 ):

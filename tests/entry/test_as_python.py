@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from rlhf_lightning.app.config.compose import ConfigError, given
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.command_lines import command, environment, settings_of, train
+from tests.builders.command_lines import settings_of, train
 from tests.builders.runs import completed, settings_for
 
 STAGES = ("base", "sft", "reward", "ppo", "grpo", "dpo")
@@ -154,14 +152,3 @@ def test_the_command_prints_the_program_and_trains_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "trainer.fit(module, data)" in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_program_of_a_whole_ppo_trains_what_the_command_trains_to_the_bit(tmp_path):
-    given = ("+experiment=ppo", "logger=none", "data.num_iterations=12")
-    (tmp_path / "program.py").write_text(train(tmp_path, *given, "--as-python").stdout)
-    for argv in (command(*given), [sys.executable, "program.py"]):
-        subprocess.run(argv, cwd=tmp_path, env=environment(), check=True, timeout=3000)
-    (folder,) = tmp_path.glob("outputs/ppo/2*")
-    check_same_bits(RunFolder(tmp_path / "outputs/ppo/program"), RunFolder(folder))

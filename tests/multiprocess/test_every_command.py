@@ -29,6 +29,8 @@ PLACES = {
     # Weights are gathered in bf16; masters, and what autocast would be told, stay fp32.
     "fsdp": ["strategy=fsdp", "trainer.devices=2"],
 }
+# Full weights that are sharded are in test_on_gpus.py.
+PAIRED = [("alone", "lora"), ("ddp", "none"), ("fsdp", "lora")]
 FEW_UPDATES = ["module.ppo.num_minibatches=1", "module.ppo.num_ppo_epochs=1"]
 FEW_ANSWERS = ["evaluation.num_prompts=8", "evaluation.batch_size=8", "evaluation.max_new_tokens=8"]
 FEW_LABELS = ["candidates.num_prompts=24", "candidates.max_new_tokens=8", "lab.num_pairs=40"]
@@ -54,9 +56,7 @@ class Chain:
         return done.stdout
 
 
-@pytest.fixture(
-    scope="module", params=[(place, lora) for place in PLACES for lora in ("none", "lora")], ids=str
-)
+@pytest.fixture(scope="module", params=PAIRED, ids=str)
 def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """SFT, the reward model on it and PPO against that, trained for three iterations each."""
     place, lora = request.param
