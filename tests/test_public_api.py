@@ -29,6 +29,8 @@ from rlhf_lightning import (
 )
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.metric_catalog import quantity
 from tests.builders.record_files import write_material
 
 ITERATIONS = 4
@@ -289,3 +291,18 @@ def test_training_shows_a_response_with_its_score_beside_each_progress_line(mate
     assert len(shown) == 2
     assert shown[1].startswith(f"{first['score']:.2f}  {first['prompt']} -> ")
     assert " ".join(first["response"].split())[:40] in shown[1]
+
+
+@pytest.mark.parametrize(("every_n_seconds", "num_lines"), [(0, 3), (1000, 1)])
+def test_the_last_progress_line_has_the_metrics_of_the_last_iteration(
+    material, tmp_path, every_n_seconds, num_lines
+):
+    out = io.StringIO()
+    bar = ProgressBar("ppo", every_n_seconds=every_n_seconds, file=out)
+    train(material, tmp_path, max_iterations=3, enable_progress_bar=True, callbacks=bar)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("ppo ")]
+    *_, last = read_metrics(RunFolder(tmp_path).metrics)
+    assert len(lines) == num_lines
+    assert lines[-1].startswith("ppo 3/3")
+    for name in ("rollout/kl_per_token", "rollout/response_length"):
+        assert f"{quantity(name).label} {quantity(name).show(last[name])}" in lines[-1]

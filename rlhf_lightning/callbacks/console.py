@@ -50,6 +50,7 @@ class ProgressBar(RichProgressBar):
         self._latest: dict[str, float] = {}
         self._started = self._next_line = 0.0
         self._start_iteration = 0
+        self._written: tuple[int, dict[str, Any]] | None = None  # iteration and metrics of a line
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the latest values of the metrics that one looks at first, as text."""
@@ -69,6 +70,7 @@ class ProgressBar(RichProgressBar):
     ) -> None:
         """Move on by one iteration; now and then show a response of its rollout."""
         super().on_train_batch_end(trainer, pl_module, outputs, *rest)
+        self.get_metrics(trainer, pl_module)  # Lightning has forgotten them at the end of the epoch
         if (now := time.monotonic()) >= self._next_line:
             self._next_line = now + self.every_n_seconds
             self._write_line(trainer, pl_module)
@@ -81,7 +83,7 @@ class ProgressBar(RichProgressBar):
         self.get_metrics(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a last line."""
+        """Write a last line, unless its iteration and metrics stand in the one before."""
         self._write_line(trainer, pl_module)
 
     def _write_completion(self, module: OnPolicyModule, rollout: RolloutBatch) -> None:
@@ -97,6 +99,10 @@ class ProgressBar(RichProgressBar):
         if not self._enabled or self.console.is_terminal:
             return
         iteration, total = current_iteration(trainer), last_iteration(trainer)
+        metrics = self.get_metrics(trainer, module)
+        if self._written == (iteration, metrics):
+            return
+        self._written = iteration, metrics
         passed, done = time.monotonic() - self._started, iteration - self._start_iteration
         parts = [f"{self.stage} {iteration}/{total}".strip()]
         parts += [f"{100 * iteration / total:.0f} %"] if total else []
@@ -104,7 +110,7 @@ class ProgressBar(RichProgressBar):
             parts.append(f"took {duration(passed)}")
         elif done > 0:
             parts.append(f"{duration(passed / done * (total - iteration))} left")
-        parts += [f"{label} {value}" for label, value in self.get_metrics(trainer, module).items()]
+        parts += [f"{label} {value}" for label, value in metrics.items()]
         self.console.print(" · ".join(parts), markup=False)
 
 

@@ -206,6 +206,7 @@ COMPOSITION = [
     ("+experiment=ppo world=files", "world", "did you mean dataset"),
     ("+experiment=ppo scorer=null", "scorer=null", "function, http"),
     ("+experiment=ppo sed=1", "sed", "did you mean seed"),
+    ("+experiment=ppo callbacks.extra.mine=1", "callbacks.extra.mine", "+callbacks.extra.NAME="),
     ("+experiment=sft trainer.max_epochs=2", "max_epochs", "data.num_epochs"),
     ("+experiment=ppo lr=1e-5", "key lr:", "module.ppo.learning_rate"),
     ("+experiment=ppo --lr=0.1", "--lr=0.1", "KEY=VALUE"),

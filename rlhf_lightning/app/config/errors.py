@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.compose import (
@@ -96,9 +96,13 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
         return f"{given} is for training, and rlhf-{config_name} does not train: leave it out"
     kept = [o for o in overrides if o != given]
     try:
-        keys = list(dotted_keys(composed(config_name, kept)))
+        cfg = composed(config_name, kept)
     except COMPOSE_ERRORS:  # it is not the only mistake
-        keys = []
+        cfg = DictConfig({})
+    keys = list(dotted_keys(cfg))
+    above = path if path in keys else path.rpartition(".")[0]
+    if above in keys and OmegaConf.select(cfg, above, throw_on_resolution_failure=False) == {}:
+        return f"{path}: {above} is empty: add to it with +{above}.NAME=VALUE"
     if ours := _ours(path, keys):
         return f"unknown key {path}: here it is {' or '.join(ours)}"
     length, epochs = "data.num_iterations", WORDS["other_trainers"]["data.num_epochs"].split()
