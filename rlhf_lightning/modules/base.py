@@ -485,7 +485,7 @@ def _batches(
     room: int,
     batch_size: int,
 ) -> Iterator[PromptBatch]:
-    records: Any = GivenRows(rows, "prompts", validation_fraction=0).records("prompts", "train")
+    records: Any = GivenRows(rows, "prompts", validation_fraction=0).prompts()
     encoded, encoder = [], TextEncoder(tokenizer)
     for number, record in enumerate(records):
         row = encode_prompt(record, encoder, max_length=room)

@@ -107,6 +107,16 @@ def test_a_prediction_samples_each_prompt_anew_in_whatever_batches_it_comes(trai
     assert [one for part in parts for batch in part for one in batch] == texts
 
 
+def test_rows_that_share_a_prompt_get_a_response_each(trained):
+    rows = [{"prompt": "w2 w3", "completion": "w4"}, {"prompt": "w2 w3", "completion": "w5"}]
+    rows.append({"prompt": "w6", "completion": "w7"})
+    asked = [row["prompt"] for row in rows]
+    assert trained.generate(rows) == trained.generate(asked)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (texts,) = trainer.predict(trained, DataLoader(rows, batch_size=4, collate_fn=list))
+    assert texts == trained.generate(asked)
+
+
 def test_a_prompt_that_leaves_no_room_is_named(material):
     with pytest.raises(ValueError, match="prompt 2 of 2"):
         module_of(material).generate(["w2", "w3 " * 5000])

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.data.errors import Location, MissingFileError
 from rlhf_lightning.data.files import ENDINGS, LocatedRow, as_row
+from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import Record, RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
 
@@ -41,6 +42,10 @@ class GivenRows(RowSource):
         numbered = ((Location(source, n, "row"), row) for n, row in enumerate(self.rows, start=1))
         located = ((where, as_row(row, where)) for where, row in numbered)
         return located if split == "train" else None
+
+    def prompts(self) -> list[Record]:
+        """Return the prompt of every row, also of those that share one."""
+        return [asked for row in self.parsed("train") for asked in to_kind(row, "prompts")]
 
 
 class WholeSource:
