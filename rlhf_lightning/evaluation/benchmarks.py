@@ -257,7 +257,7 @@ def score_candidates(
         **how: further arguments of `written_responses`.
 
     Raises:
-        ValueError: if one has a prompt of more tokens.
+        ValueError: if one has a prompt of more tokens, or a response has no score.
     """
     answers = written_responses(
         [one.prompt for one in candidates for _ in one.answers],
@@ -266,6 +266,9 @@ def score_candidates(
         scorer=scorer,
         **how,
     )
+    if unscored := sum(map(math.isnan, answers.scores)):  # which would count as ranked wrong
+        told = f"benchmark: {unscored} of {len(answers.scores)} responses have no score"
+        raise ValueError(f"{told}: use a scorer that scores every response")
     unknown, ids = tokenizer.unk_token_id, answers.token_ids
     if unknown is not None and (rows := sum(unknown in one[:-1] for one in ids)):
         told = "%d of %d responses have words that the tokenizer does not know"

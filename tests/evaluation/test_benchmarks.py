@@ -123,6 +123,21 @@ def test_a_pair_may_spell_a_control_token_lack_a_prompt_and_have_its_domain_as_s
     assert scored[0].scores == [len("w4 <eos>"), 2.0]
 
 
+def test_a_response_without_a_score_is_not_counted_as_ranked_wrong(tmp_path):
+    rows = [{"prompt": "w2", "chosen": "w3 w4", "rejected": "w5"} for _ in range(3)]
+    with pytest.raises(ValueError, match="3 of 6 responses have no score"):
+        score_candidates(
+            PairsBenchmark(write(tmp_path / "pairs.jsonl", rows)).candidates(chat=False),
+            FunctionScorer(
+                lambda completions: [None if " " in text else 1.0 for text in completions]
+            ),
+            tiny_tokenizer(),
+            max_prompt_length=20,
+            batch_size=4,
+            device=torch.device("cpu"),
+        )
+
+
 def test_pairs_are_scored_with_the_variables_that_they_are_learnt_with(tmp_path):
     prompt = [{"role": "user", "content": "q"}]
     chosen, rejected = ([{"role": "assistant", "content": text}] for text in "ab")
