@@ -233,7 +233,10 @@ def _trials(metrics: Metrics, name: str) -> tuple[float | None, str]:
     of = name.replace("win_rate" if "win_rate" in name else "accuracy", "num_pairs")
     if of != name and of in metrics:
         return figure(metrics, of), "pair"
-    return figure(metrics, "val/num_prompts") if name else None, "prompt"
+    asked = figure(metrics, "val/num_prompts") if name else None
+    unscored = figure(metrics, name.replace("win_rate", "unscored")) if "win_rate" in name else None
+    # A prompt with a response that has no score is in no win rate.
+    return asked if asked is None else round(asked * (1 - (unscored or 0.0))), "prompt"
 
 
 def _facts(metrics: Metrics) -> dict[str, Fact]:

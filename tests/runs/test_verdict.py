@@ -115,3 +115,14 @@ def test_a_figure_of_few_prompts_or_pairs_is_no_headline(stage, figure, count, n
     assert (few.number, few.tone) == ("", "neutral")
     assert f"6 {noun}s are too few" in few.sentence
     assert known.number in [fact.value for fact in few.facts]
+
+
+@pytest.mark.parametrize("judge", ["gold", "score"])
+def test_prompts_without_a_score_are_not_counted_among_those_of_a_headline(judge):
+    name = f"val/{judge}_win_rate"
+    metrics = {name: 1.0, f"{name}_low": 0.6, f"{name}_high": 1.0, "val/num_prompts": 400.0}
+    assert verdict(Summary("ppo", "completed", 1, metrics=metrics)).number == "100.0 %"
+    few = metrics | {f"val/{judge}_unscored": 395 / 400}
+    result = verdict(Summary("ppo", "completed", 1, metrics=few))
+    assert result.number == ""
+    assert "5 prompts are too few" in result.sentence
