@@ -231,7 +231,8 @@ def paired_differences(
         The number of prompts, and by name `gold_win_rate` and `score_win_rate` of the second over
         the first, ties one half; `gold`, `score`, `kl_per_token`, `kl_per_response` and
         `response_length`, the second's minus the first's. KL only from one baseline, whose
-        responses have the same lengths in both; score only if they have the same scores, too.
+        responses have the same lengths in both; score only if they have the same scores, too; gold
+        not if one baseline has another gold in each.
     """
     places = [{prompt: i for i, prompt in enumerate(one["prompts"])} for one in (first, second)]
     both = [prompt for prompt in places[0] if prompt in places[1]]
@@ -254,6 +255,8 @@ def paired_differences(
     found: dict[str, Interval] = {}
     one_baseline = same("baseline_length")
     judges = ["gold"] if "gold" in first and "gold" in second else []
+    if one_baseline and "baseline_gold" in first and "baseline_gold" in second:
+        judges = judges if same("baseline_gold") else []  # by two gold rewards
     for judge in [*judges, *(["score"] if one_baseline and same("baseline_score") else [])]:
         scores = values(judge)
         known = ~np.isnan(np.concatenate(scores, 1)).any(1)

@@ -195,4 +195,9 @@ def test_another_reward_or_baseline_is_not_compared_and_other_prompts_are_not_pa
     longer = {**second, "baseline_length": [8] * 50}
     names = set(paired_differences(first, longer, confidence=0.95)[1])
     assert names == {"gold_win_rate", "gold", "response_length"}
+    judged = [{**one, "baseline_gold": one["baseline_score"]} for one in (first, second)]
+    assert "gold" in paired_differences(*judged, confidence=0.95)[1]
+    doubled = {**judged[1], "baseline_gold": [2 * value for value in second["baseline_score"]]}
+    names = set(paired_differences(judged[0], doubled, confidence=0.95)[1])
+    assert not names & {"gold", "gold_win_rate"}, "another gold reward"
     assert paired_differences(first, values_of_run(2, 0, range(60, 99)), confidence=0.95) == (0, {})
