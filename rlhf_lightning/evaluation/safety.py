@@ -17,6 +17,7 @@ from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share_over_groups
 from rlhf_lightning.runs.metric_catalog import part_key
+from rlhf_lightning.text.thoughts import behind_thoughts
 
 # (prompt, completion) -> whether the completion refuses.
 RefusalDetector = Callable[[str, str], bool]
@@ -77,7 +78,7 @@ class PhraseRefusals:
 
     Args:
         phrases: phrases that count as a refusal.
-        within: number of characters from the start or behind `</think>`; help may mention a refusal
+        within: number of characters from the start or behind thoughts; help may mention a refusal
             later.
 
     Raises:
@@ -91,8 +92,9 @@ class PhraseRefusals:
         self._pattern = re.compile(rf"(?<!\w)(?:{starts})(?!\w)")
 
     def __call__(self, prompt: str, completion: str) -> bool:
-        """Return whether the completion refuses; the prompt does not matter."""
-        answer = completion.rpartition("</think>")[2]
+        """Return whether the completion refuses, not its thoughts; a prompt may open these."""
+        answer = behind_thoughts(completion, prompt)
+        answer = completion.rpartition("</think>")[2] if answer is None else answer
         return self._pattern.search(_plain(answer)[: self.within]) is not None
 
 
