@@ -50,11 +50,15 @@ class Labels:
         """Return the labels of a set: those of its column `label`, or of the one mapped to it.
 
         Raises:
-            BadRecordError: if no label is `good`.
+            BadRecordError: if no label is `good`, or `good` is given and there is no label.
         """
         labels = cls(columns.get("label", "label"), good)
         shown = (record for record in records if isinstance(record, DemonstrationRecord))
         first = next((record for record in shown if labels.value(record) is not None), None)
+        if first is None and good is not None and labels.column is not None:
+            fix = "map the column with columns={label: theirs}, or leave label_good out"
+            found = f"label_good={good!r} is a value of {labels.column!r}, which no response has"
+            raise BadRecordError(records[0].place, found, fix)
         if labels.column is None or first is None:
             return cls(None)
         if good is not None and not any(map(labels.is_good, records)):

@@ -71,6 +71,16 @@ def test_a_good_value_that_no_label_has_is_refused():
         records(rows("label", (1, 0)), "unpaired", label_good="good")
 
 
+def test_a_good_value_of_a_column_that_no_response_has_is_refused():
+    for kind in ("demonstrations", "unpaired"):
+        with pytest.raises(BadRecordError, match=r"label_good=5 .*'label'.*columns="):
+            records(rows("rating", (5, 1)), kind, label_good=5)
+    found = records(rows("rating", (5, 1)), "unpaired", label_good=5, columns={"label": "rating"})
+    assert [record.label for record in found] == [True, False] * 3
+    hidden = {"label_good": 5, "columns": {"label": None}}
+    assert len(records(rows("rating", (5, 1)), "demonstrations", **hidden)) == 6
+
+
 @pytest.mark.parametrize("values", [(True, False), ("true", "FALSE")])
 def test_a_column_of_truth_values_is_named_before_demonstrations_are_learnt(values):
     given = rows("thumbs", values)
