@@ -441,7 +441,7 @@ class RecordDataModule(LightningDataModule):
 
 
 def rows_digest(rows: Iterable[Encoded]) -> str:
-    """Return a SHA-256 of the tokens, margins, labels and columns of encoded rows, in their order.
+    """Return a SHA-256 of what encoded rows hold, in their order: tokens, columns and the rest.
 
     It covers all that decides a batch: files, the weights of a mix, lengths, the seed of a split,
     and the columns that a custom source gives to a reward function.
@@ -451,7 +451,8 @@ def rows_digest(rows: Iterable[Encoded]) -> str:
         for value in vars(row).values():
             if isinstance(value, np.ndarray):
                 digest.update(f"{value.shape}".encode() + value.tobytes())
-        digest.update(f"{getattr(row, 'margin', 0.0)}".encode())
+        parts = (row.domain, getattr(row, "margin", 0.0), getattr(row, "prompt_length", None))
+        digest.update(f"{parts}".encode())
         if (label := getattr(row, "label", None)) is not None:
             digest.update(f"label {label}".encode())
         columns = repr(sorted(getattr(row, "columns", {}).items()))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from rlhf_lightning import FileSource, PromptDataModule
+from rlhf_lightning import FileSource, PreferenceDataModule, PromptDataModule
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.record_datamodule import rows_digest
 from rlhf_lightning.data.sources.given import GivenRows
@@ -127,3 +127,18 @@ def test_values_that_show_their_place_in_memory_are_the_same_data(tokenizer):
         return rows_digest(data.rows("train"))
 
     assert digest("a", Image(1)) == digest("a", Image(1)) != digest("b", Image(1))
+
+
+def test_another_domain_or_another_end_of_the_prompt_is_other_data(tokenizer):
+    """A scorer may weigh by domain, and what is behind the prompt is learnt."""
+
+    def digest(kind, row):
+        source = GivenRows([row], validation_fraction=0.0)
+        data = kind(source, tokenizer, batch_size=1, num_iterations=1)
+        return rows_digest(data.rows("train"))
+
+    prompt = {"prompt": "a", "domain": "one"}
+    assert digest(PromptDataModule, prompt) != digest(PromptDataModule, prompt | {"domain": "two"})
+    pair = {"prompt": "a b", "chosen": " c", "rejected": " d"}
+    longer = {"prompt": "a", "chosen": " b c", "rejected": " b d"}
+    assert digest(PreferenceDataModule, pair) != digest(PreferenceDataModule, longer)
