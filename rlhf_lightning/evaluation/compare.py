@@ -271,9 +271,10 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
     if source is prompts:
         return source, None
     if isinstance(data, RecordDataModule):
-        mine, theirs = _origin(source), _origin(data.source)
-        if mine is not None and mine == theirs:
-            return data.source, data
+        mine = _origin(source)
+        for own in (data.source, *getattr(data.source, "sources", ())):  # of a mix
+            if mine is not None and mine == _origin(own):
+                return own, data
     return WholeSource(source), None
 
 

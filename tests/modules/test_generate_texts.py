@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from rlhf_lightning import (
     FileSource,
     LoraHparams,
+    MixedSource,
     PPOHparams,
     PPOModule,
     PreferenceDataModule,
@@ -23,6 +24,7 @@ from rlhf_lightning import (
     compare,
     normalize_reward_model,
 )
+from rlhf_lightning.data.sources.given import GivenRows
 from tests.builders.library_runs import fit_in
 from tests.builders.record_files import write_material
 
@@ -145,6 +147,17 @@ def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperatur
     ]
     assert greedy[1].win_rate == 0.5
     assert greedy[0].samples != greedy[1].samples
+
+
+def test_of_one_source_of_a_mix_what_training_held_out_is_asked(material, tmp_path):
+    module = module_of(material)
+    own = FileSource(material["prompts"], validation_fraction=0.5)
+    other = GivenRows([{"prompt": f"w9 w{i}"} for i in range(2, 8)], validation_fraction=0.0)
+    mix = MixedSource([own, other], [1, 1])
+    data = PromptDataModule(mix, module.tokenizer, batch_size=4, max_prompt_length=40)
+    fit_in(tmp_path / "run", module, data, max_iterations=1)
+    found = compare(module, material["policy"], material["prompts"], reward=length)
+    assert found.num_prompts == len(data.rows("validation")) > 3
 
 
 @pytest.mark.parametrize(
