@@ -23,7 +23,7 @@ from rlhf_lightning.app.command_line import (
     started,
 )
 from rlhf_lightning.app.config.commands import EvaluateSettings
-from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.compose import ConfigError, register, texts
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.inherit import read_training
 from rlhf_lightning.app.config.saved import keep_configuration, working_folder
@@ -154,13 +154,18 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
     digests = {content_digest(path) for path in files if path.exists()}
     for folder in _training_runs(settings):
         with suppress(ConfigError):
-            trained = read_training(folder).dataset
-            path = working_folder(folder) / str(trained.source.get("path"))
-            name = settings.dataset.hub_name
-            is_same = name is not None and trained.hub_name == name
-            is_same |= any(file.is_relative_to(path.resolve()) for file in files)
-            if is_same or (path.is_file() and content_digest(path) in digests):
+            trained, begun = read_training(folder), working_folder(folder)
+            # Of a mix every source, and the pairs that take the place of the dataset's.
+            read = texts([trained.dataset.source.arguments, trained.data.arguments])
+            named = [(key.rpartition(".")[2], text) for key, text in read]
+            names = {trained.dataset.hub_name, *(text for key, text in named if key == "name")}
+            if settings.dataset.hub_name is not None and settings.dataset.hub_name in names:
                 return True
+            for path in (begun / text for key, text in named if key == "path"):
+                if any(file.is_relative_to(path.resolve()) for file in files):
+                    return True
+                if path.is_file() and content_digest(path) in digests:
+                    return True
     return False
 
 

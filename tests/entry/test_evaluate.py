@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
@@ -185,6 +186,26 @@ def test_of_a_file_that_the_policy_was_trained_on_the_held_out_part_is_used(
     trained_on.write_text(other.read_text())  # more rows, of which most were trained on
     assert part(of_run, trained_on) == "validation"
     assert part(of_run, working_folder / "folder") == "validation"
+
+
+@pytest.mark.parametrize("of_mix", [True, False], ids=["a source of a mix", "pairs"])
+def test_of_one_of_the_files_that_a_policy_was_trained_on_the_held_out_part_is_used(
+    tmp_path: Path, of_mix: bool
+) -> None:
+    mine, other, new = (prompts_file(tmp_path / f"{n}.jsonl", n) for n in (30, 31, 32))
+    data = ["dataset=files", "dataset.name=mine"]
+    words = [*data, f"dataset.path={other}", *([] if of_mix else [f"data.path={mine}"])]
+    made = run_of(tmp_path / "dpo", "+experiment=dpo", *words)
+    if of_mix:
+        saved = yaml.safe_load(made.config.read_text())
+        files = [{"_target_": "rlhf_lightning.FileSource", "path": str(x)} for x in (other, mine)]
+        mix = {"_target_": "rlhf_lightning.MixedSource", "weights": [1, 1], "sources": files}
+        saved["dataset"]["source"] = mix
+        made.config.write_text(yaml.safe_dump(saved))
+    for file, part in ((mine, "validation"), (other, "validation"), (new, "all")):
+        words = [*data, f"dataset.path={file}", f"policy={made.export}"]
+        settings = settings_of(*words, entry="evaluate")
+        assert choose_prompts(settings, words).prompts.split == part
 
 
 def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: RunFolder) -> None:
