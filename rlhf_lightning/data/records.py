@@ -153,6 +153,11 @@ def prompt_key(record: Record) -> str:
     return text_key(record.prompt)
 
 
+def question_key(record: PromptRecord | DemonstrationRecord | PreferenceRecord) -> str:
+    """Return the identity of what is asked: the prompt, with its documents, tools and the like."""
+    return text_key(record.prompt) + repr(record.variables)
+
+
 def text_key(text: Text) -> str:
     """Return a string that is equal for equal texts only."""
     if isinstance(text, str):

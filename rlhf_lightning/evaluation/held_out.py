@@ -20,7 +20,7 @@ from rlhf_lightning.data.encode import (
     encode_prompt,
     give_same_columns,
 )
-from rlhf_lightning.data.records import PromptRecord, prompt_key
+from rlhf_lightning.data.records import PromptRecord, question_key
 from rlhf_lightning.data.sampler import validation_part
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import (
@@ -282,7 +282,7 @@ def encode_questions(
         else:
             short.append((record, rows))
     drawn = validation_part(short, num_prompts, seed)
-    asked = list({prompt_key(one[0]): one for one in drawn}.values()) if once else drawn
+    asked = list({question_key(one[0]): one for one in drawn}.values()) if once else drawn
     unused.update({NOT_DRAWN: len(short) - len(drawn), REPEATED: len(drawn) - len(asked)})
     sides = [[rows[side] for _, rows in asked] for side in range(len(tokenizers))]
     give_same_columns(*sides)

@@ -50,6 +50,16 @@ def test_a_prompt_that_is_too_long_for_one_side_is_asked_of_neither():
         assert [len(batch) for batch in side] == [2, 2, 2]
 
 
+def test_a_prompt_with_other_documents_is_another_question():
+    given = [{"documents": [{"text": name}]} for name in ("one", "two", "one")]
+    records = [PromptRecord("w2 w3", variables=each) for each in given]
+    _, asked, unused = encode_questions(
+        records, [tokenizer()], max_prompt_length=5, batch_size=2, once=True
+    )
+    assert [record.variables for record in asked] == given[:2]
+    assert +unused == {"with the prompt of an earlier row": 1}
+
+
 def test_safety_prompts_that_are_too_long_are_counted_and_none_of_a_kind_is_refused(caplog):
     long = "w4 " * 9
     found = [PromptRecord("w2", "harmful"), PromptRecord(long, "harmful"), PromptRecord(long)]
