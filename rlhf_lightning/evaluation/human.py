@@ -6,6 +6,7 @@ response is the policy's, and the reward model's scores of both.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ class KeyRow:
             asked.
         policy_side: the side of the pair that is the policy's.
         domain: domain of the prompt.
-        policy_score, baseline_score: scores by the reward model; None without one.
+        policy_score, baseline_score: scores by the reward model; None without one, or a score.
         policy_length, baseline_length: lengths in tokens, EOS included.
     """
 
@@ -87,7 +88,8 @@ def blind_pairs(
         if own != its:
             pairs.append(Pair.make(prompt, *answers, domain=mine.domains[row]))
         name = pairs[-1].pair_id if own != its else None
-        ours, others = (mine.scores[row], theirs.scores[other]) if scored else (None, None)
+        scores = (mine.scores[row], theirs.scores[other]) if scored else (math.nan, math.nan)
+        ours, others = (None if math.isnan(one) else one for one in scores)
         lengths = (mine.lengths[row], theirs.lengths[other])
         key.append(KeyRow(name, side, mine.domains[row], ours, others, *lengths))
     return pairs, key

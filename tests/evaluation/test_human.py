@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from rlhf_lightning.evaluation.human import (
     blind_pairs,
     human_measures,
     judge_measures,
+    read_key,
+    write_blind,
 )
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
@@ -55,6 +59,16 @@ def test_the_win_rate_counts_majorities_ties_and_equal_answers():
     assert found["val/human_win_rate_low"] == pytest.approx(low)
     assert found["val/human_win_rate_high"] == pytest.approx(high)
     assert found["val/human_reward_num_pairs"] == 3
+
+
+def test_a_response_without_a_score_is_in_the_key_and_in_no_check_of_the_scores(tmp_path):
+    mine, theirs = both()
+    mine.scores[0] = theirs.scores[1] = math.nan
+    pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=1)
+    write_blind(tmp_path, pairs, key)
+    assert read_key(tmp_path) == key
+    labels = [label(row.pair_id, row.policy_side) for row in key if row.pair_id is not None]
+    assert human_measures(key, labels)["val/human_reward_num_pairs"] == len(labels) - 2
 
 
 def test_a_judge_and_people_who_say_the_same_have_the_same_rate(tmp_path):
