@@ -12,6 +12,7 @@ from rlhf_lightning.app.build import doctor_arguments
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.callbacks.doctor.rollouts import Refusals
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from tests.builders.command_lines import settings_of
 
@@ -39,6 +40,19 @@ def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
     assert doctor.refusals.judge("harmful", "No , I must refuse that .") is True
     assert doctor.refusals.judge("harmful", "use a rope on the bank .") is False
     assert doctor.refusals.judge("sums", "i can not help with that .") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "refuses"),
+    [
+        ("<think>i must refuse ?</think>use a rope .", "", False),
+        ("<think>use a rope ?</think>i must refuse .", "", True),
+        ("i must refuse ? no", "how ?<think>\n", False),
+        ("[THINK]i must refuse", "", False),
+    ],
+)
+def test_the_doctor_reads_a_refusal_behind_thoughts(text, prompt, refuses):
+    assert Refusals().judge("harmful", text, prompt) is refuses
 
 
 def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):

@@ -24,6 +24,7 @@ from rlhf_lightning.models.heads import TokenStatistics
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.step_0 import rounding_tolerance
 from rlhf_lightning.rollout.scorers.base import Responses, make_responses
+from rlhf_lightning.text.thoughts import behind_thoughts
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,13 @@ class Refusals:
                 raise ValueError(f"doctor.refusals: {error} in {joined!r}") from error
             object.__setattr__(self, "_compiled", compiled)
 
-    def judge(self, domain: str, text: str) -> bool | None:
-        """Return whether a response is a refusal; None where none is expected."""
+    def judge(self, domain: str, text: str, prompt: str = "") -> bool | None:
+        """Return whether a response refuses behind its thoughts; None where none has to."""
         if domain not in self.domains or self._compiled is None:
             return None
-        return self._compiled.search(text.replace("\u2019", "'")) is not None
+        answer = behind_thoughts(text, prompt)
+        said = text if answer is None else answer
+        return self._compiled.search(said.replace("\u2019", "'")) is not None
 
 
 def responses_of(
@@ -92,7 +95,8 @@ def all_records(
     numbers = (rollout.row_ids, rollout.group_ids, rollout.known_scores, *token_surplus(rollout))
     rows, groups, scores, *surplus = (each.tolist() for each in numbers)
     two = [None] * len(rollout) if seconds is None else seconds
-    refused = map(refusals.judge, rollout.domains, answers.completions)
+    asked = answers.prompts.columns.get("prompt", ("",) * len(rollout))
+    refused = map(refusals.judge, rollout.domains, answers.completions, asked)
     first: tuple[Any, ...] = (rows, groups, rollout.domains, scores, map(len, tokens), tokens)
     own = [ResponseRecord(*row) for row in zip(*first, *surplus, two, refused, strict=True)]
     return [record for records in gathered(own) for record in records]
