@@ -40,6 +40,11 @@ def behind_thoughts(response: str, prompt: str = "") -> str | None:
     return None
 
 
+def opened_by(prompt: str) -> str:
+    """Return what opens thoughts at the end of a prompt, "" where nothing does."""
+    return next((begin for begin, _ in _MARKS if prompt.rstrip().endswith(begin)), "")
+
+
 def shown(prompt: str, response: str, thoughts: Thoughts, setting: str) -> Exchange:
     """Return prompt and response as a reward model, a judge or a rater is shown them.
 
@@ -53,9 +58,8 @@ def shown(prompt: str, response: str, thoughts: Thoughts, setting: str) -> Excha
     if thoughts == "keep" or answer is None:
         return Exchange(prompt, response)
     _tell(setting)
-    asked = prompt.rstrip()
-    opened = next((begin for begin, _ in _MARKS if asked.endswith(begin)), None)
-    return Exchange(prompt if opened is None else asked.removesuffix(opened), answer)
+    opened = opened_by(prompt)
+    return Exchange(prompt.rstrip().removesuffix(opened) if opened else prompt, answer)
 
 
 @cache

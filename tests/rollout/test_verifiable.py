@@ -182,9 +182,10 @@ def test_a_missing_column_and_a_right_answer_without_a_number_are_errors():
 
 
 @pytest.mark.parametrize("rule", [{}, {"fallback": "last_number"}])
-def test_a_number_in_thoughts_that_the_prompt_opens_is_none(rule):
-    prompts = ["2*36?<|Assistant|><think>\n"] * 2
-    completions = ["So 72, #### 72, but", "So 71.</think>#### 72"]
+@pytest.mark.parametrize("mark", [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+def test_a_number_in_thoughts_that_the_prompt_opens_is_none(rule, mark):
+    prompts = [f"2*36?<|Assistant|>{mark[0]}\n"] * 2
+    completions = ["So 72, #### 72, but", f"So 71, #### 71.{mark[1]}#### 72"]
     reward = NumberReward(**rule)
     assert reward(prompts, completions, answer=["72", "72"]) == [0.0, 1.0]
     gold = NumberGold(reward)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.text.messages import as_text
-from rlhf_lightning.text.thoughts import behind_thoughts
+from rlhf_lightning.text.thoughts import behind_thoughts, opened_by
 
 # A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. The start of a longer
 # thing is no number: 1/2, 12:30, 1,23, 24 + 48, 2 1/2, 1 000, 1_000, 10^6, 0x10, 5!, 2x, 5\sqrt{2}.
@@ -42,7 +42,7 @@ class NumberReward:
     words or a full stop after it; numbers are compared by value, so 72 is 72.00. Anything longer is
     no number: 1/2, 2 1/2, 1 000, 1_000, 10^6, 1e6, 0x10, 5!, 2x, 5k. A reward function: it is given
     the column named `column`, whose text holds the right number behind the same marker, or nothing
-    but the number. Of a response that thinks only what is behind `</think>` is read.
+    but the number. Of a response that thinks only what is behind its thoughts is read.
 
     `strict` is verl's rule for GSM8K instead: a number is a run of digits, commas and points,
     perhaps with a minus, one space behind the marker, and it is right if it is the same text but
@@ -202,9 +202,9 @@ def command_reward(
 
 
 def with_opened_thoughts(prompts: Sequence[str], completions: Sequence[str]) -> list[str]:
-    """Return the completions, with `<think>` in front where the prompt ends with it."""
+    """Return the completions, with what opens thoughts in front where the prompt ends with it."""
     rows = zip(prompts, completions, strict=True)
-    return ["<think>" * prompt.rstrip().endswith("<think>") + text for prompt, text in rows]
+    return [opened_by(prompt) + text for prompt, text in rows]
 
 
 def _value(match: re.Match[str]) -> Decimal:
