@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import math
 import re
 import shutil
@@ -27,6 +29,8 @@ from rlhf_lightning.preferences.records import SIDES, Journal, Kind, Label, Pair
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
+logger = logging.getLogger(__name__)
+
 NUM_KEPT, NUM_SHOWN = 2000, 200  # characters of a reply: in the journal, in a message
 # Why a reply has no verdict, and what to change.
 _FIXES = {
@@ -35,6 +39,10 @@ _FIXES = {
     "cut off": "raise judge.max_tokens={0.max_tokens} (thoughts count too), or switch thinking off",
     "no verdict": "end judge.template with {1!r}, or set judge.read=json or judge.model",
 }
+_ASKED_OTHERWISE = (
+    "%d replies of %s are asked for again: they had another judge.template, judge.system, "
+    "judge.thoughts or judge.read"
+)
 SYSTEM = "You compare two answers to a request, fairly and in a few words."
 TEMPLATE = Path(__file__).with_name("judge_template.txt").read_text("utf-8")
 Reading = Literal["text", "json", "logprobs"]
@@ -130,6 +138,7 @@ class Judgement:
         mark: the delimiter of this request.
         spelled: how many of the two responses spell a delimiter, a control token or a verdict.
         estimated: the service did not count the tokens.
+        asked: digest of how it was asked: template, system message, thoughts and what is read.
     """
 
     pair_id: str
@@ -147,6 +156,7 @@ class Judgement:
     mark: str = ""
     spelled: int = 0
     estimated: bool = False
+    asked: str = ""
 
 
 def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | None:
@@ -255,6 +265,8 @@ class JudgeAnnotator:
         self.prompt = JudgePrompt(template, system, seed, thoughts)
         self.name, self.read, self.known = name or self.hparams.model, read, known
         self.extra = ({"response_format": SCHEMA} if read == "json" else {}) | dict(extra or {})
+        how = json.dumps([template, system or "", thoughts, read])
+        self.asked = hashlib.sha256(how.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self.tie_below, self.batch_size = tie_below, batch_size
         self._journal: Journal[Judgement] | None = None
         self.judgements: list[Judgement] = []  # all, those of earlier runs included
@@ -265,7 +277,8 @@ class JudgeAnnotator:
     def keep_in(self, path: Path | str) -> None:
         """Write judgements to this journal, and do not ask again for those that are there.
 
-        Where most of them could not be read, that ended the run before: those are asked for again.
+        Those of another template, system message or way to read are left out. Where most of them
+        could not be read, that ended the run before: those are asked for again.
 
         Raises:
             AnnotationError: if `known` cannot be read.
@@ -277,9 +290,12 @@ class JudgeAnnotator:
             made = self._journal.read()
         except (OSError, ValueError, TypeError) as error:
             raise AnnotationError(f"judge.known={self.known}, {path}: {error}") from error
-        for judgement in made:
-            if judgement.judge == self.name:
-                self._remember(judgement)
+        mine = [judgement for judgement in made if judgement.judge == self.name]
+        alike = [judgement for judgement in mine if judgement.asked in ("", self.asked)]
+        if len(alike) < len(mine):
+            logger.warning(_ASKED_OTHERWISE, len(mine) - len(alike), path)
+        for judgement in alike:
+            self._remember(judgement)
         if self._mostly_unread:
             self._known = {key: j for key, j in self._known.items() if j.verdict is not None}
 
@@ -364,6 +380,7 @@ class JudgeAnnotator:
             probabilities=probabilities,
             unread=None if letter else why,
             said=_shortened(reply.text) if reply.refused else "",
+            asked=self.asked,
             **reply.counts,
             **about,
         )

@@ -147,6 +147,19 @@ def test_what_an_earlier_run_paid_for_is_not_asked_for_again(tmp_path) -> None:
             judge(server, known="nowhere").keep_in(tmp_path / "third.jsonl")
 
 
+@pytest.mark.parametrize("changes", [{"system": "Be strict."}, {"read": "logprobs"}])
+def test_replies_of_another_question_are_not_used_again(changes, tmp_path, caplog) -> None:
+    with serving(lambda *_: {"A": 0.25, "B": 0.75}) as server:
+        kept(judge(server), tmp_path, PAIRS[:3])
+        other = judge(server, **changes)
+        kept(other, tmp_path, PAIRS[:3])
+        assert len(server.requests) == 12
+        assert len(other.judgements) == 6
+        assert "6 replies" in caplog.text
+        kept(judge(server), tmp_path, PAIRS[:3])
+        assert len(server.requests) == 12
+
+
 def test_a_run_that_reached_its_budget_is_continued_with_a_larger_one() -> None:
     written = {"judge": {"model": "m", "max_cost": 1.0, "max_tokens": 16}, "seed": 1}
     raised = written | {"judge": {"model": "m", "max_cost": None, "max_tokens": 512}}
