@@ -261,7 +261,9 @@ def judge_measures(
     known = [number for number, given in enumerate(votes) if given]
     found = {"val/judge_skipped": float(len(pairs) - len(known))}
     if isinstance(judge, JudgeAnnotator):
-        found["val/judge_spelled"] = float(judge_figures(judge.judgements)["spelled"])
+        asked = {pair.pair_id for pair in pairs}  # not all that `judge.known` has
+        replies = [reply for reply in judge.judgements if reply.pair_id in asked]
+        found["val/judge_spelled"] = float(judge_figures(replies)["spelled"])
     if pairs and not known:
         return found
     found |= _rates("val/judge", key, votes)
