@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -50,6 +52,13 @@ def split_by_key(
     train = [row for row, k in zip(rows, keys, strict=True) if k not in held_out]
     validation = [row for row, k in zip(rows, keys, strict=True) if k in held_out]
     return train, validation
+
+
+def warn_of_shared(name: str, shared: set[str], count: int) -> None:
+    """Log how many of `count` held-out prompts are trained on, if any."""
+    if shared:
+        found = f"{len(shared)} of {count} validation prompts are trained on too"
+        logger.warning(f"{name}: {found}, so they are not new, e.g. {min(shared)[:60]!r}")
 
 
 def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[str]:

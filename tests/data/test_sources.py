@@ -153,6 +153,21 @@ def test_bad_weights_are_an_error(weights, message):
         MixedSource([ListSource([]), ListSource([])], weights)
 
 
+def test_a_mix_says_which_held_out_prompts_another_source_trains_on(tmp_path, caplog):
+    rows = [{"prompt": f"p{i}"} for i in range(20)]
+    path = write(tmp_path / "prompts.jsonl", rows)
+
+    def mix(*fractions):
+        caplog.clear()
+        sources = [FileSource(str(path), validation_fraction=part) for part in fractions]
+        return MixedSource(sources, [1, 1]).records("prompts", "train")
+
+    mix(0.25, 0.25)
+    assert "trained on too" not in caplog.text
+    mix(0.25, 0.75)
+    assert "validation prompts are trained on too" in caplog.text
+
+
 def test_a_mix_with_an_empty_source_is_an_error():
     mixed = MixedSource([ListSource([PromptRecord("a")]), ListSource([])], [1, 1])
     with pytest.raises(ValueError, match="source 1 of the mix has no prompts"):

@@ -39,7 +39,7 @@ from rlhf_lightning.data.records import (
     prompt_key,
     with_system_in_user,
 )
-from rlhf_lightning.data.splits import connected_keys, shares, split_by_key
+from rlhf_lightning.data.splits import connected_keys, shares, split_by_key, warn_of_shared
 from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.reading import read_json
 
@@ -197,9 +197,7 @@ class RowSource:
         sides = {side for record in train for side in record.origin.sides}
         shared = held_out & {prompt_key(record) for record in train}
         shared |= {prompt_key(r) for r in validation if not sides.isdisjoint(r.origin.sides)}
-        if shared:
-            found = f"{len(shared)} of {len(held_out)} validation prompts are trained on too"
-            logger.warning(f"{self.label}: {found}, so they are not new, e.g. {min(shared)[:60]!r}")
+        warn_of_shared(self.label, shared, len(held_out))
 
     def _parser(self) -> Callable[[Row, Location], Record]:
         return RowParser(self.columns, rendered=self.rendered)
@@ -355,8 +353,8 @@ class MixedSource(_SeveralSources):
     The mix has as many training records as all sources together. A source that gets more than it
     has is repeated: every record `q` times, and a random part of them, drawn without replacement,
     once more. One that gets less gives a random part, each record at most once. Validation records
-    are all those of all sources, not repeated. Prompts that are in several sources are held out
-    from all only if the sources split with the same seed.
+    are all those of all sources, not repeated. A prompt that is in several sources is held out from
+    all where they split with the same seed and fraction; a warning says what is trained on too.
 
     Args:
         sources: sources of one kind of record.
@@ -388,6 +386,9 @@ class MixedSource(_SeveralSources):
         for index, pool in enumerate(pools):
             if not pool:
                 raise ValueError(f"source {index} of the mix has no {kind}: leave it out")
+        held_out = {prompt_key(r) for s in self.sources for r in s.records(kind, "validation")}
+        shared = held_out & {prompt_key(record) for pool in pools for record in pool}
+        warn_of_shared("the mix", shared, len(held_out))
         counts = shares(sum(map(len, pools)), self.weights)
         mixed: list[Record] = []
         for index, (pool, count) in enumerate(zip(pools, counts, strict=True)):
