@@ -216,8 +216,9 @@ class RewardModule(RLHFModule):
             "val/margin": total["margin"] / pairs,
             "val/loss": total["loss"] / pairs,
             "val/calibration_error": float(self.calibration.compute()),
-            "val/longer_wins_accuracy": total["longer_right"] / max(total["unequal"], 1.0),
         }
+        if total["unequal"]:  # else there is no longer one
+            measures["val/longer_wins_accuracy"] = total["longer_right"] / total["unequal"]
         self.log_dict(measures)
         self.log_validation_time()
 

@@ -180,6 +180,13 @@ def test_a_model_that_scores_all_alike_has_only_ties_and_is_not_calibrated_wrong
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
+def test_where_both_responses_are_always_as_long_the_longer_one_wins_nothing():
+    batch = preference_batch()
+    of_equal_lengths = replace(batch, rejected_length=batch.chosen_length)
+    assert "val/longer_wins_accuracy" in validated(tiny_reward(), batch)
+    assert "val/longer_wins_accuracy" not in validated(tiny_reward(), of_equal_lengths)
+
+
 def test_held_out_pairs_of_one_prompt_do_not_narrow_the_interval():
     module, batch = tiny_reward(), PreferenceBatch.cat([preference_batch()] * 5)
     module.configure_model()
