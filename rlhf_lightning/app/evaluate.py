@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import OVER_LONG
 from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.files import split_files
 from rlhf_lightning.data.records import Split
 from rlhf_lightning.data.sources.base import FileSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
@@ -67,6 +69,10 @@ prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
 UNLIMITED = 1 << 30
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
+_DATA = re.compile(r"\.(path|also\.\d+)$")  # settings that name files to train on
+_ALL_LEARNT = (
+    "{0} was trained on all of {1}: name what was held out from it, or write prompts.split=all"
+)
 
 
 def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> Summary:
@@ -147,26 +153,45 @@ def choose_prompts(settings: EvaluateSettings, overrides: Sequence[str]) -> Eval
 
 
 def _has_held_out_part(settings: EvaluateSettings) -> bool:
+    """Return whether the data have a part that no policy was trained on, as far as is known.
+
+    Raises:
+        ConfigError: if a policy was trained on all of them, and other data were held out.
+    """
     source = settings.dataset.source.build()
     if isinstance(source, FileSource) and source.files("validation"):
         return True
     files = {path.resolve() for path in files_of(source)}
     digests = {content_digest(path) for path in files if path.exists()}
     for folder in _training_runs(settings):
-        with suppress(ConfigError):
+        try:
             trained, begun = read_training(folder), working_folder(folder)
-            # Of a mix every source, and the pairs that take the place of the dataset's.
-            read = texts([trained.dataset.source.arguments, trained.data.arguments])
-            named = [(key.rpartition(".")[2], text) for key, text in read]
-            names = {trained.dataset.hub_name, *(text for key, text in named if key == "name")}
-            if settings.dataset.hub_name is not None and settings.dataset.hub_name in names:
+        except ConfigError:
+            continue
+        # Of a mix every source, and the pairs that take the place of the dataset's.
+        named = dict(texts([trained.dataset.source.arguments, trained.data.arguments]))
+        names = {text for key, text in named.items() if key.endswith(".name")}
+        names |= {trained.dataset.hub_name}
+        if settings.dataset.hub_name is not None and settings.dataset.hub_name in names:
+            return True
+        for key in filter(_DATA.search, named):
+            path = begun / named[key]
+            learnt, whole = _learnt(path, named.get(key.removesuffix("path") + "validation_path"))
+            same = path.is_file() and content_digest(path) in digests
+            if same or any(file.is_relative_to(one) for file in files for one in learnt):
+                if whole or not key.endswith("path"):
+                    raise ConfigError(_ALL_LEARNT.format(folder.path, path))
                 return True
-            for path in (begun / text for key, text in named if key == "path"):
-                if any(file.is_relative_to(path.resolve()) for file in files):
-                    return True
-                if path.is_file() and content_digest(path) in digests:
-                    return True
     return False
+
+
+def _learnt(path: Path, held_out: str | None) -> tuple[set[Path], bool]:
+    """Return the files of a path that are trained on, and whether other files are held out."""
+    try:
+        train, others = split_files(path) if path.is_dir() else ([path], [])
+    except BadRecordError:  # of a source with rules of its own
+        train, others = [path], []
+    return {file.resolve() for file in train}, bool(others or held_out)
 
 
 def _training_runs(settings: EvaluateSettings) -> Iterator[RunFolder]:

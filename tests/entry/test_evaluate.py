@@ -208,6 +208,30 @@ def test_of_one_of_the_files_that_a_policy_was_trained_on_the_held_out_part_is_u
         assert choose_prompts(settings, words).prompts.split == part
 
 
+def test_a_file_beside_held_out_ones_was_trained_on_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    train, held_out = (prompts_file(folder / f"{n}.jsonl", 30) for n in ("train", "validation"))
+    first, later = (prompts_file(tmp_path / f"{n}.jsonl", n) for n in (31, 32))
+    data = ["dataset=files", "dataset.name=mine"]
+    beside = [f"dataset.path={first}", f"dataset.source.validation_path={held_out}"]
+    runs = {
+        train: [f"dataset.path={folder}"],
+        first: beside,
+        later: [f"dataset.path={folder}", f"data.also=[{later}]"],
+    }
+    for number, (file, words) in enumerate(runs.items()):
+        made = run_of(tmp_path / f"dpo{number}", "+experiment=dpo", *data, *words)
+
+        def part(path: Path, policy: str = f"policy={made.export}") -> str | None:
+            named = [*data, f"dataset.path={path}", policy]
+            return choose_prompts(settings_of(*named, entry="evaluate"), named).prompts.split
+
+        with pytest.raises(ConfigError, match=r"was trained on all of .*: name what was held out"):
+            part(file)
+        assert part(held_out) == "all"
+
+
 def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: RunFolder) -> None:
     human = evaluated.path / "human"
     with pytest.raises(ConfigError, match=r"no labels in .*file="):
