@@ -144,10 +144,11 @@ def _read_trl(
             raise BadRecordError(where, "it has no 'chosen' and 'rejected'", "give another format")
         answers = [_text_of(getattr(record, k), k, where) for k in ("chosen", "rejected")]
         # The order must not tell which was chosen; a hash knows nothing of which is better.
-        names = [records.pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
+        columns = {key: as_text(value) for key, value in as_columns(record.variables).items()}
+        orders = (answers, answers[::-1])
+        names = [records.pair_name(record.prompt, *order, columns) for order in orders]
         side: Choice = "first" if names[0] < names[1] else "second"
         first, second = answers if side == "first" else answers[::-1]
-        columns = {key: as_text(value) for key, value in as_columns(record.variables).items()}
         with _naming(where):
             pair = Pair.make(record.prompt, first, second, domain=record.domain, columns=columns)
             pairs.append(pair)

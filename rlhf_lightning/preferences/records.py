@@ -88,7 +88,8 @@ class Candidate(Checked):
     @classmethod
     def make(cls, prompt: Text, response: str, *, domain: str = "", **rest: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        name, asked = response_name(prompt, response), prompt_name(prompt, rest.get("columns", {}))
+        columns = rest.get("columns", {})
+        name, asked = response_name(prompt, response, columns), prompt_name(prompt, columns)
         return cls(asked, prompt, domain, response, response_id=name, **rest)
 
     @property
@@ -133,7 +134,8 @@ class Pair(Checked):
     @classmethod
     def make(cls, prompt: Text, first: str, second: str, *, domain: str = "", **rest: Any) -> Pair:
         """Return the pair with its names made from what it says."""
-        name, asked = pair_name(prompt, first, second), prompt_name(prompt, rest.get("columns", {}))
+        columns = rest.get("columns", {})
+        name, asked = pair_name(prompt, first, second, columns), prompt_name(prompt, columns)
         return cls(name, asked, prompt, domain, first, second, **rest)
 
 
@@ -169,21 +171,29 @@ class Label(Checked):
 Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]
 
 
-def prompt_name(prompt: Text, columns: Mapping[str, str] = MappingProxyType({})) -> str:
+_NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+
+
+def prompt_name(prompt: Text, columns: Mapping[str, str] = _NO_COLUMNS) -> str:
     """Return the name of a prompt: a hash of its text, or of its roles, contents and variables."""
-    used = () if isinstance(prompt, str) else VARIABLES
-    variables = (part for key in used if key in columns for part in (key, columns[key]))
-    return _hash("prompt", text_key(prompt), *variables)
+    return _hash("prompt", text_key(prompt), *_variables(prompt, columns))
 
 
-def response_name(prompt: Text, response: str) -> str:
+def response_name(prompt: Text, response: str, columns: Mapping[str, str] = _NO_COLUMNS) -> str:
     """Return the name of a response to a prompt: equal responses have one name."""
-    return _hash("response", text_key(prompt), response)
+    return _hash("response", text_key(prompt), response, *_variables(prompt, columns))
 
 
-def pair_name(prompt: Text, first: str, second: str) -> str:
+def pair_name(
+    prompt: Text, first: str, second: str, columns: Mapping[str, str] = _NO_COLUMNS
+) -> str:
     """Return the name of a pair in this order, whatever the authors of its responses."""
-    return _hash("pair", text_key(prompt), first, second)
+    return _hash("pair", text_key(prompt), first, second, *_variables(prompt, columns))
+
+
+def _variables(prompt: Text, columns: Mapping[str, str]) -> list[str]:
+    used = () if isinstance(prompt, str) else VARIABLES
+    return [part for key in used if key in columns for part in (key, columns[key])]
 
 
 def readable(text: Text) -> str:

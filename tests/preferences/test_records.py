@@ -92,6 +92,17 @@ def test_names_are_hashes_of_content_so_that_a_second_import_adds_nothing() -> N
     assert prompt_name(CHAT) != prompt_name(CHAT[-1]["content"]) != prompt_name(CHAT[1:])
 
 
+def test_responses_to_other_documents_have_other_names() -> None:
+    def names(prompt, documents: str) -> tuple[str, str]:
+        columns = {"documents": documents, "answer": documents}
+        one = Candidate.make(prompt, "yes", model="m", settings={}, seed=0, columns=columns)
+        return one.response_id, Pair.make(prompt, "yes", "no", columns=columns).pair_id
+
+    for first, second in zip(names(CHAT, "[1]"), names(CHAT, "[2]"), strict=True):
+        assert first != second
+    assert names("q", "[1]") == names("q", "[2]")  # a plain prompt is shown none
+
+
 def test_names_do_not_change_between_versions() -> None:
     assert Pair.make("q", "a", "b").pair_id == PAIR_NAME
     assert prompt_name(CHAT) == CHAT_NAME
