@@ -192,7 +192,7 @@ class Lab:
         withheld = {pair.prompt_id for pair in made if pair.pair_id in held_out}
         texts: dict[bool, dict[str, str]] = {True: {}, False: {}}
         for pair in made:
-            texts[pair.prompt_id in withheld][pair.prompt_id] = readable(pair.prompt)
+            texts[pair.prompt_id in withheld][pair.prompt_id] = records.shown_prompt(pair)
         least, n = self.hparams.near_duplicate, self.hparams.near_duplicate_n
         train, held = (list(texts[is_held].values()) for is_held in (False, True))
         found = pairing.near_duplicates(train, held, threshold=least, n=n)

@@ -29,7 +29,7 @@ from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.records import PreferenceRecord, Text, as_columns
 from rlhf_lightning.preferences import records
 from rlhf_lightning.preferences.agreement import Method, aggregate, preference_row
-from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, readable, to_row
+from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, to_row
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.thoughts import shown
@@ -170,7 +170,7 @@ def _task(pair: Pair, labels: Sequence[Label]) -> dict[str, Any]:
     """Return the task of a pair; a label that skips is a cancelled annotation."""
     answers = [shown("", text, "drop", "").response for text in (pair.first, pair.second)]
     return {
-        "data": dict(zip(DATA_KEYS, (readable(pair.prompt), *answers), strict=True))
+        "data": dict(zip(DATA_KEYS, (records.shown_prompt(pair), *answers), strict=True))
         | ({"domain": pair.domain} if pair.domain else {}),
         # Without the right answer, which raters may be shown.
         "meta": {PAIR: to_row(replace(pair, columns=records.variables_of(pair)))},

@@ -25,7 +25,7 @@ from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, labelled
 from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
-from rlhf_lightning.preferences.records import SIDES, Journal, Kind, Label, Pair, Side, turns_of
+from rlhf_lightning.preferences.records import SIDES, Journal, Kind, Label, Pair, Side, shown_prompt
 from rlhf_lightning.text.thoughts import Thoughts, shown
 from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
@@ -104,7 +104,7 @@ class JudgePrompt:
         texts = (pair.first, pair.second) if order == "first" else (pair.second, pair.first)
         answers = [shown("", text, self.thoughts, "judge.thoughts").response for text in texts]
         spelled = sum(bool(self._spelled.search(x) or _VERDICT.search(x)) for x in answers)
-        asked = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns_of(pair))
+        asked = shown_prompt(pair)
         filled = [
             self._spelled.sub(lambda found: f"{found.group()[0]} {found.group()[1:]}", text)
             for text in (asked, *answers)

@@ -215,6 +215,11 @@ def turns_of(pair: Pair) -> list[tuple[str, str]]:
     return [*shown, *((message["role"], said_in(message)) for message in pair.prompt)]
 
 
+def shown_prompt(pair: Pair) -> str:
+    """Return what `turns_of` has of a pair's prompt as one text."""
+    return "\n\n".join(f"{role}: {text}" if role else text for role, text in turns_of(pair))
+
+
 def said_in(message: Mapping[str, Any]) -> str:
     """Return the content of a message, with each call of a tool as a line of JSON below it."""
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())

@@ -65,6 +65,13 @@ def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path):
     assert "forty-two" not in (tmp_path / "c.json").read_text()
 
 
+def test_raters_of_other_tools_are_shown_the_documents_of_a_prompt(tmp_path: Path):
+    pair = Pair.make(CHAT.prompt, "a", "b", columns={"documents": '[{"text": "forty-two"}]'})
+    write_collection(tmp_path / "c.json", Collection((pair,), ()), format="label_studio")
+    (task,) = json.loads((tmp_path / "c.json").read_text())
+    assert "forty-two" in task["data"]["prompt"]
+
+
 def test_an_export_of_label_studio_is_read(tmp_path: Path):
     """A task in the form of its documents, with accounts, lead time and an opened annotation."""
     selected = {"type": "pairwise", "value": {"selected": "right"}, "from_name": "pw"}

@@ -168,3 +168,13 @@ def test_near_duplicates_of_held_out_prompts_are_not_trained_on_but_replaced(lab
         words = set(str(verdict.pair.prompt).split())
         for other in held_out:
             assert len(words & set(other)) < 0.2 * len(words | set(other))
+
+
+def test_one_question_about_different_documents_is_no_near_duplicate(lab: Lab) -> None:
+    asked = [{"role": "user", "content": "What does it say of the sea and of the land ?"}]
+    texts = ("the tide turns at noon today", "a dune moves with every wind")
+    pairs = [Pair.make(asked, "a", "b", columns={"documents": text * 3}) for text in texts]
+    assert lab._without_duplicates(pairs, {pairs[0].pair_id}) == (pairs, 0)
+    again = [Pair.make(asked, text, "b") for text in texts]
+    other = Pair.make([*asked, *asked], "a", "b")
+    assert lab._without_duplicates([*again, other], {other.pair_id}) == ([other], 1)
