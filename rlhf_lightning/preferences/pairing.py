@@ -57,7 +57,7 @@ def make_pairs(
         score: scores a response; only `best_against_worst` needs it.
 
     Raises:
-        ValueError: for a method without its score.
+        ValueError: for a method without its score, or a score that is not finite.
     """
     by_prompt: dict[str, list[Candidate]] = {}
     for candidate in candidates:
@@ -114,6 +114,8 @@ def _most_different(answers: Sequence[Candidate]) -> list[Couple]:
 
 def _best_against_worst(answers: Sequence[Candidate], score: ScoreFunction) -> list[Couple]:
     scored = [(score(readable(a.prompt), a.response), a.response_id, a) for a in answers]
+    if bad := [a.response for value, _, a in scored if not math.isfinite(value)]:
+        raise ValueError(f"pairing.score: the score of {bad[0][:60]!r} must be finite")
     ranked = sorted(scored, key=lambda item: item[:2], reverse=True)
     couples = zip(ranked[: len(ranked) // 2], ranked[::-1], strict=False)
     return [(best[2], worst[2]) for best, worst in couples if best[0] > worst[0]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from rlhf_lightning.preferences.pairing import make_pairs
 from rlhf_lightning.preferences.records import Candidate
 
@@ -86,3 +88,16 @@ def test_the_best_meets_the_worst() -> None:
     assert len(pairs) == 2
     assert min(texts(pairs[0]), key=len) == "w 0"
     assert min(texts(pairs[1]), key=len) == "w w 0"
+
+
+def test_a_score_that_is_none_ranks_no_response() -> None:
+    answers = candidates(1, ["w", "w w", "w w w"])
+    scores = iter([1.0, float("nan"), 2.0])
+    with pytest.raises(ValueError, match=r"score of 'w w 0' must be finite"):
+        make_pairs(
+            answers,
+            method="best_against_worst",
+            per_prompt=1,
+            seed=1,
+            score=lambda *_: next(scores),
+        )
