@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,13 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
         name = "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
         label = short if 0 < len(settings) <= 3 and len(short) <= 80 else name
         runs.append(Run(folder, label, read_summary(folder), settings))
-    return runs
+    counts = Counter(run.label for run in runs)  # runs of one label would be one line of the curves
+    common = os.path.commonpath([folder.path.resolve() for folder in folders])
+    places = [folder.path.resolve().relative_to(common).as_posix() for folder in folders]
+    return [
+        replace(run, label=f"{run.label} ({place})") if counts[run.label] > 1 else run
+        for run, place in zip(runs, places, strict=True)
+    ]
 
 
 def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.report import run
-from rlhf_lightning.reports.compare import render_comparison, write_comparison
+from rlhf_lightning.reports.compare import (
+    curves_of,
+    read_runs,
+    render_comparison,
+    write_comparison,
+)
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run
@@ -80,3 +85,10 @@ def test_policies_of_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
     assert "20 prompts in common" in paired
     assert paired.count("<td>differs</td>") >= 3
     assert "kl_coef=0.2" not in paired, "it has no values by prompt"
+
+
+def test_runs_of_one_name_are_a_line_each_and_no_seeds_of_one(tmp_path):
+    folders = [fake_ppo_run(tmp_path / name / "ppo", 8) for name in ("first", "second")]
+    one, other = read_runs(folders)
+    assert (one.label, other.label) == ("ppo (first/ppo)", "ppo (second/ppo)")
+    assert all(len(figure.legends) == 2 for figure in curves_of([one, other]))
