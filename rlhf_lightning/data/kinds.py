@@ -37,7 +37,7 @@ class Labels:
 
     Args:
         column: name of the column; None where no row has one.
-        good: the value that says that a response is good; None for true.
+        good: the value that says that a response is good, in any case of letters; None for true.
     """
 
     column: str | None
@@ -80,7 +80,8 @@ class Labels:
         if value is None or value == "":
             return None
         if self.good is not None:
-            return str(value) == str(self.good)
+            said, good = (str(each).strip().casefold() for each in (value, self.good))
+            return said == good
         if (known := _TRUTH.get(str(value).lower())) is not None:
             return known
         found = f"the label {self.column!r} holds {describe(value)}, expected true or false"
