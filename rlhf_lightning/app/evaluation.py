@@ -139,7 +139,7 @@ def _larger_model(parts: TrainingComponents) -> dict[str, float]:
         model = frozen(load_scalar_model(source))
     size, pad = evaluation.batch_size, int(tokenizer.pad_token_id)
     scored = score_pairs(model, rows, batch_size=size, pad_token_id=pad)
-    return {"val/larger_model_accuracy": share_right(scored)}
+    return {"val/larger_model_accuracy": share_right(scored).mean}
 
 
 def model_config(settings: TrainSettings) -> PretrainedConfig:

@@ -94,10 +94,11 @@ class PairsBenchmark:
         """
         found: Any = FileSource(self.path, validation_fraction=0.0).records("preferences", "train")
         candidates = []
-        for pair, (_, row) in zip(found, checked_rows(Path(self.path).expanduser()), strict=True):
+        for pair in found:
             given: dict[str, Any] = {"variables": pair.variables, "origin": pair.origin}
             prompt = PromptRecord(pair.prompt, pair.domain, rendered=pair.rendered, **given)
-            subset = str(row.get(self.subset) or "")
+            columns = {**pair.origin.columns, "domain": pair.domain}
+            subset = str(columns.get(self.subset) or "")
             candidates.append(Candidates(prompt, (pair.chosen, pair.rejected), subset=subset))
         return candidates
 

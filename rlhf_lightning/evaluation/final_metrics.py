@@ -113,7 +113,7 @@ def trained_findings(
     metrics |= pair_metrics(scored)
     train = cast("Sequence[EncodedPreference]", data.rows("train"))
     if seen := comparable_rows(train, held_out, count=min(len(held_out), MOST_TRAINING_PAIRS)):
-        metrics["val/train_accuracy"] = share_right(score_pairs(module.model, seen, **how))
+        metrics["val/train_accuracy"] = share_right(score_pairs(module.model, seen, **how)).mean
     return Findings(metrics, values=pair_values(scored, held_out, tokenizer))
 
 

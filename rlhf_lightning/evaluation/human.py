@@ -215,7 +215,7 @@ def _rates(prefix: str, key: Sequence[KeyRow], votes: Sequence[list[float]]) -> 
     identical = same * _labelled_share(key, votes)
     ties, rows = given.count(0.5) + identical, len(given) + identical
     wins = sum(won > 0.5 for won in given) + ties / 2
-    return share(f"{prefix}_win_rate", wins, rows) | {
+    return share(wins, rows).named(f"{prefix}_win_rate") | {
         f"{prefix}_tie_rate": ties / rows,
         f"{prefix}_identical_rate": same / len(key),
         f"{prefix}_num_pairs": float(len(given)),

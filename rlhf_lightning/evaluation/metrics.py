@@ -142,7 +142,7 @@ def _gold_details(gold: GoldReward, answers: PolicyAnswers, prefix: str) -> dict
         elif not all(0 <= value <= 1 for value in values):
             metrics[key] = mean
         elif answers.answers_per_prompt == 1:
-            metrics |= share(key, mean * len(values), len(values))
+            metrics |= share(mean * len(values), len(values)).named(key)
         else:
             shares = by_prompt(values, answers.num_prompts).mean(1).numpy()
             metrics |= share_over_prompts(shares).named(key)

@@ -9,10 +9,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torchmetrics.functional.classification import binary_calibration_error
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
-from rlhf_lightning.evaluation.win_rate import share, share_over_groups
+from rlhf_lightning.evaluation.win_rate import Interval, share, share_over_groups
 from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.preferences.reward_annotator import score_rows
@@ -132,8 +134,8 @@ def pair_values(
     parts = []
     for tenth in np.unique(tenths):
         inside = tenths == tenth
-        right = _share_of_pairs("right", [pairs[i] for i in inside.nonzero()[0]])
-        parts.append([float(stated[inside].mean()), *right.values(), int(inside.sum())])
+        right = share_right([pairs[i] for i in inside.nonzero()[0]])
+        parts.append([float(stated[inside].mean()), *right, int(inside.sum())])
     surest = [int(i) for i in margins.argsort(kind="stable")[:MOST_WRONG] if margins[i] < 0]
     wrong = [_as_text(rows[i], tokenizer) | {"margin": float(margins[i])} for i in surest]
     return {
@@ -172,9 +174,10 @@ def comparable_rows(
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def share_right(pairs: Sequence[ScoredPair]) -> float:
+def share_right(pairs: Sequence[ScoredPair]) -> Interval:
     """Return the share of pairs whose preferred response scores higher; equal scores are wrong."""
-    return sum(pair.chosen > pair.rejected for pair in pairs) / len(pairs)
+    prompts = [i if pair.prompt is None else pair.prompt for i, pair in enumerate(pairs)]
+    return share_over_groups([pair.chosen > pair.rejected for pair in pairs], prompts)
 
 
 def _by_length(pairs: Sequence[ScoredPair]) -> dict[str, float]:
@@ -188,14 +191,9 @@ def _by_length(pairs: Sequence[ScoredPair]) -> dict[str, float]:
 def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> dict[str, float]:
     if not pairs:
         return {}
-    key, count = f"val/accuracy{cut}", {f"val/num_pairs{cut}": float(len(pairs))}
-    return (_share_of_pairs(key, pairs) if interval else {key: share_right(pairs)}) | count
-
-
-def _share_of_pairs(key: str, pairs: Sequence[ScoredPair]) -> dict[str, float]:
-    """Return the share of pairs that are ranked right, with its interval."""
-    prompts = [i if pair.prompt is None else pair.prompt for i, pair in enumerate(pairs)]
-    return share_over_groups(key, [pair.chosen > pair.rejected for pair in pairs], prompts)
+    key, right = f"val/accuracy{cut}", share_right(pairs)
+    found = right.named(key) if interval else {key: right.mean}
+    return found | {f"val/num_pairs{cut}": float(len(pairs))}
 
 
 BINS = 10
@@ -220,11 +218,13 @@ def reward_check(
         `_length_bias`, the second minus the first.
     """
     gap, longer = np.asarray(gaps, float), np.asarray(lengths, float)
-    right = int((gap > 0).sum())
-    found = share(f"{prefix}_accuracy", right, len(gap))
+    found = share(int((gap > 0).sum()), len(gap)).named(f"{prefix}_accuracy")
     found[f"{prefix}_num_pairs"] = float(len(gap))
     if log_odds:
-        found[f"{prefix}_calibration_error"] = _calibration_error(gap)
+        stated = torch.from_numpy(_stated(np.concatenate([gap, -gap]))[0])
+        is_better = (torch.arange(len(stated)) < len(gap)).long()
+        error = binary_calibration_error(stated, is_better, n_bins=BINS)
+        found[f"{prefix}_calibration_error"] = float(error)
     unequal = longer != 0
     if unequal.any():
         wins = float((longer[unequal] > 0).mean())
@@ -233,16 +233,6 @@ def reward_check(
         found[f"{prefix}_prefers_longer"] = float(same.mean())
         found[f"{prefix}_length_bias"] = float(same.mean()) - wins
     return found
-
-
-def _calibration_error(gap: np.ndarray) -> float:
-    stated, bins = _stated(np.concatenate([gap, -gap]))
-    observed = np.concatenate([np.ones_like(gap), np.zeros_like(gap)])
-    total = 0.0
-    for number in np.unique(bins):
-        inside = bins == number
-        total += inside.mean() * abs(stated[inside].mean() - observed[inside].mean())
-    return float(total)
 
 
 def _stated(gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

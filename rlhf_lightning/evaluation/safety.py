@@ -163,7 +163,7 @@ class SafetyCheck:
                 continue
             refused = [self.is_refusal(answers.prompts[i], answers.completions[i]) for i in rows]
             asked = [row // answers.answers_per_prompt for row in rows]
-            rate = share_over_groups(f"{prefix}{name}", refused, asked)
+            rate = share_over_groups(refused, asked).named(f"{prefix}{name}")
             found |= {part_key(k, "subset", way): v for k, v in rate.items()} if way else rate
         return found
 

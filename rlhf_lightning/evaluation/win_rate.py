@@ -23,23 +23,6 @@ CONFIDENCE = 0.95
 Values = Sequence[float] | np.ndarray
 
 
-def share(key: str, successes: float, count: float) -> dict[str, float]:
-    """Return `successes / count` as `key`, its Wilson 95 % interval as `<key>_low` and `_high`."""
-    low, high = wilson_interval(successes, count, confidence=CONFIDENCE)
-    return {key: successes / count, f"{key}_low": low, f"{key}_high": high}
-
-
-def share_over_groups(
-    key: str, hits: Sequence[bool], groups: Sequence[Hashable]
-) -> dict[str, float]:
-    """Return the share of hits as `key`, its 95 % interval as `<key>_low` and `_high`.
-
-    Trials of one group, such as a prompt, are no independent trials: see `interval_over_groups`.
-    """
-    low, high = interval_over_groups(hits, groups, confidence=CONFIDENCE)
-    return {key: sum(hits) / len(hits), f"{key}_low": low, f"{key}_high": high}
-
-
 class WinRate(NamedTuple):
     """The result of `win_rate`.
 
@@ -99,7 +82,7 @@ def win_rate(
 
 
 class Interval(NamedTuple):
-    """A mean and the ends of its interval."""
+    """A mean and the ends of its 95 % interval."""
 
     mean: float
     low: float
@@ -111,9 +94,22 @@ class Interval(NamedTuple):
         return {key: self.mean} | {name: x for name, x in ends.items() if not math.isnan(x)}
 
 
-def win_rate_over_prompts(
-    policy_scores: Tensor, baseline_scores: Tensor, *, confidence: float = CONFIDENCE
-) -> Interval:
+def share(successes: float, count: float) -> Interval:
+    """Return `successes / count` with its Wilson interval."""
+    low, high = wilson_interval(successes, count, confidence=CONFIDENCE)
+    return Interval(successes / count, low, high)
+
+
+def share_over_groups(hits: Sequence[bool], groups: Sequence[Hashable]) -> Interval:
+    """Return the share of hits with its interval.
+
+    Trials of one group, such as a prompt, are no independent trials: see `interval_over_groups`.
+    """
+    low, high = interval_over_groups(hits, groups, confidence=CONFIDENCE)
+    return Interval(sum(hits) / len(hits), low, high)
+
+
+def win_rate_over_prompts(policy_scores: Tensor, baseline_scores: Tensor) -> Interval:
     """Return the win rate over all pairs of responses to a prompt, its interval over prompts.
 
     Responses to one prompt are alike, so they are not independent trials: see `share_over_prompts`.
@@ -122,13 +118,11 @@ def win_rate_over_prompts(
     Args:
         policy_scores: `[N, K]`, K responses to each of N prompts.
         baseline_scores: `[N, L]`, L responses to the same prompts.
-        confidence: coverage of the two-sided interval.
 
     Raises:
         ValueError: if the numbers of prompts differ or a score is NaN.
     """
-    won = comparisons_won(policy_scores, baseline_scores)
-    return share_over_prompts(won.mean((1, 2)).numpy(), confidence=confidence)
+    return share_over_prompts(comparisons_won(policy_scores, baseline_scores).mean((1, 2)).numpy())
 
 
 def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
@@ -149,7 +143,7 @@ def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
     return (difference > 0).double() + 0.5 * (difference == 0).double()
 
 
-def share_over_prompts(by_prompt: np.ndarray, *, confidence: float = CONFIDENCE) -> Interval:
+def share_over_prompts(by_prompt: np.ndarray) -> Interval:
     """Return the mean of shares, one a prompt, and its interval over prompts.
 
     Wilson's interval at the number of yes-or-no prompts that would vary as much, see
@@ -157,21 +151,16 @@ def share_over_prompts(by_prompt: np.ndarray, *, confidence: float = CONFIDENCE)
 
     Args:
         by_prompt: `[N]`, each between 0 and 1.
-        confidence: coverage of the two-sided interval.
 
     Source: Wilson 1927; Dean and Pagano 2015 (Wilson's interval at an effective sample size).
     """
-    count = len(by_prompt)
-    mean = float(by_prompt.mean()) if count else math.nan
-    sizes = [1.0] * count
-    effective = effective_number(by_prompt.tolist(), sizes, confidence=confidence) if count else 0.0
-    low, high = wilson_interval(mean * effective if count else 0, effective, confidence=confidence)
+    mean, sizes = float(by_prompt.mean()), [1.0] * len(by_prompt)
+    effective = effective_number(by_prompt.tolist(), sizes, confidence=CONFIDENCE)
+    low, high = wilson_interval(mean * effective, effective, confidence=CONFIDENCE)
     return Interval(mean, low, high)
 
 
-def mean_over_prompts(
-    values: Sequence[float] | np.ndarray, *, confidence: float = CONFIDENCE
-) -> Interval:
+def mean_over_prompts(values: Values) -> Interval:
     """Return the mean of `values`, one a prompt, and Student's interval; NaN where unknown.
 
     It is unknown of one value, and of values that are all equal: how far others lie from them
@@ -180,17 +169,12 @@ def mean_over_prompts(
     sample = np.asarray(values, dtype=np.float64)
     if len(sample) < 2 or np.ptp(sample) == 0:
         return Interval(float(sample[0]) if len(sample) else math.nan, math.nan, math.nan)
-    reach = t.ppf((1 + confidence) / 2, len(sample) - 1) * sample.std(ddof=1) / len(sample) ** 0.5
+    reach = t.ppf((1 + CONFIDENCE) / 2, len(sample) - 1) * sample.std(ddof=1) / len(sample) ** 0.5
     mean = float(sample.mean())
     return Interval(mean, mean - float(reach), mean + float(reach))
 
 
-def ratio_over_prompts(
-    sums: Sequence[float] | np.ndarray,
-    sizes: Sequence[float] | np.ndarray,
-    *,
-    confidence: float = CONFIDENCE,
-) -> Interval:
+def ratio_over_prompts(sums: Values, sizes: Values) -> Interval:
     """Return `sum(sums) / sum(sizes)`, such as a KL per token, and its interval over prompts.
 
     Student's interval of what is left, `sums - ratio * sizes`, over the mean size; NaN where it is
@@ -199,12 +183,11 @@ def ratio_over_prompts(
     Args:
         sums: one a prompt, such as the KL of its responses.
         sizes: one a prompt, such as their tokens.
-        confidence: coverage of the two-sided interval.
 
     Source: Cochran 1977, "Sampling techniques", chapter 6 (a ratio of means).
     """
     ratio, left = _ratio(np.asarray(sums, np.float64), np.asarray(sizes, np.float64))
-    _, low, high = mean_over_prompts(left, confidence=confidence)
+    _, low, high = mean_over_prompts(left)
     return Interval(ratio, ratio + low, ratio + high)
 
 
@@ -215,7 +198,7 @@ def _ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def paired_differences(
-    first: Mapping[str, Any], second: Mapping[str, Any], *, confidence: float = CONFIDENCE
+    first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> tuple[int, dict[str, Interval]]:
     """Return how a second policy differs from a first on the prompts that both were asked.
 
@@ -225,7 +208,6 @@ def paired_differences(
     Args:
         first: values of the first's comparison with a baseline, see `values_of`.
         second: values of the second's.
-        confidence: coverage of the two-sided intervals, which are over prompts.
 
     Returns:
         The number of prompts, and by name `gold_win_rate` and `score_win_rate` of the second over
@@ -263,22 +245,22 @@ def paired_differences(
         old, new = (score[known] for score in scores)
         if known.any():
             sides = torch.from_numpy(new), torch.from_numpy(old)
-            found[f"{judge}_win_rate"] = win_rate_over_prompts(*sides, confidence=confidence)
-            found[judge] = mean_over_prompts(new.mean(1) - old.mean(1), confidence=confidence)
+            found[f"{judge}_win_rate"] = win_rate_over_prompts(*sides)
+            found[judge] = mean_over_prompts(new.mean(1) - old.mean(1))
     lengths, kls = values("length"), values("kl")
     if one_baseline and any(kl.any() for kl in kls):
         pairs = zip(kls, lengths, strict=True)
         (was, old), (now, new) = (_ratio(kl.sum(1), size.sum(1)) for kl, size in pairs)
-        moved = mean_over_prompts(new - old, confidence=confidence)
+        moved = mean_over_prompts(new - old)
         found["kl_per_token"] = Interval(*(now - was + end for end in (0.0, *moved[1:])))
-        found["kl_per_response"] = _difference(kls, confidence)
-    found["response_length"] = _difference(lengths, confidence)
+        found["kl_per_response"] = _difference(kls)
+    found["response_length"] = _difference(lengths)
     return len(both), found
 
 
-def _difference(sides: Sequence[np.ndarray], confidence: float) -> Interval:
+def _difference(sides: Sequence[np.ndarray]) -> Interval:
     old, new = (side.mean(1) for side in sides)
-    return mean_over_prompts(new - old, confidence=confidence)
+    return mean_over_prompts(new - old)
 
 
 def length_controlled_win_rate(
@@ -287,7 +269,6 @@ def length_controlled_win_rate(
     policy_lengths: Sequence[int],
     baseline_lengths: Sequence[int],
     *,
-    confidence: float = CONFIDENCE,
     rows_per_prompt: int = 1,
 ) -> Interval:
     """Return the win rate that a policy would have with responses as long as the baseline's.
@@ -304,7 +285,6 @@ def length_controlled_win_rate(
         baseline_scores: scores of the same prompts, in the same order.
         policy_lengths: lengths of the policy's responses, in tokens.
         baseline_lengths: lengths of the baseline's responses, in tokens.
-        confidence: coverage of the two-sided interval.
         rows_per_prompt: comparisons of each prompt, in a row, where there are several.
 
     Source: Dubois et al. 2024 (length-controlled AlpacaEval), without its term for the prompt;
@@ -329,4 +309,4 @@ def length_controlled_win_rate(
     moves = ((won - fitted)[:, None] * terms) @ np.linalg.inv(curvature)[0]
     by_prompt = rate * (1 - rate) * moves.reshape(-1, rows_per_prompt).sum(1)
     shares = rate + len(by_prompt) * (by_prompt - by_prompt.mean())
-    return share_over_prompts(shares, confidence=confidence)._replace(mean=rate)
+    return share_over_prompts(shares)._replace(mean=rate)

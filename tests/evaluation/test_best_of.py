@@ -77,7 +77,7 @@ def test_a_win_rate_is_the_mean_over_every_draw_and_its_interval_is_over_prompts
         ]
         won = [float((gold[prompt, answer] > rivals[prompt]).double().mean()) for answer in best]
         by_prompt.append(np.mean(won))
-    wanted = share_over_prompts(np.array(by_prompt), confidence=0.95)
+    wanted = share_over_prompts(np.array(by_prompt))
     ends = [found[f"best_of/3/gold_win_rate{end}"] for end in ("", "_low", "_high")]
     assert ends == pytest.approx(list(wanted))
 

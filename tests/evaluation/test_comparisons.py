@@ -27,7 +27,7 @@ def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count
         return np.round(rng.beta(mean * spread, (1 - mean) * spread, number) * 4) / 4
 
     truth = float(shares(400_000).mean())
-    found = [share_over_prompts(shares(count), confidence=0.95) for _ in range(2000)]
+    found = [share_over_prompts(shares(count)) for _ in range(2000)]
     assert np.mean([f.low <= truth <= f.high for f in found]) >= 0.93
     assert np.mean([f.low > truth for f in found]) <= 0.04
 
@@ -81,13 +81,13 @@ def test_the_interval_of_a_kl_per_token_is_over_prompts_and_holds_the_truth():
 
     sums, tokens = kl(400_000)
     truth = sums.sum() / tokens.sum()
-    found = [ratio_over_prompts(*kl(200), confidence=0.95) for _ in range(600)]
+    found = [ratio_over_prompts(*kl(200)) for _ in range(600)]
     assert np.mean([f.low <= truth <= f.high for f in found]) == pytest.approx(0.95, abs=0.025)
-    result = ratio_over_prompts(sums[:3], tokens[:3], confidence=0.95)
+    result = ratio_over_prompts(sums[:3], tokens[:3])
     assert result.mean == pytest.approx(sums[:3].sum() / tokens[:3].sum())
-    same = ratio_over_prompts(tokens[:9] * 1.0, [2.0] * 9, confidence=0.95)
-    assert same == pytest.approx(mean_over_prompts(tokens[:9] / 2, confidence=0.95))
-    assert np.isnan(ratio_over_prompts([0.0] * 9, [2] * 9, confidence=0.95).low)
+    same = ratio_over_prompts(tokens[:9] * 1.0, [2.0] * 9)
+    assert same == pytest.approx(mean_over_prompts(tokens[:9] / 2))
+    assert np.isnan(ratio_over_prompts([0.0] * 9, [2] * 9).low)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,6 @@ def test_the_interval_at_equal_length_holds_the_truth(per_prompt, effect):
             [0.5] * len(won),
             lengths.tolist(),
             [60] * len(won),
-            confidence=0.95,
             rows_per_prompt=per_prompt,
         )
 
@@ -120,7 +119,7 @@ def test_the_interval_at_equal_length_holds_the_truth(per_prompt, effect):
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 10])
 def test_the_interval_of_values_that_do_not_differ_is_not_known(values):
-    mean, *ends = mean_over_prompts(values, confidence=0.95)
+    mean, *ends = mean_over_prompts(values)
     assert np.isnan(ends).all()
     assert mean == 1 or not values
 
@@ -141,9 +140,7 @@ def test_the_length_controlled_rate_is_the_intercept_of_a_regression_on_tanh_of_
         p = 1 / (1 + np.exp(-weights @ x))
         gradient = x @ (p - won) + np.array([0, 0.02]) * weights
         weights -= np.linalg.solve((x * p * (1 - p)) @ x.T + np.diag([0, 0.02]), gradient)
-    got = length_controlled_win_rate(
-        scores.tolist(), [0.0] * 62, lengths.tolist(), [60] * 62, confidence=0.9
-    )
+    got = length_controlled_win_rate(scores.tolist(), [0.0] * 62, lengths.tolist(), [60] * 62)
     assert got.mean == pytest.approx(1 / (1 + np.exp(-weights[0])), abs=1e-4)
 
 
@@ -166,12 +163,12 @@ def values_of_run(seed: int, gain: float, prompts: range) -> dict[str, list]:
 
 def test_two_policies_are_compared_prompt_by_prompt():
     first, second = values_of_run(1, 0.0, range(200)), values_of_run(2, 0.2, range(40, 240))
-    count, found = paired_differences(first, second, confidence=0.95)
+    count, found = paired_differences(first, second)
     assert count == 160
     assert found["gold"].low > 0.1, "the same prompts"
     both = zip(second["gold"][:160], first["gold"][40:], strict=True)
     assert found["gold_win_rate"].mean == np.mean([new > old for new, old in both])
-    alone = [mean_over_prompts(one["gold"], confidence=0.95) for one in (first, second)]
+    alone = [mean_over_prompts(one["gold"]) for one in (first, second)]
     assert alone[0].high > alone[1].low, "single intervals overlap"
     lengths, kls = (
         [np.array(second[name][:160]), np.array(first[name][40:])] for name in ("length", "kl")
@@ -182,22 +179,22 @@ def test_two_policies_are_compared_prompt_by_prompt():
     assert (
         found["kl_per_token"].low < found["kl_per_token"].mean < found["kl_per_token"].high + 1e-9
     )
-    back = paired_differences(second, first, confidence=0.95)[1]
+    back = paired_differences(second, first)[1]
     assert back["gold"] == pytest.approx([-x for x in (found["gold"][i] for i in (0, 2, 1))])
 
 
 def test_another_reward_or_baseline_is_not_compared_and_other_prompts_are_not_paired():
     first, second = values_of_run(1, 0.0, range(50)), values_of_run(2, 0.2, range(50))
     other = {**second, "baseline_score": [1.0] * 50}
-    names = set(paired_differences(first, other, confidence=0.95)[1])
+    names = set(paired_differences(first, other)[1])
     assert "score" not in names
     assert {"gold", "kl_per_token"} <= names
     longer = {**second, "baseline_length": [8] * 50}
-    names = set(paired_differences(first, longer, confidence=0.95)[1])
+    names = set(paired_differences(first, longer)[1])
     assert names == {"gold_win_rate", "gold", "response_length"}
     judged = [{**one, "baseline_gold": one["baseline_score"]} for one in (first, second)]
-    assert "gold" in paired_differences(*judged, confidence=0.95)[1]
+    assert "gold" in paired_differences(*judged)[1]
     doubled = {**judged[1], "baseline_gold": [2 * value for value in second["baseline_score"]]}
-    names = set(paired_differences(judged[0], doubled, confidence=0.95)[1])
+    names = set(paired_differences(judged[0], doubled)[1])
     assert not names & {"gold", "gold_win_rate"}, "another gold reward"
-    assert paired_differences(first, values_of_run(2, 0, range(60, 99)), confidence=0.95) == (0, {})
+    assert paired_differences(first, values_of_run(2, 0, range(60, 99))) == (0, {})

@@ -44,7 +44,7 @@ def test_the_kl_of_a_response_is_the_mean_over_responses_and_that_of_a_token_ove
     found = measure_sides(mine, theirs, seed=1)
     assert mine.lengths == [3, 2, 4, 2]
     assert found["val/kl_per_response"] == 3
-    by_prompt = mean_over_prompts([1.5, 4.5], confidence=0.95)
+    by_prompt = mean_over_prompts([1.5, 4.5])
     assert found["val/kl_per_response_low"] == pytest.approx(by_prompt.low)
     assert (
         found["val/kl_per_token_low"] < found["val/kl_per_token"] < found["val/kl_per_token_high"]
@@ -101,9 +101,9 @@ def test_gold_and_what_is_solved_have_intervals_over_prompts_with_several_respon
     found = measure_sides(mine, theirs, seed=1, gold=Solved())
     shares = np.array([1.0, 0.5, 0.0])
     for name, wanted in (
-        ("val/solved", share_over_prompts(shares, confidence=0.95)),
-        ("val/gold", mean_over_prompts(shares, confidence=0.95)),
-        ("val/baseline_gold", mean_over_prompts([1.0, 0.0, 0.0], confidence=0.95)),
+        ("val/solved", share_over_prompts(shares)),
+        ("val/gold", mean_over_prompts(shares)),
+        ("val/baseline_gold", mean_over_prompts([1.0, 0.0, 0.0])),
         ("val/baseline_solved", (1 / 3, *wilson_interval(1, 3, confidence=0.95))),
     ):
         assert [found[f"{name}{end}"] for end in ("", "_low", "_high")] == pytest.approx(wanted)
@@ -126,7 +126,7 @@ def test_with_several_answers_every_answer_meets_every_other_of_its_prompt():
     # Prompt 1: 3 of 4 meetings won. Prompt 2: two ties, two losses.
     assert found["val/gold_win_rate"] == pytest.approx((0.75 + 0.25) / 2)
     assert found["val/gold_tie_rate"] == pytest.approx(2 / 8)
-    ends = share_over_prompts(np.array([0.75, 0.25]), confidence=0.95)[1:]
+    ends = share_over_prompts(np.array([0.75, 0.25]))[1:]
     assert (found["val/gold_win_rate_low"], found["val/gold_win_rate_high"]) == pytest.approx(ends)
     assert mine.num_prompts == 2
 
