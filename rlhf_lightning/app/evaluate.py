@@ -43,7 +43,7 @@ from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation import human
 from rlhf_lightning.evaluation.benchmarks import score_candidates
 from rlhf_lightning.evaluation.compare import prompt_room
-from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling, side_by_side, values_of
+from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling
 from rlhf_lightning.evaluation.held_out import (
     BAD,
     NOT_DRAWN,
@@ -213,7 +213,7 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     with in_precision(settings.trainer.precision, policy.model.device):
         mine = comparison.ask_policy(policy.model, baseline.model)
         theirs = comparison.ask_baseline(baseline.model)
-        metrics = comparison.measure(mine, theirs)
+        findings = comparison.findings(mine, theirs)
         if counts := sorted(set(settings.best_of.n)):
             size = settings.best_of.pool
             best_of, scores = comparison.best_of(policy.model, theirs, counts, size=size)
@@ -221,14 +221,14 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     if not comparison.same_tokenizer:
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
-    metrics |= best_of | _judged(settings, folder, mine, theirs) | reward_spread(settings)
-    SamplesAppender(folder.samples).append(0, side_by_side(mine, theirs))
-    SamplesAppender(folder.distributions).append(0, [values_of(mine, theirs), *pool])
+    judged = _judged(settings, folder, mine, theirs) | reward_spread(settings)
+    findings.write(folder, 0)
+    SamplesAppender(folder.distributions).append(0, pool)
     now = time.perf_counter()
     seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
     seconds |= {"total": now - begun}
     summary = replace(summary, status="completed", seconds=seconds)
-    summary = _tell(settings, folder, summary, metrics)
+    summary = _tell(settings, folder, summary, findings.metrics | best_of | judged)
     if settings.human == "export":
         command = f"python -m rlhf_lightning.evaluate human=import people.run={folder.path}"
         say(f"People: {human.labelling_command(folder.path / PEOPLE)}")

@@ -16,7 +16,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.evaluation.compare import comparison_of, start_policy
+from rlhf_lightning.evaluation.compare import comparison_of, sample_sides, start_policy
 from rlhf_lightning.evaluation.final_metrics import Findings, held_out_loss, trained_findings
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.normalization import normalize_reward_model
@@ -248,8 +248,6 @@ def compare(
     scorer = getattr(parts.module, "scorer", None)
     if scorer is None and settings.spec.is_scored and settings.scorer is not None:
         scorer = settings.scorer.build()
-        for model in scorer.build():
-            placed(parts, model)
     comparison = comparison_of(
         parts.module,
         parts.data,
@@ -264,10 +262,6 @@ def compare(
     if comparison is None:
         logger.warning("no prompt is held out: no comparison with %s", settings.start)
         return Findings({})
-    teacher = getattr(parts.module, "teacher", None)
-    return comparison.findings(
-        placed(parts, parts.module.policy),
-        placed(parts, baseline),
-        teacher=None if teacher is None else placed(parts, teacher),
-        num_samples=settings.evaluation.num_samples if num_samples is None else num_samples,
-    )
+    model, baseline = placed(parts, parts.module.policy), placed(parts, baseline)
+    kept = settings.evaluation.num_samples if num_samples is None else num_samples
+    return sample_sides(parts.module, comparison, model, baseline, kept)

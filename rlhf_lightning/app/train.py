@@ -235,8 +235,7 @@ def _fit(parts: TrainingComponents, checkpoint: Path | None) -> TrainingComponen
         doctor = next(doctors, None)
         if doctor is None or doctor.request is None:
             return parts
-        back = doctor.request.checkpoint
-        assert back is not None  # else the fit ended with a RunStoppedError
+        back = int(cast(float, doctor.request.value))  # else a RunStoppedError has ended the fit
         checkpoint = parts.folder.checkpoints / f"iteration={back:06d}.ckpt"
         if parts.trainer.is_global_zero:
             write_handover(parts.folder, doctor.hand_over(back))

@@ -13,7 +13,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.compare import ComparisonOptions, comparison_of
-from rlhf_lightning.evaluation.generate import PolicyAnswers, side_by_side
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.held_out import HeldOutComparison
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 
@@ -79,11 +79,11 @@ class PeriodicEvaluation(Callback):
             if self._baseline is None:
                 self._baseline = self.comparison.ask_baseline(module.reference, module.teacher)
             mine = self.comparison.ask_policy(module.policy, module.reference, module.teacher)
-        measures = self.comparison.measure(mine, self._baseline)
+        found = self.comparison.findings(mine, self._baseline, NUM_SAMPLES)
+        measures = found.metrics
         measures["time/evaluate"] = time.perf_counter() - started
         self._names |= set(measures)
         gaps = dict.fromkeys(self._names, math.nan)
         pl_module.log_dict(gaps | measures, on_step=True)
-        samples = side_by_side(mine, self._baseline, NUM_SAMPLES)
         for logger in wandb_loggers(trainer):
-            log_samples(logger, current_iteration(trainer), "held_out", samples)
+            log_samples(logger, current_iteration(trainer), "held_out", found.samples)

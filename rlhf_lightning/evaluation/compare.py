@@ -29,6 +29,7 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, WholeSource, as_source
 from rlhf_lightning.data.summary import warn_of_plain_prompts
+from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.gates import CheckedGate, check_gates
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, held_out_comparison
@@ -160,37 +161,49 @@ def compare(
     if comparison is None:
         fix = "give validation_fraction=, validation_path= or max_prompt_length="
         raise ValueError(f"no prompt of {prompts} that is short enough is held out: {fix}")
+    found = sample_sides(policy, comparison, mine.model, theirs.model, num_samples)
     judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
-    return _compared(policy, mine, theirs, comparison, judge, gates or {}, num_samples)
+    return _judged(policy, comparison, found, gates or {}, theirs.name, judge)
 
 
-def _compared(
+def sample_sides(
     policy: Any,
-    mine: _Side,
-    theirs: _Side,
     comparison: HeldOutComparison,
-    judge: Any,
-    gates: Mapping[str, Any],
+    model: PolicyModel,
+    baseline: PolicyModel,
     num_samples: int | None,
-) -> Comparison:
-    scorer, safety, device = comparison.scorer, comparison.safety, mine.model.device
+) -> Findings:
+    """Sample the model of `policy` and the baseline, in the precision of its training."""
+    scorer, device = comparison.scorer, model.device
     if scorer is not None and scorer is not getattr(policy, "scorer", None):
-        for model in scorer.build(None):
-            model.to(device)
+        for part in scorer.build(None):
+            part.to(device)
     teacher = _teacher(policy, comparison, device)
-    with precision_of(mine.trainer):
-        found = comparison.findings(
-            mine.model, theirs.model, teacher=teacher, num_samples=num_samples
-        )
+    with precision_of(trainer_of(policy)):
+        mine = comparison.ask_policy(model, baseline, teacher)
+        theirs = comparison.ask_baseline(baseline, teacher)
+        return comparison.findings(mine, theirs, num_samples)
+
+
+def _judged(
+    policy: Any,
+    comparison: HeldOutComparison,
+    found: Findings,
+    gates: Mapping[str, Any],
+    baseline: str,
+    judge: Any,
+) -> Comparison:
+    """Return what was found, with gates, and add it to the run of the policy's training."""
+    trainer, safety = trainer_of(policy), comparison.safety
     by = "val/score_win_rate" if comparison.gold is None else "val/gold_win_rate"
     if by not in found.metrics:
         fix = "compare by a reward that applies to them"
         raise ValueError(f"no score: no prompt has two responses with one: {fix}")
     required = required_measures(None if safety is None else safety.prompts)
     results = check_gates(gates, found.metrics, required=required)
-    for callback in getattr(mine.trainer, "callbacks", ()):
+    for callback in getattr(trainer, "callbacks", ()):
         if hasattr(callback, "on_compare_end"):
-            callback.on_compare_end(mine.trainer, found, results, theirs.name, judge)
+            callback.on_compare_end(trainer, found, results, baseline, judge)
     rate, low, high = (found.metrics[f"{by}{end}"] for end in ("", "_low", "_high"))
     asked = int(found.metrics["val/num_prompts"])
     return Comparison(rate, low, high, asked, found.metrics, found.samples, results)
@@ -294,7 +307,6 @@ class _Side:
     tokenizer: PreTrainedTokenizerBase
     source: str
     name: str
-    trainer: Any = None
 
     @property
     def generator(self) -> CapturedGenerator:
@@ -316,7 +328,7 @@ def _side(policy: Any, name: str) -> _Side:
     if trainer is not None:
         model = model.to(trainer.strategy.root_device)
     name = f"{type(policy).__name__} trained from {source}"
-    return _Side(model, policy.tokenizer, source, name, trainer)
+    return _Side(model, policy.tokenizer, source, name)
 
 
 def _baseline(policy: Any, mine: _Side, baseline: Any) -> _Side:

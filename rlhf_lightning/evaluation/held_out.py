@@ -142,25 +142,11 @@ class HeldOutComparison:
         return {k: v for k, v in metrics.items() if not k.startswith("val/kl_per_")}
 
     def findings(
-        self,
-        policy: PolicyModel,
-        baseline: PolicyModel,
-        *,
-        teacher: Teacher | None = None,
-        num_samples: int | None = None,
+        self, mine: PolicyAnswers, theirs: PolicyAnswers, num_samples: int | None = None
     ) -> Findings:
-        """Sample both policies and return metrics, samples and values.
-
-        Args:
-            policy: policy that is compared with `baseline`.
-            baseline: the other policy; the KL is from it.
-            teacher: a model that the policy has learnt from, for the KL of both to it.
-            num_samples: prompts to keep with a response of each; None for all.
-        """
-        mine = self.ask_policy(policy, baseline, teacher)
-        theirs = self.ask_baseline(baseline, teacher)
-        metrics = self.measure(mine, theirs)
-        return Findings(metrics, side_by_side(mine, theirs, num_samples), values_of(mine, theirs))
+        """Return metrics, samples and values; None keeps a sample of each prompt."""
+        samples = side_by_side(mine, theirs, num_samples)
+        return Findings(self.measure(mine, theirs), samples, values_of(mine, theirs))
 
     def best_of(
         self, policy: PolicyModel, theirs: PolicyAnswers, counts: Sequence[int], *, size: int

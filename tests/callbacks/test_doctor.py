@@ -198,5 +198,5 @@ def test_training_goes_back_only_to_before_the_alarm(tmp_path, save_every, kind,
         fit(tmp_path, doctor, saves=saves)
     assert doctor.policy.alarmed_iterations == [3, 4, 5]
     assert doctor.request is not None
-    assert (doctor.request.kind, doctor.request.checkpoint) == (kind, back_to)
-    assert ("no checkpoint is from before an alarm" in doctor.request.reason) == (kind == "stop")
+    assert (doctor.request.kind, doctor.request.value) == (kind, back_to)
+    assert ("no checkpoint is from before an alarm" in doctor.request.message) == (kind == "stop")

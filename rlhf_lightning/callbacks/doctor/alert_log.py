@@ -18,25 +18,6 @@ from rlhf_lightning.runs.folder import RunFolder
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class EndRequest:
-    """A request to end the fit.
-
-    Args:
-        kind: kind of end, stop or rollback.
-        iteration: last iteration before the end.
-        reason: reason, one sentence.
-        checkpoint: iteration of the checkpoint that a rollback returns to.
-        remedy: fix for the alarm.
-    """
-
-    kind: str
-    iteration: int
-    reason: str
-    checkpoint: int | None = None
-    remedy: str = ""
-
-
 @dataclass
 class AlertLog:
     """The events of a run, written to `doctor.jsonl` whenever one is added.
@@ -104,19 +85,20 @@ class AlertLog:
         event = DoctorEvent(iteration, "action", detector, "", told, changes=changes)
         self._add(event, f"iteration {iteration}: {told}", warns=False)
 
-    def note_end(self, iteration: int, kind: str, alarm: str, checkpoint: int | None) -> EndRequest:
+    def note_end(
+        self, iteration: int, kind: str, alarm: str, checkpoint: int | None
+    ) -> DoctorEvent:
         """Add how the fit ends, and return it; without a checkpoint to go back to it stops."""
-        spec = DETECTORS[alarm]
-        reason = f"the alarm {alarm} has stayed: {spec.title.lower()}"
+        reason = f"the alarm {alarm} has stayed: {DETECTORS[alarm].title.lower()}"
         if kind == "rollback" and checkpoint is not None:
             told = f"{reason}; training goes back to the checkpoint of iteration {checkpoint}"
             event = DoctorEvent(iteration, "rollback", alarm, "alarm", told, value=checkpoint)
         else:
             missing = ", as no checkpoint is from before an alarm" * (kind == "rollback")
-            kind, checkpoint, told = "stop", None, f"{reason}; training stops{missing}"
+            told = f"{reason}; training stops{missing}"
             event = DoctorEvent(iteration, "stop", alarm, "alarm", told)
         self._add(event, f"iteration {iteration}: {told}", warns=True)
-        return EndRequest(kind, iteration, told, checkpoint, spec.remedy)
+        return event
 
     def _add(self, event: DoctorEvent, message: str, *, warns: bool) -> None:
         """Add an event, and on the first rank log and write it."""

@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks import iterations
 from rlhf_lightning.callbacks.doctor import rollouts
-from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, EndRequest
+from rlhf_lightning.callbacks.doctor.alert_log import AlertLog
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics
+from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
 from rlhf_lightning.doctor.metrics import response_metrics
@@ -131,7 +132,7 @@ class Doctor(Callback):
         self.alert_log = AlertLog(folder)
         self.detectors = Detectors(self.thresholds, 0)
         self.policy = InterventionPolicy(actions or ActionSettings())
-        self.request: EndRequest | None = None
+        self.request: DoctorEvent | None = None  # how it ends the fit
         self.logged_names = LoggedNames()
         self.largest_score = 0.0  # the largest |mean score| of an iteration so far
 
@@ -223,8 +224,8 @@ class Doctor(Callback):
             RunStoppedError: on every rank.
         """
         if (request := self.request) is not None and request.kind == "stop":
-            told = f"the doctor, after iteration {request.iteration}: {request.reason}. Fix: "
-            told += f"{request.remedy}, or actions.on_alarm=none, and "
+            told = f"the doctor, after iteration {request.iteration}: {request.message}. Fix: "
+            told += f"{DETECTORS[request.name].remedy}, or actions.on_alarm=none, and "
             raise RunStoppedError(f"{told}ckpt_path={self.folder.last_checkpoint}")
 
     # -- going back and ending ----------------------------------------------------------------
@@ -309,6 +310,6 @@ class Doctor(Callback):
         request = state_dict["request"]
         rolls_back = self.policy.settings.on_alarm == "rollback"
         again = request is not None and request["kind"] == "rollback" and rolls_back
-        self.request = EndRequest(**request) if again else None
+        self.request = DoctorEvent(**request) if again else None
         if request is not None and not again:
             self.policy.alarmed_since = {}
