@@ -42,6 +42,7 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import MIXED_BF16, round_frozen_weights
 from rlhf_lightning.modules.pretrained import naming_argument
 from rlhf_lightning.modules.rewards import as_scorer
+from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.base import reward_of
 from rlhf_lightning.rollout.scorers.http import ServiceError
@@ -233,7 +234,7 @@ def comparison_of(
     usual = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
     skip = usual.skip_special_tokens if skip_special_tokens is None else skip_special_tokens
     sampling = Sampling(
-        getattr(policy, "generator", None) or side.generator,
+        generator_of(policy, side.tokenizer, side.source),
         side.tokenizer,
         temperature=usual.temperature if temperature is None else temperature,
         max_new_tokens=max_new_tokens or usual.max_new_tokens,
@@ -308,12 +309,6 @@ class _Side:
     source: str
     name: str
 
-    @property
-    def generator(self) -> CapturedGenerator:
-        """The generator that continues its prompts."""
-        stops = stop_ids(self.tokenizer, self.source)
-        return CapturedGenerator(stops, int(self.tokenizer.pad_token_id))  # type: ignore[arg-type]
-
 
 def _side(policy: Any, name: str) -> _Side:
     if isinstance(policy, str | Path):
@@ -351,6 +346,12 @@ def precision_of(trainer: Any) -> AbstractContextManager[Any]:
     if trainer is None:
         return nullcontext()
     return trainer.strategy.precision_plugin.forward_context()  # type: ignore[no-any-return]
+
+
+def generator_of(module: Any, tokenizer: Any, source: str) -> Generator:
+    """Return the generator of a module, or the usual one, which stops as `source` says."""
+    own: Generator | None = getattr(module, "generator", None)
+    return own or CapturedGenerator(stop_ids(tokenizer, source), int(tokenizer.pad_token_id))
 
 
 def start_of(module: Any) -> str:

@@ -41,13 +41,11 @@ class Findings:
         metrics: final metrics, flat.
         samples: rows of samples.jsonl.
         values: values behind the metrics, for distributions.jsonl.
-        seconds: wall-clock seconds by phase: `measure`, `export`.
     """
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: RunFolder, iteration: int) -> None:
         """Write samples and values into a run folder, in place of those of an earlier end."""

@@ -18,6 +18,7 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.compare import (
+    generator_of,
     precision_of,
     prompt_room,
     start_of,
@@ -29,10 +30,8 @@ from rlhf_lightning.functional.statistics import all_equal
 from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.modules.reward import RewardModule
-from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
-from rlhf_lightning.text.tokenizers import stop_ids
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +81,7 @@ def normalize_reward_model(
     source = as_source(cast(Any, prompts), "prompts") if data is None else data.source
     tokenizer: Any = module.tokenizer
     policy, trainer = start_policy(module), trainer_of(module)
-    stops = stop_ids(tokenizer, start_of(module))
-    generator = module.generator or CapturedGenerator(stops, tokenizer.pad_token_id)
+    generator = generator_of(module, tokenizer, start_of(module))
     wanted = 512 if data is None else data.max_length
     count = num_samples or module.algorithm.normalization_samples
     size = min(batch_size, count)

@@ -211,11 +211,7 @@ def read_safety_prompts(path: Path) -> list[PromptRecord]:
         prompt, harmful = row.get("prompt"), row.get("harmful")
         if isinstance(harmful, str):  # of a CSV file
             harmful = {"true": True, "false": False}.get(harmful.lower())
-        if (
-            not isinstance(prompt, str | list | tuple)
-            or not prompt
-            or not isinstance(harmful, bool)
-        ):
+        if not (isinstance(prompt, str | list | tuple) and prompt and isinstance(harmful, bool)):
             fix = 'write {"prompt": "...", "harmful": true} for prompts to refuse, else false'
             raise BadRecordError(where, f"it is {describe(row)}", fix)
         parsed = RowParser()({k: v for k, v in row.items() if k != "harmful"}, where)

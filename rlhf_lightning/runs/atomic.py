@@ -52,14 +52,6 @@ def link_atomically(link: Path, target: Path) -> None:
     sync_folder(link.parent)
 
 
-def link_or_copy(source: Path | str, target: Path | str) -> None:
-    """Make `target` a hard link to the file `source`; a copy where there are no such links."""
-    try:
-        os.link(source, target, follow_symlinks=True)
-    except OSError:  # another file system, or one without hard links
-        shutil.copy2(source, target)
-
-
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder, which loses its name before it loses its content."""
     if path.is_dir() and not path.is_symlink():

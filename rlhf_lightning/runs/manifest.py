@@ -8,12 +8,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from rlhf_lightning.runs.atomic import link_or_copy, write_text
+from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import to_json
 from rlhf_lightning.runs.lock import replacing_folder
 from rlhf_lightning.runs.reading import parse, read_json
@@ -208,10 +209,12 @@ def publish_artifact(source: Path | str, target: Path | str, **described: Any) -
 
 
 def _link_or_copy(source: str, target: str) -> None:
+    """Make `target` a hard link to a file of weights, or a copy of a file."""
     if source.endswith(".safetensors"):
-        link_or_copy(source, target)
-    else:
-        shutil.copy2(source, target)
+        with suppress(OSError):  # another file system, or one without hard links
+            os.link(source, target, follow_symlinks=True)
+            return
+    shutil.copy2(source, target)
 
 
 def source_fingerprint(source: str, revision: str | None = None) -> str:

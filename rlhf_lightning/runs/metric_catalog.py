@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from rlhf_lightning.runs.reading import read_yaml
 
@@ -46,7 +47,8 @@ class Quantity:
 
 _ROWS = read_yaml(Path(__file__).with_name("metrics.yaml"))
 QUANTITIES = {name: Quantity(**row) for name, row in _ROWS.items()}
-PARTS = ("domain", "subset", "task")
+Part = Literal["domain", "subset", "task"]
+PARTS = get_args(Part)
 # Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. The
 # metric of a domain or a subset starts with the name of the whole; see `part_key`.
 FAMILIES = (
@@ -57,7 +59,7 @@ FAMILIES = (
 _BEST_OF = re.compile(r"best_of/(\d+)/(.+)")
 
 
-def part_key(key: str, kind: str, name: str) -> str:
+def part_key(key: str, kind: Part, name: str) -> str:
     """Return the metric's name for one part, such as a domain, of what `key` is measured on.
 
     The part's name comes last, behind a slash that no key has, so it cannot collide with another
@@ -65,11 +67,9 @@ def part_key(key: str, kind: str, name: str) -> str:
 
     Args:
         key: `phase/quantity`, with `_low` or `_high` for a bound of an interval.
-        kind: the kind of part, one of `PARTS`.
+        kind: the kind of part.
         name: the part's name in the data.
     """
-    if kind not in PARTS:
-        raise ValueError(f"kind={kind!r} must be one of {', '.join(PARTS)}")
     return f"{key}/{kind}/{name}"
 
 
