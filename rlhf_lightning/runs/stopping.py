@@ -45,7 +45,7 @@ def stop_behind(error: BaseException) -> BaseException | None:
     return None
 
 
-def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.environ) -> float:
+def deadline(text: str, *, started: float) -> float:
     """Return the moment that `text` means, in seconds since 1970.
 
     Args:
@@ -53,15 +53,14 @@ def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.e
             (`2026-11-22T06:30`, in the local zone unless it names one), or `slurm` for the end of
             this Slurm job.
         started: when the run's process started, in seconds since 1970.
-        environment: where Slurm leaves the end of the job.
 
     Raises:
         ValueError: if it is none of these, or a moment before the start.
     """
     if text == SLURM:
-        if SLURM_END not in environment:
+        if SLURM_END not in os.environ:
             raise ValueError(f"{text!r} needs {SLURM_END} in the environment: give 3h50m")
-        return float(environment[SLURM_END])
+        return float(os.environ[SLURM_END])
     found = _DURATION.fullmatch(text.strip())
     if found and any(found.groups()):
         parts = zip(found.groups(), _SECONDS, strict=True)
@@ -81,56 +80,46 @@ class SaveClock:
     Args:
         every_minutes: minutes between two checkpoints; None for no such rule.
         deadline: time by which the last checkpoint must be on disk, in seconds since 1970.
-        now: the clock, in seconds since 1970.
-
-    Attributes:
-        longest_iteration: seconds of the longest one so far; 0 before the first.
     """
 
     def __init__(
-        self,
-        *,
-        every_minutes: float | None = None,
-        deadline: float | None = None,
-        now: Callable[[], float] = time.time,
+        self, *, every_minutes: float | None = None, deadline: float | None = None
     ) -> None:
         self.deadline = deadline
         self._interval = None if every_minutes is None else 60 * every_minutes
-        self._now = now
-        self.longest_iteration = 0.0
-        self._longest_save = 0.0
-        self._last_iteration = self._last_save = now()
+        self._longest_iteration = self._longest_save = 0.0  # seconds
+        self.start()
 
     def start(self) -> None:
         """Begin to measure the first iteration."""
-        self._last_iteration = self._last_save = self._now()
+        self._last_iteration = self._last_save = time.time()
 
     def end_iteration(self) -> None:
         """Note how long the iteration took, with the validation that belongs to it."""
-        now = self._now()
-        self.longest_iteration = max(self.longest_iteration, now - self._last_iteration)
+        now = time.time()
+        self._longest_iteration = max(self._longest_iteration, now - self._last_iteration)
         self._last_iteration = now
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Note how long a save takes, which belongs to no iteration."""
-        before = self._now()
+        before = time.time()
         yield
-        self._last_iteration = self._last_save = self._now()
+        self._last_iteration = self._last_save = time.time()
         self._longest_save = max(self._longest_save, self._last_save - before)
 
     def save_is_due(self) -> bool:
         """Return whether `every_minutes` have passed, or a first save must show what one takes."""
         if self.deadline is not None and not self._longest_save:
             return True
-        return self._interval is not None and self._now() - self._last_save >= self._interval
+        return self._interval is not None and time.time() - self._last_save >= self._interval
 
     def must_stop(self) -> bool:
         """Return whether one more iteration and its save could end after the deadline."""
         if self.deadline is None:
             return False
-        reserve = _ITERATIONS_IN_RESERVE * self.longest_iteration
-        return self._now() + reserve + _SAVES_IN_RESERVE * self._longest_save >= self.deadline
+        reserve = _ITERATIONS_IN_RESERVE * self._longest_iteration
+        return time.time() + reserve + _SAVES_IN_RESERVE * self._longest_save >= self.deadline
 
 
 def _taken_over(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:

@@ -27,10 +27,12 @@ def test_a_deadline_is_a_time_after_the_start_or_a_moment(text, seconds):
     assert deadline(text, started=START) == START + seconds
 
 
-def test_slurm_says_when_the_job_ends():
-    assert deadline("slurm", started=START, environment={"SLURM_JOB_END_TIME": "99"}) == 99
+def test_slurm_says_when_the_job_ends(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "99")
+    assert deadline("slurm", started=START) == 99
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
     with pytest.raises(ValueError, match="SLURM_JOB_END_TIME"):
-        deadline("slurm", started=START, environment={})
+        deadline("slurm", started=START)
 
 
 @pytest.mark.parametrize(
