@@ -166,10 +166,6 @@ class IterationWandbLogger(WandbLogger):
         """Log what belongs to `iteration`: numbers, or anything else that W&B shows."""
         self.guarded(lambda: self.experiment.log({**values, ITERATION: iteration}))
 
-    def add_config(self, values: Mapping[str, Any]) -> None:
-        """Add plain values to the configuration of the W&B run."""
-        self.guarded(lambda: self.experiment.config.update(dict(values), allow_val_change=True))
-
     def alert(self, title: str, text: str, level: AlertLevel = "WARN") -> None:
         """Send an alert to the subscribers of the W&B project."""
         self.guarded(lambda: self.experiment.alert(title, text, level))
@@ -430,14 +426,13 @@ def log_lineage(
     artifact too, and online so is what was used; offline W&B cannot mark an artifact as used, and
     the configuration alone says it.
     """
-    used, made = list(used), list(made)
-    logger.add_config({"lineage": {"used": _by_role(used), "made": _by_role(made)}})
-    run = logger.experiment
+    used, made, run = list(used), list(made), logger.experiment
+    lineage = {"used": _by_role(used), "made": _by_role(made)}
+    run.config.update({"lineage": lineage}, allow_val_change=True)
     for origin in made:
-        logger.guarded(lambda origin=origin: run.log_artifact(as_artifact(origin)))
-    if not getattr(run, "offline", True):
-        for origin in used:
-            logger.guarded(lambda origin=origin: run.use_artifact(as_artifact(origin)))
+        run.log_artifact(as_artifact(origin))
+    for origin in [] if getattr(run, "offline", True) else used:
+        run.use_artifact(as_artifact(origin))
 
 
 def as_artifact(origin: Origin) -> wandb.Artifact:

@@ -52,14 +52,10 @@ def unreachable_hub() -> str | None:
 
 
 @functools.cache
-def tell_of_cache(name: str) -> None:
-    """Say that the files of a model or dataset are those that were loaded before, if they are."""
-    if (reason := unreachable_hub()) is not None:
-        logger.warning("%s: %s is what was loaded before", reason, name)
-
-
 def check_on_hub(name: str, revision: str | None = None) -> None:
     """Check that a model of the hub can be loaded: that it is asked, or that it was.
+
+    In the latter case it says so, once.
 
     Raises:
         ValueError: if the hub cannot be reached, and the model is not in its cache.
@@ -72,7 +68,7 @@ def check_on_hub(name: str, revision: str | None = None) -> None:
         cached = None
     if not isinstance(cached, str):
         raise ValueError(f"{name} is no folder here, and was not loaded before: {reason}")
-    tell_of_cache(name)
+    logger.warning("%s: %s is what was loaded before", reason, name)
 
 
 class HubError(RuntimeError):

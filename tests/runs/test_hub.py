@@ -10,8 +10,8 @@ from rlhf_lightning import SFTModule
 from rlhf_lightning.data.sources.base import HubSource
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.runs.hub import (
+    check_on_hub,
     hub_snapshot,
-    tell_of_cache,
     unreachable_hub,
 )
 
@@ -23,10 +23,10 @@ def away(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    for asked in (unreachable_hub, tell_of_cache):
+    for asked in (unreachable_hub, check_on_hub):
         asked.cache_clear()
     yield tmp_path
-    for asked in (unreachable_hub, tell_of_cache):
+    for asked in (unreachable_hub, check_on_hub):
         asked.cache_clear()
 
 
