@@ -8,12 +8,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhf_lightning.app.command_line import say
 from rlhf_lightning.app.config.compose import ConfigError, choices, config_dirs
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.saved import read_saved
@@ -55,11 +56,7 @@ SettingsT = TypeVar("SettingsT", bound=RunSettings)
 
 
 def prepare_inputs(
-    settings: SettingsT,
-    overrides: list[str],
-    say: Callable[[str], None] = print,
-    *,
-    kinds: Sequence[str] = MODELS,
+    settings: SettingsT, overrides: list[str], *, kinds: Sequence[str] = MODELS
 ) -> SettingsT:
     """Make sure that the models in `artifacts` exist; train the built-in ones that do not.
 
@@ -70,7 +67,6 @@ def prepare_inputs(
         settings: settings of the command.
         overrides: overrides of the command line; those that concern every stage are passed to the
             child.
-        say: prints one line.
         kinds: keys of `artifacts` to check.
 
     Returns:
@@ -92,7 +88,7 @@ def prepare_inputs(
         usual = has_recipe and source == f"{settings.select('model.folder')}/{kind}"
         base = settings.select("artifacts.base") or settings.select("model.base")
         if settings.only_runs and usual and (base or not _recipe(kind).spec.trains_policy):
-            changed = _untrained(kind, settings, base, say)
+            changed = _untrained(kind, settings, base)
             settings = settings.updated(changed) if changed else settings
             continue
         if not is_built_in(settings, kind):
@@ -210,9 +206,7 @@ def has_records(settings: Any, kind: str) -> bool:
         return False
 
 
-def _untrained(
-    kind: str, settings: RunSettings, base: str | None, say: Callable[[str], None]
-) -> dict[str, str | None]:
+def _untrained(kind: str, settings: RunSettings, base: str | None) -> dict[str, str | None]:
     """Make a model of random weights; a pretrained base takes the place of a missing policy."""
     source = str(settings.select(f"artifacts.{kind}"))
     module = _recipe(kind).spec

@@ -49,7 +49,8 @@ def test_missing_built_in_models_are_trained_in_order_and_say_so(
         trained.append(kind)
 
     monkeypatch.setattr(prerequisites, "_train", train)
-    prerequisites.prepare_inputs(compose_ppo(), [], say=said.append)
+    monkeypatch.setattr(prerequisites, "say", said.append)
+    prerequisites.prepare_inputs(compose_ppo(), [])
     assert trained == ["sft", "reward"]
     assert "training it first" in said[0]
 
@@ -64,7 +65,7 @@ def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypa
     )
     overrides = ["+experiment=ppo", "module.ppo.kl_coef=0.1", "logger=none", "paths.outputs=o"]
     with pytest.raises(RuntimeError, match="training the sft model failed with exit status 3"):
-        prerequisites.prepare_inputs(compose_ppo(), overrides, say=lambda _: None)
+        prerequisites.prepare_inputs(compose_ppo(), overrides)
     assert commands[0][3] == mine
     assert commands[0][-4:] == ["+experiment=sft", "seed=1", "logger=none", "paths.outputs=o"]
 
@@ -80,7 +81,7 @@ def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weig
     (real / "config.json").write_text("{}")
     words = ["+experiment=ppo", "debug=fast", f"lora={lora}", f"paths.artifacts={tmp_path}"]
     settings = settings_of(*words)
-    assert prerequisites.prepare_inputs(settings, [], say=lambda _: None) is settings
+    assert prerequisites.prepare_inputs(settings, []) is settings
     sft, reward = (Path(str(settings.artifacts.of(kind))) for kind in ("sft", "reward"))
     assert sft == tmp_path / "debug_fast/demo_seed1/sft"
     assert len(load_tokenizer(sft)) == load_policy(sft).model.config.vocab_size
@@ -88,10 +89,10 @@ def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weig
     assert (reward / "adapter").is_dir() == (lora == "lora")
     assert [path.name for path in real.iterdir()] == ["config.json"]
     before = read_manifest(sft)
-    prerequisites.prepare_inputs(settings, [], say=lambda _: None)
+    prerequisites.prepare_inputs(settings, [])
     assert read_manifest(sft) == before
     again = settings_of(*words[:-1], f"paths.artifacts={tmp_path}/again")
-    prerequisites.prepare_inputs(again, [], say=lambda _: None)
+    prerequisites.prepare_inputs(again, [])
     for kind in ("sft", "reward"):  # by the seed, so that such a run can be repeated
         files = [Path(str(one.artifacts.of(kind))) for one in (settings, again)]
         weights = [(folder / "model.safetensors").read_bytes() for folder in files]
