@@ -71,7 +71,6 @@ from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import (
     Summary,
     new_summary,
-    read_summary,
     spent_seconds,
     write_summary,
 )
@@ -190,10 +189,9 @@ def _train(
         summary = replace(summary, status="completed", **ended)
         if parts.trainer.is_global_zero:
             summary = replace(summary, next=after_training(settings, folder, overrides))
-            write_summary(folder, summary)
+            told = write_summary(folder, summary)  # with what the doctor said
             write_report(folder)
             finish_tracking(parts, findings, summary)
-            told = read_summary(folder)  # with what the doctor said
             print_verdict(told, folder, wandb=shown_in_wandb(parts.trainer))
     return summary
 

@@ -197,7 +197,7 @@ class RunRecord(Callback):
         before = begun.seconds.get("total", 0.0)
         seconds = {"total": before + time.perf_counter() - self._started}
         summary = replace(begun, metrics=last | findings.metrics, seconds=seconds, **ended)
-        write_summary(self.folder, summary)
+        summary = write_summary(self.folder, summary)  # with what the doctor said
         findings.write(self.folder, current_iteration(trainer))
         if current_iteration(trainer):
             write_report(self.folder)

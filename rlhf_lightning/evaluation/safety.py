@@ -180,7 +180,6 @@ class SafetyCheck:
             name = f"{over}refusal_rate"
             if rows := sum(domain in domains for domain in mine.domains):
                 found[f"val/num_{kind}"] = rows / mine.answers_per_prompt
-            if f"val/{name}" in found and f"val/baseline_{name}" in found:
                 found[f"val/{name}_change"] = found[f"val/{name}"] - found[f"val/baseline_{name}"]
         return found
 

@@ -117,16 +117,17 @@ def new_summary(
     )
 
 
-def write_summary(folder: RunFolder, summary: Summary) -> Path:
-    """Write `summary.json` in one step and return its path; NaN and infinities become null.
+def write_summary(folder: RunFolder, summary: Summary) -> Summary:
+    """Write `summary.json` in one step; NaN and infinities become null.
 
-    What the doctor has said and done is taken from `doctor.jsonl`, so that a run that fails has it.
+    What the doctor has said and done is taken from `doctor.jsonl`, so that a run that fails has it;
+    the summary with it is returned.
     """
     if events := read_events(folder.doctor):
         alerts, actions = tuple(alerts_of(events)), tuple(actions_of(events))
         summary = replace(summary, alerts=alerts, actions=actions)
     write_text(folder.summary, to_json(asdict(summary), indent=2) + "\n")
-    return folder.summary
+    return summary
 
 
 def read_summary(folder: RunFolder) -> Summary:
