@@ -36,15 +36,11 @@ class MetricsLog(Callback):
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self._appender: MetricsAppender | None = None
         self._row: dict[str, float] = {}
-        self._written = 0
-        self._start = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember where the run starts; nothing is cut before there is something to write."""
-        self._start = current_iteration(trainer)
-        self._appender = None
+        """Take up the file; nothing is cut before there is something to write."""
+        self._appender, self._written = MetricsAppender(self.folder.metrics), -1
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Write the row, unless a validation is about to add to it."""
@@ -62,10 +58,7 @@ class MetricsLog(Callback):
         if not writes(trainer):
             return
         iteration = current_iteration(trainer)
-        if self._appender is None:
-            self._appender = MetricsAppender(self.folder.metrics)
-            self._appender.truncate(self._start)
-        elif self._written == iteration:  # a validation was run after the row was written
+        if self._written != iteration - 1:  # at a start, or where a validation follows the row
             self._appender.truncate(iteration - 1)
         # NaN says that something was not measured, as an empty cell does.
         measured = {name: value for name, value in self._row.items() if value == value}
