@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.evaluation.generate import PolicyAnswers
-from rlhf_lightning.evaluation.reward_accuracy import reward_check
+from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, reward_check
 from rlhf_lightning.evaluation.win_rate import length_controlled_win_rate, share
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
@@ -174,15 +174,16 @@ def human_measures(
     found["val/human_skipped"] = float(sum(row.pair_id in seen for row in key) - len(labelled))
     if same := [a == b for given in votes for a, b in combinations(given, 2)]:
         found["val/human_agreement"] = sum(same) / len(same)
-    gaps, lengths = [], []
-    for row, share_won in labelled:
-        if row.policy_score is not None and row.baseline_score is not None and share_won != 0.5:
-            sign = 1 if share_won > 0.5 else -1  # chosen minus rejected
-            gaps.append(sign * (row.policy_score - row.baseline_score) * (score_scale or 1.0))
-            lengths.append(sign * (row.policy_length - row.baseline_length))
-    if gaps:
-        known = score_scale is not None
-        found |= reward_check(gaps, lengths, "val/human_reward", log_odds=known)
+    pairs = []
+    for row, won in labelled:
+        if row.policy_score is None or row.baseline_score is None or won == 0.5:
+            continue
+        mine = (row.policy_score, row.policy_length)
+        theirs = (row.baseline_score, row.baseline_length)
+        (chosen, length), (rejected, other) = (mine, theirs) if won > 0.5 else (theirs, mine)
+        pairs.append(ScoredPair(chosen, rejected, length, other))
+    if pairs:
+        found |= reward_check(pairs, "val/human_reward", scale=score_scale)
     return found
 
 

@@ -14,7 +14,7 @@ from torchmetrics.functional.classification import binary_calibration_error
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
-from rlhf_lightning.evaluation.win_rate import Interval, share, share_over_groups
+from rlhf_lightning.evaluation.win_rate import Interval, share_over_groups
 from rlhf_lightning.models.building import in_eval_mode
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.preferences.reward_annotator import score_rows
@@ -200,15 +200,15 @@ BINS = 10
 
 
 def reward_check(
-    gaps: Sequence[float], lengths: Sequence[int], prefix: str, *, log_odds: bool = True
+    pairs: Sequence[ScoredPair], prefix: str, *, scale: float | None = 1.0
 ) -> dict[str, float]:
     """Return how a reward model ranks pairs whose better response is known.
 
     Args:
-        gaps: score of the better response minus that of the other.
-        lengths: tokens of the better response minus those of the other.
+        pairs: the scores of both responses to different prompts.
         prefix: prefix of the names.
-        log_odds: whether `gaps` are log-odds; if not, calibration is left out.
+        scale: factor that makes log-odds of differences of scores; without it calibration is left
+            out.
 
     Returns:
         `<prefix>_accuracy` with `_low` and `_high` (Wilson 95 %; equal scores are wrong),
@@ -217,21 +217,20 @@ def reward_check(
         is the longer one), `_prefers_longer` (how often the model scores the longer one higher) and
         `_length_bias`, the second minus the first.
     """
-    gap, longer = np.asarray(gaps, float), np.asarray(lengths, float)
-    found = share(int((gap > 0).sum()), len(gap)).named(f"{prefix}_accuracy")
-    found[f"{prefix}_num_pairs"] = float(len(gap))
-    if log_odds:
-        stated = torch.from_numpy(_stated(np.concatenate([gap, -gap]))[0])
+    measures = whole_metrics(pairs)
+    found = {f"{prefix}_{name.removeprefix('val/')}": value for name, value in measures.items()}
+    gap = np.array([pair.chosen - pair.rejected for pair in pairs])
+    longer = np.array([pair.chosen_length - pair.rejected_length for pair in pairs])
+    if scale is not None:
+        stated = torch.from_numpy(_stated(scale * np.concatenate([gap, -gap]))[0])
         is_better = (torch.arange(len(stated)) < len(gap)).long()
         error = binary_calibration_error(stated, is_better, n_bins=BINS)
         found[f"{prefix}_calibration_error"] = float(error)
     unequal = longer != 0
     if unequal.any():
-        wins = float((longer[unequal] > 0).mean())
-        same = np.sign(gap[unequal]) == np.sign(longer[unequal])
-        found[f"{prefix}_longer_wins_accuracy"] = wins
-        found[f"{prefix}_prefers_longer"] = float(same.mean())
-        found[f"{prefix}_length_bias"] = float(same.mean()) - wins
+        same = float((np.sign(gap[unequal]) == np.sign(longer[unequal])).mean())
+        found[f"{prefix}_prefers_longer"] = same
+        found[f"{prefix}_length_bias"] = same - measures["val/longer_wins_accuracy"]
     return found
 
 

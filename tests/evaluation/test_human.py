@@ -16,7 +16,7 @@ from rlhf_lightning.evaluation.human import (
     read_key,
     write_blind,
 )
-from rlhf_lightning.evaluation.reward_accuracy import reward_check
+from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.annotators import RuleAnnotator, now
 from rlhf_lightning.preferences.judge import JudgeAnnotator
@@ -133,8 +133,8 @@ def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
 
 
 def test_a_reward_model_is_checked_by_accuracy_calibration_and_length():
-    gaps, lengths = [2.0, 1.0, -0.5, 0.0, 3.0], [3, -2, 4, 1, 0]
-    found = reward_check(gaps, lengths, "x")
+    gaps = zip([2.0, 1.0, -0.5, 0.0, 3.0], [3, -2, 4, 1, 0], strict=True)
+    found = reward_check([ScoredPair(gap, 0.0, 9 + longer, 9) for gap, longer in gaps], "x")
     assert found["x_accuracy"] == 3 / 5  # equal scores are wrong
     assert (found["x_accuracy_low"], found["x_accuracy_high"]) == wilson_interval(
         3, 5, confidence=0.95
@@ -149,6 +149,7 @@ def test_the_calibration_error_is_that_of_torchmetrics():
     both_orders = torch.cat([torch.tensor(gaps), -torch.tensor(gaps)])
     metric = BinaryCalibrationError(n_bins=10, norm="l1")
     metric.update(both_orders.sigmoid().float(), torch.tensor([1] * 400 + [0] * 400))
-    found = reward_check(gaps.tolist(), [1] * 400, "x")["x_calibration_error"]
+    pairs = [ScoredPair(gap, 0.0, 2, 1) for gap in gaps.tolist()]
+    found = reward_check(pairs, "x")["x_calibration_error"]
     assert found == pytest.approx(float(metric.compute()), abs=1e-5)
     assert found > 0.01
