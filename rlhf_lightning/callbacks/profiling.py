@@ -40,7 +40,6 @@ class ProfileIterations(Callback):
         self.skip = skip
         self.num_iterations = num_iterations
         self._profiler: profile | None = None
-        self._seconds = 0.0
         self._phases: dict[str, float] = {}
         self._seen = 0
 
@@ -80,7 +79,7 @@ class ProfileIterations(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         assert self._profiler is not None
-        self._seconds = time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._started
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         folder = RunFolder(Path(trainer.default_root_dir)).profile
@@ -89,14 +88,13 @@ class ProfileIterations(Callback):
         averages = profiler.key_averages()
         sort = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         operators = averages.table(sort_by=sort, row_limit=NUM_OPERATORS, max_name_column_width=48)
-        write_text(folder / "table.txt", f"{self._phase_table()}\n{operators}\n")
+        write_text(folder / "table.txt", f"{self._phase_table(seconds)}\n{operators}\n")
 
-    def _phase_table(self) -> str:
+    def _phase_table(self, whole: float) -> str:
         """Return seconds and shares of the phases that the module times, and of the rest."""
-        lines = [f"{counted(self._seen, 'iteration')} profiled, {self._seconds:.2f} s", ""]
+        lines = [f"{counted(self._seen, 'iteration')} profiled, {whole:.2f} s", ""]
         phases = sorted(self._phases.items(), key=lambda item: -item[1])
-        rest = self._seconds - sum(self._phases.values())
+        rest = whole - sum(self._phases.values())
         for name, seconds in [*phases, ("everything else", max(rest, 0.0))]:
-            share = seconds / self._seconds if self._seconds else 0.0
-            lines.append(f"{name:18} {seconds:8.2f} s  {share:6.1%}")
+            lines.append(f"{name:18} {seconds:8.2f} s  {seconds / whole:6.1%}")
         return "\n".join(lines) + "\n"
