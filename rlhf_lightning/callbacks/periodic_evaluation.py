@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any, Unpack, cast
 
@@ -15,6 +14,7 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.compare import ComparisonOptions, comparison_of
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.held_out import HeldOutComparison
+from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 
 NUM_SAMPLES = 8  # of the table in W&B
@@ -46,7 +46,7 @@ class PeriodicEvaluation(Callback):
         self.comparison: HeldOutComparison | None = None
         self._asked: dict[str, Any] = {"num_prompts": num_prompts, **options}
         self._baseline: PolicyAnswers | None = None
-        self._names: set[str] = set()
+        self._logged = LoggedNames()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the prompts.
@@ -55,7 +55,7 @@ class PeriodicEvaluation(Callback):
             TypeError: for a module that samples nothing, or data without held-out prompts.
             ValueError: if none is held out.
         """
-        self._baseline, self._names = None, set()
+        self._baseline, self._logged = None, LoggedNames()
         if not isinstance(pl_module, OnPolicyModule):
             raise TypeError(f"PeriodicEvaluation goes with PPO and GRPO, not {type(pl_module)}")
         data: Any = getattr(trainer, "datamodule", None)
@@ -69,8 +69,7 @@ class PeriodicEvaluation(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Measure if it is time; between two measurements say that nothing was measured."""
         if current_iteration(trainer) % self.every_n_iterations:
-            if self._names:
-                pl_module.log_dict(dict.fromkeys(sorted(self._names), math.nan), on_step=True)
+            pl_module.log_dict(self._logged.with_nans({}), on_step=True)
             return
         started = time.perf_counter()
         module = cast(OnPolicyModule, pl_module)
@@ -80,10 +79,7 @@ class PeriodicEvaluation(Callback):
                 self._baseline = self.comparison.ask_baseline(module.reference, module.teacher)
             mine = self.comparison.ask_policy(module.policy, module.reference, module.teacher)
         found = self.comparison.findings(mine, self._baseline, NUM_SAMPLES)
-        measures = found.metrics
-        measures["time/evaluate"] = time.perf_counter() - started
-        self._names |= set(measures)
-        gaps = dict.fromkeys(self._names, math.nan)
-        pl_module.log_dict(gaps | measures, on_step=True)
+        measures = found.metrics | {"time/evaluate": time.perf_counter() - started}
+        pl_module.log_dict(self._logged.with_nans(measures), on_step=True)
         for logger in wandb_loggers(trainer):
             log_samples(logger, current_iteration(trainer), "held_out", found.samples)
