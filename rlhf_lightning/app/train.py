@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 from contextlib import nullcontext
@@ -70,6 +69,7 @@ from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpo
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import (
     Summary,
+    figure,
     new_summary,
     spent_seconds,
     write_summary,
@@ -276,10 +276,8 @@ def objective(summary: Summary, module: type[RLHFModule]) -> float | None:
     PPO: win rate by the learnt score; reward model: accuracy; SFT: minus the held-out loss. None,
     which Optuna counts as a failed trial, where it is not finite: NaN would end the whole search.
     """
-    value = summary.metrics.get(module.objective)
-    if value is None or not math.isfinite(value):
-        return None
-    return value if module.maximised else -value
+    value = figure(summary.metrics, module.objective)
+    return value if value is None or module.maximised else -value
 
 
 def _job(cfg: Any) -> float | None:

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from rlhf_lightning.runs.summary import GateResult
+from rlhf_lightning.runs.summary import GateResult, Metrics, figure
 
 Gate = Mapping[str, Any]
-Metrics = Mapping[str, float | None]
 GAP = 0.05  # training minus held-out accuracy from which a model has learnt its pairs by heart
 NEAR = 0.03  # of the ceiling: nothing but the labels keeps it from being better
 LOW = 0.88  # ceiling of labels that are themselves what keeps accuracy down
@@ -42,7 +41,7 @@ def explain_accuracy(accuracy: float, metrics: Metrics) -> str:
             `val/train_accuracy`, `val/label_ceiling` and `val/larger_model_accuracy`.
     """
     names = ("train_accuracy", "label_ceiling", "larger_model_accuracy", "accuracy_high")
-    train, ceiling, larger, high = (measured_value(metrics, f"val/{name}") for name in names)
+    train, ceiling, larger, high = (figure(metrics, f"val/{name}") for name in names)
     high = accuracy + NEAR if high is None else high
     if train is not None and train - accuracy > GAP:
         fix = "Try fewer epochs, more pairs, label_smoothing or weight decay"
@@ -64,8 +63,8 @@ def explain_accuracy(accuracy: float, metrics: Metrics) -> str:
 
 def _explain(metric: str, bound: str, threshold: float, metrics: Metrics) -> str:
     """Return the likely cause of a gate that failed, and what to try; "" where neither is known."""
-    value = measured_value(metrics, metric) or 0.0
-    if measured_value(metrics, "rollout/score_std_max") == 0:
+    value = figure(metrics, metric) or 0.0
+    if figure(metrics, "rollout/score_std_max") == 0:
         return "Every response of the training got the same score: mend the reward first"
     if metric == "val/accuracy" and bound == "at_least":
         return explain_accuracy(value, metrics)
@@ -87,7 +86,7 @@ def _explain_win_rate(metric: str, threshold: float, metrics: Metrics) -> str:
     """Return why the judge of `metric`, a win rate or an end of its interval, sees too few wins."""
     name = metric.removesuffix("_low")
     others = ("val/score_win_rate", "val/kl_per_token", "val/eos_fraction")
-    known = (measured_value(metrics, each) for each in (name, f"{name}_high", *others))
+    known = (figure(metrics, each) for each in (name, f"{name}_high", *others))
     rate, high, proxy, kl, finished = known
     if kl is not None and kl < MOVED:
         return STAYED
@@ -102,12 +101,6 @@ def _explain_win_rate(metric: str, threshold: float, metrics: Metrics) -> str:
     if rate is not None and (rate if high is None else high) < 0.5:
         return f"It loses. Read the samples, then try a larger {LEVER}, or other data"
     return "It was not trained far enough. Try more iterations or a larger learning rate"
-
-
-def measured_value(metrics: Metrics, name: str) -> float | None:
-    """Return a metric, None where it was not measured or is not finite."""
-    value = metrics.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 _HOLDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt}
@@ -162,9 +155,9 @@ CheckedGate = Annotated[Any, AfterValidator(_checked_gate)]
 
 def _check_gate(name: str, gate: Gate, metrics: Metrics, required: Collection[str]) -> GateResult:
     metric = gate["metric"]
-    value = measured_value(metrics, metric)
+    value = figure(metrics, metric)
     bound = next(key for key in BOUNDS if gate.get(key) is not None)
-    threshold = measured_value(metrics, gate[bound]) if bound == "above" else float(gate[bound])
+    threshold = figure(metrics, gate[bound]) if bound == "above" else float(gate[bound])
     if value is None or threshold is None:
         missing = metric if value is None else gate[bound]
         if missing in metrics:
@@ -176,7 +169,7 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics, required: Collection[st
     if bound == "above":
         wanted = f"above {gate[bound]} = {threshold:.3f}"
     near = gate.get("or_near") or {}
-    ceiling = measured_value(metrics, near["metric"]) if near else None
+    ceiling = figure(metrics, near["metric"]) if near else None
     if ceiling is not None and ceiling < near["where_below"]:
         threshold = min(threshold, ceiling - near["within"])
         wanted = f"at least {threshold:.3f}, {near['within']:g} below {near['metric']}"

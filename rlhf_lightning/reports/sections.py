@@ -16,7 +16,8 @@ from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import bound_keys, ends, number, percent, quantity
-from rlhf_lightning.runs.verdict import JUDGES, Metrics
+from rlhf_lightning.runs.summary import Metrics
+from rlhf_lightning.runs.verdict import JUDGES
 
 Rows = Sequence[Mapping[str, float]]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from rlhf_lightning.runs.reading import read_yaml
+from rlhf_lightning.runs.summary import Metrics, figure
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def ends(metrics: Mapping[str, float | None], name: str) -> str:
+def ends(metrics: Metrics, name: str) -> str:
     """Return the interval, e.g. `79.7 to 86.2 %` or `0.19 to 0.22`; "" where none was measured."""
-    low, high = (metrics.get(key) for key in bound_keys(name))
-    if low is None or high is None or not math.isfinite(low) or not math.isfinite(high):
+    low, high = (figure(metrics, key) for key in bound_keys(name))
+    if low is None or high is None:
         return ""
     unit = quantity(name).unit
     if unit == "points":

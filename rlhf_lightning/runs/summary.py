@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import subprocess
@@ -18,6 +19,7 @@ from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.reading import parse
 
 Status = Literal["running", "completed", "failed", "stopped"]
+Metrics = Mapping[str, float | None]
 _STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages bring
 
 _PACKAGES = ("rlhf_lightning", "torch", "lightning", "transformers", "hydra-core", "wandb")
@@ -76,7 +78,7 @@ class Summary:
     stage: str
     status: Status
     seed: int | None
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     gates: tuple[GateResult, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +102,12 @@ class Summary:
     def passed(self) -> bool:
         """True if every gate passed, or there is none."""
         return all(gate.passed for gate in self.gates)
+
+
+def figure(metrics: Metrics, name: str) -> float | None:
+    """Return a metric, None where it was not measured or is not finite."""
+    value = metrics.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def new_summary(

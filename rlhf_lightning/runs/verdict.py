@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.metric_catalog import counted, ends, number, percent, quantity, show
-from rlhf_lightning.runs.summary import Summary
+from rlhf_lightning.runs.summary import Metrics, Summary, figure
 
-Metrics = Mapping[str, float | None]
 # `undecided`: the threshold lies inside the confidence interval.
 Tone = Literal["good", "bad", "neutral", "undecided"]
 FEW = 30  # prompts or pairs, below which a figure is no headline
@@ -220,12 +217,6 @@ def _against_before(metrics: Metrics, name: str, caption: str) -> tuple[str, Ver
         tone = ("good" if name == TEACHER else "neutral") if better else "bad"
         sentence = f"{'Better' if better else 'No better'} than before: it was {number(before)}."
     return name, Verdict(tone, number(value), caption, sentence)
-
-
-def figure(metrics: Metrics, name: str) -> float | None:
-    """Return a figure, None where it was not measured or is not finite."""
-    value = metrics.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _trials(metrics: Metrics, name: str) -> tuple[float | None, str]:
