@@ -346,6 +346,21 @@ class RolloutBatch(TensorBatch):
         self._check(shapes | dict.fromkeys(("sequences", "attention_mask"), (rows, width)))
         self._check_mask("attention_mask", "response_mask", "scored")
 
+    @classmethod
+    def of(cls, prompts: PromptBatch, generation: Generation, **found: Any) -> Self:
+        """Return the rollout of prompts and responses, with what was found out about them."""
+        return cls(
+            sequences=generation.sequences,
+            response_mask=generation.response_mask,
+            sampler_logprobs=generation.logprobs,
+            finish_reason=generation.finish_reason,
+            row_ids=prompts.row_ids,
+            group_ids=prompts.group_ids,
+            domains=prompts.domains,
+            prompt_length=prompts.input_ids.shape[1],
+            **found,
+        )
+
     @property
     def loss_mask(self) -> Tensor:
         """`[B, R]` bool, True on the policy's actions that are trained on: those of scored rows.

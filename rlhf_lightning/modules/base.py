@@ -19,7 +19,11 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.given import GivenRows, as_prompt_rows, of_collated_rows
-from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, unsharded
+from rlhf_lightning.distributed.collectives import (
+    check_same_on_all_ranks,
+    clip_grad_norm,
+    unsharded,
+)
 from rlhf_lightning.hparams import (
     DPOHparams,
     OnPolicyHparams,
@@ -45,7 +49,6 @@ from rlhf_lightning.modules.optimization import (
     Optimizer,
     Term,
     accumulate_gradients,
-    clip_and_step,
     parameter_group,
     with_schedule,
 )
@@ -60,16 +63,6 @@ from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
 
 Hparams = SFTHparams | RewardHparams | DPOHparams | OnPolicyHparams
-
-
-class SameStart(Callback):
-    """Stops before the first batch if a rank starts from another model."""
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compare the fingerprints of the source."""
-        check_same_on_all_ranks("start", str(getattr(pl_module, "fingerprint", "")))
-        for source in getattr(pl_module, "more_sources", ()):
-            check_same_on_all_ranks(source.key, source.fingerprint)
 
 
 class RLHFModule(L.LightningModule):
@@ -97,6 +90,8 @@ class RLHFModule(L.LightningModule):
         source: the model that it starts from, as it was when the module was made.
         more_sources: further models that it must find again when a run is resumed, likewise.
         fitted_by: the Trainer of the last fit, whatever Trainer has the module since.
+        num_steps: optimizer steps of an iteration, at most.
+        learning_rate_factor: multiplies the learning rates of the schedule.
     """
 
     stage: ClassVar[str]
@@ -123,6 +118,8 @@ class RLHFModule(L.LightningModule):
     validation_started = batch_started = 0.0
     fitted_by: L.Trainer | None = None
     num_asked = 0  # prompts of a prediction so far, on this rank
+    num_steps = 1
+    learning_rate_factor = 1.0
 
     def __init__(
         self,
@@ -210,16 +207,6 @@ class RLHFModule(L.LightningModule):
         """Models that the module itself moves to the device."""
         return [self.trained.root]
 
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of an iteration, at most."""
-        return 1
-
-    @property
-    def learning_rate_factor(self) -> float:
-        """Factor on the learning rates of the schedule."""
-        return 1.0
-
     def configure_model(self) -> None:
         """Build the models, and shard each if ranks share them."""
         if self.trained is None:
@@ -245,26 +232,22 @@ class RLHFModule(L.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """Make the optimizer; the schedule counts iterations."""
         optimizer = self.build_optimizer(self.parameter_groups())
-        return with_schedule(self, optimizer, self.schedule, lambda: self.learning_rate_factor)
+        return with_schedule(self, optimizer)
 
     # -- the Trainer ------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""
         check_steps(self.trainer)
-        return [SameStart()]
+        return []
 
     def on_fit_start(self) -> None:
         """Refuse flags and data that would train something else; place what is no submodule."""
+        check_same_on_all_ranks("start", self.fingerprint)
+        for source in self.more_sources:
+            check_same_on_all_ranks(source.key, source.fingerprint)
         check_trainer(self.trainer, num_steps=self.num_steps)
-        check_data(
-            self,
-            getattr(self.trainer, "datamodule", None),
-            fitting=self.data,
-            kinds=self.kinds_of_records(self.algorithm),
-            tokenizer=self.tokenizer,
-            max_new_tokens=self.sampling.max_new_tokens,
-        )
+        check_data(self)
         check_module(self)
         move_models(self, self.roots)
         set_micro_batch_tokens(self, self.roots)
@@ -348,16 +331,17 @@ class RLHFModule(L.LightningModule):
             size: amount of data in the step, over all ranks, in `unit`.
         """
         measured = accumulate_gradients(self, batch, parts, [term], counts)
-        learning_rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
-        norms = clip_and_step(
-            self,
-            {f"{self.stage}/grad_norm": self.trained},
-            self.algorithm.max_grad_norm,
-            lambda norms: self.skipped.should_step(measured | norms, batch, batch_idx),
-        )
-        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        optimizer: Any = self.optimizers()
+        learning_rate = optimizer.param_groups[0]["lr"]
+        norm = clip_grad_norm(self.trained.parameters(), self.algorithm.max_grad_norm)
+        norms = {f"{self.stage}/grad_norm": norm}
+        took_step = self.skipped.should_step(measured | norms, batch, batch_idx)
+        if took_step:
+            optimizer.step()
+        optimizer.zero_grad()
+        self.lr_schedulers().step()  # type: ignore[call-arg]
         seconds = time.perf_counter() - self.batch_started
-        measures = finite(self.reported(measured | (norms or {}))) | {
+        measures = finite(self.reported(measured | norms if took_step else measured)) | {
             f"{self.stage}/skipped_steps": self.skipped.end_iteration(),
             f"{self.stage}/learning_rate": learning_rate,
             "time/update": seconds,

@@ -155,45 +155,34 @@ _INSTEAD = {
 }
 
 
-def check_data(
-    module: L.LightningModule,
-    data: Any,
-    *,
-    fitting: type[RecordDataModule],
-    kinds: Sequence[str],
-    tokenizer: Any,
-    max_new_tokens: int,
-) -> None:
-    """Check that a module can train on the data of a DataModule of ours; others are not checked.
+def check_data(module: Any) -> None:
+    """Check that a module can train on its Trainer's DataModule, if it is one of ours.
 
     Args:
-        module: whose models are built.
-        data: the Trainer's DataModule; None where it was given a loader.
-        fitting: the DataModule of the module.
-        kinds: kinds of records that it learns from.
-        tokenizer: tokenizer of the module.
-        max_new_tokens: longest response, where it samples.
+        module: an `RLHFModule` whose models are built.
 
     Raises:
         TypeError: if the data are records of another kind.
         ValueError: if their tokenizer is not the module's, if the rows may be longer than the
             model's context, or if they hold a token that it has no embedding for.
     """
+    data = getattr(module.trainer, "datamodule", None)
     if not isinstance(data, RecordDataModule):
         return
     name, given = type(module).__name__, type(data).__name__
+    kinds = module.kinds_of_records(module.algorithm)
     if data.kind not in kinds:
         raise TypeError(
             f"{name} trains on {' or '.join(kinds)}, and {given} gives {data.kind}: give a "
-            f"{fitting.__name__} of kind={kinds[0]}"
+            f"{module.data.__name__} of kind={kinds[0]}"
         )
-    theirs = data.tokenizer
+    tokenizer, theirs = module.tokenizer, data.tokenizer
     if tokenizer not in (None, theirs) and tokenizer.get_vocab() != theirs.get_vocab():
         raise ValueError(
             f"{given} has another tokenizer ({len(theirs)} tokens) than {name} ({len(tokenizer)}):"
             f" give {given}(..., module.tokenizer)"
         )
-    samples = max_new_tokens if isinstance(data, PromptDataModule) else None
+    samples = module.sampling.max_new_tokens if isinstance(data, PromptDataModule) else None
     models = list(_models(module))
     _check_context(models, data, samples)
     if models:  # policy, value and reward model read the same ids

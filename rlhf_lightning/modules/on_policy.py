@@ -14,7 +14,7 @@ Legend: B rows of a rank, P padded prompt, R response, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import (
     agreed_max,
+    clip_grad_norm,
     gathered,
     global_sum,
     unsharded,
@@ -68,7 +69,6 @@ from rlhf_lightning.modules.optimization import (
     StepCounts,
     Term,
     accumulate_gradients,
-    clip_and_step,
 )
 from rlhf_lightning.modules.policy import PolicyModule
 from rlhf_lightning.rollout.estimators import corrected_advantages
@@ -97,15 +97,33 @@ class OnPolicyModule(PolicyModule):
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Run one iteration; the callbacks get its rollout, and how many tokens have which ratio.
 
-        1 to 5. sample responses, evaluate and score them, estimate advantages
-        6. cut the rollout into minibatches, several times
+        1 to 5. sample responses, score and evaluate them, estimate advantages
+        6. cut the rollout into minibatches, `num_passes` times
         7, 8. take an optimizer step on each: `loss_terms`, first of all `policy_loss`
         9. log, and adapt the KL coefficient
         """
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         steps = RunningMeans()
         with seconds.of("update"):
-            for epoch, minibatch in self.usable_minibatches(rollout, batch_idx):
+            self.step_0.check_reference(rollout, self)
+            problems, num_scored = non_finite_in_rollout(rollout)
+            is_usable = self.skipped.should_continue(problems, rollout, batch_idx)
+            # Known without another wait for the device, the same on every rank.
+            all_learnt = rollout.taught or num_scored == len(rollout) * world_size()
+            order = self.order.at_iteration(batch_idx)
+            # 6. Each pass over the rollout deals its rows in a new order.
+            minibatches = (
+                (epoch, minibatch)
+                for epoch in range(self.algorithm.num_passes if is_usable else 0)
+                for minibatch in rollout.minibatches(
+                    self.algorithm.num_minibatches,
+                    keys=order.uniform(rollout.row_ids, epoch),
+                    whole_groups=self.whole_groups or bool(self.whole_groups_in_micro_batches),
+                )
+            )
+            for epoch, minibatch in minibatches:
+                if not (all_learnt or global_sum(minibatch.scored.sum())):
+                    continue  # nothing to learn from: no row has a score, and no teacher teaches
                 if not self.update(minibatch, steps, iteration=batch_idx, epoch=epoch):
                     break  # the policy has moved far enough on this rollout
             release_freed_memory()  # the activations
@@ -134,18 +152,29 @@ class OnPolicyModule(PolicyModule):
         """
         check_equal_shares(gathered(len(prompts)))
         seconds = PhaseSeconds(generate=0.0, score=0.0)
-        ahead: Generation | None = None
-        if self.algorithm.rollout_lag:
-            is_last = iteration + 1 >= int(self.trainer.estimated_stepping_batches)
-            with seconds.of("generate"):
-                prompts, ahead = self.pending.exchange(
-                    prompts, iteration, self.begin_sampling, is_last=is_last
+
+        def sample(prompts: PromptBatch, iteration: int, generator: Any) -> Any:
+            with self._unsharded(self.policy.root), self.policy.generating() as model:
+                sampled = generator(
+                    model,
+                    prompts,
+                    noise=self.noise.at_iteration(iteration),
+                    temperature=self.controls.temperature,
+                    max_new_tokens=self.sampling.max_new_tokens,
                 )
+            release_freed_memory()  # the engine's copies of the weights: other sizes follow
+            return sampled
 
         def sample_and_score(prompts: PromptBatch) -> tuple[Responses, Scores]:
             # 1. Sample a response to each prompt, from the policy as it is now.
             with seconds.of("generate"):
-                sampled = self.begin_sampling(prompts, iteration)() if ahead is None else ahead
+                if self.algorithm.rollout_lag:
+                    is_last = iteration + 1 >= int(self.trainer.estimated_stepping_batches)
+                    prompts, sampled = self.pending.exchange(
+                        prompts, iteration, sample, self.generator, is_last=is_last
+                    )
+                else:
+                    sampled = sample(prompts, iteration, self.generator)
             # 2. Score it.
             with seconds.of("score"):
                 skip = self.sampling.skip_special_tokens
@@ -163,41 +192,18 @@ class OnPolicyModule(PolicyModule):
         else:
             responses, scores = sample_and_score(prompts)
         with seconds.of("score"):
-            # 3. Log-probabilities of policy and reference, and values, by the training forward.
+            # 3. Log-probabilities and values, by the training forward. 4. Rewards. 5. Advantages.
             found = self.evaluate_responses(responses)
-            # 4. KL and rewards. 5. Advantages.
             rollout = self.assemble_rollout(responses, scores, found, **spares)
-            release_freed_memory()
-        check_sampler(rollout, self.generator, self.algorithm, self.stage)
+            check_sampler(rollout, self.generator, self.algorithm, self.stage)
         return rollout, seconds
-
-    def begin_sampling(
-        self, prompts: PromptBatch, iteration: int, *, ahead: bool = False
-    ) -> Callable[[], Generation]:
-        """Sample a response to each prompt, and return a function that gives them.
-
-        With `ahead` a generator in processes of its own (`begin`) writes them in the background,
-        and that function waits for them.
-        """
-        begin = getattr(self.generator, "begin", None) if ahead else None
-        sample: Callable[..., Any] = begin or self.generator
-        with torch.no_grad(), self._unsharded(self.policy.root), self.policy.generating() as model:
-            found = sample(
-                model,
-                prompts,
-                noise=self.noise.at_iteration(iteration),
-                temperature=self.controls.temperature,
-                max_new_tokens=self.sampling.max_new_tokens,
-            )
-        release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
-        return found if begin else lambda: found  # type: ignore[no-any-return]
 
     def _unsharded(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Gather a sharded model: to generate, and once for all its micro-batches."""
         return unsharded(model, layers=gathers_layers(self.generator))
 
     def evaluate_responses(self, responses: Responses) -> ResponseFigures:
-        """Return what policy, reference, value model and teacher find in the responses."""
+        """3. Return what policy, reference, value model and teacher find in the responses."""
         temperature, value = self.controls.temperature, self.value
         micro_batch_size = self.algorithm.micro_batch_size
         # As the updates compute, whose bits these are to have.
@@ -231,6 +237,7 @@ class OnPolicyModule(PolicyModule):
         values = None
         if value is not None:
             (values,) = forward(lambda rows: (response_values(value, rows),))
+        release_freed_memory()  # the activations
         assert policy.entropy is not None  # asked for
         return ResponseFigures(policy.logprobs, policy.entropy, reference.logprobs, values, *taught)
 
@@ -245,101 +252,55 @@ class OnPolicyModule(PolicyModule):
             found: see `evaluate_responses`.
             spares: fields of the rollout where spare prompts were asked.
         """
-        prompts, mask, estimator = responses.prompts, responses.response_mask, self.estimator
+        prompts, mask, algorithm = responses.prompts, responses.response_mask, self.algorithm
         scored = torch.ones_like(mask[:, 0]) if scores.applies is None else scores.applies
         learnt = mask & scored.unsqueeze(-1)  # [B, R]
         by_domain = [self.controls.domain_weights.get(name, 1.0) for name in prompts.domains]
         weights = scores.total.new_tensor(by_domain)  # [B]
-        # 4. KL (k1) on every token, and the score on the last one.
-        factors = torch.ones_like(weights) if estimator.scale_free else weights
-        adjusted = self.adjusted_scores(scores.total, factors, responses)
+        # 4. KL (k1) on every token; on the last the score, whose clip a weight above 1 widens:
+        # scores that the clip tells apart stay apart.
+        factors = torch.ones_like(weights) if self.estimator.scale_free else weights
+        worth = scores.total * factors
+        if bonus := self.controls.diversity_bonus:
+            worth = worth + bonus * worth.new_tensor(novelty(responses))
+        clip = None if self.score_clip is None else self.score_clip * factors.abs().clamp(min=1)
+        penalty = algorithm.missing_eos_penalty
+        worth = adjust_scores(worth, responses.finished, clip=clip, missing_eos_penalty=penalty)
+        if (buffer := algorithm.overlong_buffer) is not None:
+            longest = self.sampling.max_new_tokens
+            worth = worth + overlong_penalty(mask.sum(-1), max_length=longest, buffer=buffer)
         kl = kl_k1(found.logprobs, found.ref_logprobs)  # [B, R]
-        kl_coef = self.controls.kl_coef if self.algorithm.kl_in == "reward" else 0.0
-        rewards = shape_rewards(adjusted, kl, learnt, kl_coef=kl_coef)
-        # 5. Advantages, and targets of the value model where there is one.
-        rows = torch.arange(len(mask), device=mask.device)
-        groups = prompts.group_ids.where(scored, -1 - rows)  # a row without a score is in none
-        advantages, returns = estimator(rewards, found.values, learnt, groups)
-        if estimator.scale_free:
+        kl_coef = self.controls.kl_coef if algorithm.kl_in == "reward" else 0.0
+        rewards = shape_rewards(worth, kl, learnt, kl_coef=kl_coef)
+        # 5. Advantages, and targets of a value model; a row without a score is in no group.
+        groups = prompts.group_ids.where(scored, -1 - torch.arange(len(mask), device=mask.device))
+        advantages, returns = self.estimator(rewards, found.values, learnt, groups)
+        if self.estimator.scale_free:
             advantages = advantages * weights.unsqueeze(-1)
-        theirs, coef = found.teacher_logprobs, self.algorithm.teacher_coef
-        taught = theirs is not None and coef != 0
-        if taught:  # about rows without a score, too
+        theirs, coef = found.teacher_logprobs, algorithm.teacher_coef
+        if taught := (theirs is not None and coef != 0):  # about rows without a score, too
             advantages = zero_off_mask(advantages, learnt)
         if taught and found.teacher_states is None:  # else its distributions are the loss
             advantages = distillation_advantages(
                 found.logprobs, theirs, mask, teacher_coef=coef, advantages=advantages
             )
-        return RolloutBatch(
-            sequences=responses.sequences,
+        return RolloutBatch.of(
+            prompts,
+            responses.generation,
             attention_mask=responses.attention_mask,
-            response_mask=mask,
             **found._asdict(),
+            **spares,
             scores=scores.total,
+            score_components=dict(scores.components),
+            scored=scored,
             rewards=rewards,
             advantages=advantages,
             returns=returns,
-            finish_reason=responses.generation.finish_reason,
-            row_ids=prompts.row_ids,
-            prompt_length=prompts.input_ids.shape[1],
-            domains=prompts.domains,
-            score_components=dict(scores.components),
-            group_ids=prompts.group_ids,
-            scored=scored,
-            sampler_logprobs=responses.generation.logprobs,
             has_reward=getattr(self.scorer, "is_reward", True),
             taught=taught,
-            **spares,
-        )
-
-    def adjusted_scores(self, scores: Tensor, weights: Tensor, responses: Responses) -> Tensor:
-        """Return `[B]` what each response is worth, before the KL penalty.
-
-        A weight above 1 widens the clip: scores that the clip tells apart stay apart.
-        """
-        algorithm, clip, bonus = self.algorithm, self.score_clip, self.controls.diversity_bonus
-        worth = scores * weights
-        if bonus:
-            worth = worth + bonus * worth.new_tensor(novelty(responses))
-        adjusted = adjust_scores(
-            worth,
-            responses.finished,
-            clip=None if clip is None else clip * weights.abs().clamp(min=1),
-            missing_eos_penalty=algorithm.missing_eos_penalty,
-        )
-        if algorithm.overlong_buffer is None:
-            return adjusted
-        return adjusted + overlong_penalty(
-            responses.response_mask.sum(-1),
-            max_length=self.sampling.max_new_tokens,
-            buffer=algorithm.overlong_buffer,
         )
 
     # -- the optimizer steps ----------------------------------------------------------------
-
-    def usable_minibatches(
-        self, rollout: RolloutBatch, iteration: int
-    ) -> Iterator[tuple[int, RolloutBatch]]:
-        """6. Yield each pass and its minibatches: `num_passes` over the rollout, in new orders.
-
-        A rollout that is not finite yields nothing. A minibatch in which no row has a score is
-        left out, unless a teacher teaches.
-        """
-        self.step_0.check_reference(rollout, self)
-        problems, num_scored = non_finite_in_rollout(rollout)
-        if not self.skipped.should_continue(problems, rollout, iteration):
-            return
-        # Known without another wait for the device, the same on every rank.
-        all_learnt = rollout.taught or num_scored == len(rollout) * world_size()
-        order = self.order.at_iteration(iteration)
-        whole = self.whole_groups or bool(self.whole_groups_in_micro_batches)
-        for epoch in range(self.algorithm.num_passes):
-            keys = order.uniform(rollout.row_ids, epoch)
-            for minibatch in rollout.minibatches(
-                self.algorithm.num_minibatches, keys=keys, whole_groups=whole
-            ):
-                if all_learnt or global_sum(minibatch.scored.sum()):
-                    yield epoch, minibatch
 
     def update(
         self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int, epoch: int
@@ -362,19 +323,18 @@ class OnPolicyModule(PolicyModule):
                 if a class with a loss of its own does not say whether it compares responses.
         """
         # 7. The loss of the minibatch, over micro-batches and ranks; its gradients.
-        models, terms = self.models_by_norm(), self.loss_terms(iteration, epoch)
+        algorithm, models = self.algorithm, self.models_by_norm()
+        terms = self.loss_terms(iteration, epoch)
         sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.loss_mask.any(-1).sum()])
         counts = StepCounts(*global_sum(sizes))
         check_whole_groups(type(self), minibatch.group_size)
-        group_size = minibatch.group_size if self.whole_groups_in_micro_batches else 1
-        parts = group_micro_batches(
-            minibatch.attention_mask, group_size, self.algorithm.micro_batch_size
-        )
+        together = minibatch.group_size if self.whole_groups_in_micro_batches else 1
+        parts = group_micro_batches(minibatch.attention_mask, together, algorithm.micro_batch_size)
         measured = accumulate_gradients(
             self, minibatch, parts, terms, counts, list(models.values())
         )
         # A sampler may differ from the policy by more than its range before any update.
-        is_old = self.algorithm.ratio_base == "old"
+        is_old = algorithm.ratio_base == "old"
         cliprange = getattr(self.surrogate, "cliprange", math.inf) if is_old else 0.0
         self.step_0.check_ratio(measured, self, cliprange)
         # Without the policy's loss the critic warms up.
@@ -384,15 +344,16 @@ class OnPolicyModule(PolicyModule):
             found = {name: measured[name] for name in distance if name in measured}
             steps.add(found, took_step=False)
             return False
-        # 8. Clip the gradient of each model, and step.
-        norms = clip_and_step(
-            self,
-            models,
-            self.algorithm.max_grad_norm,
-            lambda norms: self.skipped.should_step(measured | norms, minibatch, iteration),
-        )
-        if norms is not None:
+        # 8. Clip the gradient of each model by itself, and step if everything is finite.
+        norms = {
+            name: clip_grad_norm(model.parameters(), algorithm.max_grad_norm)
+            for name, model in models.items()
+            if any(parameter.grad is not None for parameter in model.parameters())
+        }
+        if self.skipped.should_step(measured | norms, minibatch, iteration):
+            self.optimizers().step()
             steps.add(measured | norms)
+        self.optimizers().zero_grad()
         return True
 
     def models_by_norm(self) -> dict[str, nn.Module]:

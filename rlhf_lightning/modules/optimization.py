@@ -18,7 +18,6 @@ from rlhf_lightning.distributed.collectives import (
     accumulating,
     agreed_max,
     average_gradients,
-    clip_grad_norm,
     global_sum,
     rank,
     world_size,
@@ -27,7 +26,7 @@ from rlhf_lightning.models.compute_copies import compute_copies
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.modules.schedules import IterationSchedule, Schedule
+from rlhf_lightning.modules.schedules import IterationSchedule
 
 logger = logging.getLogger(__name__)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -113,36 +112,6 @@ def _computed(term: Term, micro_batch: TensorBatch, counts: Any) -> tuple[Tensor
     )
 
 
-def clip_and_step(
-    module: L.LightningModule,
-    models: dict[str, nn.Module],
-    max_grad_norm: float,
-    admit: Callable[[Measured], bool],
-) -> Measured | None:
-    """Clip each model's gradient separately and step; return the norms before clipping.
-
-    A model without gradients takes no part in the step, and has no norm. A step that is not
-    admitted leaves weights and optimizer as they were, and returns None.
-
-    Args:
-        module: module whose optimizer steps.
-        models: models by the name of their norm.
-        max_grad_norm: bound on each norm.
-        admit: norms -> whether the step may be taken, the same on every rank.
-    """
-    optimizer = module.optimizers()
-    norms = {
-        name: clip_grad_norm(model.parameters(), max_grad_norm)
-        for name, model in models.items()
-        if any(parameter.grad is not None for parameter in model.parameters())
-    }
-    admitted = admit(norms)
-    if admitted:
-        optimizer.step()
-    optimizer.zero_grad()
-    return norms if admitted else None
-
-
 def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -> dict[str, Any]:
     """Return what is trained of a model with its learning rate; None is that of its size."""
     if learning_rate is None:
@@ -157,13 +126,8 @@ def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -
     return {"params": trained, "lr": learning_rate}
 
 
-def with_schedule(
-    module: L.LightningModule,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    extra_factor: Callable[[], float] = lambda: 1.0,
-) -> dict[str, Any]:
-    """Return what `configure_optimizers` returns: the schedule counts iterations.
+def with_schedule(module: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what `configure_optimizers` returns: the schedule of the module counts iterations.
 
     Raises:
         ValueError: for an optimizer that divides by 0.
@@ -171,7 +135,9 @@ def with_schedule(
     check_optimizer(optimizer)
     _warn_of_unused_rate(optimizer)
     total = int(module.trainer.estimated_stepping_batches)
-    scheduler = IterationSchedule(optimizer, schedule, total, extra_factor)
+    scheduler = IterationSchedule(
+        optimizer, module.schedule, total, lambda: module.learning_rate_factor
+    )
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 

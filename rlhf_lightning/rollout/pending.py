@@ -6,7 +6,7 @@ Legend: B rows, P padded prompt, R response.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,6 @@ from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered
 
 _PER_TOKEN = ("responses", "response_mask", "logprobs")
-
-
-class BeginSampling(Protocol):
-    """Samples a response to each prompt, and returns a function that gives, or waits for, them."""
-
-    def __call__(  # noqa: D102
-        self, prompts: PromptBatch, iteration: int, *, ahead: bool = False
-    ) -> Callable[[], Generation]: ...
 
 
 class PendingGeneration:
@@ -41,7 +33,8 @@ class PendingGeneration:
         self,
         prompts: PromptBatch,
         iteration: int,
-        begin: BeginSampling,
+        sample: Callable[[PromptBatch, int, Any], Any],
+        generator: Any,
         *,
         is_last: bool,
     ) -> tuple[PromptBatch, Generation]:
@@ -50,7 +43,9 @@ class PendingGeneration:
         Args:
             prompts: prompts of the iteration, and those of the next one as spares.
             iteration: number of the iteration, from 0.
-            begin: samples from the policy as it is now.
+            sample: samples from the policy as it is now: prompts, iteration and what to call.
+            generator: generates the responses. One in processes of its own has a method `begin`,
+                which lets them write in the background and returns what waits for them.
             is_last: no other iteration follows.
 
         Raises:
@@ -71,10 +66,12 @@ class PendingGeneration:
                     f"the responses of iteration {iteration + 1} are missing, and rollout_lag=1 "
                     "samples them one iteration ahead: start again with resume=never"
                 )
-            generation = begin(own, iteration)()
+            generation = sample(own, iteration, generator)
         if not is_last:
-            begun = begin(following, iteration + 1, ahead=True)
-            self.iteration, self._waiting = iteration + 1, (following, begun)
+            begin = getattr(generator, "begin", None)
+            begun = sample(following, iteration + 1, begin or generator)
+            wait = begun if begin else lambda: begun
+            self.iteration, self._waiting = iteration + 1, (following, wait)
         return own, generation
 
     def _wait_for_generation(self) -> None:

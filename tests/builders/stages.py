@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from rlhf_lightning.batches import (
@@ -35,12 +35,12 @@ from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import micro_batches
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PolicyModels, PPOModels
-from rlhf_lightning.modules import base
+from rlhf_lightning.modules import base, optimization
 from rlhf_lightning.modules.distillation import DistillationModule
 from rlhf_lightning.modules.dpo import DPOModule
 from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.modules.metrics import RunningMeans
-from rlhf_lightning.modules.optimization import StepCounts, clip_and_step
+from rlhf_lightning.modules.optimization import StepCounts
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
@@ -430,27 +430,26 @@ def untaken_step(module: Any, batch: Any) -> tuple[dict[str, float], Tensor]:
     """Return the measures and the gradient of a training step, without taking it."""
     gradients: list[Tensor] = []
 
-    def capture(module: Any, *_: Any) -> dict[str, Tensor]:
+    def capture(*_: Any) -> Tensor:
         gradients.append(flat_gradients(module))
-        module.zero_grad()
-        return {}
+        module.zero_grad()  # which leaves the step nothing
+        return torch.tensor(0.0)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(base, "clip_and_step", capture)
+        monkeypatch.setattr(base, "clip_grad_norm", capture)
         module.training_step(batch, 0)
     return {name: float(value) for name, value in module.logged[-1].items()}, gradients[0]
 
 
-def average_over_ranks(monkeypatch: pytest.MonkeyPatch, place: Any, size: int) -> None:
+def average_over_ranks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Average gradients over simulated ranks before each step, as DDP and FSDP2 do."""
 
-    def averaged_step(module: Any, *rest: Any) -> Any:
-        for parameter in module.parameters():
+    def averaged(parameters: Iterable[nn.Parameter], _strategy: Any) -> None:
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = global_sum(parameter.grad) / size
-        return clip_and_step(module, *rest)
 
-    monkeypatch.setattr(place, "clip_and_step", averaged_step)
+    monkeypatch.setattr(optimization, "average_gradients", averaged)
 
 
 def train_ranks(
@@ -459,7 +458,7 @@ def train_ranks(
     """Take one step a batch on `len(modules)` ranks, each with its contiguous share."""
     size = len(modules)
     ranks = SimulatedRanks(monkeypatch, size)
-    average_over_ranks(monkeypatch, base, size)
+    average_over_ranks(monkeypatch, size)
 
     def one(rank: int) -> None:
         for number, batch in enumerate(batches):

@@ -18,7 +18,7 @@ from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameSources
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.modules.base import SameStart
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.rollout.scorers.base import load_function
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary, write_summary
@@ -127,7 +127,7 @@ def test_ranks_with_another_reward_or_start_are_refused_on_each(monkeypatch):
     assert ["same reward model" in text for text in model] == [True, True]
 
     def start(rank: int) -> None:
-        module: Any = SimpleNamespace(fingerprint=f"{rank}")
-        SameStart().on_fit_start(NONE, module)
+        module: Any = SimpleNamespace(fingerprint=f"{rank}", more_sources=())
+        RLHFModule.on_fit_start(module)
 
     assert ["same start" in text for text in refusals(monkeypatch, start)] == [True, True]

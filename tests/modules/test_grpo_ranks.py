@@ -47,7 +47,7 @@ HPARAMS: dict[str, dict[str, Any]] = {
 
 def train(monkeypatch: pytest.MonkeyPatch, size: int, hparams: dict[str, Any]) -> list[Any]:
     ranks = SimulatedRanks(monkeypatch, size)
-    average_over_ranks(monkeypatch, on_policy, size)
+    average_over_ranks(monkeypatch, size)
     made = grpo_hparams(num_epochs=2, micro_batch_size=3, kl_coef=0.3, **hparams)
     sampler = {"generator": OtherSampler(STOPS, PAD)} if "off_policy" in hparams else {}
     modules = [without_trainer(tiny_grpo(grpo=made, **sampler)) for _ in range(size)]

@@ -25,7 +25,7 @@ from tests.builders.stages import (
 
 def train(monkeypatch: pytest.MonkeyPatch, size: int) -> list[Any]:
     ranks = SimulatedRanks(monkeypatch, size)
-    average_over_ranks(monkeypatch, on_policy, size)
+    average_over_ranks(monkeypatch, size)
     # Micro-batches of 3 rows of one bucket: ranks have different numbers of them.
     hparams = ppo_hparams(num_minibatches=2, micro_batch_size=3, kl_target=2.0, kl_horizon=40)
     # Not inside the ranks: random weights draw from a generator that threads share.

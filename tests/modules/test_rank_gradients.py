@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import DistillationHparams
-from rlhf_lightning.modules import on_policy
+from rlhf_lightning.modules import optimization
 from tests.builders.models import PAD
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import (
@@ -62,18 +63,18 @@ def steps(monkeypatch: pytest.MonkeyPatch, name: str, size: int, rows: int) -> l
     """Return the gradient of each optimizer step of an iteration, by rank."""
     found: dict[int, list[Tensor]] = {rank: [] for rank in range(size)}
     modules = [without_trainer(OBJECTIVES[name](rows)) for _ in range(size)]
+    strategies = [module.trainer.strategy for module in modules]
     ranks = SimulatedRanks(monkeypatch, size)
 
-    def averaged(module: Any, *_: Any) -> Any:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad = global_sum(parameter.grad) / size
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
-        found[modules.index(module)].append(torch.cat([g.flatten() for g in gradients]))
-        module.zero_grad()
-        return {}  # no norm, and no step: the next gradient is of the same weights
+    def averaged(parameters: Iterable[nn.Parameter], strategy: Any) -> None:
+        gradients = []
+        for parameter in parameters:
+            mean = None if parameter.grad is None else global_sum(parameter.grad) / size
+            gradients.append((torch.zeros_like(parameter) if mean is None else mean).flatten())
+            parameter.grad = None  # no step: the next gradient is of the same weights
+        found[strategies.index(strategy)].append(torch.cat(gradients))
 
-    monkeypatch.setattr(on_policy, "clip_and_step", averaged)
+    monkeypatch.setattr(optimization, "average_gradients", averaged)
     share = ROWS // size
     ranks.run(lambda r: modules[r].training_step(prompts()[r * share : (r + 1) * share], 0))
     return [found[rank] for rank in range(size)]

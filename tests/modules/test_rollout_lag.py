@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.hparams import GRPOHparams, PPOHparams, UnusualHparamWarning
-from rlhf_lightning.modules import on_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from rlhf_lightning.rollout.pending import PendingGeneration
@@ -230,7 +229,7 @@ def train_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int, stage: str, *, iterations: int = 3
 ) -> list[Any]:
     ranks = SimulatedRanks(monkeypatch, size)
-    average_over_ranks(monkeypatch, on_policy, size)
+    average_over_ranks(monkeypatch, size)
     if stage == "ppo":
         made = [tiny_module(ppo=ppo_hparams(**LAGGED)) for _ in range(size)]
     else:
