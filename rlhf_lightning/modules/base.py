@@ -49,11 +49,12 @@ from rlhf_lightning.modules.optimization import (
     Optimizer,
     Term,
     accumulate_gradients,
+    check_optimizer,
     parameter_group,
-    with_schedule,
+    warn_of_unused_rate,
 )
 from rlhf_lightning.modules.placement import move_models, set_micro_batch_tokens, sharing_models
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.schedules import IterationSchedule, Schedule
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
@@ -230,9 +231,19 @@ class RLHFModule(L.LightningModule):
         return [parameter_group(self.trained, self.rate, self.algorithm.learning_rate)]
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Make the optimizer; the schedule counts iterations."""
+        """Make the optimizer; the schedule counts iterations.
+
+        Raises:
+            ValueError: for an optimizer that climbs or divides by 0.
+        """
         optimizer = self.build_optimizer(self.parameter_groups())
-        return with_schedule(self, optimizer)
+        check_optimizer(optimizer)
+        warn_of_unused_rate(optimizer)
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = IterationSchedule(
+            optimizer, self.schedule, total, lambda: self.learning_rate_factor
+        )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     # -- the Trainer ------------------------------------------------------------------------
 
@@ -250,7 +261,7 @@ class RLHFModule(L.LightningModule):
         check_data(self)
         check_module(self)
         move_models(self, self.roots)
-        set_micro_batch_tokens(self, self.roots)
+        set_micro_batch_tokens(self)
         if not self.training:
             self.train()  # it may be from a checkpoint, with dropout
         self.fitted_by = self.trainer
@@ -382,8 +393,10 @@ class RLHFModule(L.LightningModule):
             TypeError: if the module has no policy, or `prompts` is no list.
             ValueError: if a prompt is not readable, or leaves no room for a response.
         """
-        noise = RowNoise(seed, "generate")
-        return self._answers(prompts, max_new_tokens, temperature, batch_size, noise)
+        self._check_policy()
+        rows, noise = as_prompt_rows(prompts), RowNoise(seed, "generate")
+        length = max_new_tokens or self.sampling.max_new_tokens
+        return self._answers(rows, range(len(rows)), noise, batch_size, length, temperature)
 
     def on_predict_start(self) -> None:
         """Number the prompts of a prediction from 0.
@@ -405,17 +418,16 @@ class RLHFModule(L.LightningModule):
         Prompts that are no `PromptBatch` are numbered over all batches and ranks, as they stand in
         the data: two of the same text get different noise.
         """
-        del dataloader_idx
-        noise = RowNoise(1, "generate")
         self._check_policy()
+        noise, length = RowNoise(1, "generate"), self.sampling.max_new_tokens
         if isinstance(batch, PromptBatch):
-            return self._written(batch, self.sampling.max_new_tokens, None, noise)
+            return self._written(batch, noise, length)
         rows = as_prompt_rows(of_collated_rows(batch))
         ranks = self.trainer.world_size
         first = self.global_rank + ranks * self.num_asked
         self.num_asked += len(rows)
         numbers = range(first, first + ranks * len(rows), ranks)
-        return self._answers(rows, None, None, len(rows), noise, numbers)
+        return self._answers(rows, numbers, noise, len(rows), length)
 
     def _check_policy(self) -> None:
         if not hasattr(self, "policy"):
@@ -423,28 +435,25 @@ class RLHFModule(L.LightningModule):
 
     def _answers(
         self,
-        prompts: Any,
-        max_new_tokens: int | None,
-        temperature: float | None,
-        batch_size: int,
+        rows: Sequence[Mapping[str, Any]],
+        numbers: Sequence[int],
         noise: RowNoise,
-        numbers: Sequence[int] | None = None,
+        batch_size: int,
+        length: int,
+        temperature: float | None = None,
     ) -> list[str]:
         """Return the response to each prompt, whose noise is that of its number."""
-        self._check_policy()
-        rows = as_prompt_rows(prompts)
         if self.policy is None:
             self.configure_model()
-        length = max_new_tokens or self.sampling.max_new_tokens
         room = (max_positions(self.policy.model) or 2**31) - length
         if room < 1:
             raise ValueError(f"max_new_tokens={length} leaves no room for a prompt: use less")
-        batches = _batches(rows, numbers or range(len(rows)), self.tokenizer, room, batch_size)
-        each = (self._written(batch, length, temperature, noise) for batch in batches)
+        batches = _batches(rows, numbers, self.tokenizer, room, batch_size)
+        each = (self._written(batch, noise, length, temperature) for batch in batches)
         return [text for texts in each for text in texts]
 
     def _written(
-        self, prompts: PromptBatch, length: int, temperature: float | None, noise: RowNoise
+        self, prompts: PromptBatch, noise: RowNoise, length: int, temperature: float | None = None
     ) -> list[str]:
         tokenizer: Any = self.tokenizer
         generator = self.generator or CapturedGenerator(

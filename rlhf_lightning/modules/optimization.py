@@ -26,7 +26,6 @@ from rlhf_lightning.models.compute_copies import compute_copies
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.modules.schedules import IterationSchedule
 
 logger = logging.getLogger(__name__)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -126,21 +125,6 @@ def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -
     return {"params": trained, "lr": learning_rate}
 
 
-def with_schedule(module: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what `configure_optimizers` returns: the schedule of the module counts iterations.
-
-    Raises:
-        ValueError: for an optimizer that divides by 0.
-    """
-    check_optimizer(optimizer)
-    _warn_of_unused_rate(optimizer)
-    total = int(module.trainer.estimated_stepping_batches)
-    scheduler = IterationSchedule(
-        optimizer, module.schedule, total, lambda: module.learning_rate_factor
-    )
-    return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that climbs, or whose first step on a gradient of 0 would be 0 / 0.
 
@@ -153,7 +137,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("eps=0 divides by 0 where a gradient is 0: use more, such as 1e-8")
 
 
-def _warn_of_unused_rate(optimizer: torch.optim.Optimizer) -> None:
+def warn_of_unused_rate(optimizer: torch.optim.Optimizer) -> None:
     """Warn where an optimizer was made with a learning rate that its groups do not have."""
     parameter = inspect.signature(type(optimizer)).parameters.get("lr")
     if parameter is None or parameter.default is parameter.empty or rank() != 0:

@@ -118,28 +118,26 @@ def move_models(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
         use_gpu_kernels(model)
 
 
-def set_micro_batch_tokens(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
+def set_micro_batch_tokens(module: Any) -> None:
     """Bound micro-batches without a number of rows by the free memory of the GPUs, and say so.
 
     `on_fit_start` calls it, when the models are placed and nothing has a gradient yet. On a CPU,
     whose micro-batches have no budget, it does nothing.
 
     Args:
-        module: module of the models, whose Trainer has a precision.
-        models: all its models, trained and frozen.
+        module: an `RLHFModule` with its models, whose Trainer has a precision.
     """
     if module.device.type != "cuda":
         return
-    sharded = module.device_mesh is not None
+    sharded, models = module.device_mesh is not None, module.roots
     arithmetic: Arithmetic = "mixed" if module.trainer.precision == MIXED_BF16 else "fp32"
-    if sharded and getattr(module, "compute_dtype", None) == torch.bfloat16:
+    if sharded and module.compute_dtype == torch.bfloat16:
         arithmetic = "bf16"
-    generator = getattr(module, "generator", None)
-    free = free_bytes(module.device) - bytes_kept(generator, module.device)
+    free = free_bytes(module.device) - bytes_kept(module.generator, module.device)
     fit = tokens_that_fit(models, free, arithmetic, sharded=sharded)
     tokens = -agreed_max(-fit, module.device)  # of the rank with the least
     set_token_budget(tokens)
-    if getattr(getattr(module, "algorithm", None), "micro_batch_size", None) is None:
+    if module.algorithm.micro_batch_size is None:
         less = "" if tokens == TOKENS else f" ({TOKENS:,} if more than {free >> 30} GiB were free)"
         rank_zero_info(f"Micro-batches of at most {tokens:,} tokens, padding included{less}")
     rank_zero_info(f"Kernels of the update: {kernels_of(models)}")

@@ -113,10 +113,8 @@ class Step0:
         """
         if LOG_RATIO not in measured:
             return
-        error, clipped = (
-            float(measured.pop(LOG_RATIO)),
-            float(measured[f"{module.stage}/clipfrac"]),
-        )
+        error = float(measured.pop(LOG_RATIO))
+        clipped = float(measured[f"{module.stage}/clipfrac"])
         if not math.isfinite(error):
             return
         self.awaits_minibatch = False
