@@ -35,12 +35,7 @@ from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.learning_rates import Kind
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.checkpoint_state import (
-    Stateful,
-    compare_hyper_parameters,
-    load_states,
-    save_states,
-)
+from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
 from rlhf_lightning.modules.checks import check_data, check_module, check_steps, check_trainer
 from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
@@ -307,7 +302,7 @@ class RLHFModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the state, and the fingerprint of the model's source."""
-        save_states(checkpoint, self.fingerprint, self.trained, **self.stateful())
+        save_states(checkpoint, self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the state back.
@@ -316,8 +311,7 @@ class RLHFModule(L.LightningModule):
             ValueError: if the model's source, the adapters, or the seed are others than the
                 checkpoint was trained with.
         """
-        load_states(checkpoint, self.fingerprint, self.trained, **self.stateful())
-        compare_hyper_parameters(checkpoint, self)
+        load_states(checkpoint, self)
 
     # -- training ---------------------------------------------------------------------------
 

@@ -41,43 +41,40 @@ def log_changed(key: str, value: object, saved: object) -> None:
         logger.warning("%s=%s takes the place of the checkpoint's %s", key, value, saved)
 
 
-def save_states(
-    checkpoint: dict[str, Any], fingerprint: str, model: nn.Module | None, **parts: Stateful
-) -> None:
-    """Add the fingerprint of the frozen source, and the state of each part by its name.
+def save_states(checkpoint: dict[str, Any], module: Any) -> None:
+    """Add the fingerprint of the module's source, its adapters, and the state of each part.
 
-    Of a `model` that is an adapter, rank, alpha and matrices of all on its base are added too.
+    Of adapters that are rank, alpha and matrices of all on the base.
     """
-    checkpoint[KEY] = fingerprint
-    if adapters := _adapters(model):
+    checkpoint[KEY] = module.fingerprint
+    if adapters := _adapters(module.trained):
         checkpoint[ADAPTERS] = adapters
-    for name, part in parts.items():
+    for name, part in module.stateful().items():
         checkpoint[name] = part.state_dict()
 
 
-def load_states(
-    checkpoint: dict[str, Any], fingerprint: str, model: nn.Module | None, **parts: Stateful
-) -> None:
-    """Give each part its state back.
+def load_states(checkpoint: dict[str, Any], module: Any) -> None:
+    """Give each part of the module its state back; say which hyper-parameters are others.
 
     Raises:
-        ValueError: if the source or an adapter of `model` has changed since, or if
-            the checkpoint lacks a part.
+        ValueError: if the source, an adapter or the seed has changed since, or if the checkpoint
+            lacks a part.
     """
-    if (saved := checkpoint.get(KEY, "")) != fingerprint:
+    if (saved := checkpoint.get(KEY, "")) != module.fingerprint:
         raise ValueError(
             f"the checkpoint was trained against reference {saved[:12]}, the model's source is now "
-            f"{fingerprint[:12]}: use the model it started from"
+            f"{module.fingerprint[:12]}: use the model it started from"
         )
-    check_adapters(checkpoint, model)
-    for name, part in parts.items():
+    check_adapters(checkpoint, module.trained)
+    for name, part in module.stateful().items():
         if name not in checkpoint:
             why = "it is from another stage or version; start again with resume=never"
             raise ValueError(f"the checkpoint has no {name}: {why}")
         part.load_state_dict(checkpoint[name])
+    _compare_hyper_parameters(checkpoint, module)
 
 
-def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> None:
+def _compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> None:
     """Say with which other hyper-parameters than the checkpoint's a run is resumed.
 
     Those of a module that `from_pretrained` built are compared; the commands compare theirs before
