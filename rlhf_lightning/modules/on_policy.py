@@ -244,7 +244,7 @@ class OnPolicyModule(PolicyModule):
     def assemble_rollout(
         self, responses: Responses, scores: Scores, found: ResponseFigures, **spares: Any
     ) -> RolloutBatch:
-        """Return the rollout: rewards of tokens from scores and KL, and their advantages.
+        """Return the rollout: 4. rewards of tokens from scores and KL, and 5. their advantages.
 
         Args:
             responses: prompts with responses.
