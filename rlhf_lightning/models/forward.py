@@ -25,6 +25,7 @@ from rlhf_lightning.functional.sequences import (
     next_token_labels,
     response_state_index,
 )
+from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, Teaching, TokenStatistics
 from rlhf_lightning.models.micro_batching import automatic, in_buckets, token_budget
 
@@ -351,7 +352,7 @@ def by_micro_batch(
     micro_batch_size: int | None,
     *,
     agree: Callable[[int, torch.device], int] | None = None,
-    run: Callable[[Sequence[Callable[[], Any]]], list[Any]] | None = None,
+    models: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
     """Apply `function` to the row indices of each micro-batch; return rows in their order.
 
@@ -361,14 +362,16 @@ def by_micro_batch(
         micro_batch_size: largest number of rows, see `micro_batches`.
         agree: returns the largest number of calls that a rank needs. Ranks that shard a model must
             call it equally often; those with fewer micro-batches repeat one and drop the result.
-        run: calls that may be made at the same time -> what they return; None makes them in turn.
+        models: two micro-batches are computed at the same time where `side_by_side` lets these;
+            without any they take turns.
     """
     parts = micro_batches(attention_mask, micro_batch_size)
     # Agreed before the first call: between two calls of a rank that shards, others must be in one.
     device = attention_mask.device
     count = agree(len(parts), device) if agree else len(parts)
     calls = [partial(function, rows.to(device, non_blocking=True)) for rows in parts]
-    outputs = run(calls) if run else [call() for call in calls]
+    beside = side_by_side(*models) if models else None
+    outputs = [call() for call in calls] if beside is None else beside.run(calls)
     for _ in range(len(parts), count):
         function(parts[0].to(device, non_blocking=True))
     back = torch.cat(parts).argsort().to(device, non_blocking=True)

@@ -36,7 +36,6 @@ from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.losses import loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.rewards import adjust_scores, overlong_penalty, shape_rewards
-from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import (
     by_micro_batch,
     group_micro_batches,
@@ -206,9 +205,8 @@ class OnPolicyModule(PolicyModule):
         """3. Return what policy, reference, value model and teacher find in the responses."""
         temperature, value = self.controls.temperature, self.value
         micro_batch_size = self.algorithm.micro_batch_size
-        # As the updates compute, whose bits these are to have.
-        alone = value is not None and world_size() == 1
-        beside = side_by_side(self.policy, value) if alone else None
+        # On a CPU as the updates compute, whose bits these are to have.
+        beside = (self.policy, value) if value is not None and world_size() == 1 else ()
 
         def forward(function: Callable[[Any], tuple[Tensor | None, ...]]) -> Any:
             return by_micro_batch(
@@ -216,7 +214,7 @@ class OnPolicyModule(PolicyModule):
                 responses.attention_mask,
                 micro_batch_size,
                 agree=agreed_max,
-                run=None if beside is None else beside.run,
+                models=beside,
             )
 
         statistics = partial(response_statistics, temperature=temperature)

@@ -28,7 +28,6 @@ from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import place_on_ranks
-from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.text.decode import response_texts
@@ -244,13 +243,12 @@ class RewardModelScorer:
         if model is None:
             raise RuntimeError(f"{type(self).__name__}.build() was not called")
         ids, mask = responses.sequences, responses.attention_mask
-        beside = side_by_side(model) if world_size() == 1 else None
         (total,) = by_micro_batch(
             lambda rows: (sequence_scores(model, ids[rows], mask[rows]),),
             mask,
             self.micro_batch_size,
             agree=agreed_max,
-            run=None if beside is None else beside.run,
+            models=(model,) if world_size() == 1 else (),
         )
         return Scores(total, {self.name: total})
 
