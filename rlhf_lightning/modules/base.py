@@ -252,7 +252,7 @@ class RLHFModule(L.LightningModule):
         check_same_on_all_ranks("start", self.fingerprint)
         for source in self.more_sources:
             check_same_on_all_ranks(source.key, source.fingerprint)
-        check_trainer(self.trainer, num_steps=self.num_steps)
+        check_trainer(self.trainer)
         check_data(self)
         check_module(self)
         move_models(self, self.roots)

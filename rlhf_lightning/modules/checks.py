@@ -19,9 +19,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import global_sum, whole
-from rlhf_lightning.hparams import OnPolicyHparams
 from rlhf_lightning.models.classifiers import max_positions
-from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.text.decode import token_names
 
 logger = logging.getLogger(__name__)
@@ -29,28 +27,28 @@ TRAINED_IN = ("32-true", "bf16-mixed")
 DEAD_ROW = 1e-3  # of the median norm
 
 
-def check_trainer(trainer: L.Trainer, *, num_steps: int) -> None:
+def check_trainer(trainer: L.Trainer) -> None:
     """Check the flags of a stage's Trainer.
 
     `trainer_arguments` sets all of them.
 
     Args:
         trainer: Trainer that was given the module.
-        num_steps: optimizer steps of an iteration, at most.
 
     Raises:
         ValueError: with the flag, its value, why that is wrong and the fix.
     """
-    for is_wrong, problem in _trainer_problems(trainer, num_steps):
+    for is_wrong, problem in _trainer_problems(trainer):
         if is_wrong:
             raise ValueError(
                 f"Trainer({problem}. trainer_arguments(folder, ...) sets what a stage needs"
             )
 
 
-def _trainer_problems(trainer: Any, num_steps: int) -> Iterator[tuple[bool, str]]:
+def _trainer_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
     """Yield whether each flag is wrong, and the flag with the reason and the fix."""
     name, module = type(trainer.strategy).__name__, trainer.lightning_module
+    steps = module.num_steps
     epochs = "its default" if trainer.max_epochs in (None, 1000) else "given"
     yield (
         trainer.max_epochs != 1,
@@ -58,8 +56,8 @@ def _trainer_problems(trainer: Any, num_steps: int) -> Iterator[tuple[bool, str]
         "repeat the sampling noise of the first: use max_epochs=1",
     )
     yield (
-        trainer.max_steps != -1 and num_steps > 1 and not trainer.fast_dev_run,
-        f"max_steps={trainer.max_steps}) counts optimizer steps, up to {num_steps} an iteration "
+        trainer.max_steps != -1 and steps > 1 and not trainer.fast_dev_run,
+        f"max_steps={trainer.max_steps}) counts optimizer steps, up to {steps} an iteration "
         "here: use max_steps=-1 and trainer_arguments(max_iterations=...), that is "
         "limit_train_batches",
     )
@@ -280,38 +278,35 @@ def check_equal_shares(counts: Sequence[int]) -> None:
         )
 
 
-def check_sampler(
-    rollout: RolloutBatch, generator: Generator, algorithm: OnPolicyHparams, stage: str
-) -> None:
+def check_sampler(module: Any, rollout: RolloutBatch) -> None:
     """Check that the log-probabilities that the loss reads are there.
 
     Args:
+        module: an `OnPolicyModule`, whose hyper-parameters say what the loss reads.
         rollout: rollout of this rank.
-        generator: generator that sampled it.
-        algorithm: hyper-parameters, which say what the loss reads.
-        stage: name of the hyper-parameters in a configuration.
 
     Raises:
         RuntimeError: if some are not finite where the policy's are.
         ValueError: if there are none.
     """
+    algorithm, generator = module.algorithm, module.generator
     if algorithm.ratio_base == "sampler":
         setting, other = "ratio_base=sampler", "ratio_base=old"
     elif algorithm.off_policy != "none":
         setting, other = f"off_policy={algorithm.off_policy}", "off_policy=none"
     else:
         return
-    sampler = rollout.sampler_logprobs
+    sampler, setting = rollout.sampler_logprobs, f"module.{module.stage}.{setting}"
     if sampler is None:
         raise ValueError(
-            f"module.{stage}.{setting} needs the log-probabilities of the sampler, and "
+            f"{setting} needs the log-probabilities of the sampler, and "
             f"{type(generator).__name__} gives none: use rollout=cached, or {other}"
         )
     wrong = rollout.response_mask & ~sampler.isfinite() & rollout.logprobs.isfinite()
     if count := int(global_sum(wrong.sum())):
         name = getattr(generator, "name", type(generator).__name__)
         raise RuntimeError(
-            f"{count} log-probabilities of {name} are not finite, and module.{stage}.{setting} "
+            f"{count} log-probabilities of {name} are not finite, and {setting} "
             f"weighs tokens by them: mend the sampler, or use {other}"
         )
 

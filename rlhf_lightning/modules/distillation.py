@@ -99,7 +99,6 @@ class DistillationModule(OnPolicyModule):
             return super().statistics(micro_batch)
         assert isinstance(self.teacher, ModelTeacher)  # or it has no states
         teacher = self.teacher.model
-        assert micro_batch.teacher_states is not None  # [b, R, H]
         with unsharded(teacher.root, layers=False):  # for its head
             logits = logits_of(teacher.model, copied=is_sharded(teacher.root))
         algorithm = self.algorithm

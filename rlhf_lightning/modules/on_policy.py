@@ -194,7 +194,7 @@ class OnPolicyModule(PolicyModule):
             # 3. Log-probabilities and values, by the training forward. 4. Rewards. 5. Advantages.
             found = self.evaluate_responses(responses)
             rollout = self.assemble_rollout(responses, scores, found, **spares)
-            check_sampler(rollout, self.generator, self.algorithm, self.stage)
+            check_sampler(self, rollout)
         return rollout, seconds
 
     def _unsharded(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -236,7 +236,6 @@ class OnPolicyModule(PolicyModule):
         if value is not None:
             (values,) = forward(lambda rows: (response_values(value, rows),))
         release_freed_memory()  # the activations
-        assert policy.entropy is not None  # asked for
         return ResponseFigures(policy.logprobs, policy.entropy, reference.logprobs, values, *taught)
 
     def assemble_rollout(
