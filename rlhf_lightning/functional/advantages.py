@@ -164,7 +164,13 @@ def group_advantages(
     return zero_off_mask(advantages, informative_groups(scores, group_ids))
 
 
-def informative_groups(scores: Tensor, group_ids: Tensor, scored: Tensor | None = None) -> Tensor:
+def informative_groups(
+    scores: Tensor,
+    group_ids: Tensor,
+    scored: Tensor | None = None,
+    *,
+    clip: float | None = None,
+) -> Tensor:
     """Return False for the rows of groups whose scores are all equal, which teach nothing.
 
     A group of one response is such a group. One with a NaN is not: it must not be dropped unseen.
@@ -173,12 +179,16 @@ def informative_groups(scores: Tensor, group_ids: Tensor, scored: Tensor | None 
         scores: `[B]`.
         group_ids: `[B]` int64, equal for the rows of one prompt, in any order and number.
         scored: `[B]` bool, True on the rows whose scores are compared; None compares all.
+        clip: scores are compared as advantages see them, clipped to +-clip; None for no clipping.
 
     Returns:
         `[B]` bool.
 
     Source: Yu et al. 2025, "DAPO", section 3.2 (dynamic sampling).
     """
+    scores = at_least_float32(scores)
+    if clip is not None:
+        scores = scores.clamp(-clip, clip)
     groups, index = torch.unique(group_ids, return_inverse=True)
     low, high = (
         torch.full_like(groups, nothing, dtype=scores.dtype).scatter_reduce(

@@ -25,7 +25,6 @@ from rlhf_lightning.functional.off_policy import (
     sequence_ratios,
     truncated_weights,
 )
-from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.functional.statistics import explained_variance
 from rlhf_lightning.functional.surrogates import MaskingSurrogate, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams
@@ -218,22 +217,23 @@ def rollout_metrics(
         measures["rollout/unscored"] = 1 - scored / rows
     if score_clip is not None:
         measures[CLIPPED] = clipped / max(scored, 1.0)
-    measures |= _group_metrics(rollout, finished, rows, score_clip)
+    measures |= _group_metrics(rollout, rows, score_clip)
     if rollout.values is not None and rollout.returns is not None:
         measures |= _explained(rollout.values, rollout.returns, rollout.reward_mask, stage)
     return measures | _components(rollout.score_components)
 
 
 def _group_metrics(
-    rollout: RolloutBatch, finished: Tensor, rows: float, score_clip: float | None
+    rollout: RolloutBatch, rows: float, score_clip: float | None
 ) -> dict[str, float]:
     """Return what groups of responses and spare prompts allow; `rows` are those of all ranks."""
     measures: dict[str, float] = {}
     if rollout.group_size > 1 and rollout.has_reward:
         # Without penalties: what the scorer tells apart, by which resampling decides too.
-        compared = adjust_scores(rollout.scores, finished, clip=score_clip, missing_eos_penalty=0.0)
-        informative = informative_groups(compared, rollout.group_ids, rollout.scored)
-        measures["rollout/informative_groups"] = float(global_sum(informative.sum())) / rows
+        told_apart = informative_groups(
+            rollout.scores, rollout.group_ids, rollout.scored, clip=score_clip
+        )
+        measures["rollout/informative_groups"] = float(global_sum(told_apart.sum())) / rows
     if rollout.resampled is not None and rollout.resampling_rounds is not None:
         measures["rollout/resampled_groups"] = float(global_sum(rollout.resampled.sum())) / rows
         measures["rollout/resampling_rounds"] = rollout.resampling_rounds

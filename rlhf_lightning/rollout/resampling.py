@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank, world_size
 from rlhf_lightning.functional.advantages import informative_groups
-from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.rollout.scorers.base import Responses, Scores
 
 
@@ -94,10 +93,8 @@ def _rows_of(groups: Tensor, size: int) -> Tensor:
 
 
 def _uninformative(responses: Responses, scores: Scores, score_clip: float | None) -> Tensor:
-    compared = adjust_scores(
-        scores.total, responses.finished, clip=score_clip, missing_eos_penalty=0.0
-    )
-    return ~informative_groups(compared, responses.prompts.group_ids, scores.applies)  # [B]
+    groups = responses.prompts.group_ids
+    return ~informative_groups(scores.total, groups, scores.applies, clip=score_clip)  # [B]
 
 
 def _sampled(responses: Responses, scores: Scores, rows: Tensor) -> Sampled:
