@@ -15,8 +15,7 @@ from rlhf_lightning.distributed.collectives import is_sharded, unsharded
 from rlhf_lightning.hparams import DistillationHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.models.heads import Teaching, TokenStatistics, logits_of
-from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
-from rlhf_lightning.modules import pretrained
+from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.rollout.estimators import Returns
@@ -85,13 +84,9 @@ class DistillationModule(OnPolicyModule):
                 f"{cls.__name__} learns from a teacher, and none is given: give teacher=FOLDER "
                 "(artifacts.teacher)"
             )
-
-        def build(policy: str, _scorer: Any, **how: Any) -> PolicyModels:
-            return policy_models(policy, **how)
-
         hparams = {"distillation": distillation or DistillationHparams()}
         given = False if reward is None else reward
-        return pretrained.of_policy(cls, policy, given, build, hparams, options)
+        return super().from_pretrained(policy, given, hparams, options)
 
     def statistics(self, micro_batch: RolloutBatch) -> TokenStatistics:
         """Return what the policy says of a micro-batch, and its divergence from the teacher."""

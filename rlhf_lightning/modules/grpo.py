@@ -12,8 +12,7 @@ from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.hparams import GRPOHparams, SamplingHparams
-from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
-from rlhf_lightning.modules import pretrained
+from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.metrics import PhaseSeconds
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
@@ -88,13 +87,8 @@ class PolicyGradientModule(OnPolicyModule):
             TypeError: if `reward` is none of these.
             ValueError: if tokenizer or settings cannot be used.
         """
-
-        def build(policy: str, _scorer: Any, **how: Any) -> PolicyModels:
-            return policy_models(policy, **how)
-
-        return pretrained.of_policy(
-            cls, policy, reward, build, {"grpo": grpo or GRPOHparams()}, options
-        )
+        hparams = {"grpo": grpo or GRPOHparams()}
+        return super().from_pretrained(policy, reward, hparams, options)
 
     def collect_rollout(
         self, prompts: PromptBatch, iteration: int

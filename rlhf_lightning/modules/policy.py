@@ -7,32 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack, cast
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import PathOrName, checked
+from rlhf_lightning.arguments import PathOrName, checked, fitting
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.ppo_models import PolicyModels
+from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import Stateful
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.options import ModuleParts
-from rlhf_lightning.modules.rewards import check_objects, check_reward, score_clip_of
+from rlhf_lightning.modules.pretrained import Start, naming_argument, of_trainer
+from rlhf_lightning.modules.rewards import (
+    as_scorer,
+    check_objects,
+    check_reward,
+    named_reward,
+    score_clip_of,
+)
 from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.pending import PendingGeneration
-from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.rollout.scorers.base import Scorer, load_function
 from rlhf_lightning.rollout.scorers.hparams import is_address
-from rlhf_lightning.rollout.teachers import ModelTeacher, Teacher, TeacherPrompt
+from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
+from rlhf_lightning.rollout.teachers import ModelTeacher, ServerTeacher, Teacher, TeacherPrompt
+from rlhf_lightning.runs.manifest import Source
+
+OBJECTS = ("surrogate", "estimator")
+TEACHING = ("teacher", "teacher_prompt")
 
 
 class PolicyModule(RLHFModule):
@@ -111,6 +123,89 @@ class PolicyModule(RLHFModule):
         self.pending = PendingGeneration()
         self.policy = None
         self.value = None
+
+    # -- made from names --------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        policy: PathOrName,
+        reward: Any,
+        hparams: Mapping[str, Any],
+        options: Mapping[str, Any],
+        **own: Any,
+    ) -> Self:
+        """Return the module that trains `policy`; models are loaded when a Trainer asks for them.
+
+        A subclass has a `from_pretrained` with arguments of its own, which ends in this one.
+
+        Args:
+            policy: folder or hub name of the policy to start from, which is the reference too.
+            reward: reward, as in `as_scorer`.
+            hparams: hyper-parameters, by the names under which `cls` takes them.
+            options: all of `OnPolicyOptions`.
+            own: further arguments, which `check_start` and `load_models` get and checkpoints hold.
+
+        Raises:
+            ValueError: if tokenizers, adapters or settings cannot be used.
+        """
+        lora, weights, name = options["lora"], options["reward_weights"], str(policy)
+        if lora is not None and lora.dropout:  # of every forward: the ratio would not start at 1
+            told = f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out"
+            raise ValueError(told)
+        start = Start.read(policy, "policy", options)
+        cls.check_start(start, **own)
+        scorer = as_scorer(reward, name, start.tokenizer, weights)
+        if isinstance(scorer, RewardAdapterScorer):
+            start.check_adapter("reward", scorer.source)
+        onward = start.onward()
+        hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
+        teacher, teaching = _teacher(cls, start, hparams)
+
+        def models() -> PolicyModels:
+            how = of_trainer(built, lora) | start.loading | own
+            how |= {} if teacher is None else {"teacher": teacher.name}
+            return cls.load_models(name, reward, scorer, start=onward, **how)
+
+        built: Any = cast(Any, cls)(
+            models=models,
+            scorer=scorer,
+            generator=start.generator(),
+            tokenizer=start.tokenizer,
+            **{key: options[key] for key in ("seed", "surrogate")},
+            estimator=_estimator(options["estimator"]),
+            **teaching,
+            **hparams,
+            **start.parts,
+        )
+        built.more_sources = () if teacher is None else (teacher,)
+        built.keep(
+            start,
+            policy=name,
+            reward=named_reward(reward),
+            start=onward,
+            reward_weights=None if weights is None else list(weights),
+            **hparams,
+            **_in_words(options),
+            **own,
+        )
+        return built  # type: ignore[no-any-return]
+
+    @classmethod
+    def check_start(cls, start: Start, **own: Any) -> None:
+        """Check that the models that `own` names go with the policy, before any is loaded."""
+
+    @classmethod
+    def load_models(cls, policy: str, reward: Any, scorer: Scorer, **how: Any) -> PolicyModels:
+        """Return policy and reference.
+
+        Args:
+            policy: folder or hub name of the policy.
+            reward: reward as it was given, for a model that starts from it.
+            scorer: scorer that it names.
+            how: further arguments of a function of `models.ppo_models`.
+        """
+        return policy_models(policy, **how)
 
     def on_fit_start(self) -> None:
         """Check the Trainer and the data, and that a teacher can be asked about them.
@@ -207,5 +302,54 @@ class PolicyModule(RLHFModule):
                 "to a server: give load_from_checkpoint(path, teacher=...)"
             )
         check_reward(path, given.get("reward"), is_given="reward" in changes)
-        named = {"surrogate", "estimator"} - changes.keys()
+        named = set(OBJECTS) - changes.keys()
         check_objects(path, {key: given.get(key) for key in sorted(named)})
+
+
+def _estimator(given: AdvantageEstimator | str | None) -> AdvantageEstimator | None:
+    """Return the estimator that was given, or that `path.py:Class` names."""
+    if not isinstance(given, str):
+        return given
+    made = load_function(given, "estimator")()
+    return fitting(f"{given}()", made, AdvantageEstimator)  # type: ignore[no-any-return]
+
+
+def _in_words(options: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return what a checkpoint says of objects, which have to be given again, and of a teacher."""
+    objects = {key: repr(it) for key in OBJECTS if (it := options[key]) is not None}
+    return objects | {key: None if (it := options[key]) is None else str(it) for key in TEACHING}
+
+
+def _teacher(
+    cls: type, start: Start, hparams: Mapping[str, Any]
+) -> tuple[Source | None, dict[str, Any]]:
+    """Return the source of a teacher that is loaded here, and what else a module needs of one.
+
+    Raises:
+        ValueError: if its tokenizer is another one, a weight or a prompt of it is set without one,
+            or a server cannot give what is learnt.
+    """
+    teacher, template = (start.options[key] for key in TEACHING)
+    if teacher is None:
+        owners: list[Any] = [own for own in hparams.values() if hasattr(own, "teacher_coef")]
+        changed = any(own.teacher_coef != type(own)().teacher_coef for own in owners)
+        if template is not None or changed:
+            name = "teacher_coef" if template is None else "teacher_prompt"
+            raise ValueError(
+                f"{name} is given, and {cls.__name__} has no teacher: give teacher=FOLDER "
+                "(artifacts.teacher), or leave it out"
+            )
+        return None, {}
+    prompt = None if template is None else TeacherPrompt(template, start.tokenizer)
+    if is_address(teacher):
+        whole = any(getattr(own, "learns_distributions", False) for own in hparams.values())
+        if whole or hparams["sampling"].temperature != 1.0:
+            raise ValueError(
+                f"teacher={teacher} gives log-probabilities of given tokens at temperature 1: use "
+                "divergence=sampled and sampling.temperature=1, or a teacher in this process"
+            )
+        return None, {"teacher": ServerTeacher(str(teacher), start.tokenizer, prompt)}
+    fix = "take a teacher of the policy's family, or train on its texts (SFT)"
+    start.check_tokenizer("teacher", teacher, fix=fix)
+    with naming_argument("teacher", teacher):
+        return Source.of(teacher, "teacher"), {"teacher_prompt": prompt}

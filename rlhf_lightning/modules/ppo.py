@@ -20,14 +20,13 @@ from rlhf_lightning.functional.losses import clipped_value_loss
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_values
 from rlhf_lightning.models.ppo_models import PPOModels, freeze_but, ppo_models
-from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.metrics import PhaseSeconds
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.optimization import Measured, StepCounts, Term, parameter_group
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
+from rlhf_lightning.modules.pretrained import Start
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
-from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -92,29 +91,40 @@ class PPOModule(OnPolicyModule):
             TypeError: if `reward` is none of these.
             ValueError: if tokenizer, value model, adapters or settings cannot be used.
         """
-        start = pretrained.policy_start(cls, policy, options)
-        begun = None if value is None else str(value)
-        unused = options["lora"] is not None and value_head == "zero"
-        if begun is not None and begun != str(policy) and not unused:
-            if options["lora"] is not None:
-                start.check_adapter("value", begun)
-            fix = "start the value model from the policy: artifacts.reward=null"
-            fix = f"{fix} module.value_head=zero"
-            with pretrained.naming_argument("value", begun):
-                check_same_tokenizer(start.tokenizer, begun, fix=fix)
-
-        def build(policy: str, scorer: Scorer, **how: Any) -> PPOModels:
-            found, named = begun, isinstance(reward, str | Path) and how["lora"] is None
-            if value_head != "zero" and found is None and named:
-                found = str(reward) if isinstance(scorer, RewardModelScorer) else None
-            head: Any = value_head or ("zero" if found is None else "stored")
-            return ppo_models(policy, found, value_head=head, **how)
-
+        own = {"value": None if value is None else str(value), "value_head": value_head}
         hparams = {"ppo": ppo or PPOHparams()}
-        kept = {"value": begun, "value_head": value_head}
-        return pretrained.of_policy(
-            cls, policy, reward, build, hparams, options, begun=start, **kept
-        )
+        return super().from_pretrained(policy, reward, hparams, options, **own)
+
+    @classmethod
+    def check_start(
+        cls, start: Start, *, value: str | None = None, value_head: str | None = None
+    ) -> None:
+        """Check that the value model can start from `value`, unless that is the policy."""
+        adapted = start.options["lora"] is not None
+        if value is None or value == start.source.name or (adapted and value_head == "zero"):
+            return
+        if adapted:
+            start.check_adapter("value", value)
+        fix = "start the value model from the policy: artifacts.reward=null module.value_head=zero"
+        start.check_tokenizer("value", value, fix=fix)
+
+    @classmethod
+    def load_models(
+        cls,
+        policy: str,
+        reward: Any,
+        scorer: Scorer,
+        *,
+        value: str | None = None,
+        value_head: Literal["stored", "zero"] | None = None,
+        **how: Any,
+    ) -> PPOModels:
+        """Return policy, value model and reference; see `from_pretrained` for `value`."""
+        is_model = isinstance(reward, str | Path) and isinstance(scorer, RewardModelScorer)
+        if value is None and value_head != "zero" and is_model and how["lora"] is None:
+            value = str(reward)
+        head: Any = value_head or ("zero" if value is None else "stored")
+        return ppo_models(policy, value, value_head=head, **how)
 
     def collect_rollout(
         self, prompts: PromptBatch, iteration: int

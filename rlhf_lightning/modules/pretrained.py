@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import lightning as L
 import torch
@@ -19,22 +19,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.distributed.checkpoint import read_full
-from rlhf_lightning.hparams import LoraHparams, SamplingHparams
+from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.misfit import shown
 from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.checks import TRAINED_IN
-from rlhf_lightning.modules.rewards import as_scorer, named_reward
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
-from rlhf_lightning.rollout.scorers.base import load_function
-from rlhf_lightning.rollout.scorers.hparams import is_address
-from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
-from rlhf_lightning.rollout.teachers import ServerTeacher, TeacherPrompt
 from rlhf_lightning.runs.manifest import ManifestError, Source
 from rlhf_lightning.runs.resume import CheckpointError, read_data
 from rlhf_lightning.text.tokenizers import (
@@ -47,7 +41,6 @@ from rlhf_lightning.text.tokenizers import (
     with_template_arguments,
 )
 
-TEACHING = ("teacher", "teacher_prompt")
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
 _PLAIN = ("reward_weights", "from_scratch", "chat_template_arguments")  # lists and mappings
 _WITHOUT_ADAPTER = {  # by the argument that names a folder
@@ -102,137 +95,6 @@ def of_one_model(
     built.tokenizer, built.generator = start.tokenizer, start.generator()
     built.keep(start, **start.model, **hparams, **how)
     return built  # type: ignore[no-any-return]
-
-
-def policy_start(cls: type, policy: str | Path, options: Mapping[str, Any]) -> Start:
-    """Return the start of a policy that learns from its own responses.
-
-    Raises:
-        ValueError: if it cannot be read, or adapters have dropout.
-    """
-    lora = options["lora"]
-    if lora is not None and lora.dropout:  # of every forward: the ratio would not start at 1
-        raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
-    return Start.read(policy, "policy", options)
-
-
-def of_policy(
-    cls: type[ModuleT],
-    policy: str | Path,
-    reward: Any,
-    build: Callable[..., Any],
-    hparams: Mapping[str, Any],
-    options: Mapping[str, Any],
-    *,
-    begun: Start | None = None,
-    **kept: Any,
-) -> ModuleT:
-    """Return a module that trains `policy` on its own scored responses.
-
-    Args:
-        cls: class of the module.
-        policy: folder or hub name of the policy to start from, which is the reference too.
-        reward: reward, as in `as_scorer`.
-        build: (policy, scorer, options) -> models, by a function of `models.ppo_models`.
-        hparams: hyper-parameters, by the names under which `cls` takes them.
-        options: all of `OnPolicyOptions`.
-        begun: what `policy_start` has read, if it was called before.
-        kept: further arguments, for the checkpoint.
-    """
-    start, policy = begun or policy_start(cls, policy, options), str(policy)
-    lora, weights = options["lora"], options["reward_weights"]
-    scorer = as_scorer(reward, policy, start.tokenizer, weights)
-    if isinstance(scorer, RewardAdapterScorer):
-        start.check_adapter("reward", scorer.source)
-    onward = _onward(start, options["start"], lora)
-    hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
-    taught, teaching = _teacher(cls, start, options, hparams)
-    more = {} if taught is None else {"teacher": taught.name}
-
-    def models() -> Any:
-        how = of_trainer(built, lora) | start.loading
-        return build(policy, scorer, start=onward, **more, **how)
-
-    built: Any = cast(Any, cls)(
-        models=models,
-        scorer=scorer,
-        generator=start.generator(),
-        tokenizer=start.tokenizer,
-        **{name: options[name] for name in ("seed", "surrogate")},
-        estimator=_estimator(options["estimator"]),
-        **teaching,
-        **hparams,
-        **start.parts,
-    )
-    built.more_sources = () if taught is None else (taught,)
-    built.keep(
-        start,
-        policy=policy,
-        reward=named_reward(reward),
-        start=onward,
-        reward_weights=None if weights is None else list(weights),
-        **hparams,
-        **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
-        **{key: None if (it := options[key]) is None else str(it) for key in TEACHING},
-        **kept,
-    )
-    return built  # type: ignore[no-any-return]
-
-
-def _estimator(given: AdvantageEstimator | str | None) -> AdvantageEstimator | None:
-    """Return the estimator that was given, or that `path.py:Class` names."""
-    if not isinstance(given, str):
-        return given
-    made = load_function(given, "estimator")()
-    return fitting(f"{given}()", made, AdvantageEstimator)  # type: ignore[no-any-return]
-
-
-def _onward(start: Start, source: str | Path | None, lora: LoraHparams | None) -> str | None:
-    """Return the name of a policy to continue from, once it is known to fit; None without one."""
-    if source is None:
-        return None
-    if lora is not None:
-        start.check_adapter("start", source, scale=lora)
-    else:
-        with naming_argument("start", source):
-            fix = "continue from a policy that was trained from `policy` (artifacts.ppo)"
-            check_same_tokenizer(start.tokenizer, source, fix=fix)
-    return str(source)
-
-
-def _teacher(
-    cls: type, start: Start, options: Mapping[str, Any], hparams: Mapping[str, Any]
-) -> tuple[Source | None, dict[str, Any]]:
-    """Return the source of a teacher that is loaded here, and what else a module needs of one.
-
-    Raises:
-        ValueError: if its tokenizer is another one, a weight or a prompt of it is set without one,
-            or a server cannot give what is learnt.
-    """
-    teacher, template = options["teacher"], options["teacher_prompt"]
-    if teacher is None:
-        owners: list[Any] = [own for own in hparams.values() if hasattr(own, "teacher_coef")]
-        changed = any(own.teacher_coef != type(own)().teacher_coef for own in owners)
-        if template is not None or changed:
-            name = "teacher_coef" if template is None else "teacher_prompt"
-            raise ValueError(
-                f"{name} is given, and {cls.__name__} has no teacher: give teacher=FOLDER "
-                "(artifacts.teacher), or leave it out"
-            )
-        return None, {}
-    prompt = None if template is None else TeacherPrompt(template, start.tokenizer)
-    if is_address(teacher):
-        whole = any(getattr(own, "learns_distributions", False) for own in hparams.values())
-        if whole or hparams["sampling"].temperature != 1.0:
-            raise ValueError(
-                f"teacher={teacher} gives log-probabilities of given tokens at temperature 1: use "
-                "divergence=sampled and sampling.temperature=1, or a teacher in this process"
-            )
-        return None, {"teacher": ServerTeacher(str(teacher), start.tokenizer, prompt)}
-    with naming_argument("teacher", teacher):
-        fix = "take a teacher of the policy's family, or train on its texts (SFT)"
-        check_same_tokenizer(start.tokenizer, teacher, fix=fix)
-        return Source.of(teacher, "teacher"), {"teacher_prompt": prompt}
 
 
 @contextmanager
@@ -329,6 +191,36 @@ class Start:
         except NotImplementedError as error:
             raise TypeError(f"generator={shown(make)} makes no generator: {error}") from error
         return fitting("generator(stop_ids, pad_token_id)", made, Generator)  # type: ignore[no-any-return]
+
+    def check_tokenizer(self, argument: str, source: str | Path, *, fix: str) -> None:
+        """Check that another model has this tokenizer.
+
+        Args:
+            argument: that the model was given as.
+            source: folder or hub name of it.
+            fix: what to give in its place.
+
+        Raises:
+            ValueError: if it has another one, or cannot be read.
+        """
+        with naming_argument(argument, source):
+            check_same_tokenizer(self.tokenizer, source, fix=fix)
+
+    def onward(self) -> str | None:
+        """Return the name of a policy to continue from, once it is known to fit; None without one.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        source, lora = self.options["start"], self.options["lora"]
+        if source is None:
+            return None
+        if lora is not None:
+            self.check_adapter("start", source, scale=lora)
+        else:
+            fix = "continue from a policy that was trained from `policy` (artifacts.ppo)"
+            self.check_tokenizer("start", source, fix=fix)
+        return str(source)
 
     def check_adapter(
         self, argument: str, folder: str | Path, *, scale: LoraHparams | None = None

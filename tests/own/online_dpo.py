@@ -19,8 +19,7 @@ from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, Usual
 from rlhf_lightning.models.forward import response_statistics
-from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
-from rlhf_lightning.modules import pretrained
+from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.optimization import Measured, StepCounts
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
@@ -73,11 +72,8 @@ class OnlineDPOModule(OnPolicyModule):
         online_dpo: OnlineDPOHparams | None = None,
         **options: Unpack[OnPolicyOptions],
     ) -> Self:
-        def build(policy: str, _scorer: Any, **how: Any) -> PolicyModels:
-            return policy_models(policy, **how)
-
         hparams = {"online_dpo": online_dpo or OnlineDPOHparams()}
-        return pretrained.of_policy(cls, policy, reward, build, hparams, options)
+        return super().from_pretrained(policy, reward, hparams, options)
 
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
         mask, scores = micro_batch.loss_mask, micro_batch.by_group(micro_batch.scores)
