@@ -27,6 +27,7 @@ from typing import (
     Concatenate,
     Literal,
     NotRequired,
+    Self,
     TypeVar,
     Union,
     Unpack,
@@ -46,7 +47,14 @@ from pydantic import (
     WrapValidator,
 )
 
-from rlhf_lightning.misfit import Built, is_union, misfit, shown, without_markers
+from rlhf_lightning.misfit import (
+    Built,
+    is_union,
+    misfit,
+    refuse_unknown,
+    shown,
+    without_markers,
+)
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 LARGEST = 1e30  # larger sizes overflow in float32, where models compute, and 1 / LARGEST vanishes
@@ -407,6 +415,26 @@ class Checked:
                     UnusualHparamWarning,
                     stacklevel=3,
                 )
+
+    @classmethod
+    def of_node(cls, node: object, where: str) -> Self:
+        """Return what a configuration says; its `_target_` is not looked at.
+
+        Args:
+            node: the fields, plain values.
+            where: place in the configuration.
+
+        Raises:
+            ValueError: for an unknown field, a wrong type or range, with its place.
+        """
+        if not isinstance(node, Mapping):
+            raise ValueError(f"{where}={node!r} must be a group of settings")
+        given = {str(key): value for key, value in node.items() if key != "_target_"}
+        refuse_unknown(given, [one.name for one in fields(cls)], cls.__name__, where)  # type: ignore[arg-type]
+        try:
+            return cls(**given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}.{error}") from error
 
     def _usual(self, name: str, hint: Any) -> Usual | None:
         """Return the usual range of a field; None: whatever is possible."""

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -21,6 +21,29 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     word = f"{_OTHER_WORDS.get(first, first)}{dot}{rest}"
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Collection[str], name: str, where: str) -> None:
+    """Refuse arguments that a call does not take.
+
+    Args:
+        given: its arguments; below one that is misplaced, the keys that it takes are looked for.
+        known: names of those that it takes.
+        name: dotted name of what is called.
+        where: place of the call in the configuration.
+
+    Raises:
+        ValueError: with the nearest ones.
+    """
+    for key, value in given.items():
+        if key.startswith("_") or key not in known:
+            inside = getattr(value, "arguments", value)
+            inside = [k for k in inside if k in known] if isinstance(inside, Mapping) else []
+            hint = f"; write {where}.{inside[0]}" if inside else did_you_mean(key, known)
+            taken = ", ".join(known) or "nothing"
+            raise ValueError(
+                f"unknown key {where}.{key}{hint} ({name.rpartition('.')[2]} takes {taken})"
+            )
 
 
 def without_markers(hint: Any) -> Any:

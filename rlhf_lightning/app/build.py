@@ -21,7 +21,7 @@ from rlhf_lightning.app.config.commands import CollectSettings, EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, texts
 from rlhf_lightning.app.config.groups import ModelSettings, Target
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import LOOKUPS, Node, nodes
+from rlhf_lightning.app.config.targets import LOOKUPS, Node, made, nodes
 from rlhf_lightning.app.evaluation import (
     TrainingComponents,
     check_context_length,
@@ -183,15 +183,14 @@ def rollout_callbacks(settings: TrainSettings) -> list[L.Callback]:
 
 def make_module(settings: TrainSettings) -> Any:
     """Return the module: the call that `module` describes, with what other groups say."""
-    stage, start = settings.spec, settings.start
-    given = settings.all_hparams | {
-        "optimizer": settings.optimizer.build(),
-        "schedule": settings.scheduler.build(),
-        "generator": settings.rollout.build(),
-    }
+    stage, start, node = settings.spec, settings.start, settings.module.read()
+    given = node.arguments | settings.all_hparams
+    given["optimizer"] = settings.optimizer.read()
+    given["schedule"] = settings.scheduler.read()
+    given["generator"] = settings.rollout.read()
     if stage.rolls_out and settings.scorer is not None:
-        given["reward"] = settings.scorer.build()
-    module = settings.module.build(**given)
+        given["reward"] = settings.scorer.read()
+    module = node.call(**made(given))
     if module.source is not None and module.source.name == start:
         module.source = replace(module.source, key=f"artifacts.{stage.starts_from}")
     return module

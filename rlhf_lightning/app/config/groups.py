@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_lightning.app.config.compose import ConfigError, check_path_name
+from rlhf_lightning.app.config.compose import check_path_name
 from rlhf_lightning.app.config.targets import (
     LOOKUPS,
     Kind,
@@ -26,7 +26,6 @@ from rlhf_lightning.app.config.targets import (
     TargetError,
     check_names,
     read_node,
-    refuse_unknown,
 )
 from rlhf_lightning.arguments import Count, CountOrZero, Name, RunsCode, Temperature
 from rlhf_lightning.doctor.interventions import ActionSettings
@@ -49,23 +48,7 @@ MatmulPrecision = Literal["highest", "high"]
 
 def hparams_of(cls: type[Checked], where: str) -> Any:
     """Return the type of a node that holds the hyper-parameters `cls`."""
-    return Annotated[Any, BeforeValidator(lambda node: build_hparams(cls, node, where))]
-
-
-def build_hparams(cls: type[Any], node: object, where: str) -> Any:
-    """Return `cls` made of a node, whose `_target_` is not looked at.
-
-    Raises:
-        ConfigError: for an unknown key, a wrong type or range.
-    """
-    if not isinstance(node, Mapping):
-        raise ConfigError(f"{where}={node!r} must be a group of settings")
-    values = {str(key): value for key, value in node.items() if key != "_target_"}
-    refuse_unknown(values, cls.__dataclass_fields__, cls.__name__, where)
-    try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}.{error}") from error
+    return Annotated[Any, BeforeValidator(lambda node: cls.of_node(node, where))]
 
 
 class Settings(BaseModel):
@@ -133,8 +116,7 @@ class Target(Settings):
             Exception: whatever the constructor raises.
         """
         for key in more.keys() & self.arguments.keys():
-            if not isinstance(self.arguments[key], Mapping):  # settings, checked and built before
-                raise TargetError(f"{self.where}.{key} is given by the run: leave it out")
+            raise TargetError(f"{self.where}.{key} is given by the run: leave it out")
         return self.read().make(**more)
 
 

@@ -37,7 +37,6 @@ from rlhf_lightning.app.config.groups import (
     StrategySettings,
     Target,
     TrainerSettings,
-    build_hparams,
     builds,
     hparams_of,
 )
@@ -269,14 +268,14 @@ class TrainSettings(RunSettings):
     _hparams: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _build_hparams(self) -> Self:
+    def _read_hparams(self) -> Self:
         for key, node in self.module.arguments.items():
             name = node.get("_target_") if isinstance(node, Mapping) else None
             is_theirs = str(name).endswith("Hparams") or key in (self.stage, "sampling")
             if isinstance(name, str) and is_theirs:
                 cls = resolve(name, f"module.{key}")
                 if issubclass(cls, Checked):
-                    self._hparams[key] = build_hparams(cls, node, f"module.{key}")
+                    self._hparams[key] = cls.of_node(node, f"module.{key}")
             elif key in GIVEN:
                 place = GIVEN[key]
                 raise ConfigError(f"module.{key} is given by the run: set {place} in its place")

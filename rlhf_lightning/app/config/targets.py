@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self, get_args
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.arguments import NamedAgain, annotations_of, fitting
-from rlhf_lightning.misfit import Built, did_you_mean
+from rlhf_lightning.misfit import Built, did_you_mean, refuse_unknown
 
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them
@@ -94,16 +94,17 @@ class Node(Built):
         """Make the call, and those of the nodes in its arguments."""
         if self.is_looked_up:
             return self.call
-        given = {name: _made(value) for name, value in self.arguments.items()} | more
+        given = made(self.arguments) | more
         return functools.partial(self.call, **given) if self.is_partial else self.call(**given)
 
 
-def _made(value: Any) -> Any:
+def made(value: Any) -> Any:
+    """Return a value, with what its nodes describe in their places."""
     if isinstance(value, Node):
         return value.make()
     if isinstance(value, Mapping):
-        return {key: _made(inside) for key, inside in value.items()}
-    return [_made(inside) for inside in value] if isinstance(value, list | tuple) else value
+        return {key: made(inside) for key, inside in value.items()}
+    return [made(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
 def nodes(value: Any) -> Iterator[Node]:
@@ -131,9 +132,19 @@ def read_node(value: Mapping[str, Any], kind: Kind, where: str) -> Node:
     for key in kind.given_later:
         if key in value:
             raise TargetError(f"{where}.{key} is given by the run: leave it out")
-    node = _read(value, where)
-    _place(where, node, kind.hint())
+    node, hint = _read(value, where), kind.hint()
+    with _refusing():
+        _place(where, node, hint)
     return node
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Say of what is refused inside that it is of the configuration."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise TargetError(str(error)) from None
 
 
 def _read(value: Any, where: str) -> Any:
@@ -149,7 +160,8 @@ def _read(value: Any, where: str) -> Any:
     looked_up = name in LOOKUPS
     if looked_up:
         path = given.pop("path", None)
-        refuse_unknown(given, {"path": None}, name, where)
+        with _refusing():
+            refuse_unknown(given, ("path",), name, where)
         name = str(path)
     found, trusted = resolve(name, where), name.startswith(trusted_targets())
     returns = found if inspect.isclass(found) else annotations_of(found).get("return")
@@ -160,16 +172,13 @@ def _read(value: Any, where: str) -> Any:
     product = Callable[..., returns] if partial is True or looked_up else returns
     node = Node(name, product, False, found, given, partial is True, looked_up, where)
     if not looked_up:
-        check_arguments(node, where)
+        with _refusing():
+            _check_arguments(node, where)
     return node
 
 
-def check_arguments(node: Node, where: str) -> None:
-    """Hold the arguments of a node against the annotations of what it calls, and its `Hparams`.
-
-    Raises:
-        TargetError: for an unknown one, one that is not set, or one of another type or range.
-    """
+def _check_arguments(node: Node, where: str) -> None:
+    """Hold the arguments of a node against the annotations of what it calls, and its `Hparams`."""
     hints, is_open = parameters(node.call)
     refuse_unknown(node.arguments, node.arguments if is_open else hints, node.name, where)
     for key, value in node.arguments.items():
@@ -180,23 +189,17 @@ def check_arguments(node: Node, where: str) -> None:
             node.named_again[place] = value
     hparams = getattr(node.call, "Hparams", None)
     if hparams is not None and not node.is_partial:
-        names = node.arguments.keys() & hparams.__dataclass_fields__
-        try:
-            hparams(**{name: node.arguments[name] for name in names})
-        except (TypeError, ValueError) as error:
-            raise TargetError(f"{where}.{error}") from error
+        names = hparams.__dataclass_fields__
+        hparams.of_node({k: v for k, v in node.arguments.items() if k in names}, where)
 
 
 def _place(where: str, value: Any, hint: Any) -> None:
     """Hold a value against the annotation of its place."""
-    try:
-        fitting(where, value, hint)
-    except (TypeError, ValueError) as error:
-        raise TargetError(str(error)) from None
+    fitting(where, value, hint)
     for node in nodes(value):
         if not node.is_placed:
             told = f"{where}._target_={node.name} is not allowed there"
-            raise TargetError(f"{told}: {where} takes plain values")
+            raise ValueError(f"{told}: {where} takes plain values")
 
 
 def _is_marked(hint: Any) -> bool:
@@ -228,25 +231,6 @@ def parameters(call: Any) -> tuple[dict[str, Any], bool]:
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = {name: hints.get(name, Any) for name, p in found.items() if is_open or p.kind in kinds}
     return named | further, is_open
-
-
-def refuse_unknown(
-    given: Mapping[str, Any], known: Mapping[str, Any], name: str, where: str
-) -> None:
-    """Refuse arguments that a call does not take.
-
-    Raises:
-        TargetError: with the nearest ones.
-    """
-    for key, value in given.items():
-        if key.startswith("_") or key not in known:
-            inside = getattr(value, "arguments", value)
-            inside = [k for k in inside if k in known] if isinstance(inside, Mapping) else []
-            hint = f"; write {where}.{inside[0]}" if inside else did_you_mean(key, list(known))
-            taken = ", ".join(known) or "nothing"
-            raise TargetError(
-                f"unknown key {where}.{key}{hint} ({name.rpartition('.')[2]} takes {taken})"
-            )
 
 
 def check_names(node: Any, where: str = "") -> None:
