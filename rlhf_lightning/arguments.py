@@ -201,7 +201,6 @@ def checked(
         call.__init__ = wrapped  # type: ignore[misc, method-assign]
         return call
     signature = _signature(call)
-    options = [p for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY]
 
     @functools.wraps(call)
     def checking(*args: Any, **kwargs: Any) -> Any:
@@ -214,9 +213,7 @@ def checked(
             kind = signature.parameters[name].kind
             if name in hints and name not in but and kind not in (2, 4):  # *args, **kwargs
                 bound.arguments[name] = fitting(name, value, hints[name])
-        for option in options:
-            if option.default is not option.empty:
-                bound.arguments.setdefault(option.name, option.default)
+        bound.apply_defaults()
         return call(*bound.args, **bound.kwargs)
 
     checking.__signature__ = signature  # type: ignore[attr-defined]
