@@ -26,12 +26,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def refuse_unknown(given: Mapping[str, Any], known: Collection[str], name: str, where: str) -> None:
     """Refuse arguments that a call does not take.
 
-    Args:
-        given: its arguments; below one that is misplaced, the keys that it takes are looked for.
-        known: names of those that it takes.
-        name: dotted name of what is called.
-        where: place of the call in the configuration.
-
     Raises:
         ValueError: with the nearest ones.
     """

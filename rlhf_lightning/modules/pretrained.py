@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import lightning as L
 import torch
@@ -90,8 +90,7 @@ def of_one_model(
         lora = of_trainer(built, start.options["lora"])["lora"]
         return load(**start.model, lora=lora, **how, **start.loading)
 
-    made: Any = cls
-    built: Any = made(**{argument: build}, **hparams, **start.parts)
+    built: Any = cast(Any, cls)(**{argument: build}, **hparams, **start.parts)
     built.tokenizer, built.generator = start.tokenizer, start.generator()
     built.keep(start, **start.model, **hparams, **how)
     return built  # type: ignore[no-any-return]

@@ -25,7 +25,6 @@ from rlhf_lightning.app.config.groups import (
     Score,
     Scorer,
     Settings,
-    Split,
     Target,
     builds,
 )
@@ -38,7 +37,7 @@ from rlhf_lightning.app.config.settings import (
 )
 from rlhf_lightning.arguments import Count, CountOrZero, Seed, Temperature
 from rlhf_lightning.data.files import read_rows, split_files
-from rlhf_lightning.data.records import LossOn, RecordKind, Value
+from rlhf_lightning.data.records import LossOn, RecordKind, Split, Value
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.resume import config_hash

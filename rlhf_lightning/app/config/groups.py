@@ -38,7 +38,6 @@ MOST_MINUTES = 1_000_000  # two years
 
 
 FolderName = Annotated[str, AfterValidator(check_path_name)]
-Split = Literal["train", "validation"]
 Resume = Literal["never", "auto"]
 Dtype = Literal["auto", "fp32", "bf16"]
 FilePath = Annotated[Path, Field(strict=False)]

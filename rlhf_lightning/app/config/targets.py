@@ -68,7 +68,7 @@ class Kind(NamedTuple):
         return Callable[..., found] if self.given_later else found
 
 
-@dataclass
+@dataclass(repr=False)
 class Node(Built):
     """A call that a configuration describes: checked here, executed by `make`.
 
@@ -87,8 +87,6 @@ class Node(Built):
     is_looked_up: bool = False
     where: str = ""
     named_again: dict[str, Any] = field(default_factory=dict)
-
-    __repr__ = Built.__repr__
 
     def make(self, **more: Any) -> Any:
         """Make the call, and those of the nodes in its arguments."""
