@@ -47,14 +47,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from rlhf_lightning.misfit import (
-    Built,
-    is_union,
-    misfit,
-    refuse_unknown,
-    shown,
-    without_markers,
-)
+from rlhf_lightning.misfit import Built, is_union, misfit, refuse_unknown, shown, without_markers
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 LARGEST = 1e30  # larger sizes overflow in float32, where models compute, and 1 / LARGEST vanishes
