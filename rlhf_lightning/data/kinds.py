@@ -37,7 +37,7 @@ class Labels:
 
     Args:
         column: name of the column; None where no row has one.
-        good: the value that says that a response is good, in any case of letters; None for true.
+        good: the value that says that a response is good; None for true.
     """
 
     column: str | None
@@ -80,7 +80,10 @@ class Labels:
         if value is None or value == "":
             return None
         if self.good is not None:
-            said, good = (str(each).strip().casefold() for each in (value, self.good))
+            said, good = str(value), str(self.good)
+            if said != good and said.strip().casefold() == good.strip().casefold():
+                found = f"the label {self.column!r} holds {said!r}, and label_good is {good!r}"
+                raise BadRecordError(record.place, found, "write both in one way")
             return said == good
         if (known := _TRUTH.get(str(value).lower())) is not None:
             return known

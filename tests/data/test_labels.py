@@ -49,10 +49,10 @@ def test_a_response_that_is_labelled_bad_is_no_demonstration(name, values, optio
     assert not any(record.origin.unread for record in unpaired)
 
 
-def test_the_case_of_letters_makes_no_response_bad():
-    given = rows("label", ("good", "Good", "bad"))
-    labels = [record.label for record in records(given, "unpaired", label_good="good")]
-    assert labels == [True, True, False] * 3
+def test_a_label_that_differs_from_the_good_one_in_letters_alone_is_not_read_as_bad():
+    for spelled in ("Good", " good"):
+        with pytest.raises(ValueError, match="label_good is 'good'"):
+            records(rows("label", ("good", spelled, "bad")), "unpaired", label_good="good")
 
 
 def test_the_label_of_messages_counts_too_and_a_pair_has_two():
