@@ -7,8 +7,10 @@ must reduce equally often, or the run fails.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -104,9 +106,12 @@ def rank_reports(
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a port that no connection may take before it is bound: one below those of Linux."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 20000 and 32000")
 
 
 class SimulatedRanks:
