@@ -420,7 +420,8 @@ class Checked:
         if not isinstance(node, Mapping):
             raise ValueError(f"{where}={node!r} must be a group of settings")
         given = {str(key): value for key, value in node.items() if key != "_target_"}
-        refuse_unknown(given, annotations_of(cls), cls.__name__, where)
+        known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        refuse_unknown(given, known, cls.__name__, where)
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:

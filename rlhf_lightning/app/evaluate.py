@@ -170,8 +170,8 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
             continue
         # Of a mix every source, and the pairs that take the place of the dataset's.
         named = dict(texts([trained.dataset.source.arguments, trained.data.arguments]))
-        names = {text for key, text in named.items() if key.endswith(".name")}
-        names |= {trained.dataset.hub_name}
+        names = {trained.dataset.hub_name}
+        names |= {text for key, text in named.items() if key.endswith(".name")}
         if settings.dataset.hub_name is not None and settings.dataset.hub_name in names:
             return True
         for key in filter(_DATA.search, named):

@@ -146,7 +146,7 @@ def _read_trl(
         # The order must not tell which was chosen; a hash knows nothing of which is better.
         columns = {key: as_text(value) for key, value in as_columns(record.variables).items()}
         orders = (answers, answers[::-1])
-        names = [records.pair_name(record.prompt, *order, columns) for order in orders]
+        names = [records.pair_name(record.prompt, one, two, columns) for one, two in orders]
         side: Choice = "first" if names[0] < names[1] else "second"
         first, second = answers if side == "first" else answers[::-1]
         with _naming(where):
