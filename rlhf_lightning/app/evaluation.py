@@ -150,36 +150,48 @@ def model_config(settings: TrainSettings) -> PretrainedConfig:
     return load_config(start, loading_options(start, **model.origin))
 
 
-def context_length(settings: TrainSettings) -> int | None:
+def context_length(settings: TrainSettings, config: PretrainedConfig | None = None) -> int | None:
     """Return the number of positions of the model that a stage starts from.
+
+    Args:
+        settings: of the stage.
+        config: of that model, where it is known already.
 
     Returns:
         `max_position_embeddings`; None where the architecture has no such limit.
     """
-    limit = getattr(model_config(settings).get_text_config(), "max_position_embeddings", None)
+    found = (config or model_config(settings)).get_text_config()
+    limit = getattr(found, "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
-def check_context_length(settings: TrainSettings) -> None:
+def check_context_length(settings: TrainSettings, config: PretrainedConfig | None = None) -> None:
     """Refuse lengths that the model cannot read, before anything is trained.
 
+    Args are those of `context_length`.
+
     Raises:
-        ConfigError: with both numbers and their keys.
+        ConfigError: with all numbers and their keys, and lengths that fit.
     """
-    limit = context_length(settings)
+    if (limit := context_length(settings, config)) is None:
+        return
     prompt, asked = f"data.{settings.data.prompt_length_key}", "evaluation.max_new_tokens"
     lengths: tuple[tuple[str, ...], ...] = ((prompt,), (asked,))
     if settings.spec.rolls_out:
         lengths = ((prompt, "module.sampling.max_new_tokens"), (prompt, asked))
+    too_long: list[str] = []
+    fits: dict[str, int] = {}
     for keys in lengths:
-        values = [int(settings.select(key)) for key in keys]
-        if limit is not None and sum(values) > limit:
-            named = " + ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True))
-            total = f" = {sum(values)}" if len(keys) > 1 else ""
-            raise ConfigError(
-                f"{named}{total} tokens are more than the model's context of {limit} "
-                f"(max_position_embeddings): lower {' or '.join(keys)}"
-            )
+        values = {key: int(settings.select(key)) for key in keys}
+        if sum(values.values()) > limit:
+            too_long.append(" + ".join(f"{key}={value}" for key, value in values.items()))
+            room = limit if keys == (prompt,) else max(limit // 2, 1)
+            fits |= {key: min(value, room) for key, value in values.items()}
+    if too_long:
+        raise ConfigError(
+            f"{' and '.join(too_long)} tokens are more than the model's context of {limit} "
+            f"(max_position_embeddings): use {' '.join(f'{k}={v}' for k, v in fits.items())}"
+        )
 
 
 def prompt_length(settings: TrainSettings) -> int:

@@ -27,7 +27,7 @@ from rlhf_lightning.app.config.compose import ConfigError, choices
 from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.settings import PlanSettings, TrainSettings
 from rlhf_lightning.app.config.targets import Node
-from rlhf_lightning.app.evaluation import num_answered
+from rlhf_lightning.app.evaluation import check_context_length, num_answered
 from rlhf_lightning.models import memory
 from rlhf_lightning.models.forward import BUCKET
 from rlhf_lightning.models.gpu_kernels import KNOWN, has_liger
@@ -66,6 +66,7 @@ class Plan:
     def __init__(self, settings: TrainSettings, group: PlanGroup) -> None:
         self.settings, self.group, self.spec = settings, group, settings.spec
         self.policy = policy_config(settings)
+        check_context_length(settings, self.policy)
         data, strategy, self.lora = settings.data, settings.strategy, settings.lora
         self.device = _device(settings, group)
         self.world = settings.trainer.world_size

@@ -45,6 +45,15 @@ def test_a_plan_is_printed_for_people_and_for_programs(capsys, monkeypatch, form
         assert any("lora=lora" in choice for choice in found["choices"])
 
 
+def test_a_plan_refuses_lengths_that_training_refuses(capsys, monkeypatch):
+    longer = ["data.max_prompt_length=8000", "module.sampling.max_new_tokens=400"]
+    monkeypatch.setattr("sys.argv", ["plan", "+experiment=ppo", *SHAPE, ULTRA, *longer])
+    with pytest.raises(SystemExit, match="2"):
+        plan.main()
+    said = capsys.readouterr().err
+    assert "use data.max_prompt_length=4096 module.sampling.max_new_tokens=400" in said
+
+
 # Of docs/scaling.md, fp32: resident memory above the imports, in GiB. Adapters on a CPU are left
 # out, as its allocator keeps up to twice their tensors.
 ON_A_CPU = {"sft full": 2.71, "reward full": 3.24, "ppo full": 5.42}

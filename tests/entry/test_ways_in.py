@@ -141,6 +141,7 @@ def test_model_and_records_are_those_of_the_class(name):
             "a file of records (preferences), got small: write rlhf-train dpo MODEL FILE",
         ),
         ("dpo preferences.jsonl small", "preferences.jsonl is no model"),
+        ("dpo small preference.jsonl", "did you mean preferences.jsonl"),
         ("dpo small preferences.jsonl --reward reward.py:length", "leave --reward out"),
         ("ppo small prompts.jsonl", "ppo needs a reward: --reward FILE.py:NAME"),
         ("grpo small prompts.jsonl --reward none.py:length", "there is no file none.py"),

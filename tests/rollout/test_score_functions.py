@@ -283,6 +283,7 @@ def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
         ("no.such.module.f", "No module named 'no'"),
         ("f", "give 'path.py:name'"),
         ("math.pi", "'pi' is no callable there"),
+        ("math.sqr", "'sqr' is no callable there; did you mean sqrt"),
     ],
 )
 def test_a_function_that_is_not_there_is_an_error(path, message):

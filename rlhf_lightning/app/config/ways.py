@@ -190,8 +190,11 @@ def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) ->
         raise ConfigError(f"{one.name} takes {wanted}, got {got}: {usage}")
     model, file = _available(words[0]), "".join(words[1:])
     if not Path(file).exists():
-        told = f"{file} does not exist: give a file of records ({one.records})"
-        raise ConfigError(f"{told}, or dataset=hub dataset.hub_name=NAME dataset.name=NAME")
+        place = Path(file).parent
+        beside = [str(each) for each in place.iterdir()] if place.is_dir() else []
+        told = f"{file} does not exist{did_you_mean(file, beside)}: give a file of records"
+        hub = "or dataset=hub dataset.hub_name=NAME dataset.name=NAME"
+        raise ConfigError(f"{told} ({one.records}), {hub}")
     return model, file
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
+from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
@@ -40,6 +41,7 @@ RewardFunction = Callable[..., Any]
 OURS = ("prompts", "completions")
 SCORE = "score"  # in a dict that a reward function returns
 LARGEST = torch.finfo(torch.float32).max
+MOST_LISTED = 15  # names in a message
 SLOW_SECONDS = 30.0  # after which a call that still runs is named
 
 logger = logging.getLogger(__name__)
@@ -293,7 +295,11 @@ def load_function(path: CodeName, what: str = "reward function") -> RewardFuncti
         fix = "give 'path.py:name' or 'package.module.name'"
         raise ValueError(f"{what} {path!r}: {error_line(error)}; {fix}") from error
     if not callable(function):
-        raise ValueError(f"{what} {path!r}: {name!r} is no callable there")
+        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        here = f"; it has {', '.join(known)}" if 0 < len(known) <= MOST_LISTED else ""
+        raise ValueError(
+            f"{what} {path!r}: {name!r} is no callable there{did_you_mean(name, known) or here}"
+        )
     return function  # type: ignore[no-any-return]
 
 
