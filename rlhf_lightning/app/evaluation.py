@@ -183,8 +183,9 @@ def check_context_length(settings: TrainSettings, config: PretrainedConfig | Non
     fits: dict[str, int] = {}
     for keys in lengths:
         values = {key: int(settings.select(key)) for key in keys}
-        if sum(values.values()) > limit:
-            too_long.append(" + ".join(f"{key}={value}" for key, value in values.items()))
+        if (total := sum(values.values())) > limit:
+            named = " + ".join(f"{key}={value}" for key, value in values.items())
+            too_long.append(f"{named} = {total}" if len(keys) > 1 else named)
             room = limit if keys == (prompt,) else max(limit // 2, 1)
             fits |= {key: min(value, room) for key, value in values.items()}
     if too_long:

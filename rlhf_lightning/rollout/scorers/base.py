@@ -41,7 +41,6 @@ RewardFunction = Callable[..., Any]
 OURS = ("prompts", "completions")
 SCORE = "score"  # in a dict that a reward function returns
 LARGEST = torch.finfo(torch.float32).max
-MOST_LISTED = 15  # names in a message
 SLOW_SECONDS = 30.0  # after which a call that still runs is named
 
 logger = logging.getLogger(__name__)
@@ -295,11 +294,8 @@ def load_function(path: CodeName, what: str = "reward function") -> RewardFuncti
         fix = "give 'path.py:name' or 'package.module.name'"
         raise ValueError(f"{what} {path!r}: {error_line(error)}; {fix}") from error
     if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        here = f"; it has {', '.join(known)}" if 0 < len(known) <= MOST_LISTED else ""
-        raise ValueError(
-            f"{what} {path!r}: {name!r} is no callable there{did_you_mean(name, known) or here}"
-        )
+        near = did_you_mean(name, vars(module))
+        raise ValueError(f"{what} {path!r}: {name!r} is no callable there{near}")
     return function  # type: ignore[no-any-return]
 
 
