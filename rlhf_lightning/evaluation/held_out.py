@@ -89,7 +89,7 @@ class HeldOutComparison:
 
     @cached_property
     def same_tokenizer(self) -> bool:
-        """Whether both sides have the same tokens, so that the KL between them is defined."""
+        """Return whether both sides have the same tokens, which the KL between them needs."""
         if len(self.sides) == 1:
             return True
         one: Any = self.sides[0].sampling.tokenizer

@@ -17,7 +17,7 @@ from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share_over_groups
 from rlhf_lightning.runs.metric_catalog import part_key
-from rlhf_lightning.text.thoughts import behind_thoughts
+from rlhf_lightning.text.thoughts import answer_in
 
 # (prompt, completion) -> whether the completion refuses.
 RefusalDetector = Callable[[str, str], bool]
@@ -93,9 +93,8 @@ class PhraseRefusals:
 
     def __call__(self, prompt: str, completion: str) -> bool:
         """Return whether the completion refuses, not its thoughts; a prompt may open these."""
-        answer = behind_thoughts(completion, prompt)
-        answer = completion.rpartition("</think>")[2] if answer is None else answer
-        return self._pattern.search(_plain(answer)[: self.within]) is not None
+        said = _plain(answer_in(completion, prompt))
+        return self._pattern.search(said[: self.within]) is not None
 
 
 @checked

@@ -77,7 +77,8 @@ def loss_divisor(
         max_length: longest response that is allowed, in tokens.
 
     Returns:
-        `[B, 1]` for "sequence", 0 in rows without a token, which have no loss; else a scalar.
+        `[B, 1]` for "sequence", where a row without a token counts as one of length 1: its sum is
+        0, and stays 0; else a scalar.
 
     Raises:
         ValueError: if `reduction` is none of the three.
@@ -88,7 +89,7 @@ def loss_divisor(
     if reduction == "token":
         return torch.as_tensor(num_tokens, device=mask.device)
     if reduction == "sequence":
-        return num_sequences * mask.sum(dim=-1, keepdim=True)
+        return num_sequences * mask.sum(dim=-1, keepdim=True).clamp(min=1)
     if reduction == "constant":
         return torch.as_tensor(num_sequences * max_length, device=mask.device)
     raise ValueError(f"reduction={reduction!r} must be 'token', 'sequence' or 'constant'")

@@ -169,17 +169,15 @@ class OnPolicyModule(PolicyModule):
             with seconds.of("generate"):
                 if self.algorithm.rollout_lag:
                     is_last = iteration + 1 >= int(self.trainer.estimated_stepping_batches)
-                    prompts, sampled = self.pending.exchange(
+                    prompts, drawn = self.pending.exchange(
                         prompts, iteration, sample, self.generator, is_last=is_last
                     )
                 else:
-                    sampled = sample(prompts, iteration, self.generator)
+                    drawn = sample(prompts, iteration, self.generator)
             # 2. Score it.
             with seconds.of("score"):
                 skip = self.sampling.skip_special_tokens
-                responses = make_responses(
-                    prompts, sampled, self.tokenizer, skip_special_tokens=skip
-                )
+                responses = make_responses(prompts, drawn, self.tokenizer, skip_special_tokens=skip)
                 return responses, self.scorer(responses)
 
         spares: dict[str, Any] = {}
@@ -254,8 +252,7 @@ class OnPolicyModule(PolicyModule):
         learnt = mask & scored.unsqueeze(-1)  # [B, R]
         by_domain = [self.controls.domain_weights.get(name, 1.0) for name in prompts.domains]
         weights = scores.total.new_tensor(by_domain)  # [B]
-        # 4. KL (k1) on every token; on the last the score, whose clip a weight above 1 widens:
-        # scores that the clip tells apart stay apart.
+        # 4. KL (k1) on every token, the score on the last one; a weight above 1 widens its clip.
         factors = torch.ones_like(weights) if self.estimator.scale_free else weights
         worth = scores.total * factors
         if bonus := self.controls.diversity_bonus:

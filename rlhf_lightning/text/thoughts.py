@@ -40,6 +40,12 @@ def behind_thoughts(response: str, prompt: str = "") -> str | None:
     return None
 
 
+def answer_in(response: str, prompt: str = "") -> str:
+    """Return a response behind its thoughts, the whole of one that has none."""
+    answer = behind_thoughts(response, prompt)
+    return response if answer is None else answer
+
+
 def opened_by(prompt: str) -> str:
     """Return what opens thoughts at the end of a prompt, "" where nothing does."""
     return next((begin for begin, _ in _MARKS if prompt.rstrip().endswith(begin)), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from rlhf_lightning.text.thoughts import behind_thoughts
+from rlhf_lightning.text.thoughts import answer_in
 
 LETTERS = ("A", "B", "C")
 # What a service with structured output is asked for.
@@ -33,8 +33,7 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
         reply: what the judge wrote.
         cut_off: it was cut at its limit of tokens: several that differ are no verdict.
     """
-    behind = behind_thoughts(reply)
-    text = reply if behind is None else behind
+    text = answer_in(reply)
     try:
         found = json.loads(text)["verdict"]
         return found if found in LETTERS else None

@@ -31,9 +31,9 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
         folder = Path(given).absolute()
     else:
         folder = tmp_path_factory.mktemp("sick") / "artifacts"
+        world = request.getfixturevalue("world_sft") / "artifacts/demo_seed1"
         for name in ("base", "sft"):
-            made = request.getfixturevalue("world_sft") / "artifacts/demo_seed1" / name
-            shutil.copytree(made, folder / "demo_seed1" / name)
+            shutil.copytree(world / name, folder / "demo_seed1" / name)
     make_artifacts(folder)
     return folder
 

@@ -24,7 +24,7 @@ from rlhf_lightning.models.heads import TokenStatistics
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.step_0 import rounding_tolerance
 from rlhf_lightning.rollout.scorers.base import Responses, make_responses
-from rlhf_lightning.text.thoughts import behind_thoughts
+from rlhf_lightning.text.thoughts import answer_in
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,8 @@ class Refusals:
         """Return whether a response refuses behind its thoughts; None where none has to."""
         if domain not in self.domains or self._compiled is None:
             return None
-        answer = behind_thoughts(text, prompt)
-        said = text if answer is None else answer
-        return self._compiled.search(said.replace("\u2019", "'")) is not None
+        said = answer_in(text, prompt).replace("\u2019", "'")
+        return self._compiled.search(said) is not None
 
 
 def responses_of(

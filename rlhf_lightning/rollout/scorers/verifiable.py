@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.text.messages import as_text
-from rlhf_lightning.text.thoughts import behind_thoughts, opened_by
+from rlhf_lightning.text.thoughts import answer_in, opened_by
 
 # A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. The start of a longer
 # thing is no number: 1/2, 12:30, 1,23, 24 + 48, 2 1/2, 1 000, 1_000, 10^6, 0x10, 5!, 2x, 5\sqrt{2}.
@@ -109,8 +109,7 @@ class NumberReward:
         if self.strict is not None:
             found = re.findall(f"{re.escape(self.marker)} (-?[0-9.,]+)", text)
             return found[0 if self.strict == "first" else -1].replace(",", "") if found else None
-        behind = behind_thoughts(text)
-        text = text if behind is None else behind
+        text = answer_in(text)
         before, marker, after = ("" if "<think>" in text else text).partition(self.marker)
         if marker:
             match = NUMBER.match(after.lstrip())
@@ -175,8 +174,7 @@ def math_reward(
         wanted = parse(f"\\boxed{{{right}}}" if bare else right, parsing_timeout=seconds)
         if not wanted:
             raise ValueError(f"the right answer {right!r} holds nothing that math-verify reads")
-        behind = behind_thoughts(text, prompt)
-        given = parse(text if behind is None else behind, parsing_timeout=seconds)
+        given = parse(answer_in(text, prompt), parsing_timeout=seconds)
         rewards.append(float(verify(wanted, given, timeout_seconds=seconds)))
     return rewards
 
