@@ -6,6 +6,7 @@ import lightning as L
 import torch
 
 import rlhf_lightning as rlhf
+from rlhf_lightning.models.forward import response_statistics
 
 
 class OnlineDPOModule(rlhf.PolicyGradientModule):
@@ -16,7 +17,9 @@ class OnlineDPOModule(rlhf.PolicyGradientModule):
 
     def policy_loss(self, micro_batch, counts):  # noqa: ANN001, ANN201
         """Return -log sigmoid(kl_coef * margin), the mean over the prompts of all ranks."""
-        new = self.statistics(micro_batch).logprobs  # [b, R], 0 off the mask, as all of these
+        temperature = self.controls.temperature
+        new = response_statistics(self.policy, micro_batch, temperature=temperature).logprobs
+        # All [b, R], 0 off the mask.
         gains = micro_batch.by_group((new - micro_batch.ref_logprobs).sum(-1))
         rewards = micro_batch.by_group(micro_batch.rewards.sum(-1))  # [prompts, responses]
         scored = micro_batch.by_group(micro_batch.scored)

@@ -27,7 +27,7 @@ from rlhf_lightning.data.texts import from_json
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_metrics, whole_metrics
 from rlhf_lightning.evaluation.win_rate import share_over_prompts
-from rlhf_lightning.rollout.scorers.base import Scorer, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses, Scorer
 from rlhf_lightning.runs.hub import unreachable_hub
 from rlhf_lightning.runs.metric_catalog import part_key
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_responses
@@ -328,7 +328,7 @@ def written_responses(
             response_mask=mask.bool(),  # [B, R]
             finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
         )
-        answers = make_responses(prompts.to(device), generation.to(device), tokenizer)
+        answers = Responses.of(prompts.to(device), generation.to(device), tokenizer)
         # As written: a word that the tokenizer does not know is missing in what it decodes.
         texts = completions[start : start + batch_size]
         written = tuple(one if isinstance(one, str) else one[-1]["content"] for one in texts)

@@ -25,7 +25,7 @@ from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import Responses, Scorer, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses, Scorer
 from rlhf_lightning.rollout.teachers import Teacher
 from rlhf_lightning.text.messages import CONVERSATION, RENDERED, read_by_people
 
@@ -151,7 +151,7 @@ def sample_batches(
         release_freed_memory()  # the engine's copies of the weights
         tokenizer: Any = sampling.tokenizer
         skip = sampling.skip_special_tokens
-        answers = make_responses(prompts, generation, tokenizer, skip_special_tokens=skip)
+        answers = Responses.of(prompts, generation, tokenizer, skip_special_tokens=skip)
         kl = own = None
         if reference is not None or teacher is not None:
             own = _logprobs(policy, answers, sampling)

@@ -53,7 +53,7 @@ from rlhf_lightning.modules.schedules import IterationSchedule, Schedule
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import make_responses
+from rlhf_lightning.rollout.scorers.base import Responses
 from rlhf_lightning.runs.manifest import Source
 from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
@@ -461,7 +461,7 @@ class RLHFModule(L.LightningModule):
                 model, prompts, noise=noise, temperature=temperature, max_new_tokens=length
             )
         skip = self.sampling.skip_special_tokens
-        answers = make_responses(prompts, generation, tokenizer, skip_special_tokens=skip)
+        answers = Responses.of(prompts, generation, tokenizer, skip_special_tokens=skip)
         return list(answers.completions)
 
 

@@ -13,8 +13,7 @@ from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.distributed.collectives import is_sharded, unsharded
 from rlhf_lightning.hparams import DistillationHparams, SamplingHparams
-from rlhf_lightning.models.forward import response_statistics
-from rlhf_lightning.models.heads import Teaching, TokenStatistics, logits_of
+from rlhf_lightning.models.heads import Teaching, logits_of
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
@@ -88,20 +87,15 @@ class DistillationModule(OnPolicyModule):
         given = False if reward is None else reward
         return super().from_pretrained(policy, given, hparams, options)
 
-    def statistics(self, micro_batch: RolloutBatch) -> TokenStatistics:
-        """Return what the policy says of a micro-batch, and its divergence from the teacher."""
+    def teaching(self, micro_batch: RolloutBatch) -> Teaching | None:
+        """Return the teacher's head with its states before these tokens, if they are learnt."""
         if not self.learns_distributions:
-            return super().statistics(micro_batch)
+            return None
         assert isinstance(self.teacher, ModelTeacher)  # or it has no states
         teacher = self.teacher.model
         with unsharded(teacher.root, layers=False):  # for its head
             logits = logits_of(teacher.model, copied=is_sharded(teacher.root))
         algorithm = self.algorithm
-        return response_statistics(
-            self.policy,
-            micro_batch,
-            temperature=self.controls.temperature,
-            teaching=Teaching(
-                micro_batch.teacher_states, logits, algorithm.divergence, algorithm.mixture_weight
-            ),
+        return Teaching(
+            micro_batch.teacher_states, logits, algorithm.divergence, algorithm.mixture_weight
         )

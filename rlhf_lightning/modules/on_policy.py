@@ -42,7 +42,7 @@ from rlhf_lightning.models.forward import (
     response_statistics,
     response_values,
 )
-from rlhf_lightning.models.heads import TokenStatistics
+from rlhf_lightning.models.heads import Teaching, TokenStatistics
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.checks import (
     check_equal_shares,
@@ -73,7 +73,7 @@ from rlhf_lightning.modules.policy import PolicyModule
 from rlhf_lightning.rollout.estimators import corrected_advantages
 from rlhf_lightning.rollout.generators.base import gathers_layers
 from rlhf_lightning.rollout.resampling import resampled
-from rlhf_lightning.rollout.scorers.base import Responses, Scores, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses, Scores
 
 
 class ResponseFigures(NamedTuple):
@@ -177,7 +177,7 @@ class OnPolicyModule(PolicyModule):
             # 2. Score it.
             with seconds.of("score"):
                 skip = self.sampling.skip_special_tokens
-                responses = make_responses(prompts, drawn, self.tokenizer, skip_special_tokens=skip)
+                responses = Responses.of(prompts, drawn, self.tokenizer, skip_special_tokens=skip)
                 return responses, self.scorer(responses)
 
         spares: dict[str, Any] = {}
@@ -358,21 +358,22 @@ class OnPolicyModule(PolicyModule):
         """Return the terms of the loss: each gives a micro-batch's share of it, and its metrics."""
         return [self.policy_loss]
 
-    def statistics(self, micro_batch: RolloutBatch) -> TokenStatistics:
-        """Return what the policy says of a micro-batch's responses, with a gradient."""
-        return response_statistics(
-            self.policy,
-            micro_batch,
-            temperature=self.controls.temperature,
-            with_entropy=self.algorithm.entropy_coef > 0,
-        )
+    def teaching(self, micro_batch: RolloutBatch) -> Teaching | None:
+        """Return the teacher whose whole distributions are learnt; by default there is none."""
+        return None
 
     def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
         """Return a micro-batch's share of the surrogate loss, with its entropy and KL terms."""
         algorithm, mask = self.algorithm, micro_batch.loss_mask
         sampler = algorithm.ratio_base == "sampler"
         base: Any = micro_batch.sampler_logprobs if sampler else micro_batch.logprobs
-        new = self.statistics(micro_batch)
+        new = response_statistics(
+            self.policy,
+            micro_batch,
+            temperature=self.controls.temperature,
+            with_entropy=algorithm.entropy_coef > 0,
+            teaching=self.teaching(micro_batch),
+        )
         divisor = loss_divisor(
             mask,
             reduction=algorithm.loss_reduction,  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.preferences.records import Candidate, Journal, write_records
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import make_responses
+from rlhf_lightning.rollout.scorers.base import Responses
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.text.tokens import ControlTokens, TextEncoder
@@ -343,7 +343,7 @@ def _answer(
     with torch.no_grad(), policy.model.generating() as model:
         generation = generator(model, batch, noise=noise, **how)
     skip = sampling.skip_special_tokens
-    answers = make_responses(batch, generation, policy.tokenizer, skip_special_tokens=skip)
+    answers = Responses.of(batch, generation, policy.tokenizer, skip_special_tokens=skip)
     numbers = [row_id // count for _, row_id in rows]
     # Records that spell control tokens are refused.
     texts = ControlTokens(policy.tokenizer).disarmed(answers.completions)

@@ -24,8 +24,8 @@ from rlhf_lightning import (
 from rlhf_lightning.callbacks.run_tables import describe_rollout, rollout_values
 from rlhf_lightning.functional.distillation import DIVERGENCES, vocabulary_divergence
 from rlhf_lightning.models import heads
-from rlhf_lightning.models.forward import pack
-from rlhf_lightning.models.heads import hidden_states
+from rlhf_lightning.models.forward import pack, response_statistics
+from rlhf_lightning.models.heads import TokenStatistics, hidden_states
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows, samples
 from tests.builders.models import flat_gradients, tiny_policy, tiny_tokenizer
@@ -60,6 +60,11 @@ def tiny(model_type: str = "gpt2", **changes: Any) -> Any:
         model_type, distillation=hparams(**changes), cls=RecordedDistillation, teacher=wider
     )
     return built(made)
+
+
+def taught(module: Any, rollout: Any) -> TokenStatistics:
+    temperature, teaching = module.controls.temperature, module.teaching(rollout)
+    return response_statistics(module.policy, rollout, temperature=temperature, teaching=teaching)
 
 
 def logprobs_of(model: Any, rollout: Any) -> torch.Tensor:
@@ -98,7 +103,7 @@ def test_under_autocast_gradients_of_chunks_are_added_up_in_float32(monkeypatch)
         monkeypatch.setattr(heads, "rows_of_chunk", lambda *_, **__: chunk_rows)
         module.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            module.statistics(rollout).divergence.sum().backward()
+            taught(module, rollout).divergence.sum().backward()
         return head.grad.clone()
 
     exact, chunks = gradient(10_000), gradient(1)
@@ -110,7 +115,7 @@ def test_under_autocast_gradients_of_chunks_are_added_up_in_float32(monkeypatch)
 def test_log_probabilities_of_the_loss_are_those_of_the_rollout_to_the_bit():
     module = tiny("llama", divergence="forward")
     rollout = rollout_of(module)
-    assert torch.equal(module.statistics(rollout).logprobs, rollout.logprobs)
+    assert torch.equal(taught(module, rollout).logprobs, rollout.logprobs)
     assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
 
 

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import RolloutBatch
-from rlhf_lightning.models.forward import group_micro_batches, micro_batches
+from rlhf_lightning.models.forward import (
+    group_micro_batches,
+    micro_batches,
+    response_statistics,
+)
 from rlhf_lightning.modules.grpo import PolicyGradientModule
 from tests.builders.models import flat_gradients
 from tests.builders.stages import (
@@ -40,7 +44,9 @@ class Undeclared(PolicyGradientModule):
     """Pairs neighbours, as the rows of a minibatch stand."""
 
     def policy_loss(self, micro_batch: RolloutBatch, counts: Any) -> Any:
-        gain = self.statistics(micro_batch).logprobs.sum(-1).view(-1, 2)
+        temperature = self.controls.temperature
+        new = response_statistics(self.policy, micro_batch, temperature=temperature).logprobs
+        gain = new.sum(-1).view(-1, 2)
         loss = (gain[:, 0] - gain[:, 1]).sum() / counts.num_sequences
         return loss, {"grpo/policy_loss": loss}
 
@@ -66,7 +72,8 @@ def test_online_dpo_is_its_formula_whatever_the_micro_batches(unscored):
     with torch.no_grad():
         for parameter in module.policy.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    new = module.statistics(rollout).logprobs
+    temperature = module.controls.temperature
+    new = response_statistics(module.policy, rollout, temperature=temperature).logprobs
     rewards, losses = rollout.rewards.sum(1).tolist(), []
     for start in range(0, ROWS, GROUP):
         rows = [row for row in range(start, start + GROUP) if row not in unscored]

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.scorers.base import Responses, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses
 from tests.builders.models import EOS, PAD, tiny_tokenizer
 
 
@@ -18,4 +18,4 @@ def responses_of(
     width = max(len(row) for row in responses)
     body = torch.tensor([[*row, *[pad] * (width - len(row))] for row in responses])
     generation = as_generation(prompts.input_ids, body, [EOS], pad)
-    return make_responses(prompts, generation, tiny_tokenizer(pad_is_eos=pad == EOS))
+    return Responses.of(prompts, generation, tiny_tokenizer(pad_is_eos=pad == EOS))

@@ -8,10 +8,10 @@ import torch
 from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
+    Responses,
     RewardModelScorer,
     Scores,
     WeightedScorer,
-    make_responses,
 )
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model, tiny_tokenizer
 from tests.rollout.answers import responses_of
@@ -57,9 +57,9 @@ def test_the_token_that_ended_a_response_is_no_text_of_it_though_it_is_no_specia
     word = 9  # a plain word, as a mark of a chat template may be
     body = torch.tensor([[7, 8, word], [7, word, PAD]])
     generation = as_generation(prompts.input_ids, body, [EOS, word], PAD)
-    assert make_responses(prompts, generation, tiny_tokenizer()).completions == ("w7 w8", "w7")
+    assert Responses.of(prompts, generation, tiny_tokenizer()).completions == ("w7 w8", "w7")
     cut = as_generation(prompts.input_ids, body, [EOS], PAD)
-    assert make_responses(prompts, cut, tiny_tokenizer()).completions == ("w7 w8 w9", "w7 w9")
+    assert Responses.of(prompts, cut, tiny_tokenizer()).completions == ("w7 w8 w9", "w7 w9")
 
 
 def test_a_weighted_sum_takes_the_domains_weights_where_there_are_some():

@@ -15,7 +15,7 @@ from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer
 from tests.builders.models import config_fields, prompt_batch
 from tests.builders.ranks import SimulatedRanks
 from tests.rollout.reward_models import (
@@ -106,7 +106,7 @@ def test_a_reward_model_of_ours_says_of_text_what_it_says_of_tokens(tmp_path):
     eos = tokenizer.eos_token_id
     bodies = [[*tokenizer("no")["input_ids"], eos, pad], tokenizer("yeah")["input_ids"]]
     generation = as_generation(batch.input_ids, torch.tensor(bodies), [eos], pad)
-    given = make_responses(batch, generation, tokenizer)
+    given = Responses.of(batch, generation, tokenizer)
     assert given.finished.tolist() == [True, False]
 
     packed = RewardModelScorer(lambda: model, policy=tmp_path, source=str(tmp_path) + "/.")

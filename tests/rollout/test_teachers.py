@@ -20,7 +20,7 @@ from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.rollout.generators.base import as_generation
-from rlhf_lightning.rollout.scorers.base import Responses, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses
 from rlhf_lightning.rollout.scorers.http import ServiceError
 from rlhf_lightning.rollout.teachers import ModelTeacher, ServerTeacher, TeacherPrompt
 from tests.builders.models import EOS, prompt_batch, tiny_policy, tiny_tokenizer
@@ -75,7 +75,7 @@ def conversation(tokenizer: Any, *rows: PromptRecord) -> Responses:
     body = torch.full((len(rows), 2), tokenizer.eos_token_id)
     body[:, 0] = 65
     generation = as_generation(batch.input_ids, body, [tokenizer.eos_token_id], 0)
-    return make_responses(batch, generation, tokenizer)
+    return Responses.of(batch, generation, tokenizer)
 
 
 @pytest.mark.parametrize("family", ["chatml", "gemma", "phi 3"])

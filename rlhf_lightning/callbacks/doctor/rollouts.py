@@ -19,11 +19,11 @@ from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch, Ro
 from rlhf_lightning.distributed.collectives import agreed_max, gathered
 from rlhf_lightning.doctor.metrics import ResponseRecord, response_metrics
 from rlhf_lightning.doctor.preflight_checks import FirstRollout
-from rlhf_lightning.models.forward import by_micro_batch
+from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import TokenStatistics
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.step_0 import rounding_tolerance
-from rlhf_lightning.rollout.scorers.base import Responses, make_responses
+from rlhf_lightning.rollout.scorers.base import Responses
 from rlhf_lightning.text.thoughts import answer_in
 
 
@@ -78,11 +78,11 @@ def responses_of(
         rollout: rollout of an iteration.
         prompts: prompts of the iteration, with the spare ones.
         tokenizer: turns responses into text.
-        how: `skip_special_tokens` of `make_responses`.
+        how: `skip_special_tokens` of `Responses.of`.
     """
     prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
-    return make_responses(prompts, generation, tokenizer, **how)
+    return Responses.of(prompts, generation, tokenizer, **how)
 
 
 def all_records(
@@ -171,7 +171,12 @@ def _by_row(module: OnPolicyModule, rollout: RolloutBatch) -> Iterator[tuple[Any
     size = module.algorithm.micro_batch_size
 
     def update(rows: Tensor) -> TokenStatistics:
-        return OnPolicyModule.statistics(module, rollout[rows])
+        return response_statistics(
+            module.policy,
+            rollout[rows],
+            temperature=module.controls.temperature,
+            with_entropy=module.algorithm.entropy_coef > 0,
+        )
 
     again = TokenStatistics(*by_micro_batch(update, rollout.attention_mask, size, agree=agreed_max))
     ratio = (again.logprobs - rollout.logprobs).abs()

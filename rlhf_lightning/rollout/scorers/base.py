@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, Self
 
 import torch
 from pydantic import Field
@@ -77,6 +77,27 @@ class Responses:
     attention_mask: Tensor
     completions: tuple[str, ...]
 
+    @classmethod
+    def of(
+        cls,
+        prompts: PromptBatch,
+        generation: Generation,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_special_tokens: bool = False,
+    ) -> Self:
+        """Return the responses with their text, without the token that ended one."""
+        mask = generation.response_mask
+        width = prompts.input_ids.shape[1]
+        written = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()
+        lengths = torch.stack([prompts.attention_mask.sum(1), written], 1)  # [B, 2]
+        rows = list(zip(generation.sequences.tolist(), lengths.tolist(), strict=True))  # at once
+        asked = [ids[width - prompt : width] for ids, (prompt, _) in rows]
+        kept = [ids[width : width + response] for ids, (_, response) in rows]
+        texts = response_texts(asked, kept, tokenizer, skip_special_tokens=skip_special_tokens)
+        attention_mask = torch.cat([prompts.attention_mask, mask], 1)
+        return cls(prompts, generation, attention_mask, tuple(texts))
+
     @property
     def sequences(self) -> Tensor:
         """`[B, P + R]` ids."""
@@ -97,26 +118,6 @@ class Responses:
         return ResponseRows(
             self.sequences[index], self.attention_mask[index], self.response_mask[index]
         )
-
-
-def make_responses(
-    prompts: PromptBatch,
-    generation: Generation,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    skip_special_tokens: bool = False,
-) -> Responses:
-    """Return the responses with their text, without the token that ended one."""
-    mask = generation.response_mask
-    width = prompts.input_ids.shape[1]
-    written = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()
-    lengths = torch.stack([prompts.attention_mask.sum(1), written], 1)  # [B, 2]
-    rows = list(zip(generation.sequences.tolist(), lengths.tolist(), strict=True))  # read at once
-    asked = [ids[width - prompt : width] for ids, (prompt, _) in rows]
-    kept = [ids[width : width + response] for ids, (_, response) in rows]
-    texts = response_texts(asked, kept, tokenizer, skip_special_tokens=skip_special_tokens)
-    attention_mask = torch.cat([prompts.attention_mask, mask], 1)
-    return Responses(prompts, generation, attention_mask, tuple(texts))
 
 
 def response_texts_of(responses: Responses, *, thoughts: Thoughts = "keep") -> list[Completion]:
