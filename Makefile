@@ -62,7 +62,10 @@ test-all: $(STAMP) ## run every test, the slow ones too: 90 minutes on 2 cores
 	$(PYTEST) $(ARGS)
 
 .PHONY: check
-check: lint types docs test test-thorough ## lint, types, docs and tests: what CI runs
+check: lint ## lint, types, docs and tests: what CI runs
+	@$(MAKE) --no-print-directory docs & docs=$$!; \
+	$(MAKE) --no-print-directory types && wait $$docs # a core each
+	@$(MAKE) --no-print-directory test test-thorough
 
 .PHONY: lint
 lint: $(STAMP) ## ruff check and ruff format --check
