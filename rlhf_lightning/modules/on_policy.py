@@ -319,7 +319,8 @@ class OnPolicyModule(PolicyModule):
         # 7. The loss of the minibatch, over micro-batches and ranks; its gradients.
         algorithm, models = self.algorithm, self.models_by_norm()
         terms = self.loss_terms(iteration, epoch)
-        sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.loss_mask.any(-1).sum()])
+        learnt, rewarded = minibatch.loss_mask, minibatch.reward_mask
+        sizes = torch.stack([learnt.sum(), learnt.any(-1).sum(), rewarded.sum()])
         counts = StepCounts(*global_sum(sizes))
         check_whole_groups(type(self), minibatch.group_size)
         together = minibatch.group_size if self.whole_groups_in_micro_batches else 1

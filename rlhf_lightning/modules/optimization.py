@@ -40,10 +40,13 @@ class StepCounts(NamedTuple):
     Args:
         num_tokens: actions that are trained on, a scalar tensor.
         num_sequences: responses that are, likewise.
+        num_reward_tokens: actions whose rewards are known, which a value model learns: fewer where
+            a teacher teaches about responses without a score.
     """
 
     num_tokens: Tensor
     num_sequences: Tensor | float
+    num_reward_tokens: Tensor
 
 
 def accumulate_gradients(

@@ -178,7 +178,7 @@ class PPOModule(OnPolicyModule):
             micro_batch.returns,
             micro_batch.reward_mask,
             cliprange_value=self.algorithm.cliprange_value,
-            num_tokens=counts.num_tokens,
+            num_tokens=counts.num_reward_tokens.clamp(min=1),
         )
         measures = {"ppo/value_loss": result.loss, "ppo/value_clipfrac": result.clipfrac}
         return self.algorithm.vf_coef * result.loss, measures

@@ -294,7 +294,7 @@ def rollout_of(module: Any, batch: PromptBatch | None = None, iteration: int = 0
 
 def counts_of(rollout: RolloutBatch) -> StepCounts:
     """Return the counts of an optimizer step on the whole rollout."""
-    return StepCounts(rollout.response_mask.sum(), len(rollout))
+    return StepCounts(rollout.response_mask.sum(), len(rollout), rollout.reward_mask.sum())
 
 
 def policy_loss_and_gradient(

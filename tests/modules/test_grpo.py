@@ -13,7 +13,6 @@ from torch import Tensor
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.surrogates import ClippedRatio
 from rlhf_lightning.models.forward import response_statistics
-from rlhf_lightning.modules.optimization import StepCounts
 from rlhf_lightning.rollout.estimators import Returns
 from tests.builders.models import flat_gradients
 from tests.builders.stages import (
@@ -22,6 +21,7 @@ from tests.builders.stages import (
     TokenScorer,
     after_some_training,
     built,
+    counts_of,
     fit,
     group_prompts,
     grpo_hparams,
@@ -222,7 +222,7 @@ def test_loss_and_gradient_are_the_formula_whatever_the_micro_batches(surrogate,
     module.zero_grad()
     for rows in torch.arange(ROWS).split(4):
         part = rollout[rows]
-        loss, _ = module.policy_loss(part, StepCounts(part.response_mask.sum(), len(part)))
+        loss, _ = module.policy_loss(part, counts_of(part))
         (loss / 4).backward()
     differs = (flat_gradients(module.policy) - wanted).norm() / wanted.norm()
     assert differs > 0.02 if reduction == "token" else differs < 1e-5

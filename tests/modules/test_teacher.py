@@ -127,13 +127,27 @@ def test_it_teaches_about_responses_to_which_the_reward_does_not_apply(kind):
     assert torch.equal(measured.loss_mask, without.loss_mask)
 
 
-def test_where_no_response_has_a_score_it_teaches_alone():
-    module = taught(1.0, num_minibatches=2)
+def test_the_value_loss_is_the_mean_over_the_scored_responses_alone():
+    module = taught_ppo(0.3)
+    module.scorer = FunctionScorer(none_of_the_odd)
+    fit(module, [prompts()])
+    minibatch, mask = module.minibatches[0], module.minibatches[0].reward_mask
+    assert 0 < mask.sum() < minibatch.loss_mask.sum()
+    errors = (minibatch.values - minibatch.returns)[mask]  # before any step
+    found = module.steps[0]["ppo/value_loss"]
+    assert float(found) == pytest.approx(float(errors.square().mean() / 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_where_no_response_has_a_score_it_teaches_alone(kind):
+    module = taught_ppo(1.0) if kind == "ppo" else taught(1.0, num_minibatches=2)
     module.scorer = FunctionScorer(lambda prompts, completions: [None] * len(completions))
     before = flat_parameters(module.policy).clone()
-    fit(module, [group_prompts()])
-    assert module.num_optimizer_steps == 2
+    fit(module, [prompts() if kind == "ppo" else group_prompts()])
+    assert module.num_optimizer_steps == len(module.steps) > 1
     assert not torch.equal(flat_parameters(module.policy), before)
+    if kind == "ppo":
+        assert {step["ppo/value_loss"] for step in module.steps} == {0.0}
 
 
 def test_a_coefficient_of_0_measures_the_distance_and_changes_no_bit():

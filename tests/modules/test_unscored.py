@@ -79,7 +79,7 @@ def test_a_response_without_a_score_is_in_no_group(choice):
 
 def gradients(module, rollout, models):
     module.zero_grad()
-    counts = StepCounts(rollout.loss_mask.sum(), rollout.scored.sum())
+    counts = StepCounts(rollout.loss_mask.sum(), rollout.scored.sum(), rollout.reward_mask.sum())
     terms = module.loss_terms(0, 0) if hasattr(module, "loss_terms") else [module.policy_loss]
     for term in terms:
         loss, measured = term(rollout, counts)
