@@ -20,7 +20,7 @@ from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
-from rlhf_lightning.data.records import PromptRecord, question_key
+from rlhf_lightning.data.records import PromptRecord, first_of_each, question_key
 from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.preferences.annotators import PeopleNeededError
@@ -156,14 +156,14 @@ def _sampling(settings: CollectSettings) -> Sampling:
 
 
 def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
-    """Return the dataset's prompts, each once; a random part of them in the order of the source.
+    """Return the dataset's prompts, or a random part of them: each once, as its first row has it.
 
     Raises:
         ConfigError: if there is none.
     """
     source = settings.dataset.source.build()
     records = source.records("prompts", settings.candidates.split)
-    prompts = list({question_key(record): record for record in records}.values())
+    prompts = first_of_each(records, question_key)
     count = settings.candidates.num_prompts
     if count is not None and count < len(prompts):
         drawn = random.Random(f"{settings.seed}/prompts").sample(range(len(prompts)), count)

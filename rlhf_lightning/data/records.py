@@ -8,9 +8,9 @@ in a text that a chat template has written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.text.messages import SYSTEM, THOUGHT, Text, as_text
@@ -19,6 +19,7 @@ RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpai
 Split = Literal["train", "validation"]
 LossOn = Literal["last", "all"]  # responses of a conversation that are learnt
 Value = str | int | float | bool  # of a label
+RowT = TypeVar("RowT")
 
 SIDES = ("chosen", "rejected")
 VARIABLES = ("tools", "documents", "chat_template_kwargs")  # columns, of the chat template
@@ -156,6 +157,14 @@ def prompt_key(record: Record) -> str:
 def question_key(record: PromptRecord | DemonstrationRecord | PreferenceRecord) -> str:
     """Return the identity of what is asked: the prompt, with its documents, tools and the like."""
     return text_key(record.prompt) + repr(record.variables)
+
+
+def first_of_each(rows: Iterable[RowT], key: Callable[[RowT], str]) -> list[RowT]:
+    """Return the first row of each key, in the order in which they come."""
+    found: dict[str, RowT] = {}
+    for row in rows:
+        found.setdefault(key(row), row)
+    return list(found.values())
 
 
 def text_key(text: Text) -> str:

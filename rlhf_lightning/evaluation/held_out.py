@@ -20,7 +20,7 @@ from rlhf_lightning.data.encode import (
     encode_prompt,
     give_same_columns,
 )
-from rlhf_lightning.data.records import PromptRecord, question_key
+from rlhf_lightning.data.records import PromptRecord, first_of_each
 from rlhf_lightning.data.sampler import validation_part
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import (
@@ -250,7 +250,7 @@ def encode_questions(
         num_prompts: size of a random part; None for all.
         seed: seeds the choice of prompts.
         over_long: what to do with longer prompts.
-        once: ask a prompt of several records once.
+        once: ask records that say the same, their columns too, once.
 
     Returns:
         Batches by tokenizer, the records that are asked, and reason -> records that are not.
@@ -268,7 +268,7 @@ def encode_questions(
         else:
             short.append((record, rows))
     drawn = validation_part(short, num_prompts, seed)
-    asked = list({question_key(one[0]): one for one in drawn}.values()) if once else drawn
+    asked = first_of_each(drawn, lambda one: repr(one[0])) if once else drawn
     unused.update({NOT_DRAWN: len(short) - len(drawn), REPEATED: len(drawn) - len(asked)})
     sides = [[rows[side] for _, rows in asked] for side in range(len(tokenizers))]
     give_same_columns(*sides)

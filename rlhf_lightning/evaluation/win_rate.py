@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ def paired_differences(
         responses have the same lengths in both; score only if they have the same scores, too; gold
         not if one baseline has another gold in each.
     """
-    places = [{prompt: i for i, prompt in enumerate(one["prompts"])} for one in (first, second)]
+    places = [_places(one["prompts"]) for one in (first, second)]
     both = [prompt for prompt in places[0] if prompt in places[1]]
     if not both:
         return 0, {}
@@ -256,6 +257,16 @@ def paired_differences(
         found["kl_per_response"] = _difference(kls)
     found["response_length"] = _difference(lengths)
     return len(both), found
+
+
+def _places(prompts: Sequence[str]) -> dict[tuple[str, int], int]:
+    """Return the place of each prompt by its name and how often it came before."""
+    before = Counter[str]()
+    places = {}
+    for place, prompt in enumerate(prompts):
+        places[prompt, before[prompt]] = place
+        before[prompt] += 1
+    return places
 
 
 def _difference(sides: Sequence[np.ndarray]) -> Interval:

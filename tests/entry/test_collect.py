@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.collect import publishing_to
+from rlhf_lightning.app.collect import publishing_to, read_prompts
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import STORE, PeopleNeededError
@@ -178,3 +178,16 @@ def test_adversarial_pairs_do_not_replace_the_collection_that_was_published(tmp_
     named = [*words, "artifacts.publish=elsewhere"]
     assert publishing_to(settings_of(*named, entry="collect"), named) == "elsewhere"
     assert publishing_to(settings_of(entry="collect"), []).endswith("preferences")
+
+
+def test_a_prompt_of_several_rows_has_the_columns_of_the_first(tmp_path: Path, start: Path) -> None:
+    rows = [{"prompt": prompt, "answer": str(n)} for n, prompt in enumerate("ABA")]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"artifacts.sft={start}", "artifacts.base=null", "dataset=files", "dataset.name=mine"]
+    words += [f"dataset.path={file}", "dataset.source.validation_fraction=0", "annotator=page"]
+    records = read_prompts(settings_of(*words, entry="collect"))
+    assert [(record.prompt, record.columns["answer"]) for record in records] == [
+        ("A", "0"),
+        ("B", "1"),
+    ]
