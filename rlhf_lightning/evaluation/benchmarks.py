@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation
 from rlhf_lightning.data.collate import PromptCollator
-from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
+from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt, give_same_columns
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import PromptRecord, Text
@@ -80,7 +80,7 @@ class PairsBenchmark:
     Args:
         path: .jsonl, .json, .csv or .parquet with `prompt`, `chosen`, `rejected`, and perhaps
             `domain`.
-        subset: column whose values name subsets; rows need not have it.
+        subset: column whose values name subsets; the default need not be there.
     """
 
     path: PathOrName
@@ -91,14 +91,20 @@ class PairsBenchmark:
 
         Raises:
             BadRecordError: for a row that is no pair.
+            ValueError: if no pair has the column that `subset` names.
         """
         found: Any = FileSource(self.path, validation_fraction=0.0).records("preferences", "train")
+        names = {name for pair in found for name in pair.origin.columns} | {"domain"}
+        if self.subset not in {*names, "subset"}:
+            told = f"no pair has the column benchmark.subset={self.subset!r}"
+            raise ValueError(f"{told}: name one of {', '.join(sorted(names))}")
         candidates = []
         for pair in found:
             given: dict[str, Any] = {"variables": pair.variables, "origin": pair.origin}
-            prompt = PromptRecord(pair.prompt, pair.domain, rendered=pair.rendered, **given)
-            columns = {**pair.origin.columns, "domain": pair.domain}
-            subset = str(columns.get(self.subset) or "")
+            columns = pair.origin.columns
+            prompt = PromptRecord(pair.prompt, pair.domain, columns, pair.rendered, **given)
+            value = {**columns, "domain": pair.domain}.get(self.subset)
+            subset = "" if value is None else str(value)
             candidates.append(Candidates(prompt, (pair.chosen, pair.rejected), subset=subset))
         return candidates
 
@@ -306,31 +312,34 @@ def written_responses(
         ValueError: if a prompt has more tokens, or none: the figure would be of another set.
     """
     encoder = TextEncoder(tokenizer)
-    rows: list[tuple[EncodedPrompt, list[int]]] = []
+    asked: list[EncodedPrompt] = []
+    answered: list[list[int]] = []
     for given in zip(records, completions, strict=True):
         record, completion = _disarmed(*given, encoder)
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is None:
             told = f"benchmark: a prompt has more than prompts.max_length={max_prompt_length}"
             raise ValueError(f"{told} tokens, or none: raise it for {str(record.prompt)[:100]!r}")
-        asked: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
-        (found,) = prompt_and_responses(record.prompt, [completion], encoder, **asked)
+        how: dict[str, Any] = {"rendered": record.rendered, "variables": record.variables}
+        (found,) = prompt_and_responses(record.prompt, [completion], encoder, **how)
         prompt = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
-        rows.append((replace(row, input_ids=prompt), found.response))
+        asked.append(replace(row, input_ids=prompt))
+        answered.append(found.response)
+    give_same_columns(asked)
     result, pad = PolicyAnswers(), int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
-        prompts = PromptCollator(pad)([(row, start + i) for i, (row, _) in enumerate(part)])
-        ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in part]
+    for start in range(0, len(asked), batch_size):
+        part = slice(start, start + batch_size)
+        prompts = PromptCollator(pad)([(row, start + i) for i, row in enumerate(asked[part])])
+        ids = [torch.tensor(tokens, dtype=torch.int64) for tokens in answered[part]]
         mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         generation = Generation(
             sequences=torch.cat([prompts.input_ids, pad_sequence(ids, True, pad)], 1),
             response_mask=mask.bool(),  # [B, R]
-            finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
+            finish_reason=torch.full((len(ids),), FINISHED_BY_STOP),
         )
         answers = Responses.of(prompts.to(device), generation.to(device), tokenizer)
         # As written: a word that the tokenizer does not know is missing in what it decodes.
-        texts = completions[start : start + batch_size]
+        texts = completions[part]
         written = tuple(one if isinstance(one, str) else one[-1]["content"] for one in texts)
         result.extend(replace(answers, completions=written), scorer)
     return result

@@ -65,7 +65,8 @@ def attacked(record: PromptRecord, attack: str) -> PromptRecord:
         start = sum(turn["role"] == "system" for turn in turns[:1])
         turns[start:start] = SMALL_TALK
     text = "\n\n".join(turn["content"] for turn in turns) if plain else tuple(turns)
-    return PromptRecord(text, f"{HARMFUL}/{attack}")
+    given: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
+    return PromptRecord(text, f"{HARMFUL}/{attack}", **given)
 
 
 class PhraseRefusals:

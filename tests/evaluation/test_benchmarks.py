@@ -123,6 +123,33 @@ def test_a_pair_may_spell_a_control_token_lack_a_prompt_and_have_its_domain_as_s
     assert scored[0].scores == [len("w4 <eos>"), 2.0]
 
 
+def test_a_reward_function_gets_the_columns_of_the_pairs_that_it_ranks(tmp_path):
+    row = {"prompt": "w2", "chosen": "w3 w4", "rejected": "w5"}
+    rows = [row | {"answer": "w3 w4"}, row, row | {"answer": "w5"}]
+    scored = score_candidates(
+        PairsBenchmark(write(tmp_path / "pairs.jsonl", rows)).candidates(chat=False),
+        FunctionScorer(
+            lambda completions, answer: [
+                float(text == right) for text, right in zip(completions, answer, strict=True)
+            ]
+        ),
+        tiny_tokenizer(),
+        max_prompt_length=20,
+        batch_size=2,
+        device=torch.device("cpu"),
+    )
+    assert [list(one.scores) for one in scored] == [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
+
+
+def test_a_subset_may_have_the_number_0_and_is_refused_where_no_pair_has_it(tmp_path):
+    rows = [{"prompt": "w2", "chosen": "w3", "rejected": "w4", "level": n} for n in (0, 1, None)]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    found = PairsBenchmark(path, subset="level").candidates(chat=False)
+    assert [one.subset for one in found] == ["0", "1", ""]
+    with pytest.raises(ValueError, match=r"no pair has .*subset='levle': name one of .*level"):
+        PairsBenchmark(path, subset="levle").candidates(chat=False)
+
+
 def test_a_response_without_a_score_is_not_counted_as_ranked_wrong(tmp_path):
     rows = [{"prompt": "w2", "chosen": "w3 w4", "rejected": "w5"} for _ in range(3)]
     with pytest.raises(ValueError, match="3 of 6 responses have no score"):
