@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,11 +19,70 @@ from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileErro
 from rlhf_lightning.data.progress import with_progress
 
 Row = Mapping[str, Any]
+Objects = Any  # {key: Objects} of objects, [Objects] of a list with some, None of anything else
 LocatedRow = tuple[Location, Row | BadRecordError]
 
 LONGEST_CELL = 2**26  # characters; the default refuses texts over 128 kB
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 _SHARD = r"(-\d+-of-\d+(-[0-9a-f]{16})?)?"
+
+
+class TableRow(dict[str, Any]):
+    """A row of a table, or in memory, where a null may fill an object that had no such key.
+
+    Args:
+        values: value of each column.
+        objects: of each column the objects, with the keys whose null is fill.
+    """
+
+    def __init__(self, values: Row, objects: Mapping[str, Objects]) -> None:
+        super().__init__(values)
+        self.objects = objects
+
+
+def rows_of(rows: Any) -> Iterator[Any]:
+    """Yield the rows of a `datasets.Dataset`, or those in memory.
+
+    What `datasets` reads from JSON, and rows whose objects differ in their keys, have no fill.
+    """
+    objects: dict[str, Objects] = {}
+    if not hasattr(rows, "builder_name"):
+        found = [row for row in rows if isinstance(row, Mapping)]
+        names = dict.fromkeys(name for row in found for name in row)
+        objects = {name: objects_of(row.get(name) for row in found) for name in names}
+    elif rows.builder_name != "json":
+        objects = {field.name: objects_in(field.type) for field in rows.features.arrow_schema}
+    return (TableRow(row, objects) if isinstance(row, Mapping) else row for row in rows)
+
+
+def objects_of(values: Iterable[Any]) -> Objects:
+    """Return the objects of values in memory, if they have one set of keys as those of a table.
+
+    Where no key is null in some of them alone, a null was written.
+    """
+    some = [x.tolist() if str(getattr(x, "dtype", "")) == "object" else x for x in values]
+    some = [x for x in some if x is not None]
+    if some and all(isinstance(x, Mapping) and x.keys() == some[0].keys() for x in some):
+        columns = {key: [x[key] for x in some] for key in some[0]}
+        nulls = {key: sum(x is None for x in own) for key, own in columns.items()}
+        has_fill = any(0 < count < len(some) for count in nulls.values())
+        return {k: objects_of(own) for k, own in columns.items() if has_fill or not nulls[k]}
+    if some and all(isinstance(x, list | tuple) for x in some):
+        inside = objects_of(each for x in some for each in x)
+        return None if inside is None else [inside]
+    return None
+
+
+def objects_in(kind: Any) -> Objects:
+    """Return the objects of values of an Arrow type, whose nulls are all fill; JSON has none."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return {field.name: objects_in(field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inside = objects_in(kind.value_type)
+        return None if inside is None else [inside]
+    return None
 
 
 def read_rows(path: Path) -> Iterator[LocatedRow]:
@@ -155,9 +214,23 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
 def _read_table(path: Path) -> Iterator[LocatedRow]:
     number = 0
     for batch in _batches(path):
+        objects = {field.name: objects_in(field.type) for field in batch.schema}
+        in_json = {f.name: f.type for f in batch.schema if "arrow.json" in str(f.type)}
         for row in batch.to_pylist():
             number += 1
-            yield Location(str(path), number, "row"), row
+            row |= {name: _decoded(row[name], kind) for name, kind in in_json.items()}
+            yield Location(str(path), number, "row"), TableRow(row, objects)
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with what the JSON in it spells, as `datasets` writes it."""
+    if value is not None and getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    if isinstance(value, list):
+        return [_decoded(each, kind.value_type) for each in value]
+    if isinstance(value, dict):
+        return {field.name: _decoded(value[field.name], field.type) for field in kind}
+    return value
 
 
 def _batches(path: Path) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe, wrong_value
-from rlhf_lightning.data.files import Row
+from rlhf_lightning.data.files import Row, TableRow
 from rlhf_lightning.data.public_formats import (
     PROMPTS,
     TEXT_KEYS,
@@ -61,7 +61,7 @@ from rlhf_lightning.data.texts import (
     parse_messages,
     parse_text,
     parse_transcript,
-    without_nulls,
+    without_fill,
 )
 from rlhf_lightning.text.messages import SYSTEM, THOUGHT, WEIGHT, BadValueError, Text
 
@@ -112,14 +112,20 @@ class RowParser:
             raise BadRecordError(where, error.found, error.fix) from error
 
     def _record(self, row: Row, where: Location) -> Record:
-        row = {k: None if type(v).__name__ in ("NAType", "NaTType") else v for k, v in row.items()}
+        given: Row = {
+            k: None if type(v).__name__ in ("NAType", "NaTType") else v for k, v in row.items()
+        }
+        said = given
+        if isinstance(row, TableRow):
+            objects = row.objects
+            said = {key: without_fill(each, objects.get(key)) for key, each in given.items()}
+        row = said
         if not any(self._columns.get(key) for key in TEXT_KEYS):
             hidden = self._columns.keys() & set(TEXT_KEYS)
             row = as_ours({k: v for k, v in row.items() if k not in hidden})
             if line := misnamed(row):
                 raise BadValueError(f"these are no keys of ours: {names_in(row)}", line)
         ours = self._renamed(row)
-        ours = without_nulls(ours) if where.unit == "row" else ours
         domain, rendered = ours.get("domain", ""), self._is_rendered(ours)
         if not isinstance(domain, str):
             raise wrong_value("domain", domain, "text", "write a name, or leave it out")
@@ -138,14 +144,18 @@ class RowParser:
         sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
         origin = Origin(
             where,
-            columns={str(k): v for k, v in row.items() if k not in quiet and v is not None},
+            columns={
+                str(k): given[k] if v is said.get(k) else v
+                for k, v in row.items()
+                if k not in quiet and v is not None
+            },
             unread=tuple(str(k) for k in row if k not in read and str(row[k]) not in _EMPTY),
             sides=sides if all(isinstance(side, str) for side in sides) else (),
         )
         return replace(record, origin=origin)
 
     def _renamed(self, row: Row) -> dict[str, Any]:
-        """Return the row's values under our names, without the nulls that fill columnar files."""
+        """Return the row's values under our names, without nulls."""
         ours = {key: row[key] for key in KNOWN_KEYS if key in row and key not in self._columns}
         for name, theirs in self._columns.items():
             if theirs is not None and theirs not in row:

@@ -11,9 +11,9 @@ r"""Texts of a row: plain, or messages with one name for each thing that they ho
 | any other                                    | given to the chat template as it is              |
 
 A key that holds null is none. Nulls further inside, of a call's arguments or a tool's schema, stay;
-those of the rows of a table are taken out before, see `without_nulls`. The messages of a cell of
-text, as CSV has them, are JSON. A transcript is a whole dialogue in one text, as Anthropic/hh-rlhf
-writes it: `\n\nHuman: ...\n\nAssistant: ...`.
+those with which a table fills its objects are taken out before, see `without_fill`. The messages of
+a cell of text, as CSV has them, are JSON. A transcript is a whole dialogue in one text, as
+Anthropic/hh-rlhf writes it: `\n\nHuman: ...\n\nAssistant: ...`.
 
 A text that cannot be used is a `BadValueError`; who knows its row adds the place.
 """
@@ -105,15 +105,22 @@ def from_json(value: Any) -> Any:
         return value
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a nested value without the keys that hold null, and its arrays as lists.
+def without_fill(value: Any, objects: Any) -> Any:
+    """Return a value without the nulls that fill its objects, and its arrays as lists.
 
-    A column of objects has each key in every row, and null where a row had none.
+    A table's column of objects has each key in every row, and null where a row had none.
+
+    Args:
+        value: cell of a row.
+        objects: of its column, see `files.TableRow`.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+        keys = objects if isinstance(objects, Mapping) else {}
+        given = {key: each for key, each in value.items() if each is not None or key not in keys}
+        return {key: without_fill(each, keys.get(key)) for key, each in given.items()}
+    inside = objects[0] if isinstance(objects, list) else None
+    return [without_fill(x, inside) for x in value] if isinstance(value, list | tuple) else value
 
 
 def check_characters(text: str, name: str) -> str:

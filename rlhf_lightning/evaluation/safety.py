@@ -213,7 +213,7 @@ def read_safety_prompts(path: Path) -> list[PromptRecord]:
         if not (isinstance(prompt, str | list | tuple) and prompt and isinstance(harmful, bool)):
             fix = 'write {"prompt": "...", "harmful": true} for prompts to refuse, else false'
             raise BadRecordError(where, f"it is {describe(row)}", fix)
-        parsed = RowParser()({k: v for k, v in row.items() if k != "harmful"}, where)
+        parsed = RowParser()(row, where)
         (read,) = cast("Sequence[PromptRecord]", to_kind(parsed, "prompts"))
         domain = HARMFUL if harmful else HARMLESS
         records.append(replace(read, domain=domain, columns={}))

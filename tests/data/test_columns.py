@@ -7,6 +7,7 @@ import json
 import pickle
 from decimal import Decimal
 
+import datasets
 import pyarrow
 import pytest
 import torch
@@ -55,9 +56,7 @@ def as_parquet(folder, columns):
 
 
 def as_data_set(folder, columns):
-    from datasets import Dataset
-
-    return GivenRows(Dataset.from_list(rows_of(columns)), validation_fraction=0)
+    return GivenRows(datasets.Dataset.from_list(rows_of(columns)), validation_fraction=0)
 
 
 def in_memory(folder, columns):
@@ -102,6 +101,28 @@ def test_a_columns_values_keep_their_types(tmp_path, tokenizer, write, columns):
     again = PromptBatch.cat([copied[[1, 0]], copied[torch.tensor([False, False, True, True])]])
     FunctionScorer(function)(responses_of(again[[1, 0, 2, 3]], [[7]] * 4))
     assert {name: seen[0][name] for name in wanted} == wanted
+
+
+def read_by_datasets(folder, columns):
+    lines = str(as_jsonl(folder, columns).path)
+    return datasets.load_dataset("json", data_files=lines, split="train", cache_dir=folder)
+
+
+def as_data_set_of_json(folder, columns):
+    return GivenRows(read_by_datasets(folder, columns), validation_fraction=0)
+
+
+def as_parquet_of_json(folder, columns):
+    read_by_datasets(folder, columns).to_parquet(folder / "rows.parquet")
+    return FileSource(folder / "rows.parquet", validation_fraction=0)
+
+
+@pytest.mark.parametrize("write", [as_jsonl, in_memory, as_data_set_of_json, as_parquet_of_json])
+def test_objects_of_json_have_their_own_keys_and_nulls(tmp_path, tokenizer, write):
+    tests = [[{"in": 1}, {"in": 2, "out": None}], [], None, [{"out": [1, {"k": None}]}]]
+    batch = batch_of(write(tmp_path, {"tests": tests}), tokenizer)
+    order = [int(text[1:]) for text in batch.columns["prompt"]]
+    assert columns_of(batch)["tests"] == [tests[i] for i in order]
 
 
 def test_a_column_that_few_rows_have_is_in_every_batch(tokenizer):

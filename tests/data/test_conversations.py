@@ -3,8 +3,10 @@
 import csv
 import json
 
+import datasets
 import numpy as np
 import pandas as pd
+import pyarrow
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError, Location
@@ -13,6 +15,7 @@ from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
 from tests.builders.encoding import assistant, encode_all, user
+from tests.builders.record_files import write
 from tests.builders.tokenizers import build_tokenizer
 
 
@@ -56,21 +59,98 @@ def test_calls_have_one_form(calls):
     assert record.completion == ({"role": "assistant", "content": "", "tool_calls": [CALL]},)
 
 
+def calls_of_two_functions():
+    """Two rows whose calls and tools have different keys; nulls of the first one are written."""
+    first = {"town": "Ulm", "unit": None, "parts": [{"a": None}]}
+    schemas = {"properties": {"unit": {"default": None}}}, {"properties": {"day": {"type": "int"}}}
+    for name, arguments, schema in (("f", first, schemas[0]), ("g", {"day": 1}, schemas[1])):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        yield {"messages": [ASK, turn], "tools": [{"name": name, "parameters": schema}]}
+
+
+def as_lines(rows, folder):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FileSource(path, validation_fraction=0.0)
+
+
+def as_json(rows, folder):
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return FileSource(folder / "rows.json", validation_fraction=0.0)
+
+
+def read_by_datasets(rows, folder):
+    path = as_lines(rows, folder).path
+    return datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=folder)
+
+
+def as_dataset_of_json(rows, folder):
+    return GivenRows(read_by_datasets(rows, folder), validation_fraction=0.0)
+
+
+def as_parquet_of_json(rows, folder):
+    read_by_datasets(rows, folder).to_parquet(folder / "rows.parquet")
+    return FileSource(folder / "rows.parquet", validation_fraction=0.0)
+
+
+def in_memory(rows, folder):
+    return GivenRows(rows, validation_fraction=0.0)
+
+
+def as_parquet(rows, folder):
+    return FileSource(write(folder / "rows.parquet", rows), validation_fraction=0.0)
+
+
+def as_dataset(rows, folder):
+    return GivenRows(datasets.Dataset.from_list(rows), validation_fraction=0.0)
+
+
+def as_list_of_a_table(rows, folder):
+    return GivenRows(pyarrow.Table.from_pylist(rows).to_pylist(), validation_fraction=0.0)
+
+
+WRITTEN = [as_lines, as_json, as_dataset_of_json, in_memory]
+
+
+def arguments_and_tools(source):
+    records = source.records("demonstrations", "train")
+    calls = [record.completion[0]["tool_calls"][0]["function"] for record in records]
+    return [call["arguments"] for call in calls], [r.variables["tools"][0] for r in records]
+
+
 @pytest.mark.parametrize("spell", [lambda x: x, json.dumps])
-@pytest.mark.parametrize(("unit", "kept"), [("line", True), ("record", True), ("row", False)])
-def test_nulls_that_are_written_are_kept_and_those_that_fill_a_table_are_not(unit, kept, spell):
-    arguments = {"town": "Ulm", "unit": None, "parts": [{"a": None}]}
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    tool = {"name": "f", "parameters": {"properties": {"unit": {"default": None}}}}
-    messages = [ASK, {"role": "assistant", "content": None, "tool_calls": spell([call])}]
-    row = {"messages": messages, "tools": spell([tool])}
-    record = RowParser()(row, Location("f", 1, unit))
-    kept = kept or spell is json.dumps
-    said = record.completion[0]["tool_calls"][0]["function"]["arguments"]
-    assert said == (arguments if kept else {"town": "Ulm", "parts": [{}]})
-    assert record.variables["tools"] == [
-        tool if kept else {"name": "f", "parameters": {"properties": {"unit": {}}}}
-    ]
+@pytest.mark.parametrize("make", [*WRITTEN, as_parquet_of_json])
+def test_nulls_that_are_written_are_kept(tmp_path, make, spell):
+    rows = list(calls_of_two_functions())
+    said = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in rows]
+    tools = [row["tools"][0] for row in rows]
+    for row in rows:
+        row["tools"] = spell(row["tools"])
+    assert arguments_and_tools(make(rows, tmp_path)) == (said, tools)
+
+
+@pytest.mark.parametrize(
+    ("make", "part", "unit"),
+    [
+        (as_parquet, {}, {}),
+        (as_dataset, {}, {}),
+        (as_list_of_a_table, {"a": None}, {"default": None}),
+    ],
+)
+def test_nulls_that_fill_the_objects_of_a_table_are_taken_out(tmp_path, make, part, unit):
+    said, tools = arguments_and_tools(make(list(calls_of_two_functions()), tmp_path))
+    assert said == [{"town": "Ulm", "parts": [part]}, {"day": 1}]
+    schemas = {"properties": {"unit": unit}}, {"properties": {"day": {"type": "int"}}}
+    assert tools == [{"name": n, "parameters": s} for n, s in zip("fg", schemas, strict=True)]
+
+
+@pytest.mark.parametrize("make", WRITTEN)
+def test_nulls_of_the_one_tool_of_all_rows_are_kept(tmp_path, make):
+    rows = [row for row in calls_of_two_functions() if row["tools"][0]["name"] == "f"] * 3
+    said, tools = arguments_and_tools(make(rows, tmp_path))
+    assert said == [{"town": "Ulm", "unit": None, "parts": [{"a": None}]}] * 3
+    assert tools == [{"name": "f", "parameters": {"properties": {"unit": {"default": None}}}}] * 3
 
 
 def test_nulls_of_messages_are_none():

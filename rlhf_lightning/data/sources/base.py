@@ -24,7 +24,7 @@ from rlhf_lightning.arguments import (
     checked,
 )
 from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, OnBadRecord
-from rlhf_lightning.data.files import LocatedRow, Row, is_data_file, read_rows, split_files
+from rlhf_lightning.data.files import LocatedRow, Row, is_data_file, read_rows, rows_of, split_files
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.kinds import NO_LABELS, Labels, to_kind
 from rlhf_lightning.data.records import (
@@ -303,7 +303,7 @@ class HubSource(RowSource):
             found = f"dataset {self.name!r} ({asked}) could not be loaded: {away or error}"
             fix = "Check name, config and split, the network, and the access to a gated set"
             raise ValueError(f"{found}. {fix}") from error
-        for number, row in enumerate(rows, start=1):
+        for number, row in enumerate(rows_of(rows), start=1):
             yield Location(f"{self.name}[{part}]", number, "row"), row
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.data.errors import Location, MissingFileError
-from rlhf_lightning.data.files import ENDINGS, LocatedRow, as_row
+from rlhf_lightning.data.files import ENDINGS, LocatedRow, as_row, rows_of
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import Record, RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
@@ -38,10 +38,12 @@ class GivenRows(RowSource):
         return f"the {type(self.rows).__name__} that was given"
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
+        if split != "train":
+            return None
         source = f"{self.name}, {self.label}"
-        numbered = ((Location(source, n, "row"), row) for n, row in enumerate(self.rows, start=1))
-        located = ((where, as_row(row, where)) for where, row in numbered)
-        return located if split == "train" else None
+        rows = enumerate(rows_of(self.rows), start=1)
+        numbered = ((Location(source, n, "row"), row) for n, row in rows)
+        return ((where, as_row(row, where)) for where, row in numbered)
 
     def prompts(self) -> list[Record]:
         """Return the prompt of every row, also of those that share one."""
