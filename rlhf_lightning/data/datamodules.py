@@ -5,8 +5,9 @@ Each takes the arguments of `RecordDataModule` that make sense for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,9 +19,16 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import Length, PathOrName, Size, checked
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
+from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.record_datamodule import RecordDataModule, RowOptions, StreamOptions
 from rlhf_lightning.data.sampler import stream_generator
-from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder, RecordSource, RowSource
+from rlhf_lightning.data.sources.base import (
+    RELIABILITY,
+    JoinedSource,
+    PreferenceFolder,
+    RecordSource,
+    RowSource,
+)
 from rlhf_lightning.data.sources.given import Rows, as_source
 
 
@@ -38,8 +46,10 @@ class PreferenceDataModule(RecordDataModule):
     """Batches of `PreferenceBatch`; a row is as long as its longer side.
 
     The arguments are those of `RecordDataModule`. `path` names a file or folder of preference
-    records, such as `rlhf_lightning.collect` makes, that takes the place of the source and is split
-    as that is; the records of the folders and files `also` are added, as later rounds add theirs.
+    records, such as `rlhf_lightning.collect` makes, that takes the place of the source; the records
+    of the folders and files `also` are added, as later rounds add theirs. They are read as those of
+    the source are: with `columns` and `label_good` if they have the columns that these name, and
+    always with `rendered`, `on_bad_record` and `system_into_user`. `path` is split as it is, too.
 
     With `group_by_prompt` pairs of a prompt come one after the other, so that a batch of many has
     few responses. A `RewardModule` without `micro_batch_size` reads each of them once (with one,
@@ -117,15 +127,32 @@ def _source_of_pairs(
     also: Sequence[PathOrName],
 ) -> RecordSource:
     """Return the source, or the records of `path` split as it is, with those of `also`."""
-    if path is None:
-        first = as_source(source)
-    elif isinstance(source, RowSource):
-        split = source.validation_fraction
-        first = PreferenceFolder(path, seed=source.seed, validation_fraction=split)
-    else:
-        first = PreferenceFolder(path)
-    more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
+    first = as_source(source) if path is None else _pairs_in(path, source)
+    more = [_pairs_in(one, source, validation_fraction=0.0) for one in also]
     return JoinedSource([first, *more]) if more else first
+
+
+def _pairs_in(path: PathOrName, source: Any, **changed: Any) -> PreferenceFolder:
+    """Return the records of a path, read as the source's rows are.
+
+    `columns` and `label_good` are those of the source where the path has the columns that they
+    name; else it has our names, as what `rlhf_lightning.collect` wrote.
+    """
+    folder = PreferenceFolder(path, **changed)
+    if not isinstance(source, RowSource):
+        return folder
+    how = {own.name: getattr(source, own.name) for own in fields(RowSource)} | changed
+    columns = how["columns"] or {}
+    if columns or how["label_good"] is not None:
+        named = {theirs for theirs in columns.values() if theirs is not None}
+        located = chain.from_iterable(map(read_rows, folder.files("train")))
+        first = next((row for _, row in located if isinstance(row, Mapping)), {})
+        is_collected = (folder.folder_or_file / RELIABILITY).is_file()
+        if is_collected or (named and named.isdisjoint(first)):
+            how["columns"] = columns = {}
+        if columns.get("label", "label") not in first:
+            how["label_good"] = None
+    return PreferenceFolder(path, **how)
 
 
 def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[EncodedPreference]:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rlhf_lightning.data.datamodules import PreferenceDataModule
+from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import PreferenceRecord
-from rlhf_lightning.data.sources.base import JoinedSource, MixedSource, PreferenceFolder
+from rlhf_lightning.data.sources.base import (
+    RELIABILITY,
+    FileSource,
+    JoinedSource,
+    MixedSource,
+    PreferenceFolder,
+)
 from tests.builders.record_files import PAIRS, write
 from tests.data.test_sources import ListSource
 
@@ -59,3 +68,54 @@ def test_what_the_sources_of_a_mix_leave_out_is_counted():
 
     source = MixedSource([Leaving(), Leaving()], [1, 1])
     assert source.left_out("preferences", "train") == {"too long": 6}
+
+
+def pairs_of(tokenizer, source, path, **arguments):
+    """Return the records that take the place of a source's."""
+    data = PreferenceDataModule(source, tokenizer, batch_size=2, path=str(path), **arguments)
+    return data.source.records(data.kind, "train")
+
+
+def test_pairs_in_place_of_a_source_are_read_as_its_rows_are(tmp_path, tokenizer):
+    how = {"rendered": True, "on_bad_record": "skip", "system_into_user": True}
+    source = FileSource("prompts.jsonl", columns={"prompt": "q"}, validation_fraction=0.0, **how)
+    rows = [{"q": f"p{i}", "chosen": "good", "rejected": "bad"} for i in range(3)]
+    path = write(tmp_path / "pairs.jsonl", [*rows, rows[0] | {"chosen": None}])
+    found = pairs_of(tokenizer, source, path)
+    assert [(r.prompt, r.rendered, r.origin.skip) for r in found] == [
+        (f"p{i}", True, True) for i in range(3)
+    ]
+    (more,) = PreferenceDataModule(source, tokenizer, batch_size=2, also=[path]).source.sources[1:]
+    assert more.records("preferences", "train") == found
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    sides = {k: [{"role": "assistant", "content": k}] for k in ("chosen", "rejected")}
+    (pair,) = pairs_of(tokenizer, source, write(tmp_path / "chat.jsonl", [{"q": turns} | sides]))
+    assert pair.prompt == ({"role": "user", "content": "s\n\nu"},)
+
+
+def test_pairs_in_place_of_a_source_may_have_our_names_and_not_some_of_its(tmp_path, tokenizer):
+    columns = {"prompt": "q", "domain": "about"}
+    source = FileSource("prompts.jsonl", columns=columns, validation_fraction=0.0, label_good=1)
+    pairs = write(tmp_path / "pairs.jsonl", PAIRS)
+    assert [r.prompt for r in pairs_of(tokenizer, source, pairs)] == [r["prompt"] for r in PAIRS]
+    some = write(tmp_path / "some.jsonl", [{"q": "p", "chosen": "a", "rejected": "b"}])
+    with pytest.raises(BadRecordError, match="columns maps 'domain' to the key 'about', which is"):
+        pairs_of(tokenizer, source, some)
+    rows = [{"q": f"p{n}", "completion": "c", "label": n, "about": "x"} for n in range(2)]
+    found = pairs_of(tokenizer, source, write(tmp_path / "rows.jsonl", rows), kind="unpaired")
+    assert [(record.label, record.domain) for record in found] == [(False, "x"), (True, "x")]
+
+
+def test_a_column_of_prompts_that_is_hidden_is_not_hidden_in_what_was_collected(
+    tmp_path, tokenizer
+):
+    source = FileSource("a.jsonl", columns={"prompt": None}, validation_fraction=0.0)
+    rows = [{"prompt": "p", "chosen": "so it is good", "rejected": "so it is bad"}]
+    for folder in (tmp_path / "mine", tmp_path / "collected"):
+        folder.mkdir()
+        write(folder / "train.jsonl", rows)
+    (tmp_path / "collected" / RELIABILITY).write_text("{}")
+    asked = [
+        pairs_of(tokenizer, source, tmp_path / name)[0].prompt for name in ("mine", "collected")
+    ]
+    assert asked == ["so it is", "p"]
