@@ -26,15 +26,14 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register, texts
 from rlhf_lightning.app.config.groups import MODELS
-from rlhf_lightning.app.config.inherit import read_training
-from rlhf_lightning.app.config.saved import keep_configuration, working_folder
+from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
+from rlhf_lightning.app.training_data import training_runs, trainings_on
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import OVER_LONG
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.files import split_files
 from rlhf_lightning.data.records import Split
 from rlhf_lightning.data.sources.base import FileSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
@@ -57,7 +56,7 @@ from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
-from rlhf_lightning.runs.manifest import ManifestError, content_digest, is_available, read_manifest
+from rlhf_lightning.runs.manifest import ManifestError, is_available, read_manifest
 from rlhf_lightning.runs.model_card import add_figures
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
@@ -69,10 +68,8 @@ prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
 UNLIMITED = 1 << 30
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
-_DATA = re.compile(r"\.(path|also\.\d+)$")  # settings that name files to train on
-_ALL_LEARNT = (
-    "{0} was trained on all of {1}: name what was held out from it, or write prompts.split=all"
-)
+_SCORED_BY = re.compile(r"(^|\.)sources?(\.\w+)?$")  # settings that name reward models
+_LEARNT = "{0} was trained on {1}: name what was held out from it, or write prompts.split=all"
 
 
 def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> Summary:
@@ -144,8 +141,12 @@ def choose_prompts(settings: EvaluateSettings, overrides: Sequence[str]) -> Eval
     """
     if settings.prompts.split is not None:
         return settings
+    _check_benchmark(settings)
     keys = {word.lstrip("+").partition("=")[0] for word in overrides}
-    if not keys & {"dataset.path", "dataset.hub_name"} or _has_held_out_part(settings):
+    is_named = bool(keys & {"dataset.path", "dataset.hub_name"})
+    is_other = is_named or any(key.startswith("dataset.source.") for key in keys)
+    is_held_out = is_other and _has_held_out_part(settings)
+    if is_held_out or not is_named:
         return settings.updated({"prompts.split": "validation"})
     whole = {"evaluation.num_prompts": UNLIMITED, "prompts.max_length": None}
     free = {key: value for key, value in whole.items() if key not in keys}
@@ -156,52 +157,37 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
     """Return whether the data have a part that no policy was trained on, as far as is known.
 
     Raises:
-        ConfigError: if a policy was trained on all of them, and other data were held out.
+        ConfigError: if a policy was trained on that part, or on all of the data.
     """
-    source = settings.dataset.source.build()
-    if isinstance(source, FileSource) and source.files("validation"):
+    source, hub = settings.dataset.source.build(), settings.dataset.hub_name
+    is_file = isinstance(source, FileSource)
+    own = source.files("validation") if is_file else getattr(source, "validation_split", None)
+    files = own if is_file and own else files_of(source)
+    part = None if hub is None else (hub, own or getattr(source, "split", "all"))
+    runs = [] if settings.run is None else [RunFolder(Path(settings.run))]
+    runs += training_runs([settings.policy, settings.baseline])
+    for folder, data, whole in trainings_on(files, part, runs):
+        if whole or own:
+            raise ConfigError(_LEARNT.format(folder.path, f"all of {data}" if whole else data))
         return True
-    files = {path.resolve() for path in files_of(source)}
-    digests = {content_digest(path) for path in files if path.exists()}
-    for folder in _training_runs(settings):
-        try:
-            trained, begun = read_training(folder), working_folder(folder)
-        except ConfigError:
-            continue
-        # Of a mix every source, and the pairs that take the place of the dataset's.
-        named = dict(texts([trained.dataset.source.arguments, trained.data.arguments]))
-        names = {trained.dataset.hub_name}
-        names |= {text for key, text in named.items() if key.endswith(".name")}
-        if settings.dataset.hub_name is not None and settings.dataset.hub_name in names:
-            return True
-        for key in filter(_DATA.search, named):
-            path = begun / named[key]
-            learnt, whole = _learnt(path, named.get(key.removesuffix("path") + "validation_path"))
-            same = path.is_file() and content_digest(path) in digests
-            if same or any(file.is_relative_to(one) for file in files for one in learnt):
-                if whole or not key.endswith("path"):
-                    raise ConfigError(_ALL_LEARNT.format(folder.path, path))
-                return True
-    return False
+    return bool(own)
 
 
-def _learnt(path: Path, held_out: str | None) -> tuple[set[Path], bool]:
-    """Return the files of a path that are trained on, and whether other files are held out."""
-    try:
-        train, others = split_files(path) if path.is_dir() else ([path], [])
-    except BadRecordError:  # of a source with rules of its own
-        train, others = [path], []
-    return {file.resolve() for file in train}, bool(others or held_out)
+def _check_benchmark(settings: EvaluateSettings) -> None:
+    """Refuse pairs that the reward model which they are to measure was trained on.
 
-
-def _training_runs(settings: EvaluateSettings) -> Iterator[RunFolder]:
-    """Yield the runs that trained the policies, as far as they are known and still there."""
-    if settings.run is not None:
-        yield RunFolder(Path(settings.run))
-    for model in (settings.policy, settings.baseline):
-        yield RunFolder(Path(model).parent)  # of its export/
-        with suppress(ManifestError):
-            yield RunFolder(Path(read_manifest(model, verify=False).run))
+    Raises:
+        ConfigError: with its run and the pairs.
+    """
+    path = None if settings.benchmark is None else settings.benchmark.get("path")
+    if path is None or settings.scorer is None:
+        return
+    with _refused():
+        files = FileSource(path).files("train")
+    named = texts(settings.scorer.arguments)
+    models = [model for key, model in named if _SCORED_BY.search(key)]
+    for folder, data, _ in trainings_on(files, None, training_runs(models)):
+        raise ConfigError(_LEARNT.format(folder.path, data))
 
 
 def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:

@@ -31,6 +31,7 @@ from tests.builders.runs import settings_for
 from tests.entry.test_run_of_training import run_of
 
 pytestmark = pytest.mark.timeout(300)
+SLICES = {"split": ":90%", "validation_split": "90%:"}
 SMALL = ["evaluation.num_prompts=24", "evaluation.max_new_tokens=6", "evaluation.batch_size=8"]
 
 
@@ -169,8 +170,8 @@ def test_of_a_file_that_the_policy_was_trained_on_the_held_out_part_is_used(
     made = run_of(working_folder / "ppo", "+experiment=ppo", *data, f"dataset.path={trained_on}")
     moved = shutil.copy(trained_on, working_folder / "moved.jsonl")
     (working_folder / "folder").mkdir()
-    for name in ("train", "test"):
-        shutil.copy(other, working_folder / "folder" / f"{name}.jsonl")
+    for number, name in enumerate(("train", "test")):
+        prompts_file(working_folder / "folder" / f"{name}.jsonl", 20 + number)
     of_run = settings_of(f"run={made.path}", f"++dataset.path={other}", entry="evaluate")
     exported = [*data, f"dataset.path={other}", f"policy={made.export}"]
     of_export = settings_of(*exported, entry="evaluate")
@@ -211,8 +212,9 @@ def test_of_one_of_the_files_that_a_policy_was_trained_on_the_held_out_part_is_u
 def test_a_file_beside_held_out_ones_was_trained_on_whole(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
-    train, held_out = (prompts_file(folder / f"{n}.jsonl", 30) for n in ("train", "validation"))
+    train, held_out = (prompts_file(folder / f"{n}.jsonl", 30 + len(n)) for n in ("train", "test"))
     first, later = (prompts_file(tmp_path / f"{n}.jsonl", n) for n in (31, 32))
+    copied = shutil.copy(train, tmp_path / "copied.jsonl")
     data = ["dataset=files", "dataset.name=mine"]
     beside = [f"dataset.path={first}", f"dataset.source.validation_path={held_out}"]
     runs = {
@@ -227,9 +229,73 @@ def test_a_file_beside_held_out_ones_was_trained_on_whole(tmp_path: Path) -> Non
             named = [*data, f"dataset.path={path}", policy]
             return choose_prompts(settings_of(*named, entry="evaluate"), named).prompts.split
 
-        with pytest.raises(ConfigError, match=r"was trained on all of .*: name what was held out"):
-            part(file)
+        for learnt in (file, copied)[: 1 + (file == train)]:
+            with pytest.raises(ConfigError, match=r"was trained on all of .*: name what was held"):
+                part(learnt)
         assert part(held_out) == "all"
+
+
+def test_a_held_out_file_that_was_trained_on_is_refused(tmp_path: Path) -> None:
+    trained_on, other = (prompts_file(tmp_path / f"{n}.jsonl", n) for n in (30, 31))
+    data = ["dataset=files", "dataset.name=mine"]
+    made = run_of(tmp_path / "dpo", "+experiment=dpo", *data, f"dataset.path={trained_on}")
+    words = [*data, f"dataset.path={other}", f"policy={made.export}"]
+    words += [f"dataset.source.validation_path={trained_on}"]
+    with pytest.raises(ConfigError, match=r"was trained on .*30\.jsonl: name what was held out"):
+        choose_prompts(settings_of(*words, entry="evaluate"), words)
+
+
+def test_a_split_of_the_hub_is_held_out_unless_it_was_trained_on(tmp_path: Path) -> None:
+    data = ["dataset=hub", "dataset.name=mine", "dataset.hub_name=org/set"]
+
+    def trained(name: str, *words: str) -> RunFolder:
+        return run_of(tmp_path / name, "+experiment=dpo", *data, *words)
+
+    def part(made: RunFolder, split: str, held_out: str | None = None) -> str | None:
+        words = [*data, f"policy={made.export}", f"dataset.source.split='{split}'"]
+        words += [] if held_out is None else [f"dataset.source.validation_split='{held_out}'"]
+        return choose_prompts(settings_of(*words, entry="evaluate"), words).prompts.split
+
+    by_prompt = trained("a")
+    assert part(by_prompt, "train") == part(by_prompt, "train", "test") == "validation"
+    assert part(by_prompt, "test") == "all"
+    for held_out in ("train", "train[:9]", "test+train"):
+        with pytest.raises(ConfigError, match=r"trained on org/set \[train\]: name what was held"):
+            part(by_prompt, "train", held_out)
+        words = [f"run={by_prompt.path}", f"++dataset.source.validation_split='{held_out}'"]
+        with pytest.raises(ConfigError, match=r"trained on org/set \[train\]: name what was held"):
+            choose_prompts(settings_of(*words, entry="evaluate"), words)
+    slices = [f"dataset.source.{k}='train[{v}]'" for k, v in SLICES.items()]
+    by_split = trained("b", *slices)
+    assert part(by_split, *(f"train[{each}]" for each in SLICES.values())) == "validation"
+    with pytest.raises(ConfigError, match=r"trained on all of org/set \[train\[:90%\]\]: "):
+        part(by_split, "train")
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["dataset", "data.path"])
+def test_pairs_that_a_reward_model_was_trained_on_do_not_measure_it(
+    tmp_path: Path, in_place: bool
+) -> None:
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    train, held_out, other = (
+        prompts_file(folder / f"{name}.jsonl", 30 + n)
+        for n, name in enumerate(("train", "validation", "other"))
+    )
+    data = ["dataset=files", "dataset.name=mine", f"dataset.path={other if in_place else folder}"]
+    data += [f"data.path={folder}"] if in_place else []
+    made = run_of(tmp_path / "reward", "+experiment=reward", *data)
+    copied = shutil.copy(train, tmp_path / "copied.jsonl")
+
+    def check(path: Path | str, *words: str) -> None:
+        given = ["benchmark=pairs", f"benchmark.path={path}", f"artifacts.reward={made.export}"]
+        choose_prompts(settings_of(*given, *words, entry="evaluate"), [*given, *words])
+
+    for path in (train, folder, copied):
+        with pytest.raises(ConfigError, match=r"was trained on .*pairs: name what was held out"):
+            check(path)
+        check(path, "prompts.split=all")
+    check(held_out)
 
 
 def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: RunFolder) -> None:
