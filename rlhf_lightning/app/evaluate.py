@@ -35,7 +35,7 @@ from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import OVER_LONG
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import Split
-from rlhf_lightning.data.sources.base import FileSource, files_of
+from rlhf_lightning.data.sources.base import FileSource, RowSource, files_of
 from rlhf_lightning.data.sources.given import WholeSource
 from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.distributed.process import prepare_process
@@ -166,11 +166,18 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
     part = None if hub is None else (hub, own or getattr(source, "split", "all"))
     runs = [] if settings.run is None else [RunFolder(Path(settings.run))]
     runs += training_runs([settings.policy, settings.baseline])
-    for folder, data, whole in trainings_on(files, part, runs):
-        if whole or own:
-            raise ConfigError(_LEARNT.format(folder.path, f"all of {data}" if whole else data))
-        return True
-    return bool(own)
+    found = bool(own)
+    for one in trainings_on(files, part, runs):
+        if one.is_whole or own:
+            data = f"all of {one.data}" if one.is_whole else one.data
+            raise ConfigError(_LEARNT.format(one.run.path, data))
+        by_prompt = isinstance(source, RowSource) and one.seed is not None
+        if by_prompt and (source.seed != one.seed or source.validation_fraction > one.fraction):
+            keys = f"source.seed={one.seed} dataset.source.validation_fraction={one.fraction}"
+            told = f"{one.run.path} was trained on {one.data}, and held out another part"
+            raise ConfigError(f"{told}: write dataset.{keys}")
+        found = True
+    return found
 
 
 def _check_benchmark(settings: EvaluateSettings) -> None:
@@ -186,8 +193,8 @@ def _check_benchmark(settings: EvaluateSettings) -> None:
         files = FileSource(path).files("train")
     named = texts(settings.scorer.arguments)
     models = [model for key, model in named if _SCORED_BY.search(key)]
-    for folder, data, _ in trainings_on(files, None, training_runs(models)):
-        raise ConfigError(_LEARNT.format(folder.path, data))
+    for one in trainings_on(files, None, training_runs(models)):
+        raise ConfigError(_LEARNT.format(one.run.path, one.data))
 
 
 def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:

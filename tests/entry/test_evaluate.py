@@ -245,6 +245,26 @@ def test_a_held_out_file_that_was_trained_on_is_refused(tmp_path: Path) -> None:
         choose_prompts(settings_of(*words, entry="evaluate"), words)
 
 
+def test_another_part_than_the_one_that_training_held_out_is_refused(tmp_path: Path) -> None:
+    file = prompts_file(tmp_path / "mine.jsonl", 30)
+    data = ["dataset=files", "dataset.name=mine", f"dataset.path={file}"]
+
+    def part(name: str, words: list[str], *other: str) -> str | None:
+        if not (made := RunFolder(tmp_path / name)).path.exists():
+            run_of(made.path, "+experiment=dpo", *data, *words)
+        given = [*data, f"policy={made.export}", *other]
+        return choose_prompts(settings_of(*given, entry="evaluate"), given).prompts.split
+
+    split = ["dataset.source.seed=2", "dataset.source.validation_fraction=0.1"]
+    with pytest.raises(ConfigError, match=rf"held out another part: write {' '.join(split)}"):
+        part("a", split)
+    assert part("a", split, *split) == part("a", split, split[0]) == "validation"
+    with pytest.raises(ConfigError, match="held out another part"):
+        part("a", split, split[0], "dataset.source.validation_fraction=0.2")
+    with pytest.raises(ConfigError, match=r"was trained on all of .*mine\.jsonl: "):
+        part("b", ["dataset.source.validation_fraction=0"])
+
+
 def test_a_split_of_the_hub_is_held_out_unless_it_was_trained_on(tmp_path: Path) -> None:
     data = ["dataset=hub", "dataset.name=mine", "dataset.hub_name=org/set"]
 
