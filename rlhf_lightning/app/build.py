@@ -41,7 +41,6 @@ from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
-from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
@@ -299,7 +298,7 @@ def make_trainer(
         **trainer_arguments(
             folder.path,
             **run_arguments(settings),
-            checkpoint=checkpoint_arguments(settings) | {"started": started()},
+            checkpoint=checkpoint_arguments(settings),
             logger=make_logger(settings, folder),
             callbacks=[
                 *own,

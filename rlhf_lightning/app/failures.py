@@ -85,7 +85,7 @@ def record_failure(
 def exit_with(error: BaseException) -> NoReturn:
     """Print in one line why the run ended and exit with 1, with 75 or 130 if it was stopped.
 
-    75 is for a signal or a deadline. Other ranks than the first then exit with 0: Lightning kills
+    75 is for a signal or `max_time`. Other ranks than the first then exit with 0: Lightning kills
     the first one, which is still writing, if another one fails. An unexpected error is shown with
     its traceback. torchrun gets the error as well, and names the rank that failed first.
     """

@@ -31,22 +31,17 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max, rank
 from rlhf_lightning.modules.checkpoint_state import log_changed
-from rlhf_lightning.runs import stopping
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.resume import checkpoint_iteration
-from rlhf_lightning.runs.stopping import STOP_SIGNALS, RunStoppedError, SaveClock, SignalWatch
+from rlhf_lightning.runs.stopping import STOP_SIGNALS, RunStoppedError, SignalWatch
 
 logger = logging.getLogger(__name__)
 # The larger, the more it asks for; what one rank says is done by all.
-_SAVE, _DEADLINE, _MAX_TIME = 1, 2, 3
-_SIGNALS = {number: code for code, number in enumerate(STOP_SIGNALS, start=4)}
-_STOPS = {
-    _DEADLINE: "another iteration could last beyond must_save_by",
-    _MAX_TIME: "max_time of the Trainer is over",
-} | {code: number.name for number, code in _SIGNALS.items()}
-
-
+_SAVE, _MAX_TIME = 1, 2
+_SIGNALS = {number: code for code, number in enumerate(STOP_SIGNALS, start=3)}
+_STOPS = {code: number.name for number, code in _SIGNALS.items()}
+_STOPS[_MAX_TIME] = "max_time of the Trainer is over"
 _STATE = ("best_model_score", "best_iteration", "monitor", "mode")
 
 
@@ -89,8 +84,8 @@ class IterationCheckpoint(Checkpoint):
     `monitor`, the link `best.ckpt`. A link changes its target in one step, before its former target
     is deleted, so `last.ckpt` is never dangling.
 
-    SIGTERM, SIGUSR1, the deadline and the Trainer's `max_time` end the run with `RunStoppedError`
-    after the current iteration and its checkpoint, on all ranks, whichever of them got the signal.
+    SIGTERM, SIGUSR1 and the Trainer's `max_time` end the run with `RunStoppedError` after the
+    current iteration and its checkpoint, on all ranks, whichever of them got the signal.
 
     A run with `PatientStopping` ends with the weights of its best checkpoint, which later
     measurement, export and publication use; `last.ckpt` stays the end of training.
@@ -99,19 +94,16 @@ class IterationCheckpoint(Checkpoint):
         dirpath: folder of the checkpoints, `RunFolder.checkpoints`.
         every_n_iterations: how often to save; None leaves it to `every_minutes`.
         every_minutes: minutes after the last save at which to save again; None for no such rule.
-        must_save_by: time by which the last checkpoint must be on disk: `3h50m` after the start, a
-            moment in ISO format, or `slurm` for the end of the job. None for no deadline.
         keep_last: how many of the newest to keep, not counting the best.
         monitor: the metric of the best checkpoint, None for no best. One of the validation, e.g.
             `val/loss`, is compared after each validation, another one at each save.
         mode: whether the metric should be small or large.
-        started: start of the process, in seconds since 1970; None for now.
 
     Attributes:
         ended_with: the iteration whose weights the run ended with, None if they are the last ones.
 
     Raises:
-        ValueError: for a number below 1, an unknown mode or a malformed deadline.
+        ValueError: for a number below 1 or an unknown mode.
     """
 
     @checked
@@ -121,11 +113,9 @@ class IterationCheckpoint(Checkpoint):
         *,
         every_n_iterations: Count | None = 10,
         every_minutes: Above0 | None = None,
-        must_save_by: str | None = None,
         keep_last: Count = 2,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
-        started: float | None = None,
     ) -> None:
         self.dirpath = Path(dirpath)
         self.every_n_iterations = every_n_iterations
@@ -135,13 +125,8 @@ class IterationCheckpoint(Checkpoint):
         self.best_model_score: float | None = None
         self.best_iteration: int | None = None
         self.ended_with: int | None = None
-        end = None
-        if must_save_by is not None:
-            try:
-                end = stopping.deadline(must_save_by, started=started or time.time())
-            except ValueError as error:
-                raise ValueError(f"IterationCheckpoint.must_save_by={error}") from error
-        self.clock = SaveClock(every_minutes=every_minutes, deadline=end)
+        self.every_minutes = every_minutes
+        self._last_save = 0.0  # seconds since 1970
         told = "the run stops, with a checkpoint, after this iteration"
         self._signals = SignalWatch(lambda: "" if rank() else told)
         self._logged: dict[str, float] = {}  # what the monitored metric is one of
@@ -183,7 +168,7 @@ class IterationCheckpoint(Checkpoint):
         if start and not isinstance(getattr(trainer, "datamodule", None), RecordDataModule):
             fix = "give fit(module, datamodule=...) a DataModule of rlhf_lightning"
             logger.warning(f"after iteration {start} the loader may begin again: {fix}")
-        self.clock.start()
+        self._last_save = time.time()
         self._signals.start()
         if self._dry:
             self.best_model_score = self.best_iteration = None
@@ -289,16 +274,14 @@ class IterationCheckpoint(Checkpoint):
         """Return the most that a rank asks for; every rank calls it equally often."""
         if self._signals.received is not None:
             own = _SIGNALS[self._signals.received]
-        elif self.clock.must_stop():
-            own = _DEADLINE
         elif iterations.out_of_time(trainer):
             own = _MAX_TIME
         else:
-            own = _SAVE if self.clock.save_is_due() else 0
+            every, since = self.every_minutes, time.time() - self._last_save
+            own = _SAVE if every is not None and since >= 60 * every else 0
         return agreed_max(own, trainer.strategy.root_device)
 
     def _end_iteration(self, trainer: Trainer, *, best: bool) -> None:
-        self.clock.end_iteration()  # with its validation: another one must fit before the deadline
         asked = self._agreed(trainer)
         if self._dry:
             return
@@ -330,14 +313,14 @@ class IterationCheckpoint(Checkpoint):
         return better
 
     def _save(self, trainer: Trainer, iteration: int) -> None:
-        with self.clock.saving():
-            trainer.save_checkpoint(self._path(iteration), weights_only=False)
-            if trainer.is_global_zero:
-                self._relink_all(iteration)
-                for path in self._files()[: -self.keep_last]:
-                    if checkpoint_iteration(path) != self.best_iteration:
-                        remove(path)
-            trainer.strategy.barrier("IterationCheckpoint._save")
+        trainer.save_checkpoint(self._path(iteration), weights_only=False)
+        if trainer.is_global_zero:
+            self._relink_all(iteration)
+            for path in self._files()[: -self.keep_last]:
+                if checkpoint_iteration(path) != self.best_iteration:
+                    remove(path)
+        trainer.strategy.barrier("IterationCheckpoint._save")
+        self._last_save = time.time()
 
     def _relink_all(self, last: int) -> None:
         for name, iteration in {"last.ckpt": last, "best.ckpt": self.best_iteration}.items():

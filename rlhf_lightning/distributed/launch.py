@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -30,7 +29,6 @@ _TASK = (
     ("WORLD_SIZE", "SUBMITIT_LOCAL_NTASKS", "SLURM_STEP_NUM_TASKS"),
 )
 PATIENCE = timedelta(minutes=10)
-_STARTED = time.time()
 
 
 def global_rank(environment: Mapping[str, str] = os.environ) -> int:
@@ -47,12 +45,6 @@ def started_by_others(environment: Mapping[str, str] = os.environ) -> bool:
 def launch_time() -> str:
     """Return when the run was started: of this process, or of the first one of its run."""
     return os.environ.get(_variable("launch time")) or datetime.now().strftime(TIME_FORMAT)
-
-
-def started() -> float:
-    """Return when this process was started, in seconds since 1970; of a Slurm job its start."""
-    job = os.environ.get("SLURM_JOB_START_TIME") if _is_task(os.environ, "SLURM") else None
-    return float(job or _STARTED)
 
 
 def _is_task(environment: Mapping[str, str], launcher: str) -> bool:

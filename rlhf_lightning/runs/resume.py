@@ -23,7 +23,7 @@ _LEFT_OUT = {"resume", "ckpt_path", "export", "paths", "logger", "hydra"}
 _LEFT_OUT |= {"data.validation_batch_size"}
 for _group, _keys in {
     "trainer": "devices num_nodes enable_progress_bar enable_model_summary default_root_dir",
-    "callbacks.checkpoint": "every_n_iterations every_minutes must_save_by keep_last",
+    "callbacks.checkpoint": "every_n_iterations every_minutes keep_last",
     "judge": "api_key_env concurrency input_price max_completion_tokens max_cost max_retries "
     "max_tokens output_price timeout",
     "strategy": "name timeout_minutes checkpoint cpu_offload shard_over",

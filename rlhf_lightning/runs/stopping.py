@@ -1,29 +1,18 @@
-"""Stopping a run before its end: on a signal, or in time before a deadline."""
+"""Stopping a run before its end, on a signal."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from types import FrameType
 from typing import Any
 
 # Slurm sends SIGTERM before it ends a job, SIGUSR1 if sbatch was told --signal=USR1@SECONDS, and
 # SIGUSR2 if submitit told it; a terminal that is closed sends SIGHUP.
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-SLURM = "slurm"
-SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970
-
-_DURATION = re.compile(r"(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s)?")
-_SECONDS = (86400, 3600, 60, 1)
-# What a deadline leaves room for, in the longest iteration and the longest save so far.
-_ITERATIONS_IN_RESERVE = 1.25
-_SAVES_IN_RESERVE = 2
 
 
 class RunStoppedError(BaseException):
@@ -43,83 +32,6 @@ def stop_behind(error: BaseException) -> BaseException | None:
         seen.add(id(found))
         found = found.__cause__ or found.__context__
     return None
-
-
-def deadline(text: str, *, started: float) -> float:
-    """Return the moment that `text` means, in seconds since 1970.
-
-    Args:
-        text: a time after the start (`3h50m`, `90m`, `1d2h30m`, `45s`), a moment in ISO format
-            (`2026-11-22T06:30`, in the local zone unless it names one), or `slurm` for the end of
-            this Slurm job.
-        started: when the run's process started, in seconds since 1970.
-
-    Raises:
-        ValueError: if it is none of these, or a moment before the start.
-    """
-    if text == SLURM:
-        if SLURM_END not in os.environ:
-            raise ValueError(f"{text!r} needs {SLURM_END} in the environment: give 3h50m")
-        return float(os.environ[SLURM_END])
-    found = _DURATION.fullmatch(text.strip())
-    if found and any(found.groups()):
-        parts = zip(found.groups(), _SECONDS, strict=True)
-        return started + sum(int(number or 0) * unit for number, unit in parts)
-    try:
-        moment = datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no time: 3h50m, 2026-11-22T06:30 or slurm is") from error
-    if moment <= started:
-        raise ValueError(f"{text!r} is before the start of the run")
-    return moment
-
-
-class SaveClock:
-    """The times at which to save, and to stop so that a deadline is kept.
-
-    Args:
-        every_minutes: minutes between two checkpoints; None for no such rule.
-        deadline: time by which the last checkpoint must be on disk, in seconds since 1970.
-    """
-
-    def __init__(
-        self, *, every_minutes: float | None = None, deadline: float | None = None
-    ) -> None:
-        self.deadline = deadline
-        self._interval = None if every_minutes is None else 60 * every_minutes
-        self._longest_iteration = self._longest_save = 0.0  # seconds
-        self.start()
-
-    def start(self) -> None:
-        """Begin to measure the first iteration."""
-        self._last_iteration = self._last_save = time.time()
-
-    def end_iteration(self) -> None:
-        """Note how long the iteration took, with the validation that belongs to it."""
-        now = time.time()
-        self._longest_iteration = max(self._longest_iteration, now - self._last_iteration)
-        self._last_iteration = now
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Note how long a save takes, which belongs to no iteration."""
-        before = time.time()
-        yield
-        self._last_iteration = self._last_save = time.time()
-        self._longest_save = max(self._longest_save, self._last_save - before)
-
-    def save_is_due(self) -> bool:
-        """Return whether `every_minutes` have passed, or a first save must show what one takes."""
-        if self.deadline is not None and not self._longest_save:
-            return True
-        return self._interval is not None and time.time() - self._last_save >= self._interval
-
-    def must_stop(self) -> bool:
-        """Return whether one more iteration and its save could end after the deadline."""
-        if self.deadline is None:
-            return False
-        reserve = _ITERATIONS_IN_RESERVE * self._longest_iteration
-        return time.time() + reserve + _SAVES_IN_RESERVE * self._longest_save >= self.deadline
 
 
 def _taken_over(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:

@@ -1,4 +1,4 @@
-"""Runs that are asked to save or to stop, by real signals and by the clock."""
+"""Runs that are asked to save or to stop, by real signals and by minutes."""
 
 from __future__ import annotations
 
@@ -95,25 +95,6 @@ def test_a_run_of_the_library_that_is_told_to_stop_says_when_and_is_recorded_as_
     assert capfd.readouterr().err.count(said) == 1
     assert read_summary(folder).status == "stopped"
     assert "SIGTERM" in (read_summary(folder).cause or "")
-
-
-def test_a_deadline_is_kept_with_a_checkpoint_behind_the_last_iteration(tmp_path):
-    slow = Slow(0.2)
-    started = time.time()
-    with pytest.raises(RunStoppedError, match=r"^another iteration could last beyond .*: saved"):
-        run(
-            tmp_path,
-            num_iterations=1000,
-            validate_every=1000,
-            save_every=None,
-            must_save_by="2s",
-            started=started,
-            callbacks=[slow],
-        )
-    assert time.time() < started + 2
-    last = len(read_metrics(tmp_path / "metrics.csv"))
-    assert slow.saved == [1, last], "the first save shows how long one takes"
-    assert last_saved(tmp_path) == last >= 3
 
 
 def test_minutes_save_between_the_regular_checkpoints(tmp_path):

@@ -57,7 +57,6 @@ def test_the_hash_leaves_out_what_does_not_change_the_training():
         changed("strategy", "name", to="fsdp"),
         changed("data", "validation_batch_size", to=4),
         changed("callbacks", "checkpoint", "every_minutes", to=10),
-        changed("callbacks", "checkpoint", "must_save_by", to="3h50m"),
         changed("callbacks", "progress", "verbose", to=True),
     ]
     later = changed("paths", "run", to="/home/b/elsewhere/2026-11-22_11-00")

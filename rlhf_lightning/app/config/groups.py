@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -32,7 +31,6 @@ from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
 from rlhf_lightning.hparams import Checked, Precision
-from rlhf_lightning.runs.stopping import deadline
 
 MOST_MINUTES = 1_000_000  # two years
 
@@ -244,20 +242,9 @@ class CheckpointSettings(Settings):
 
     every_n_iterations: Count | None = 10
     every_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] | None = None
-    must_save_by: str | None = None
     keep_last: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
-
-    @field_validator("must_save_by")
-    @classmethod
-    def _is_a_time(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                deadline(value, started=time.time())
-            except ValueError as error:
-                raise ValueError(f"={error}") from error
-        return value
 
 
 class SamplesSettings(Settings):
