@@ -12,13 +12,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from benchmarks.public_sets import JudgedSet, read_arguments, read_pandalm
 from rlhf_lightning.preferences.agreement import (
-    Method,
     Share,
     aggregate,
     fleiss_kappa,
@@ -31,20 +30,19 @@ from rlhf_lightning.preferences.reliability import (
     verdicts_agree,
 )
 
-FEWEST_VOTES = 30  # of a person whose quality is counted among the quartiles
-
 
 def describe(judged: JudgedSet) -> dict[str, Any]:
-    """Return agreement, quality, ceiling and what the votes come to, by each way to weigh them."""
+    """Return agreement, ceiling and what the votes come to by their majority."""
     people = people_figures(judged.labels)
     assert people is not None
     shape = people["ceiling"]["shape"] if people["ceiling"] else None
-    given = [label.annotator for label in judged.labels]
-    quality = sorted(
-        value for name, value in people["accuracy"].items() if given.count(name) >= FEWEST_VOTES
-    )
     rows = np.array(judged.row_counts)
-    figures: dict[str, Any] = {
+    verdicts = aggregate(judged.pairs, judged.labels, people=())
+    kept = [v for v in verdicts if v.choice is not None]
+    gaps = [len(v.pair.first.split()) - len(v.pair.second.split()) for v in kept]
+    unequal = [(gap > 0, v.choice == "first") for v, gap in zip(kept, gaps, strict=True) if gap]
+    right = sum(longer == chosen for longer, chosen in unequal)
+    return {
         "rows": {
             "rows": len(rows),
             "raw_agreement": raw_agreement(rows),
@@ -53,32 +51,20 @@ def describe(judged: JudgedSet) -> dict[str, Any]:
         "pairs": len(judged.pairs),
         "left_out": dict(judged.left_out),
         "labels": people["labels"],
-        "annotators": len(people["accuracy"]),
+        "annotators": len({label.annotator for label in judged.labels}),
         "ties": people["ties"],
         "raw_agreement": people["raw_agreement"],
         "fleiss_kappa": people["fleiss_kappa"],
         "ceiling": people["ceiling"],
-        "rater_quality": {
-            "annotators": len(quality),
-            "quartiles": [quality[round(q * (len(quality) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)],
-        },
-        "aggregation": {},
-    }
-    for method in get_args(Method)[1:]:
-        verdicts = aggregate(judged.pairs, judged.labels, people=(), method=method)
-        kept = [v for v in verdicts if v.choice is not None]
-        gaps = [len(v.pair.first.split()) - len(v.pair.second.split()) for v in kept]
-        unequal = [(gap > 0, v.choice == "first") for v, gap in zip(kept, gaps, strict=True) if gap]
-        right = sum(longer == chosen for longer, chosen in unequal)
-        figures["aggregation"][method] = {
+        "majority": {
             "preferences": len(kept),
             "left_out": left_out(verdicts),
             "mean_margin": sum(v.margin for v in kept) / len(kept),
             "label_ceiling": label_ceiling(verdicts, judged.labels, shape),
             "longer_wins": _share(Share.of(right, len(unequal))),
             "agrees_with_the_sets_verdict": _share(verdicts_agree(verdicts, judged.verdicts)),
-        }
-    return figures
+        },
+    }
 
 
 def _share(share: Share) -> dict[str, float] | None:

@@ -1,13 +1,13 @@
-"""Votes: agreement of annotators, a model of raters, and the preferences that follow.
+"""Votes: agreement of annotators, and the preferences that follow.
 
-Legend: N votes, I items (pairs), A annotators, K categories. A vote is an index of a category.
+Legend: I items (pairs), K categories.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,55 +21,19 @@ THREE = ("first", "second", "tie")
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True)
-class Votes:
-    """Votes by annotator and item, at most one for each of them.
-
-    Args:
-        items: names of the items, such as pair ids.
-        annotators: names of the annotators.
-        categories: names of the possible votes.
-        cells: `[N, 3]` int64, a row a vote: indices of item, annotator and category.
-    """
-
-    items: tuple[Hashable, ...]
-    annotators: tuple[str, ...]
-    categories: tuple[str, ...]
-    cells: NDArray[np.int64]
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """`[I, K]`: votes for each category."""
-        counts = np.zeros((len(self.items), len(self.categories)), dtype=np.int64)
-        np.add.at(counts, (self.cells[:, 0], self.cells[:, 2]), 1)
-        return counts
-
-
 def three(choice: str) -> str:
     """Return `both_bad` as `tie`: both say that neither response is better."""
     return "tie" if choice == "both_bad" else choice
 
 
-def collect_votes(labels: Iterable[Label]) -> Votes:
-    """Return the votes of labels; the last of two by one annotator on one pair counts.
+def vote_counts(labels: Iterable[Label]) -> NDArray[np.int64]:
+    """Return `[I, 3]`: of each pair, in their order, the votes for each of `THREE`.
 
-    A skip is no vote, and `both_bad` is a tie.
+    A skip is no vote, `both_bad` is a tie, and of two by one annotator on one pair the last counts.
     """
-    given = (x for x in labels if x.choice != "skip")
-    votes = ((x.pair_id, x.annotator, THREE.index(three(x.choice))) for x in given)
-    return make_votes(votes, THREE)
-
-
-def make_votes(votes: Iterable[tuple[Hashable, str, int]], categories: Collection[str]) -> Votes:
-    """Return the table of (item, annotator, category index); items in the order they come in."""
-    items: dict[Hashable, int] = {}
-    annotators: dict[str, int] = {}
-    cells: dict[tuple[int, int], int] = {}
-    for item, name, vote in votes:
-        row = items.setdefault(item, len(items))
-        cells[row, annotators.setdefault(name, len(annotators))] = vote
-    array = np.array([(*place, vote) for place, vote in cells.items()], dtype=np.int64)
-    return Votes(tuple(items), tuple(annotators), tuple(categories), array.reshape(-1, 3))
+    votes = (_count(own) for own in by_pair(labels).values())
+    rows = [[found[choice] for choice in THREE] for found in votes]
+    return np.array(rows, dtype=np.int64).reshape(-1, len(THREE))
 
 
 def raw_agreement(counts: NDArray[np.int64]) -> float:
@@ -168,89 +132,7 @@ def majority(labels: Iterable[Label]) -> str | None:
     return top[0] if len(top) == 1 else None
 
 
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class RaterModel:
-    """A fitted model of items and annotators.
-
-    Args:
-        annotators: names of the annotators.
-        posterior: `[I, K]` probability of each category being true of an item.
-        confusion: `[A, K, K]` probability that an annotator says the last where the middle is true.
-        prior: `[K]` share of items of which each category is true.
-        log_likelihood: final log-likelihood of the votes and of the pseudo-votes.
-    """
-
-    annotators: tuple[str, ...]
-    posterior: Floats
-    confusion: Floats
-    prior: Floats
-    log_likelihood: float
-
-    @property
-    def accuracy(self) -> dict[str, float]:
-        """Expected share of an annotator's votes that are true, over items as they come."""
-        right = np.einsum("k,akk->a", self.prior, self.confusion)
-        return {name: float(x) for name, x in zip(self.annotators, right, strict=True)}
-
-
-def dawid_skene(
-    votes: Votes, *, smoothing: float = 1.0, max_iterations: int = 200, tolerance: float = 1e-8
-) -> RaterModel:
-    """Fit one confusion matrix an annotator, and the truth of every item, by EM.
-
-    EM starts from the shares of the votes. Given the truth of an item, annotators are taken to err
-    independently. Each row of a confusion matrix gets `smoothing` pseudo-votes, shared so that a
-    rater without votes is right more often than not: half of them on the truth, the rest spread
-    evenly. The same number goes to the prior, spread evenly.
-
-    Args:
-        votes: votes, at least one.
-        smoothing: pseudo-votes; 0 is Dawid and Skene's own estimate.
-        max_iterations: limit of EM iterations, at least 1.
-        tolerance: stop when the log-likelihood an item rises by less.
-
-    Source: Dawid and Skene 1979, "Maximum likelihood estimation of observer error-rates using the
-    EM algorithm".
-    """
-    counts = votes.counts
-    item, annotator, said = votes.cells.T  # [N] each
-    num_categories = counts.shape[1]
-    posterior = counts / counts.sum(1, keepdims=True)
-    other = 0.5 / max(num_categories - 1, 1)
-    pseudo = smoothing * np.where(np.eye(num_categories, dtype=bool), 0.5, other)
-    previous = -np.inf
-    for _ in range(max_iterations):
-        prior = _shares(posterior.sum(0) + smoothing / num_categories)
-        seen = np.zeros((len(votes.annotators), num_categories, num_categories))  # said, true
-        np.add.at(seen, (annotator, said), posterior[item])
-        confusion = _shares(seen.transpose(0, 2, 1) + pseudo)  # [A, K, K]
-        log_joint = np.tile(_log(prior), (len(votes.items), 1))  # [I, K]
-        np.add.at(log_joint, item, _log(confusion)[annotator, :, said])
-        top = log_joint.max(1, keepdims=True)
-        evidence = top[:, 0] + np.log(np.exp(log_joint - top).sum(1))
-        posterior = np.exp(log_joint - evidence[:, None])
-        of_prior = smoothing / num_categories * _log(prior).sum()
-        likelihood = float(evidence.sum() + (pseudo * _log(confusion)).sum() + of_prior)
-        if likelihood - previous < tolerance * len(posterior):
-            break
-        previous = likelihood
-    return RaterModel(votes.annotators, posterior, confusion, prior, likelihood)
-
-
-def _shares(values: Floats) -> Floats:
-    total = values.sum(-1, keepdims=True)
-    # Without pseudo-votes an unused category has none: any row does, it is never read.
-    return np.where(total > 0, values / np.where(total > 0, total, 1), 1 / values.shape[-1])
-
-
-def _log(values: Floats) -> Floats:
-    return np.log(np.maximum(values, 1e-300))
-
-
-Method = Literal["people_first", "majority", "dawid_skene"]
+Method = Literal["people_first", "majority"]
 NO_VOTE = "no vote"
 NO_MAJORITY = "no majority among the votes"
 TIE = "tie: neither response is better"
@@ -299,8 +181,6 @@ def aggregate(
       The margin is the votes for minus those against, of all annotators, in units of all votes,
       at least 0.
     * `majority`: the same, every annotator counting alike.
-    * `dawid_skene`: the likelier response given every annotator's confusion matrix, which is
-      estimated from the same labels; the margin is the difference of the two probabilities.
 
     Args:
         pairs: pairs that get a verdict.
@@ -310,25 +190,16 @@ def aggregate(
     """
     wanted = {pair.pair_id for pair in pairs}
     found = by_pair(label for label in labels if label.pair_id in wanted)
-    posterior: dict[Hashable, list[float]] = {}
-    if method == "dawid_skene":
-        table = collect_votes(label for own in found.values() for label in own)
-        posterior = dict(zip(table.items, dawid_skene(table).posterior.tolist(), strict=True))
     first_asked = () if method == "majority" else people
     verdicts = []
     for pair in pairs:
-        own, margin = found.get(pair.pair_id, []), 0.0
+        own = found.get(pair.pair_id, [])
         votes, theirs = _count(own), [label for label in own if label.annotator in first_asked]
         top: Any = majority(theirs or own)
-        if likely := posterior.get(pair.pair_id):
-            top = THREE[likely.index(max(likely))]
         why = {None: NO_MAJORITY, "tie": TIE}.get(top) if own else NO_VOTE
         choice = None if why else top
-        if choice and likely:
-            margin = abs(likely[0] - likely[1])
-        elif choice:
-            against = votes[SIDES[choice == "first"]]
-            margin = max(votes[choice] - against, 0) / votes.total()
+        against = votes[SIDES[choice == "first"]]
+        margin = max(votes[choice] - against, 0) / votes.total() if choice else 0.0
         verdicts.append(Verdict(pair, choice, margin, votes, bool(theirs), why))
     return verdicts
 
@@ -370,4 +241,4 @@ def left_out(verdicts: Iterable[Verdict]) -> dict[str, int]:
 
 
 def _count(labels: Iterable[Label]) -> Counter[str]:
-    return Counter("tie" if x.choice == "both_bad" else x.choice for x in labels)
+    return Counter(three(x.choice) for x in labels)

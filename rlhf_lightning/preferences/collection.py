@@ -38,7 +38,7 @@ class LabHparams(Checked):
         pairs_per_prompt: largest number of pairs per prompt.
         num_pairs: number of pairs to label, if there are so many; None for all.
         keep_unfinished: keep responses that were cut off at the token limit.
-        aggregation: people_first, majority or dawid_skene.
+        aggregation: people_first or majority.
         margin_scale: margin of a pair on which all agree, in units of the reward.
         near_duplicate: training prompts whose word n-grams overlap with those of a held-out prompt
             by at least this Jaccard index are removed.

@@ -147,22 +147,19 @@ def people_figures(labels: Iterable[Label]) -> dict[str, Any] | None:
         Numbers of `labels` (skips left out) and labelled `pairs`; `raw_agreement`, the share of
         pairs of votes on one pair that agree, among first, second and tie; `fleiss_kappa`, the same
         beyond chance; `ties`, the share of labels that find neither better; `position_bias`, how
-        often the response shown first won; `accuracy`, the expected share of true votes by person,
-        from Dawid and Skene's model; `ceiling`, None where no pair has two votes for a side.
+        often the response shown first won; `ceiling`, None where no pair has two votes for a side.
     """
     given = [label for label in labels if label.choice != "skip"]
     if not given:
         return None
-    votes = agreement.collect_votes(given)
-    counts = votes.counts
+    counts = agreement.vote_counts(given)
     return {
         "labels": int(counts.sum()),
-        "pairs": len(votes.items),
+        "pairs": len(counts),
         "raw_agreement": agreement.raw_agreement(counts),
         "fleiss_kappa": agreement.fleiss_kappa(counts),
         "ties": float(counts[:, THREE.index("tie")].sum() / counts.sum()),
         "position_bias": asdict(agreement.position_bias(given)),
-        "accuracy": agreement.dawid_skene(votes).accuracy,
         "ceiling": estimate_ceiling(_tally_sides(agreement.by_pair(given).values())),
     }
 

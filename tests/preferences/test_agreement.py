@@ -8,10 +8,10 @@ from statsmodels.stats import inter_rater
 
 from rlhf_lightning.preferences.agreement import (
     cohen_kappa,
-    collect_votes,
     fleiss_kappa,
     position_bias,
     raw_agreement,
+    vote_counts,
 )
 from tests.builders.labels import TEXTBOOK, label
 
@@ -56,13 +56,8 @@ def test_votes_are_one_an_annotator_and_pair_and_skips_are_none() -> None:
         label("p", "ada", "second"),
         label("q", "ada", "tie"),
     ]
-    votes = collect_votes(labels)
-    assert votes.items == ("p", "q")
-    assert votes.annotators == ("ada", "bob")
-
-    assert votes.counts.tolist() == [[0, 1, 0], [0, 0, 2]]
-
-    assert votes.cells.tolist() == [[0, 0, 1], [1, 1, 2], [1, 0, 2]]
+    assert vote_counts(labels).tolist() == [[0, 1, 0], [0, 0, 2]]
+    assert vote_counts([]).shape == (0, 3)
 
 
 def test_position_bias_counts_what_was_shown_first_not_the_first_of_the_pair() -> None:

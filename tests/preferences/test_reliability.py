@@ -48,7 +48,6 @@ def test_figures_of_people_by_hand() -> None:
     )
     assert figures["ceiling"] is not None
     assert figures["ceiling"]["num_items"] == 3  # the tie has no vote for a side
-    assert figures["accuracy"]["ada"] > figures["accuracy"]["cem"]
     assert people_figures([label("p", "ada", "skip")]) is None
 
 
@@ -100,8 +99,5 @@ def test_the_estimated_ceiling_is_near_what_knowing_the_truth_reaches() -> None:
     one = aggregate(pairs, members[1].label(pairs), people=["usual"])
     assert figures["ceiling"]["single"] == pytest.approx(
         agreement_with_truth(one, truth).value, abs=0.03
-    )
-    assert (
-        figures["accuracy"]["careful"] > figures["accuracy"]["usual"] > figures["accuracy"]["hasty"]
     )
     assert math.isnan(label_ceiling(verdicts, labels, None))

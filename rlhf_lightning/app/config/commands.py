@@ -370,7 +370,7 @@ class AnnotateSettings(CommandSettings):
     format: Literal["auto", "pairs", "labels", "trl", "label_studio"] = "auto"
     known: Literal["auto", "labels", "ignore"] = "auto"
     add: bool = False
-    method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
+    method: Literal["people_first", "majority"] = "people_first"
     labels_per_pair: Count = 1
     page: PageSettings
 

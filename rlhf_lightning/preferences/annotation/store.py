@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.data.errors import Location
-from rlhf_lightning.preferences.agreement import collect_votes, fleiss_kappa, raw_agreement
+from rlhf_lightning.preferences.agreement import fleiss_kappa, raw_agreement, vote_counts
 from rlhf_lightning.preferences.records import Choice, Label, Pair, Side, from_row, to_row
 
 SHOWN_SECONDS = 600.0  # a pair on a rater's screen is not shown to another rater for so long
@@ -315,7 +315,7 @@ class LabelStore:
 
 def describe_agreement(store: LabelStore) -> str:
     """Return how far people agree on the pairs that several of them labelled, as a line."""
-    counts = collect_votes(x for x in store.labels() if x.kind == "person").counts
+    counts = vote_counts(x for x in store.labels() if x.kind == "person")
     several = counts[counts.sum(1) >= 2]
     if not len(several):
         return "Agreement: no pair has two labels yet"
