@@ -5,9 +5,9 @@
 | `pairs`        | JSON Lines   | `Pair` records                                                   |
 | `labels`       | JSON Lines   | `Label` records; their pairs are known already                   |
 | `trl`          | JSON Lines   | `prompt chosen rejected`, plain or messages: a verdict a pair    |
-| `label_studio` | JSON, a list | tasks with `data` of `prompt answer1 answer2`, and annotations   |
+| `label_studio` | JSON, a list | tasks with `data` of `prompt answer1 answer2`; read: annotations |
 
-Label Studio's tasks have the pair in `meta`, and in `rlhf` what its annotations have no key for.
+Label Studio's tasks have the pair in `meta`.
 docs/preferences.md has the labelling configuration. Sources:
 https://huggingface.co/docs/trl/dataset_formats and https://labelstud.io/guide/task_format.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,10 +43,9 @@ _TELLING: dict[str, Format] = {
     "rejected": "trl",
     "data": "label_studio",
 }
-LABEL_STUDIO_KEYS = ("annotator", "kind", "order", "margin")
 DATA_KEYS = ("prompt", "answer1", "answer2")
 PAIR = "pair"  # key of the fields of `Pair` in Label Studio's `meta`
-_SELECTED = {"first": "left", "second": "right"}
+_SELECTED = {"left": "first", "right": "second"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def write_collection(
     Args:
         path: file to write.
         found: pairs and labels.
-        format: format of the file. `pairs` holds no label, `trl` the verdicts.
+        format: format of the file. `pairs` and `label_studio` hold no label, `trl` the verdicts.
         method: rule by which votes become a verdict, see `aggregate`.
     """
     rows: list[Any] = []
@@ -120,10 +119,7 @@ def write_collection(
         left_out.update(str(each.left_out) for each in verdicts if each.choice is None)
         rows = [preference_row(each) for each in verdicts if each.choice is not None]
     elif format == "label_studio":
-        given: dict[str, list[Label]] = {pair.pair_id: [] for pair in found.pairs}
-        for label in found.labels:
-            given[label.pair_id].append(label)
-        rows = [_task(pair, given[pair.pair_id]) for pair in found.pairs]
+        rows = [_task(pair) for pair in found.pairs]
     else:
         rows = [to_row(each) for each in (found.pairs if format == "pairs" else found.labels)]
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
@@ -166,38 +162,14 @@ def _text_of(answer: Text, key: str, where: Location) -> str:
     return answer[0]["content"]
 
 
-def _task(pair: Pair, labels: Sequence[Label]) -> dict[str, Any]:
-    """Return the task of a pair; a label that skips is a cancelled annotation."""
+def _task(pair: Pair) -> dict[str, Any]:
     answers = [shown("", text, "drop", "").response for text in (pair.first, pair.second)]
     return {
         "data": dict(zip(DATA_KEYS, (records.shown_prompt(pair), *answers), strict=True))
         | ({"domain": pair.domain} if pair.domain else {}),
         # Without the right answer, which raters may be shown.
         "meta": {PAIR: to_row(replace(pair, columns=records.variables_of(pair)))},
-        "annotations": [
-            {
-                "result": _result(label.choice, label.reason),
-                "was_cancelled": label.choice == "skip",
-                "created_at": label.created,
-                "lead_time": label.seconds,
-                # It refuses a `completed_by` that is not one of its accounts.
-                "rlhf": {key: getattr(label, key) for key in LABEL_STUDIO_KEYS},
-            }
-            for label in labels
-        ],
     }
-
-
-def _result(choice: Choice, reason: str | None) -> list[dict[str, Any]]:
-    parts: list[tuple[str, str, str, dict[str, Any]]] = []
-    if choice in _SELECTED:
-        selected = {"selected": _SELECTED[choice]}
-        parts.append(("pairwise", "preference", "answer1,answer2", selected))
-    elif choice != "skip":
-        parts.append(("choices", "verdict", "prompt", {"choices": [choice]}))
-    if reason:
-        parts.append(("textarea", "reason", "prompt", {"text": [reason]}))
-    return [dict(zip(("type", "from_name", "to_name", "value"), x, strict=True)) for x in parts]
 
 
 def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, list[Label]]:
@@ -218,8 +190,7 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
 def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> Label | None:
     """Return the label of an annotation; None for one that was opened and left."""
     parts = {part.get("type"): part.get("value") or {} for part in given.get("result") or ()}
-    words: dict[Any, Any] = {selected: choice for choice, selected in _SELECTED.items()}
-    said = [words.get(parts.get("pairwise", {}).get("selected")), None]
+    said: list[Any] = [_SELECTED.get(parts.get("pairwise", {}).get("selected")), None]
     said += parts.get("choices", {}).get("choices") or []
     choice: Any = "skip" if given.get("was_cancelled") else next(filter(None, said), None)
     if choice is None and not parts:
@@ -228,11 +199,9 @@ def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> 
     if isinstance(account, Mapping):
         account = account.get("email") or account.get("id")
     name = source if account is None else str(account)
-    values: dict[str, Any] = {"annotator": name, "kind": "person", "order": "first"}
-    values |= {k: v for k, v in (given.get("rlhf") or {}).items() if k in LABEL_STUDIO_KEYS}
-    values |= {"created": given.get("created_at") or now, "seconds": given.get("lead_time")}
     reason = "\n".join(parts.get("textarea", {}).get("text") or ()) or None
-    return Label(pair.pair_id, choice=choice, reason=reason, **values)
+    created, seconds = given.get("created_at") or now, given.get("lead_time")
+    return Label(pair.pair_id, name, choice, "person", "first", created, seconds, reason)
 
 
 @contextmanager
