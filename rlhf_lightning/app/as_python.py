@@ -107,7 +107,7 @@ class Calls:
         return f'"{value}"' if is_plain else repr(value)
 
     def _node(self, node: Node) -> str:
-        if node.is_looked_up:
+        if node.is_itself:
             return self.name(node.call)
         given = without_defaults(node.call, node.arguments)
         if not node.is_partial:

@@ -21,7 +21,7 @@ from rlhf_lightning.app.config.commands import CollectSettings, EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, texts
 from rlhf_lightning.app.config.groups import ModelSettings, Target
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import LOOKUPS, Node, made, nodes
+from rlhf_lightning.app.config.targets import Node, made, nodes
 from rlhf_lightning.app.evaluation import (
     TrainingComponents,
     check_context_length,
@@ -106,7 +106,7 @@ def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
 
 def _refuse_gold(gold: Target | None, second_scorer: Target | None) -> None:
     """Gold chooses no setting and no checkpoint, and the doctor does both."""
-    known = {text for _, text in texts(gold and gold.node())} - set(LOOKUPS)
+    known = {text for _, text in texts(gold and gold.node())}
     for _, text in texts(second_scorer and second_scorer.node()):
         ours = text == "rlhf_lightning.gold_scores" or text.startswith(DEMO_GOLD)
         if text in known or ours:

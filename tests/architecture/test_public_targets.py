@@ -9,7 +9,7 @@ import yaml
 
 import rlhf_lightning
 from rlhf_lightning.app.config.compose import HPARAMS, conf_dir
-from rlhf_lightning.app.config.targets import LOOKUPS, resolve
+from rlhf_lightning.app.config.targets import resolve
 
 FILES = sorted(f for d in ("conf", "sweeps") for f in (conf_dir().parent / d).rglob("*.yaml"))
 # With the reason.
@@ -23,7 +23,7 @@ OTHERS = {
 def targets(node: Any) -> Iterator[str]:
     if isinstance(node, dict):
         if "_target_" in node:
-            yield node["path"] if node["_target_"] in LOOKUPS else node["_target_"]
+            yield node["_target_"]
         node = list(node.values())
     for value in node if isinstance(node, list) else ():
         yield from targets(value)

@@ -15,7 +15,6 @@ from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import settings_of
 
 Config = dict[str, Any]
-LOOKUP = "hydra.utils.get_method"
 BASE = "rlhf_lightning.rollout.scorers.base"
 HTTP = "rlhf_lightning.rollout.scorers.http.HttpScorer"
 LOAD = {"_target_": f"{BASE}.load_function", "path": "EVIL:f"}
@@ -35,7 +34,7 @@ NODES = {
         {"_target_": f"{BASE}.FunctionScorer", "function": "EVIL:f"},
         {
             "_target_": f"{BASE}.FunctionScorer",
-            "function": {"_target_": LOOKUP, "path": f"{BASE}.load_function"},
+            "function": {"_target_": f"{BASE}.load_function", "_partial_": True},
         },
         {"_target_": f"{BASE}.RewardModelScorer", "load": {**WRITE, "_partial_": True}},
         {"_target_": f"{BASE}.RewardModelScorer", "load": LOADER},
@@ -43,10 +42,10 @@ NODES = {
         {"_target_": f"{BASE}.WeightedScorer", "scorers": {"a": {"_target_": HTTP, "url": "h"}}},
         "${oc.create:{_target_: os.system}}",
     ],
-    "safety.is_refusal": [{"_target_": LOOKUP, "path": "builtins.eval"}],
+    "safety.is_refusal": [{"_target_": "builtins.eval", "_partial_": True}],
     "evaluation.gold": [
         {**LOAD, "_partial_": True},
-        {"_target_": LOOKUP, "path": "os.system"},
+        {"_target_": "os.system", "_partial_": True},
     ],
     "dataset.source": [
         WRITE,

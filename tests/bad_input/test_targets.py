@@ -13,7 +13,7 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import Kind, TargetError, read_node, resolve
 from rlhf_lightning.app.config.validate import read_settings
 
-# One a way: a program, a loader, a lookup, what a module imported, a method, what writes, talks or
+# One a way: a program, a loader, what a module imported, a method, what writes, talks or
 # starts, what is private, what is none, and more of a library than a part of a model.
 NASTY = [
     "os.system",
@@ -47,9 +47,6 @@ FORMS = {
     "target": lambda name: {"_target_": name},
     "partial": lambda name: {"_target_": name, "_partial_": True},
     "args": lambda name: {"_target_": name, "_args_": ["id"]},
-    "looked up": lambda name: {"_target_": "hydra.utils.get_method", "path": name},
-    "class looked up": lambda name: {"_target_": "hydra.utils.get_class", "path": name},
-    "object looked up": lambda name: {"_target_": "hydra.utils.get_object", "path": name},
     "nested": lambda name: {
         "_target_": "lightning.pytorch.callbacks.LambdaCallback",
         "setup": {"_target_": name},

@@ -19,7 +19,6 @@ from pydantic import (
 
 from rlhf_lightning.app.config.compose import check_path_name
 from rlhf_lightning.app.config.targets import (
-    LOOKUPS,
     Kind,
     Node,
     TargetError,
@@ -78,7 +77,7 @@ class Target(Settings):
             raise ValueError(f"={node!r} must name what is to be built: ._target_=package.Name")
         check_names(node)
         kept = {str(k): v for k, v in node.items() if k not in ("_target_", "_partial_")}
-        partial = bool(node.get("_partial_"))
+        partial = node.get("_partial_", False)
         return {"path": str(node["_target_"]), "arguments": kept, "is_partial": partial}
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -87,9 +86,8 @@ class Target(Settings):
 
     @property
     def class_name(self) -> str:
-        """The last part of the path; for a function that is looked up, its own name."""
-        path = self.get("path") if self.path in LOOKUPS else self.path
-        return str(path).rpartition(".")[2]
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
 
     def node(self) -> dict[str, Any]:
         """Return it as the configuration writes it."""

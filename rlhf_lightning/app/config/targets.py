@@ -27,8 +27,6 @@ from rlhf_lightning.misfit import Built, did_you_mean, refuse_unknown
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them
 _ROOTS = tuple(f"{root}." for root in (OWN, *LIBRARIES))
-# They return what `path` names without calling it.
-LOOKUPS = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
 MOST_LISTED = 15  # names in a message
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
 
@@ -76,7 +74,6 @@ class Node(Built):
         call: the class or function.
         arguments: arguments by name, some of them nodes.
         is_partial: further arguments come later.
-        is_looked_up: `call` itself is the value.
         where: place in the configuration.
         named_again: its arguments that run code or send data away, by their places.
     """
@@ -84,15 +81,19 @@ class Node(Built):
     call: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     is_partial: bool = False
-    is_looked_up: bool = False
     where: str = ""
     named_again: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_itself(self) -> bool:
+        """True for a function that is the value: a partial one without arguments."""
+        return self.is_partial and not self.arguments and inspect.isfunction(self.call)
+
     def make(self, **more: Any) -> Any:
         """Make the call, and those of the nodes in its arguments."""
-        if self.is_looked_up:
-            return self.call
         given = made(self.arguments) | more
+        if self.is_itself and not more:
+            return self.call
         return functools.partial(self.call, **given) if self.is_partial else self.call(**given)
 
 
@@ -155,23 +156,16 @@ def _read(value: Any, where: str) -> Any:
     if "_target_" not in given:
         return given
     name, partial = str(given.pop("_target_")), given.pop("_partial_", False)
-    looked_up = name in LOOKUPS
-    if looked_up:
-        path = given.pop("path", None)
-        with _refusing():
-            refuse_unknown(given, ("path",), name, where)
-        name = str(path)
     found, trusted = resolve(name, where), name.startswith(trusted_targets())
     returns = found if inspect.isclass(found) else annotations_of(found).get("return")
     if returns in (None, Any):  # a function that does not say what it returns
         returns = Any if trusted else type(None)
     if returns is Self:  # of a class method
         returns = found.__self__
-    product = Callable[..., returns] if partial is True or looked_up else returns
-    node = Node(name, product, False, found, given, partial is True, looked_up, where)
-    if not looked_up:
-        with _refusing():
-            _check_arguments(node, where)
+    product = Callable[..., returns] if partial is True else returns
+    node = Node(name, product, False, found, given, partial is True, where)
+    with _refusing():
+        _check_arguments(node, where)
     return node
 
 
@@ -182,8 +176,7 @@ def _check_arguments(node: Node, where: str) -> None:
     for key, value in node.arguments.items():
         place, hint = f"{where}.{key}", hints.get(key, Any)
         _place(place, value, hint)
-        is_code = isinstance(value, Node) and (value.is_looked_up or value.is_partial)
-        if value and _is_marked(hint) and (is_code or not isinstance(value, Node)):
+        if value and _is_marked(hint) and (not isinstance(value, Node) or value.is_partial):
             node.named_again[place] = value
     hparams = getattr(node.call, "Hparams", None)
     if hparams is not None and not node.is_partial:
@@ -239,7 +232,7 @@ def check_names(node: Any, where: str = "") -> None:
     """
     if isinstance(node, Mapping):
         if "_target_" in node:
-            name = str(node.get("path") if node["_target_"] in LOOKUPS else node["_target_"])
+            name = str(node["_target_"])
             if not (_NAME.fullmatch(name) and name.startswith((*trusted_targets(), *_ROOTS))):
                 raise TargetError(_refusal(where, name))
         for key, value in node.items():
