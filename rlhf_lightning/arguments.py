@@ -11,7 +11,6 @@ the annotation: `Seed`, `Count` and the others below.
 from __future__ import annotations
 
 import collections.abc
-import errno
 import functools
 import inspect
 import json
@@ -105,39 +104,27 @@ Temperature = Annotated[
 ]
 
 
-def _is_path(value: str | Path) -> bool:
-    """Return whether the file system can hold a path; an empty one would be the working folder."""
-    try:
-        os.stat(Path(value).expanduser())
-    except (RuntimeError, ValueError):  # a user that is not there, NUL, half a surrogate pair
-        return False
-    except OSError as error:
-        return bool(str(value).strip()) and error.errno != errno.ENAMETOOLONG
+def _is_filled(value: str | Path) -> bool:
+    """Return whether a path is not empty, which would be the working folder."""
     return bool(str(value).strip())
 
 
 def _is_json(value: Any) -> bool:
-    def without_nodes(part: Any) -> None:  # which are refused by their place
-        if not isinstance(part, Built):
-            raise TypeError
-
     try:
-        json.dumps(value, allow_nan=False, default=without_nodes)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return False
     return True
 
 
-IS_PATH = _limit(
-    _is_path, "a file, a folder or a name, not empty, not too long and of a user that is there"
-)
+IS_PATH = _limit(_is_filled, "a file, a folder or a name")
 PathOrName = Annotated[str | Path, IS_PATH]  # a path, or a name on the hub
 PathStr = Annotated[str, IS_PATH]
-Name = Annotated[str, _limit(lambda value: bool(value.strip()), "not empty")]
+Name = Annotated[str, _limit(_is_filled, "not empty")]
 Line = Annotated[str, _limit(str.isprintable, "text without control characters")]
 ChatTemplate = Annotated[
     str,
-    _limit(lambda text: "{{" in text or "{%" in text or _is_path(text), "a template or its file"),
+    _limit(_is_filled, "a template or its file"),
 ]
 Names = Annotated[Sequence[Name], Field(min_length=1)]
 JsonObject = Annotated[Mapping[str, Any], _limit(_is_json, "a mapping that JSON can hold")]

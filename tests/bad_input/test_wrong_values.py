@@ -180,7 +180,7 @@ CALLS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     # missing file, wrong place
     ("policy=", lambda _: PPOModule.from_pretrained(Path("not/there"), length)),
     ("checkpoint_path=", lambda p: DPOModule.load_from_checkpoint(p["prompts"])),
-    ("chat_template=", lambda p: sft(p, chat_template="~nosuch/x")),
+    ("chat_template=", lambda p: sft(p, chat_template=" ")),
     ("reward function '../x'", lambda _: FunctionScorer("../x")),
 ]
 

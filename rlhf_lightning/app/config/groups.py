@@ -13,7 +13,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -162,13 +161,6 @@ class ArtifactsSettings(Settings):
     teacher: str | None = None
     publish: str | None = None
 
-    @field_validator("publish")
-    @classmethod
-    def _can_be_made(cls, folder: str | None) -> str | None:
-        if folder is not None and Path(folder.strip()).name in ("", ".."):
-            raise ValueError(f"={folder!r} must be a folder to make, such as artifacts/mine")
-        return folder
-
     def of(self, kind: str) -> str | None:
         """Return the model of a kind."""
         return cast("str | None", getattr(self, kind))
@@ -224,15 +216,6 @@ class LoggerSettings(Settings):
     group: str | None = None
     tags: list[str] | None = None
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-
-    @field_validator("project")
-    @classmethod
-    def _is_a_name(cls, project: str | None) -> str | None:
-        if project is None:
-            return None
-        if not project or set(project) & set("/\\#?%:") or ".." in project:
-            raise ValueError(f"={project!r} must be a name without / \\ # ? % : or ..")
-        return project
 
 
 class CheckpointSettings(Settings):
