@@ -14,7 +14,7 @@ from rlhf_lightning.distributed.launch import global_rank, tell_torchrun
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.stopping import stop_behind
+from rlhf_lightning.runs.stopping import causes, stop_behind
 from rlhf_lightning.runs.summary import Status, Summary, read_summary, write_summary
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def explain_failure(error: BaseException, folder: RunFolder, advice: str) -> Run
         folder: folder of the run.
         advice: which settings need less memory.
     """
-    for one in _chain(error):
+    for one in causes(error):
         text = _one_line(one)[:200]
         of_memory = isinstance(one, RuntimeError | OSError) and _MEMORY.search(text)
         if isinstance(one, MemoryError) or of_memory:
@@ -109,14 +109,6 @@ def _is_expected(error: BaseException) -> bool:
         return True
     raised_in = str(frames[-1].f_globals.get("__name__")) if frames else ""
     return isinstance(error, ValueError | RuntimeError | OSError) and raised_in.startswith(PACKAGE)
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:  # `raise error from error` makes a circle
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found
 
 
 def _one_line(error: BaseException) -> str:

@@ -22,16 +22,19 @@ class RunStoppedError(BaseException):
     """
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it came from."""
+    seen: list[BaseException] = []  # `raise error from error` makes a circle
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+
+
 def stop_behind(error: BaseException) -> BaseException | None:
     """Return the Control-C or the request to stop that `error` is, or came from; None without."""
-    seen: set[int] = set()  # `raise error from error` makes a circle
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        if isinstance(found, KeyboardInterrupt | RunStoppedError):
-            return found
-        seen.add(id(found))
-        found = found.__cause__ or found.__context__
-    return None
+    stops = (KeyboardInterrupt, RunStoppedError)
+    return next((one for one in causes(error) if isinstance(one, stops)), None)
 
 
 def _taken_over(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
