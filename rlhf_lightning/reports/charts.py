@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from jinja2 import PackageLoader
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION, from_here
@@ -22,14 +22,6 @@ from rlhf_lightning.runs.jinja import environment
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, number, quantity, show
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-
-
-def text(value: object) -> Markup:
-    """Return any value as text, escaped for an element or a quoted attribute.
-
-    Control characters, which HTML forbids, become visible pictures of themselves.
-    """
-    return escape(_printable(value))
 
 
 def render(template: str, **context: Any) -> Markup:

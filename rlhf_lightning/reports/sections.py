@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import SequenceMatcher
 from statistics import fmean
 from typing import Any
 
-from markupsafe import Markup
-
-from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line_chart, render, text
+from rlhf_lightning.reports.charts import Figure, Point, Series, histogram, line_chart, render
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import bound_keys, ends, number, percent, quantity
@@ -222,46 +218,7 @@ def _numbers(values: Iterable[float | None] | None) -> list[float]:
     return [float(value) for value in values or () if value is not None]
 
 
-# A word or a sign, with the space behind it: spaces alone are nothing in common.
-_PIECES = re.compile(r"\s+|\w+\s*|[^\w\s]\s*")
-_WORD = re.compile(r"\w")
-LONGEST = 1500  # pieces; comparing takes their product
 _MAX_PAIRS, _MAX_ENDS = 12, 4
-_TOO_LITTLE = 0.3  # of the words in common: nothing is left to hold the change against
-
-
-def marked(before: str, after: str) -> tuple[Markup, Markup]:
-    """Return both texts as HTML, with `<del>` round what went and `<ins>` round what came.
-
-    Texts that have little in common, or are very long, are returned without marks.
-    """
-    old, new = _PIECES.findall(before), _PIECES.findall(after)
-    plain = text(before), text(after)
-    if before == after or max(len(old), len(new)) > LONGEST:
-        return plain
-    matcher = SequenceMatcher(None, old, new, autojunk=False)
-    if _in_common(old, new, matcher) < _TOO_LITTLE:
-        return plain
-    left, right = Markup(), Markup()
-    for tag, i, j, k, m in matcher.get_opcodes():
-        gone, come = "".join(old[i:j]), "".join(new[k:m])
-        left += text(gone) if tag == "equal" else _wrapped("del", gone)
-        right += text(come) if tag == "equal" else _wrapped("ins", come)
-    return left, right
-
-
-def _in_common(old: list[str], new: list[str], matcher: SequenceMatcher[str]) -> float:
-    """Return the share of words that both have, in the same order."""
-    words = sum(bool(_WORD.match(piece)) for piece in (*old, *new))
-    shared = (old[block.a : block.a + block.size] for block in matcher.get_matching_blocks())
-    same = sum(bool(_WORD.match(piece)) for pieces in shared for piece in pieces)
-    return 2 * same / max(words, 1)
-
-
-def _wrapped(tag: str, piece: str) -> Markup:
-    kept = piece.rstrip()
-    marks = Markup(f"<{tag}>{text(kept)}</{tag}>") if kept else Markup()
-    return marks + text(piece[len(kept) :])
 
 
 def samples_section(samples: Sequence[dict[str, Any]]) -> str:
@@ -275,10 +232,7 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
     cards, css = [_card(s, sides=sides) for s in latest[:_MAX_PAIRS]], ""
     scored = sorted((s for s in latest if _is_number(s.get("score"))), key=lambda s: -s["score"])
     if compared:
-        lead = (
-            "Held-out prompts with the response of each side, not selected. Red words are only in "
-            "the first response, green words only in the second; two that share little are plain."
-        )
+        lead = "Held-out prompts with the response of each side, not selected."
     elif len(scored) < 2:
         lead = f"From iteration {last}."
     else:
@@ -296,11 +250,10 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
 def _card(
     sample: Mapping[str, Any], place: str = "", sides: tuple[str, str] = ("", "")
 ) -> dict[str, Any]:
-    now = text(sample.get("response", ""))
     answers: list[tuple[str, ...]] = []
-    if sample.get("baseline_response") is not None:
-        was, now = marked(str(sample["baseline_response"]), str(sample.get("response", "")))
-        answers = [(sides[0], figures(sample, "baseline_"), was)]
+    if (was := sample.get("baseline_response")) is not None:
+        answers = [(sides[0], figures(sample, "baseline_"), str(was))]
+    now = str(sample.get("response", ""))
     answers.append((sides[1] if answers else "", figures(sample, ""), now, "now"))
     return {
         "prompt": sample.get("prompt", ""),
