@@ -128,8 +128,7 @@ def line_chart(
     named = (zip(s.points, s.bounds, s.names, strict=False) for s in series)
     names = [(x, high, name) for each in named for (x, _), (_, high), name in each]
     shapes = [shape for index, one in enumerate(series) for shape in _shapes(one, index)]
-    columns = _counted(frame) if whole else _labelled(frame.columns, "")
-    axes = {"frame": frame, "rows": _labelled(ticks, unit), "columns": columns}
+    axes = {"frame": frame, "rows": _labelled(ticks, unit), "columns": frame.columns(whole)}
     marks = {"bands": bands, "shapes": shapes, "names": names, "references": references}
     return render("chart.svg", title=title, **axes, **marks)
 
@@ -163,8 +162,7 @@ def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:
     for counts in counted:
         tops = [(edge, counts[place]) for place in range(low, high) for edge in (place, place + 1)]
         areas.append([(edge * step - shift, count) for edge, count in [(low, 0), *tops, (high, 0)]])
-    columns = _counted(frame) if shift else _labelled(frame.columns, "")
-    axes = {"frame": frame, "rows": _labelled(ticks, ""), "columns": columns}
+    axes = {"frame": frame, "rows": _labelled(ticks), "columns": frame.columns(shift > 0)}
     return render("chart.svg", title=title, areas=areas, **axes)
 
 
@@ -206,9 +204,10 @@ class _Frame:
             return "end"
         return "start" if self.x(value) < self.left + 16 else "middle"
 
-    @property
-    def columns(self) -> list[float]:
-        return nice_ticks(self.first, self.last, 4)
+    def columns(self, whole: bool) -> list[tuple[float, str]]:
+        """Return the ticks of the horizontal axis, whole numbers where it counts, with labels."""
+        ticks = nice_ticks(self.first, self.last, 4)
+        return _labelled([x for x in ticks if x == int(x)] or [self.first] if whole else ticks)
 
 
 # A line, or with a radius dots, in data coordinates: class, points, style, radius.
@@ -234,25 +233,9 @@ def _value_range(
     return max(low - padding, floor), min(high + padding, ceiling)
 
 
-def _labelled(ticks: Sequence[float], unit: str) -> list[tuple[float, str]]:
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
-    size = max(map(abs, ticks))
-    if unit == "share":
-        return [(tick, f"{100 * tick:.{_digits(100 * step)}f} %") for tick in ticks]
-    if size and (size >= 1e5 or size < 1e-3):
-        return [(tick, number(tick, like=size)) for tick in ticks]
-    return [(tick, f"{tick:.{_digits(step)}f}") for tick in ticks]
-
-
-def _counted(frame: _Frame) -> list[tuple[float, str]]:
-    """Return the whole numbers of the horizontal axis, with a thin space between thousands."""
-    whole = [tick for tick in frame.columns if tick == int(tick)] or [frame.first]
-    return [(tick, f"{int(tick):,}".replace(",", "\u202f")) for tick in whole]
-
-
-def _digits(step: float) -> int:
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    return digits if math.isclose(step * 10**digits, round(step * 10**digits)) else digits + 1
+def _labelled(ticks: Sequence[float], unit: str = "") -> list[tuple[float, str]]:
+    share = unit == "share"
+    return [(tick, f"{100 * tick:g} %" if share else f"{tick:,.6g}") for tick in ticks]
 
 
 def _shapes(series: Series, index: int) -> list[_Shape]:
