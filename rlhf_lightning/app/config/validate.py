@@ -240,28 +240,13 @@ def _check_training(settings: TrainSettings) -> None:
         raise ConfigError(
             f"data.kind={kind}: {settings.title} takes data.kind={' or '.join(wanted)}"
         )
-    _check_server_teaches(settings)
+    asked = settings.evaluation.temperature
+    if is_address(teacher := settings.module.get("teacher")) and asked not in (0, 1):
+        told = f"evaluation.temperature={asked:g}: the server at artifacts.teacher={teacher}"
+        raise ConfigError(f"{told} gives log-probabilities at temperature 1: use 1")
     adapter = scorer is not None and getattr(scorer.read().call, "holds", None) == "adapter"
     if adapter and not spec.rolls_out:
         raise ConfigError("scorer=reward_adapter needs the base of PPO's policy: use reward_model")
-
-
-def _check_server_teaches(settings: TrainSettings) -> None:
-    """Refuse what a teacher behind a server cannot say: the evaluation asks it after training.
-
-    Raises:
-        ConfigError: with the key.
-    """
-    if not is_address(teacher := settings.module.get("teacher")):
-        return
-    server = f"the server at artifacts.teacher={teacher} gives log-probabilities of given tokens"
-    if (kind := getattr(settings.hparams, "divergence", "sampled")) != "sampled":
-        key = f"module.{settings.stage}.divergence"
-        raise ConfigError(f"{key}={kind}: {server} alone: use sampled")
-    drawn, asked = settings.all_hparams["sampling"].temperature, settings.evaluation.temperature
-    for key, value in (("module.sampling", drawn), ("evaluation", asked or None)):  # 0 is greedy
-        if value not in (None, 1.0):
-            raise ConfigError(f"{key}.temperature={value:g}: {server} at temperature 1: use 1")
 
 
 def _check_is_read(settings: TrainSettings) -> None:
