@@ -17,15 +17,12 @@ from typing import Any, TypeVar
 from rlhf_lightning.app.command_line import say
 from rlhf_lightning.app.config.compose import ConfigError, choices, config_dirs
 from rlhf_lightning.app.config.groups import MODELS
-from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.config.validate import (
     SHARED,
     is_built_in,
     is_loaded,
-    is_read,
     load_settings,
-    read_first,
     without_unread,
 )
 from rlhf_lightning.data.demo.source import DemoSource
@@ -41,12 +38,9 @@ from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.rollout.scorers.hparams import is_address
-from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, replacing_folder
 from rlhf_lightning.runs.manifest import (
-    ManifestError,
     is_available,
-    read_manifest,
     source_fingerprint,
     write_manifest,
 )
@@ -76,7 +70,6 @@ def prepare_inputs(
         ConfigError: for a missing path that the user gave, naming the command that makes it.
         RuntimeError: if a child fails.
     """
-    _check_made_with(settings, overrides)
     for kind in kinds:
         source = settings.select(f"artifacts.{kind}")
         if source is None or is_available(source) or not is_loaded(settings, source):
@@ -139,27 +132,6 @@ def check_world(settings: Any, policies: Iterable[str | None]) -> None:
                 f"dataset=demo is the built-in world, and {policy} is no model of it: give your "
                 "records, dataset=files dataset.name=NAME dataset.path=FILE model=pretrained"
             )
-
-
-def _check_made_with(settings: RunSettings, overrides: Sequence[str]) -> None:
-    """Refuse a word for models that are trained first, if one was made with another value.
-
-    Raises:
-        ConfigError: with the word and the model.
-    """
-    for word in overrides:
-        key = word.lstrip("+").partition("=")[0]
-        for kind in [] if is_read(word, settings) else read_first(word, settings, overrides):
-            source = str(settings.select(f"artifacts.{kind}"))
-            was: Any = ...  # as no run is known
-            if not is_available(source):
-                continue
-            with suppress(ManifestError, ConfigError):
-                run = RunFolder(Path(read_manifest(source, verify=False).run))
-                was = read_saved(TrainSettings, run.config).select(key)
-            if was != settings.select(key):
-                told = f"{word}: only the training of {source} reads it, which was made without"
-                raise ConfigError(f"{told}: leave it out, or remove that folder")
 
 
 def words_for(
@@ -227,8 +199,8 @@ def training_words(experiment: str, settings: RunSettings, overrides: Sequence[s
 
 
 def _read_by(experiment: str, words: list[str]) -> list[str]:
-    """Return those of some words that an experiment reads, or what it trains first."""
-    return list(without_unread([f"+experiment={experiment}", *words], words, trains_first=True)[1:])
+    """Return those of some words that an experiment reads."""
+    return list(without_unread([f"+experiment={experiment}", *words], words)[1:])
 
 
 def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from rlhf_lightning.app import prerequisites
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, composed, register
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -20,9 +18,7 @@ from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.config.validate import is_read, read_settings
 from rlhf_lightning.app.pipeline_steps import HERE, as_overrides, check_pipeline, plan
 from rlhf_lightning.app.prerequisites import training_words
-from rlhf_lightning.runs.manifest import write_manifest
 from tests.builders.command_lines import settings_of
-from tests.builders.runs import make_start
 
 # Handed to transformers and to the chat template, which read what they know.
 FREE = {("model", key) for key in ("from_scratch", "shape", "chat_template_arguments")}
@@ -51,7 +47,7 @@ def test_a_key_that_nobody_reads_is_refused_in_every_group():
             read_settings(TrainSettings, changed).check_targets()
 
 
-# Words of rlhf-evaluate with which it trains nothing first.
+# Words of rlhf-evaluate that need no model of the built-in world.
 BUILT_IN_NOWHERE = "policy=a baseline=a scorer=none"
 # Read where something refers to them.
 BY_REFERENCE = ("dataset.lengths", "model.base")
@@ -106,33 +102,6 @@ def test_a_stage_that_is_trained_first_gets_the_words_that_it_reads():
     words = ["+dataset.source.num_texts=300", "model.ppo.batch_size=64"]
     settings = settings_of("+experiment=ppo", *words)
     assert training_words("base", settings, words) == ["seed=1", words[0]]
-
-
-OF_SFT = "model.sft.batch_size=64"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("value", "fits"), [(64, True), (32, False)])
-def test_a_word_for_what_was_trained_before_must_be_what_it_was_trained_with(
-    tmp_path, monkeypatch, value, fits
-):
-    words = ["+experiment=ppo", f"paths.artifacts={tmp_path}", OF_SFT]
-    settings = settings_of(*words[:-1])
-    settings = settings.updated({"model.sft.batch_size": 64})
-    runs = {kind: tmp_path / "runs" / kind for kind in ("sft", "reward")}
-    for kind, run in runs.items():
-        make_start(Path(settings.artifacts.of(kind)))
-        write_manifest(settings.artifacts.of(kind), stage=kind, run=str(run))
-        of_kind = settings_of(f"+experiment={kind}", f"model.{kind}.batch_size={value}")
-        (run / ".hydra").mkdir(parents=True)
-        changed = of_kind.updated({"model.sft.batch_size": value})
-        OmegaConf.save(OmegaConf.create(changed.written), run / ".hydra/config.yaml")
-    monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("nothing is trained"))
-    if fits:
-        assert prerequisites.prepare_inputs(settings, words) is settings
-        return
-    with pytest.raises(ConfigError, match=rf"^{re.escape(OF_SFT)}.*sft"):
-        prerequisites.prepare_inputs(settings, words)
 
 
 @pytest.mark.thorough

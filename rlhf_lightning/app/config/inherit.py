@@ -75,7 +75,7 @@ def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> A
         made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
         cfg = take_over(entry, cfg, overrides, trained, made)
     settings = read_settings(COMMANDS[entry], cfg)
-    check_overrides_are_read(overrides, settings, trained, trains_first=True)
+    check_overrides_are_read(overrides, settings, trained)
     return settings
 
 

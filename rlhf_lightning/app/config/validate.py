@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.compose import (
-    CONFIG_DIR,
     ConfigError,
     at,
     choices,
@@ -26,7 +24,6 @@ from rlhf_lightning.app.config.compose import (
     written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
-from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
 from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
@@ -56,8 +53,6 @@ def check_overrides_are_read(
     overrides: Sequence[str],
     settings: CommandSettings,
     origin: CommandSettings | None = None,
-    *,
-    trains_first: bool = False,
 ) -> None:
     """Refuse a word of the command line that sets what neither settings read.
 
@@ -65,7 +60,6 @@ def check_overrides_are_read(
         overrides: words of the command line.
         settings: of the command.
         origin: of the run that they are taken over from, if any.
-        trains_first: whether words of the stages that it trains first are allowed, too.
 
     Raises:
         ConfigError: with the word, and the keys of its last name that are read.
@@ -75,8 +69,6 @@ def check_overrides_are_read(
         handed_on = origin is not None and key.startswith(_HANDED_ON) and is_read(word, origin)
         if is_read(word, settings) or handed_on:
             continue
-        if trains_first and read_first(word, settings, overrides):
-            continue
         keys = (k for g in settings.open_groups for k in places(settings.written.get(g), g))
         known = [place for place in keys if is_read(place, settings)]
         alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -84,29 +76,6 @@ def check_overrides_are_read(
         raise ConfigError(f"{word}: nothing reads {key} here: leave it out{near}")
     if isinstance(settings, TrainSettings):
         _check_doctor(settings)
-
-
-def read_first(word: str, settings: CommandSettings, overrides: Sequence[str]) -> list[str]:
-    """Return the built-in models whose training reads a word, or what is trained before them.
-
-    Args:
-        word: word of the command line.
-        settings: of the command that trains what it starts from and is missing.
-        overrides: all words of its command line.
-
-    Raises:
-        ConfigError: if such a training does not compose.
-    """
-    shared = [one for one in overrides if one.lstrip("+").startswith((*SHARED, CONFIG_DIR))]
-    if word not in shared or not isinstance(settings, RunSettings) or settings.only_runs:
-        return []  # where it only runs, models are made of random weights
-    found = []
-    for kind in filter(partial(is_built_in, settings), MODELS):
-        words = [f"+experiment={kind}", *shared]
-        of_kind = read_settings(TrainSettings, composition("train", words))
-        if is_read(word, of_kind) or read_first(word, of_kind, shared):
-            found.append(kind)
-    return found
 
 
 def is_built_in(settings: RunSettings, kind: str) -> bool:
@@ -129,9 +98,7 @@ def is_loaded(settings: RunSettings, source: str) -> bool:
     return named({key: node for key, node in settings.resolved.items() if key != "artifacts"})
 
 
-def without_unread(
-    words: Sequence[str], shared: Sequence[str], *, trains_first: bool = False
-) -> tuple[str, ...]:
+def without_unread(words: Sequence[str], shared: Sequence[str]) -> tuple[str, ...]:
     """Return the words of a training, without those shared with others that it does not read.
 
     Words that do not compose are returned as they are: reading them says what is wrong.
@@ -139,14 +106,11 @@ def without_unread(
     Args:
         words: all words of its command line.
         shared: those among them that were written for several trainings.
-        trains_first: whether words of the stages that it trains first are kept, too.
     """
     unread: set[str] = set()
     with contextlib.suppress(ConfigError):
         settings = read_settings(TrainSettings, composition("train", list(words)))
         unread = {word for word in shared if not is_read(word, settings)}
-        if trains_first:
-            unread = {word for word in unread if not read_first(word, settings, shared)}
     return tuple(word for word in words if word not in unread)
 
 
