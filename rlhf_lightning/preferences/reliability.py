@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
-from scipy.special import betaln, comb
-from scipy.stats import beta, binom, chi2
+from scipy.special import betaln
+from scipy.stats import beta, chi2
 
 from rlhf_lightning.data.sources.base import RELIABILITY
 from rlhf_lightning.preferences import agreement
@@ -36,7 +36,6 @@ from rlhf_lightning.runs.lock import replacing_folder
 # (votes for one side, votes for the other) of an item -> how many items.
 Tally = Mapping[tuple[int, int], int]
 LOG_SHAPES = (-6.0, 7.0)  # p is nearly 0 or 1, or nearly one half
-GRID = 1000
 # Of twice a difference of log-likelihoods: the 95 % quantile of chi-squared.
 LIKELY = float(chi2.ppf(0.95, 1))
 
@@ -45,38 +44,27 @@ def estimate_ceiling(tally: Tally) -> dict[str, Any] | None:
     """Return the ceiling from a few votes an item, None where no item has two.
 
     p is assumed to follow Beta(a, a): the position of a response carries no information. Its shape
-    a has the largest likelihood of the votes. The bounds need no such model: with d = |2p - 1|, two
-    votes agree with probability `(1 + E[d^2]) / 2`, the ceiling is `(1 + E[d]) / 2`, and `E[d^2] <=
-    E[d] <= sqrt(E[d^2])`.
+    a has the largest likelihood of the votes.
 
     Args:
         tally: votes for the first and for the second response of each item -> number of items.
 
     Returns:
         `single`, the ceiling for labels of one vote each, by the model, with `single_low` to
-        `single_high`, a 95 % interval: of the shapes that are not unlikely; `agreement`, how often
-        two votes on one item agree; bounds on `single` that need no model, `lowest` (the agreement)
-        and `highest`, `(1 + sqrt(2 * agreement - 1)) / 2`; `majority`, the ceiling for labels that
-        are the majority of n votes, by n; `shape`, the model's one parameter; `num_items` with at
-        least two votes.
+        `single_high`, a 95 % interval: of the shapes that are not unlikely; `shape`, the model's
+        one parameter; `num_items` with at least two votes.
     """
     several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
     if not several:
         return None
-    shape, num_items = fit_shape(several), sum(several.values())
-    agree = (n * (comb(a, 2) + comb(b, 2)) / comb(a + b, 2) for (a, b), n in several.items())
-    agreeing = sum(agree) / num_items
+    shape = fit_shape(several)
     low, high = _likely_shapes(several, shape)  # the larger, the nearer p is to one half
     return {
-        "single": majority_ceiling(shape, 1),
-        "single_low": majority_ceiling(high, 1),
-        "single_high": majority_ceiling(low, 1),
-        "agreement": agreeing,
-        "lowest": max(agreeing, 0.5),
-        "highest": (1.0 + math.sqrt(max(2.0 * agreeing - 1.0, 0.0))) / 2.0,
-        "majority": {n: majority_ceiling(shape, n) for n in (1, 3, 5)},
+        "single": single_ceiling(shape),
+        "single_low": single_ceiling(high),
+        "single_high": single_ceiling(low),
         "shape": shape,
-        "num_items": num_items,
+        "num_items": sum(several.values()),
     }
 
 
@@ -108,15 +96,9 @@ def _log_likelihood(tally: Tally, log_shape: float) -> float:
     return float((np.array(list(tally.values())) * each).sum())
 
 
-def majority_ceiling(shape: float, num_votes: int) -> float:
-    """Return how often the majority of `num_votes` is on the side that most people are on.
-
-    Over p of Beta(shape, shape); the number of votes is odd.
-    """
-    # A grid of max(p, 1 - p) with equal weights: the upper half of the quantiles.
-    quantiles = 0.5 + (np.arange(GRID) + 0.5) / (2 * GRID)
-    favoured = np.clip(beta.ppf(quantiles, shape, shape), 0.5, 1.0)
-    return float(np.mean(binom.sf(num_votes // 2, num_votes, favoured)))
+def single_ceiling(shape: float) -> float:
+    """Return `E[max(p, 1 - p)]` over p of Beta(a, a), which is `1 / 2 + 4^-a / (a B(a, a))`."""
+    return 0.5 + math.exp(-shape * math.log(4) - math.log(shape) - betaln(shape, shape))
 
 
 def expected_correct(tally: Tally, shape: float) -> float:

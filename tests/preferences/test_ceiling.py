@@ -12,30 +12,25 @@ from rlhf_lightning.preferences.reliability import (
     estimate_ceiling,
     expected_correct,
     fit_shape,
-    majority_ceiling,
+    single_ceiling,
 )
 from tests.builders.labels import beta_tally
 
 
 def test_the_ceiling_of_even_opinions_is_three_quarters() -> None:
-    # p uniform: E[max(p, 1 - p)] = 3/4. The majority of three is right with q^3 + 3 q^2 (1 - q), q
-    # uniform on [1/2, 1]: 2 * [q^3 - q^4/2] from 1/2 to 1 = 13/16.
-    assert majority_ceiling(1.0, 1) == pytest.approx(0.75, abs=1e-5)
-    assert majority_ceiling(1.0, 3) == pytest.approx(13 / 16, abs=1e-5)
+    # p uniform: E[max(p, 1 - p)] = 3/4.
+    assert single_ceiling(1.0) == pytest.approx(0.75, rel=1e-12)
 
 
-def test_the_bounds_by_hand() -> None:
-    # 6 items of votes 2:0 and 2 of 1:1: agreement 3/4, so at most (1 + sqrt(1/2)) / 2.
+def test_the_ceiling_by_hand() -> None:
+    # 6 items of votes 2:0 and 2 of 1:1: agreement 3/4.
     found = estimate_ceiling({(2, 0): 4, (0, 2): 2, (1, 1): 2, (1, 0): 50})
     assert found is not None
     assert found["num_items"] == 8
-    assert found["agreement"] == found["lowest"] == 0.75
-    assert found["highest"] == pytest.approx((1 + math.sqrt(0.5)) / 2)
     # Agreement of two votes under Beta(a, a) is (a + 1) / (2 a + 1): a is 1/2, where
     # E[max(p, 1 - p)] = 1/2 + 1/pi, the mean of an arcsine law's upper half.
     assert found["shape"] == pytest.approx(0.5, rel=1e-4)
     assert found["single"] == pytest.approx(0.5 + 1 / math.pi, abs=1e-4)
-    assert found["lowest"] <= found["single"] <= found["highest"]
 
 
 @pytest.mark.parametrize(("shape", "num_votes"), [(0.3, 3), (1.0, 5), (4.0, 2)])
@@ -47,9 +42,6 @@ def test_the_noise_of_people_is_recovered(shape: float, num_votes: int) -> None:
     truth = float(np.maximum(p, 1 - p).mean())
     assert found["single"] == pytest.approx(truth, abs=0.012)
     assert found["single_low"] <= truth <= found["single_high"]
-    assert found["lowest"] <= truth <= found["highest"] + 0.01
-    votes = rng.binomial(3, np.maximum(p, 1 - p))
-    assert found["majority"][3] == pytest.approx((votes > 1).mean(), abs=0.012)
 
 
 def test_the_expected_share_of_right_labels_is_that_of_the_simulation() -> None:
@@ -67,13 +59,13 @@ def test_a_few_people_who_agree_are_not_sure_that_all_do() -> None:
     # Two votes agree with probability (a + 1) / (2 a + 1), whose log is at least -3.84 / 20.
     agreement = math.exp(-3.8414588 / 20)
     shape = (1 - agreement) / (2 * agreement - 1)
-    assert few["single_low"] == pytest.approx(majority_ceiling(shape, 1), abs=2e-3)
+    assert few["single_low"] == pytest.approx(single_ceiling(shape), abs=2e-3)
     assert few["single_low"] < 0.9 < 0.99 < few["single"] <= few["single_high"]
 
 
 @pytest.mark.parametrize(("shape", "count", "num_votes"), [(0.1, 10, 2), (0.5, 20, 3), (10, 10, 5)])
 def test_the_interval_of_the_ceiling_holds_the_truth(shape, count, num_votes) -> None:
-    truth = majority_ceiling(shape, 1)
+    truth = single_ceiling(shape)
     found = [estimate_ceiling(beta_tally(shape, count, num_votes, seed=s)) for s in range(60)]
     held = [f is not None and f["single_low"] <= truth <= f["single_high"] for f in found]
     assert np.mean(held) >= 0.88  # a bootstrap's held 75 to 85 %
