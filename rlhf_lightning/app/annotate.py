@@ -64,7 +64,10 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     assert settings.file is not None
     now = iso_time(settings.file.stat().st_mtime) if settings.file.exists() else ""
     found = read_collection(
-        settings.file, format=settings.format, known=settings.known_of_file, now=now
+        settings.file,
+        format=settings.format,
+        known="ignore" if settings.action == "serve" else "labels",  # to be labelled again
+        now=now,
     )
     held = {pair.pair_id for pair in store.pairs()}
     is_other = bool(held and found.pairs) and held.isdisjoint(x.pair_id for x in found.pairs)
@@ -84,8 +87,8 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     )
     if found.dropped:
         say(
-            f"{found.dropped} preferences in {settings.file} are left out: known=labels keeps them "
-            "as labels"
+            f"{found.dropped} preferences in {settings.file} are left out: action=import keeps "
+            "them as labels"
         )
 
 

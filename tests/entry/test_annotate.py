@@ -110,21 +110,21 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "serve", serve)
 
 
-def test_served_preferences_are_labelled_anew_unless_they_are_to_be_kept(
+def test_served_preferences_are_labelled_anew_and_imported_ones_are_kept(
     annotate, announced, tmp_path: Path
 ):
     write_rows(tmp_path / "in.jsonl")
     served = annotate("file=in.jsonl")
     assert served.stdout.splitlines() == [
         "in.jsonl: 3 new pairs of 3, 0 new labels of 0",
-        "3 preferences in in.jsonl are left out: known=labels keeps them as labels",
+        "3 preferences in in.jsonl are left out: action=import keeps them as labels",
         "http://here/",
         "0 of 3 labels are there, in outputs/annotate/labels.sqlite. Control-C stops; nothing is "
         "lost.",
     ]
-    kept = annotate("file=in.jsonl", "known=labels", "store=x.sqlite")
+    kept = annotate("action=import", "file=in.jsonl", "store=x.sqlite")
     assert "3 new labels of 3\n" in kept.stdout
-    assert "3 of 3 labels are there, in x.sqlite" in kept.stdout
+    assert "3 of 3 labels are there, in x.sqlite" in annotate("store=x.sqlite").stdout
 
 
 @pytest.mark.thorough

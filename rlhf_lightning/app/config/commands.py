@@ -368,7 +368,6 @@ class AnnotateSettings(CommandSettings):
     action: Literal["serve", "import", "export", "status"] = "serve"
     file: OptionalPath = None
     format: Literal["auto", "pairs", "labels", "trl", "label_studio"] = "auto"
-    known: Literal["auto", "labels", "ignore"] = "auto"
     add: bool = False
     method: Literal["people_first", "majority"] = "people_first"
     labels_per_pair: Count = 1
@@ -383,13 +382,6 @@ class AnnotateSettings(CommandSettings):
                 "format=auto tells what is read: export needs pairs, labels, trl or label_studio"
             )
         return self
-
-    @property
-    def known_of_file(self) -> Literal["labels", "ignore"]:
-        """The use of preferences in the file: pairs that are served are to be labelled."""
-        if self.known != "auto":
-            return self.known
-        return "ignore" if self.action == "serve" else "labels"
 
 
 RUNS: dict[str, type[RunSettings]] = {
