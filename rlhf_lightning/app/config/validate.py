@@ -20,7 +20,6 @@ from rlhf_lightning.app.config.compose import (
     at,
     choices,
     describe_interpolation,
-    primary,
     written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
@@ -152,7 +151,8 @@ def plain_settings(
     known = [*settings.model_fields, "debug", "launcher"]
     for key in map(str, written):
         if key not in known:
-            raise ConfigError(f"unknown top-level key {key!r}{_top_level_hint(settings, key)}")
+            near = did_you_mean(key, [*known, *ADDED])
+            raise ConfigError(f"unknown top-level key {key!r}{near}")
     if issubclass(settings, TrainSettings) and written.get("stage") is None:
         named = listed(choices("experiment"))
         raise ConfigError(f"stage=None: choose what to train with +experiment=NAME, one of {named}")
@@ -171,14 +171,6 @@ def _with_models_apart(written: dict[str, Any]) -> dict[str, Any]:
     if apart in Path(folder).parts:
         return ungated
     return ungated | {"paths": written["paths"] | {"artifacts": f"{folder}/{apart}"}}
-
-
-def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
-    if not issubclass(settings, TrainSettings):
-        return did_you_mean(key, list(settings.model_fields))
-    groups = [next(iter(item)) for item in primary()["defaults"] if isinstance(item, dict)]
-    known = [str(k) for k in (*primary(), *groups, *ADDED) if k not in ("defaults", "hydra")]
-    return f"{did_you_mean(key, known)} (+experiment= takes {listed(choices('experiment'))})"
 
 
 def _check_training(settings: TrainSettings) -> None:
