@@ -102,9 +102,7 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
         told = f"file={settings.file} is there already, and no export of this store"
         raise ConfigError(f"{told}: give another name")
     found = Collection(tuple(store.pairs()), tuple(store.labels()))
-    rows, dropped = write_collection(
-        settings.file, found, format=settings.format, method=settings.method
-    )
+    rows, dropped = write_collection(settings.file, found, format=settings.format)
     store.note(f"export {settings.file.resolve()}", _digest(settings.file))
     left_out = ", ".join(f"{number} {what}" for what, number in dropped.most_common())
     say(f"{settings.file}: {rows} rows" + (f" (left out: {left_out})" if left_out else ""))

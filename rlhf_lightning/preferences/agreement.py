@@ -132,7 +132,6 @@ def majority(labels: Iterable[Label]) -> str | None:
     return top[0] if len(top) == 1 else None
 
 
-Method = Literal["people_first", "majority"]
 NO_VOTE = "no vote"
 NO_MAJORITY = "no majority among the votes"
 TIE = "tie: neither response is better"
@@ -169,32 +168,24 @@ def by_pair(labels: Iterable[Label]) -> dict[str, list[Label]]:
 
 
 def aggregate(
-    pairs: Sequence[Pair],
-    labels: Iterable[Label],
-    *,
-    people: Collection[str],
-    method: Method = "people_first",
+    pairs: Sequence[Pair], labels: Iterable[Label], *, people: Collection[str]
 ) -> list[Verdict]:
     """Return one verdict per pair, in their order.
 
-    * `people_first`: the majority of the people asked; where none was, that of all annotators.
-      The margin is the votes for minus those against, of all annotators, in units of all votes,
-      at least 0.
-    * `majority`: the same, every annotator counting alike.
+    It is the majority of the people asked; where none was, that of all annotators. The margin is
+    the votes for minus those against, of all annotators, in units of all votes, at least 0.
 
     Args:
         pairs: pairs that get a verdict.
         labels: labels of any pairs and annotators.
         people: names of the annotators who are people.
-        method: rule by which votes are weighed.
     """
     wanted = {pair.pair_id for pair in pairs}
     found = by_pair(label for label in labels if label.pair_id in wanted)
-    first_asked = () if method == "majority" else people
     verdicts = []
     for pair in pairs:
         own = found.get(pair.pair_id, [])
-        votes, theirs = _count(own), [label for label in own if label.annotator in first_asked]
+        votes, theirs = _count(own), [label for label in own if label.annotator in people]
         top: Any = majority(theirs or own)
         why = {None: NO_MAJORITY, "tie": TIE}.get(top) if own else NO_VOTE
         choice = None if why else top

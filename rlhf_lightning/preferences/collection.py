@@ -20,7 +20,7 @@ from rlhf_lightning.arguments import AtLeast0, Count, Seed, ShareAbove0
 from rlhf_lightning.data.records import PromptRecord, asked_columns
 from rlhf_lightning.hparams import Checked, Usual
 from rlhf_lightning.preferences import budget, pairing, records
-from rlhf_lightning.preferences.agreement import Method, Verdict, aggregate, by_pair
+from rlhf_lightning.preferences.agreement import Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, Gold, People, label_pairs
 from rlhf_lightning.preferences.budget import BudgetHparams, Cost, Routing
 from rlhf_lightning.preferences.candidates import ADVICE, METRICS, Sampling, collect_candidates
@@ -31,14 +31,13 @@ from rlhf_lightning.preferences.records import Candidate, Journal, Label, Pair, 
 
 @dataclass(frozen=True)
 class LabHparams(Checked):
-    """Settings of pairing and aggregation.
+    """Settings of pairing and verdicts.
 
     Args:
         pairing: random, most_different or best_against_worst.
         pairs_per_prompt: largest number of pairs per prompt.
         num_pairs: number of pairs to label, if there are so many; None for all.
         keep_unfinished: keep responses that were cut off at the token limit.
-        aggregation: people_first or majority.
         margin_scale: margin of a pair on which all agree, in units of the reward.
         near_duplicate: training prompts whose word n-grams overlap with those of a held-out prompt
             by at least this Jaccard index are removed.
@@ -50,7 +49,6 @@ class LabHparams(Checked):
     pairs_per_prompt: Count = 2
     num_pairs: Count | None = None
     keep_unfinished: bool = False
-    aggregation: Method = "people_first"
     margin_scale: AtLeast0 = 1.0
     near_duplicate: Annotated[ShareAbove0, Usual(0.5, 0.95)] = 0.7
     near_duplicate_n: Count = 3
@@ -99,7 +97,7 @@ class Lab:
         people: they label what the budget sends them; None for annotators alone, which then label
             the validation pairs too.
         budget: shares, votes and wages.
-        hparams: settings of pairing and aggregation.
+        hparams: settings of pairing.
         score: scores responses, for best_against_worst.
         worst: worst samples of an earlier collection; their pairs replace new candidates.
         say: prints a line on the candidates, before any labelling.
@@ -150,11 +148,10 @@ class Lab:
         replies = [reply for judge in judges for reply in judge.judgements]
         judged = judge_figures(replies) if replies else None
         charges = judged["cost"] if judged else 0.0
-        rule: dict[str, Any] = {"people": names, "method": self.hparams.aggregation}
         trained_on, on_validation = (*routing.automatic, *routing.people), theirs or automatic
         return Collection(
-            train=tuple(aggregate(trained_on, [*automatic, *theirs], **rule)),
-            validation=tuple(aggregate(routing.validation, on_validation, **rule)),
+            train=tuple(aggregate(trained_on, [*automatic, *theirs], people=names)),
+            validation=tuple(aggregate(routing.validation, on_validation, people=names)),
             routing=routing,
             labels=(*automatic, *theirs),
             people=names,

@@ -28,7 +28,7 @@ from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.records import PreferenceRecord, Text, as_columns
 from rlhf_lightning.preferences import records
-from rlhf_lightning.preferences.agreement import Method, aggregate, preference_row
+from rlhf_lightning.preferences.agreement import aggregate, preference_row
 from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, to_row
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.text.messages import as_text
@@ -98,9 +98,7 @@ def read_collection(
     return Collection(different, (), len(labels))
 
 
-def write_collection(
-    path: Path, found: Collection, *, format: Format, method: Method = "people_first"
-) -> tuple[int, Counter[str]]:
+def write_collection(path: Path, found: Collection, *, format: Format) -> tuple[int, Counter[str]]:
     """Write pairs and labels to a file, whole or not at all.
 
     Returns the number of rows, and of the verdicts that the format has no words for, by kind.
@@ -108,14 +106,14 @@ def write_collection(
     Args:
         path: file to write.
         found: pairs and labels.
-        format: format of the file. `pairs` and `label_studio` hold no label, `trl` the verdicts.
-        method: rule by which votes become a verdict, see `aggregate`.
+        format: format of the file. `pairs` and `label_studio` hold no label, `trl` the verdicts,
+            see `aggregate`.
     """
     rows: list[Any] = []
     left_out: Counter[str] = Counter()
     if format == "trl":
         people = {label.annotator for label in found.labels if label.kind == "person"}
-        verdicts = aggregate(found.pairs, found.labels, people=people, method=method)
+        verdicts = aggregate(found.pairs, found.labels, people=people)
         left_out.update(str(each.left_out) for each in verdicts if each.choice is None)
         rows = [preference_row(each) for each in verdicts if each.choice is not None]
     elif format == "label_studio":

@@ -23,11 +23,11 @@ from tests.builders.labels import label
 PAIR = Pair.make("q", "good", "bad", domain="sums", first_source="sft", second_source="base")
 
 
-def verdict(*choices: str, people: int = 0, method: str = "people_first"):
+def verdict(*choices: str, people: int = 0):
     """Aggregate one pair; the first `people` choices are those of people."""
     labels = [label(PAIR.pair_id, f"a{i}", choice) for i, choice in enumerate(choices)]
     names = [f"a{i}" for i in range(people)]
-    return aggregate([PAIR], labels, people=names, method=method)[0]
+    return aggregate([PAIR], labels, people=names)[0]
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,6 @@ def test_people_decide_where_they_were_asked(choices, people, choice, margin) ->
     assert found.choice == choice
     assert found.margin == pytest.approx(margin)
     assert found.by_people == bool(people)
-
-
-def test_a_plain_majority_asks_nobody_first() -> None:
-    assert verdict("second", "first", "first", people=1, method="majority").choice == "first"
 
 
 def test_what_is_no_preference_says_why() -> None:

@@ -369,7 +369,6 @@ class AnnotateSettings(CommandSettings):
     file: OptionalPath = None
     format: Literal["auto", "pairs", "labels", "trl", "label_studio"] = "auto"
     add: bool = False
-    method: Literal["people_first", "majority"] = "people_first"
     labels_per_pair: Count = 1
     page: PageSettings
 
