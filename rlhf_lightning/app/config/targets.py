@@ -262,7 +262,7 @@ def resolve(name: str, where: str) -> Any:
         allowed = inspect.isclass(found) or inspect.isfunction(found)
         allowed &= str(getattr(found, "__module__", "")).partition(".")[0] == root
     if not allowed or (root in LIBRARIES and not inspect.isclass(found)):
-        raise TargetError(_refusal(where, name, found))
+        raise TargetError(_refusal(where, name))
     return found
 
 
@@ -286,20 +286,16 @@ def _holder(path: str, where: str, name: str) -> ModuleType | type:
             with contextlib.suppress(TargetError):
                 cls: type = resolve(path, where)
                 return cls
-            cls = getattr(sys.modules[package], last)
-            raise TargetError(_refusal(where, name, cls)) from None
+            raise TargetError(_refusal(where, name)) from None
         folder = getattr(sys.modules.get(package), "__path__", [])
         near = did_you_mean(last, [module.name for module in pkgutil.iter_modules(folder)])
         told = f"{where}._target_={name} cannot be imported: {error}{near}"
         raise TargetError(told) from error
 
 
-def _refusal(where: str, name: str, found: Any = None) -> str:
-    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
-    trusted = name.startswith(trusted_targets()) and not name.startswith(home)
-    told = (
+def _refusal(where: str, name: str) -> str:
+    return (
         f"{where}._target_={name} is not allowed; allowed are classes, their from_pretrained and "
         f"functions of {OWN}, classes of {', '.join(LIBRARIES)}, and the prefixes in "
         "RLHF_ALLOWED_TARGETS"
     )
-    return told + (f". If {home} is meant, name and list that" if trusted else "")
