@@ -144,17 +144,7 @@ def help_text(entry: str) -> str:
 
 def choices_text() -> str:
     """Return experiments and groups, a paragraph each, as wide as the terminal, at most 100."""
-    stages = choices("module")  # a file each, by its name
-    heads, built_in = tuple(f"{stage}_" for stage in stages), ["base", *stages]
-    names = [name for name in choices("experiment") if name not in built_in]
-    recipes = sorted({name.partition("_")[2] for name in names if name.startswith(heads)})
-    objectives = [name for name in names if not name.startswith(heads)]
-    rows = [
-        ("built-in world", " ".join((*built_in, *objectives))),
-        ("your own", "all but base, with model=, dataset=, lora=lora, strategy=fsdp"),
-        ("recipes", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(recipes)}"),
-        ("", "Groups, written GROUP=NAME:"),
-    ]
+    rows = [("experiment", " ".join(choices("experiment"))), ("", "Groups, written GROUP=NAME:")]
     for group, about in WORDS["groups"].items():
         note = f" ({about})" if about else ""
         rows.append((group, f"{' '.join(choices(group))}{note}"))
