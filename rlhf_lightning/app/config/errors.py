@@ -19,7 +19,6 @@ from rlhf_lightning.app.config.compose import (
     describe_interpolation,
     dotted_keys,
 )
-from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
@@ -57,7 +56,7 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = sorted(error.options or choices(group))
-        return f"{group}={name} is none of {listed(known)}{did_you_mean(name, known)}"
+        return f"{group}={name} is none of {', '.join(known)}{did_you_mean(name, known)}"
     text = str(error).strip()
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override, text)
@@ -73,7 +72,7 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
             return f"{word!r} names no key: write KEY=VALUE, such as seed=2"
         known = choices(group) if re.fullmatch(r"[\w/]+", group) else []
         if known and name not in known:
-            return f"{group}={name} is none of {listed(known)}{did_you_mean(name, known)}"
+            return f"{group}={name} is none of {', '.join(known)}{did_you_mean(name, known)}"
     return text.partition("\n")[0] or type(error).__name__
 
 

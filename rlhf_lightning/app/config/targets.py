@@ -27,7 +27,6 @@ from rlhf_lightning.misfit import Built, did_you_mean, refuse_unknown
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them
 _ROOTS = tuple(f"{root}." for root in (OWN, *LIBRARIES))
-MOST_LISTED = 15  # names in a message
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
 
 
@@ -38,14 +37,6 @@ class TargetError(ConfigError):
 def trusted_targets() -> tuple[str, ...]:
     """Return the further prefixes of `_target_` that the user trusts."""
     return tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
-
-
-def listed(known: list[str]) -> str:
-    """Return names for a message; of a long list, such as the experiments, the plain ones."""
-    if len(known) <= MOST_LISTED:
-        return ", ".join(known)
-    plain = [name for name in known if "_" not in name] or known[:MOST_LISTED]
-    return f"{', '.join(plain)}, ... ({len(known)} in all: rlhf-train --help)"
 
 
 class Kind(NamedTuple):

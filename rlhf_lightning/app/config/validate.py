@@ -24,7 +24,6 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
-from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.rollout.scorers.hparams import is_address
 
@@ -154,7 +153,7 @@ def plain_settings(
             near = did_you_mean(key, [*known, *ADDED])
             raise ConfigError(f"unknown top-level key {key!r}{near}")
     if issubclass(settings, TrainSettings) and written.get("stage") is None:
-        named = listed(choices("experiment"))
+        named = ", ".join(choices("experiment"))
         raise ConfigError(f"stage=None: choose what to train with +experiment=NAME, one of {named}")
     found = settings.of(_with_models_apart(written))
     if not saved:

@@ -30,7 +30,6 @@ from rlhf_lightning.app.config.compose import (
     word,
 )
 from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, composition
-from rlhf_lightning.app.config.targets import listed
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
@@ -114,7 +113,7 @@ def read_experiment(name: str) -> Experiment:
     known = choices("experiment")
     if name not in known:
         told = f"{name!r} is no experiment{did_you_mean(name, known)}"
-        raise ConfigError(f"{told} (rlhf-train EXPERIMENT MODEL FILE, with one of {listed(known)})")
+        raise ConfigError(f"{told} (rlhf-train EXPERIMENT MODEL FILE, one of {', '.join(known)})")
     cfg = composition("train", [*config_dirs(), f"+experiment={name}"])
     node: Any = OmegaConf.to_container(cfg, resolve=False)
     module, records = node["module"], node["data"].get("kind", "prompts")
