@@ -12,13 +12,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-_OTHER_WORDS = {"world": "dataset"}  # that difflib does not find alike
-
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for the closest known words, or ""."""
-    first, dot, rest = word.partition(".")
-    word = f"{_OTHER_WORDS.get(first, first)}{dot}{rest}"
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

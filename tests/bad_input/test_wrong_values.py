@@ -203,7 +203,6 @@ def test_what_fits_is_taken(made):
 COMPOSITION = [
     ("+experiment=ppoo", "experiment=ppoo", "did you mean ppo"),
     ("+experiment=ppo +sweeps=nosuch", "sweeps=nosuch", "ppo_clip"),
-    ("+experiment=ppo world=files", "world", "did you mean dataset"),
     ("+experiment=ppo scorer=null", "scorer=null", "function, http"),
     ("+experiment=ppo sed=1", "sed", "did you mean seed"),
     ("+experiment=ppo callbacks.extra.mine=1", "callbacks.extra.mine", "+callbacks.extra.NAME="),
