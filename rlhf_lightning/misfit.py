@@ -25,14 +25,12 @@ def refuse_unknown(given: Mapping[str, Any], known: Collection[str], name: str, 
     Raises:
         ValueError: with the nearest ones.
     """
-    for key, value in given.items():
+    for key in given:
         if key.startswith("_") or key not in known:
-            inside = getattr(value, "arguments", value)
-            inside = [k for k in inside if k in known] if isinstance(inside, Mapping) else []
-            hint = f"; write {where}.{inside[0]}" if inside else did_you_mean(key, known)
             taken = ", ".join(known) or "nothing"
             raise ValueError(
-                f"unknown key {where}.{key}{hint} ({name.rpartition('.')[2]} takes {taken})"
+                f"unknown key {where}.{key}{did_you_mean(key, known)} "
+                f"({name.rpartition('.')[2]} takes {taken})"
             )
 
 
