@@ -122,10 +122,7 @@ PathOrName = Annotated[str | Path, IS_PATH]  # a path, or a name on the hub
 PathStr = Annotated[str, IS_PATH]
 Name = Annotated[str, _limit(_is_filled, "not empty")]
 Line = Annotated[str, _limit(str.isprintable, "text without control characters")]
-ChatTemplate = Annotated[
-    str,
-    _limit(_is_filled, "a template or its file"),
-]
+ChatTemplate = Annotated[str, _limit(_is_filled, "a template or its file")]
 Names = Annotated[Sequence[Name], Field(min_length=1)]
 JsonObject = Annotated[Mapping[str, Any], _limit(_is_json, "a mapping that JSON can hold")]
 TokenId = CountOrZero
@@ -239,8 +236,6 @@ def may_stand_for(product: Any, hint: Any) -> bool:
         return True
     if is_union(hint):
         return any(may_stand_for(product, option) for option in get_args(hint))
-    if isinstance(hint, TypeVar):
-        return may_stand_for(product, hint.__bound__)
     if get_origin(hint) is collections.abc.Callable or hint is collections.abc.Callable:
         wanted = get_args(hint)[1:] or (Any,)
         found = _returned(product)
@@ -294,8 +289,6 @@ def _strict(hint: Any) -> Any:
         return hint
     if is_union(hint):
         return Union[tuple(map(_strict, arguments))]  # noqa: UP007
-    if isinstance(hint, TypeVar):
-        return _strict(hint.__bound__ or Any)
     if inspect.isclass(origin) and issubclass(origin, collections.abc.Collection):
         inside = origin[tuple(map(_strict, arguments))]  # type: ignore[index]
         return Annotated[inside, WrapValidator(functools.partial(_collection, hint))]
