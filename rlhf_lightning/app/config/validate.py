@@ -72,8 +72,6 @@ def check_overrides_are_read(
         alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
         near = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(key, known)
         raise ConfigError(f"{word}: nothing reads {key} here: leave it out{near}")
-    if isinstance(settings, TrainSettings):
-        _check_doctor(settings)
 
 
 def is_built_in(settings: RunSettings, kind: str) -> bool:
@@ -213,20 +211,6 @@ def _check_is_read(settings: TrainSettings) -> None:
     for key in sorted(settings.unread):
         if "." in key and (value := settings.select(key)) is not None:
             raise ConfigError(f"{key}={value}: {settings.title} does not read it; leave it out")
-
-
-def _check_doctor(settings: TrainSettings) -> None:
-    """Refuse what a file of an experiment asks of a doctor that has no rollouts to watch.
-
-    Raises:
-        ConfigError: with the first key that is not the default.
-    """
-    if (doctor := settings.doctor) is None or settings.spec.rolls_out:
-        return
-    usual, given = type(doctor)(thresholds={}).model_dump(), doctor.model_dump()
-    if changed := [key for key, value in given.items() if value != usual[key]]:
-        told = f"{settings.title} has no rollouts for the doctor to watch: use doctor=default"
-        raise ConfigError(f"doctor.{changed[0]}: {told}")
 
 
 def _check_said_once(settings: TrainSettings) -> None:
