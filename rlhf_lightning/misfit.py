@@ -168,16 +168,9 @@ def _fields(hint: Any, place: Iterable[int | str] = ()) -> Mapping[Any, Any]:
 
 _WORDS = {
     **dict.fromkeys(("sequence_str", "list_type", "tuple_type", "is_instance_of"), "a list"),
-    **dict.fromkeys(("int_type", "int_from_float"), "int"),
-    "dict_type": "a mapping",
     "model_type": "a group of settings",
-    "float_type": "float",
-    "bool_type": "bool",
-    "string_type": "str",
     "string_unicode": "text that UTF-8 can encode",
     "path_type": "a path",
-    "none_required": "None",
-    "finite_number": "finite",
     "too_long": "fewer items",
     "too_short": "not empty",
 }

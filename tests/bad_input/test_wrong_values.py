@@ -218,7 +218,7 @@ VALUES = [
     # wrong type
     ("+experiment=ppo seed=abc", "seed='abc'", "int"),
     ("+experiment=ppo evaluation.gold=5", "evaluation.gold=5", "_target_="),
-    ("+experiment=ppo module.ppo.learning_rate=fast", "module.ppo.learning_rate=", "float"),
+    ("+experiment=ppo module.ppo.learning_rate=fast", "module.ppo.learning_rate=", "number"),
     # unknown key
     ("+experiment=sft +dataset.lengths.max_lenght=1", "max_lenght", "max_length"),
     ("+experiment=sft model.ppo.batch_size=64", "model.ppo.batch_size", ""),
