@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
-import json
 import os
 import typing
 import warnings
@@ -109,14 +108,6 @@ def _is_filled(value: str | Path) -> bool:
     return bool(str(value).strip())
 
 
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
 IS_PATH = _limit(_is_filled, "a file, a folder or a name")
 PathOrName = Annotated[str | Path, IS_PATH]  # a path, or a name on the hub
 PathStr = Annotated[str, IS_PATH]
@@ -124,7 +115,7 @@ Name = Annotated[str, _limit(_is_filled, "not empty")]
 Line = Annotated[str, _limit(str.isprintable, "text without control characters")]
 ChatTemplate = Annotated[str, _limit(_is_filled, "a template or its file")]
 Names = Annotated[Sequence[Name], Field(min_length=1)]
-JsonObject = Annotated[Mapping[str, Any], _limit(_is_json, "a mapping that JSON can hold")]
+JsonObject = Mapping[str, Any]
 TokenId = CountOrZero
 StopIds = Sequence[TokenId]
 FLOATING = _limit(lambda dtype: dtype.is_floating_point, "a floating dtype, such as torch.bfloat16")
