@@ -94,7 +94,6 @@ def test_the_kl_coefficient_follows_its_schedule(material, tmp_path):
 
 
 def test_lightnings_command_line_trains_resumes_and_writes_its_settings(material, tmp_path):
-    pytest.importorskip("jsonargparse", reason="needs jsonargparse[signatures]")
     words = [f"--model.source={material['policy']}", f"--data.path={material['demonstrations']}"]
     words += [f"--trainer.folder={tmp_path / 'run'}", "--trainer.iterations"]
     shown = run("lightning_cli", "fit", *words, "2", "--print_config", iterations=())
