@@ -14,6 +14,7 @@ from rlhf_lightning.app.config.inherit import named_again
 from rlhf_lightning.app.config.saved import saved_config, saved_words
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.config.ways import fitting_lengths
 from rlhf_lightning.app.prerequisites import has_records, words_for
 from rlhf_lightning.runs.folder import RunFolder, from_here
 
@@ -49,6 +50,8 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     words = [w for w in _words(settings, kind, folder, overrides) if not w.startswith(f"{key}=")]
     if any(word.endswith("=PREFERENCES") for word in words):
         told = f"{told[:-1]}; PREFERENCES is your file of pairs:"
+    plain = [one for one in (*words, start) if not one.startswith("--")]
+    words += fitting_lengths(plain, str(folder.export))
     return _checked(told, [*words, start]) or elsewhere
 
 

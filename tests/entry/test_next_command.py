@@ -28,14 +28,20 @@ def _here(tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text(LENGTH_REWARD)
 
 
-def printed(words: list[str], place: str = "outputs/a run/1") -> tuple[str, list[str]]:
-    """Return what is told after a run of these words, and the words of the command."""
+def printed(
+    words: list[str], place: str = "outputs/a run/1", **config: int
+) -> tuple[str, list[str]]:
+    """Return what is told after a run of these words, and the words of the command.
+
+    `config` is that of the exported model.
+    """
     folder = run_of(Path(place), *words)
     with_hydra = composed("train", words)
     runtime = {"choices": dict(with_hydra.hydra.runtime.choices), "cwd": str(Path.cwd())}
     text = yaml.safe_dump({"hydra": {"runtime": runtime}})
     folder.config.with_name("hydra.yaml").write_text(text)
     folder.export.mkdir()
+    (folder.export / "config.json").write_text(json.dumps(config))
     told, _, command = after_training(settings_of(*words), folder, words).partition("\n")
     assert not command or command.startswith("rlhf-") or " -m rlhf_lightning." in command
     return told, shlex.split(command)
@@ -65,6 +71,12 @@ def test_the_next_stage_has_the_model_and_the_dataset_of_the_run(key, words, wan
     assert settings.artifacts.of(key) == "outputs/a run/1/export"
     assert settings.model.name == settings_of(*words).model.name
     assert ("your file of pairs" in told) == ("dataset.path=PREFERENCES" in wanted)
+
+
+def test_the_next_stage_has_lengths_that_fit_a_short_context():
+    words = ["+experiment=sft", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.base=org/m"]
+    _, command = printed(words, max_position_embeddings=128)
+    assert {"data.max_length=128", "evaluation.max_new_tokens=64"} < set(command)
 
 
 def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_with():

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.app.config.ways import read_experiment, recipe, run_yaml, spelled_out, with_file
+from rlhf_lightning.app.evaluation import check_context_length
 from rlhf_lightning.app.start import print_recipe, words_of
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import replacing_folder
@@ -24,6 +25,8 @@ from tests.builders.command_lines import settings_of, train
 
 LONG = "model=pretrained dataset=files"
 NAMED = "model.name=small"
+FIT = "data.max_length=128 evaluation.max_new_tokens=64"  # in the 128 positions of `small`
+PROMPTS_FIT = "data.max_prompt_length=64 module.sampling.max_new_tokens=64"
 REWARDS = """\
 def length(prompts, completions):
     return [float(len(text)) for text in completions]
@@ -67,7 +70,7 @@ def both(functions: str, weights: str = "{}") -> str:
         (
             "sft small preferences.jsonl",
             f"+experiment=sft {LONG} dataset.path=preferences.jsonl dataset.name=preferences "
-            f"{NAMED} artifacts.base=small",
+            f"{NAMED} artifacts.base=small {FIT}",
         ),
         (
             "dpo org/small preferences.jsonl module.dpo.beta=0.2",
@@ -77,33 +80,35 @@ def both(functions: str, weights: str = "{}") -> str:
         (
             "seed=3 kto run 'my pairs (1).jsonl.gz' lora=lora",  # a run's export, by its name
             f"+experiment=kto {LONG} dataset.path=\"'my pairs (1).jsonl.gz'\" "
-            "dataset.name=my_pairs_1_ model.name=ours artifacts.sft=run/export seed=3 lora=lora",
+            "dataset.name=my_pairs_1_ model.name=ours artifacts.sft=run/export seed=3 lora=lora "
+            f"{FIT}",
         ),
         (
             "reward small 2026.csv dataset.name=chat model=smollm2_135m",
             "+experiment=reward model=smollm2_135m dataset=files dataset.path=2026.csv "
-            "dataset.name=chat artifacts.sft=small",
+            f"dataset.name=chat artifacts.sft=small {FIT}",
         ),
         (
             "dpo small dataset=ultrafeedback",
-            f"+experiment=dpo model=pretrained {NAMED} artifacts.sft=small dataset=ultrafeedback",
+            f"+experiment=dpo model=pretrained {NAMED} artifacts.sft=small dataset=ultrafeedback "
+            f"{FIT}",
         ),
         (
             "grpo small --reward reward.py:length prompts.jsonl",
             f"+experiment=grpo {LONG} dataset.path=prompts.jsonl dataset.name=prompts {NAMED} "
             "artifacts.sft=small scorer=function scorer.function=reward.py:length "
-            "artifacts.reward=null",
+            f"artifacts.reward=null {PROMPTS_FIT}",
         ),
         (
             "ppo small prompts.jsonl --reward=reward.py:length --reward reward.py:short=0.2",
             f"+experiment=ppo {LONG} dataset.path=prompts.jsonl dataset.name=prompts {NAMED} "
             f"artifacts.sft=small {both('length short', '{short: 0.2}')} "
-            "artifacts.reward=null module.value_head=zero",
+            f"artifacts.reward=null module.value_head=zero {PROMPTS_FIT}",
         ),
         (
             "ppo small prompts.jsonl --reward-model org/reward",
             f"+experiment=ppo {LONG} dataset.path=prompts.jsonl dataset.name=prompts {NAMED} "
-            "artifacts.sft=small artifacts.reward=org/reward",
+            f"artifacts.sft=small artifacts.reward=org/reward {PROMPTS_FIT}",
         ),
     ],
 )
@@ -130,6 +135,41 @@ def test_model_and_records_are_those_of_the_class(name):
     one, settings = read_experiment(name), settings_of(f"+experiment={name}")
     assert one.start == f"artifacts.{settings.spec.starts_from}"
     assert one.records == (settings.data.get("kind") or settings.spec.data.kinds[0])
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_no_stage_is_refused_for_the_default_lengths_of_a_short_context(name):
+    further = ["--reward", "reward.py:length"] if name in ("grpo", "ppo") else []
+    further += ["artifacts.teacher=small"] if name == "distillation" else []
+    check_context_length(settings_of(*spelled_out([name, "run", "prompts.jsonl", *further])))
+
+
+@pytest.mark.parametrize(
+    ("line", "lengths"),
+    [
+        ("sft small prompts.jsonl data.max_length=96", ["evaluation.max_new_tokens=64"]),
+        # One that was given is refused where it is too long, and not changed.
+        ("sft small prompts.jsonl data.max_length=300 evaluation.max_new_tokens=40", []),
+        ("sft wide prompts.jsonl", []),
+        ("sft_smollm2_shell nested prompts.jsonl", []),
+        ("sft_smollm2_shell small prompts.jsonl", ["data.max_length=128"]),
+        ("grpo wide dataset=tldr --reward reward.py:length", []),
+        ("grpo nested dataset=tldr --reward reward.py:length", ["data.max_prompt_length=256"]),
+        (
+            "grpo nested prompts.jsonl --reward reward.py:short module.sampling.max_new_tokens=99",
+            ["data.max_prompt_length=256"],
+        ),
+        ("grpo nested prompts.jsonl --reward reward.py:length data.max_prompt_length=x", []),
+    ],
+)
+def test_a_length_is_lowered_only_where_it_does_not_fit_and_was_not_given(tmp_path, line, lengths):
+    contexts = {"wide": {"n_positions": 1024}}
+    contexts["nested"] = {"text_config": {"max_position_embeddings": 512}}
+    for name, config in contexts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    words = shlex.split(line)
+    assert [w for w in spelled_out(words) if "max_" in w and w not in words] == lengths
 
 
 @pytest.mark.parametrize(

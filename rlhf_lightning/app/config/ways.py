@@ -33,10 +33,12 @@ from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, composition
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
-from rlhf_lightning.runs.reading import read_yaml
+from rlhf_lightning.runs.reading import read_json, read_yaml
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
 _HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+_SAMPLED = "module.sampling.max_new_tokens"
+_SAYS_LENGTHS = re.compile(r"\+*((dataset|model|preset)=|[\w.]*(lengths\b|max_\w+))")
 SCHEMA = "run.schema.json"  # in conf/, written by docs/build_schema.py
 HEAD = """\
 # What was set for this run. In the folder where it was started, the same command with
@@ -176,6 +178,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     model, file = _model_and_file(one, bare[1:], others)
     names = model_name(model), _folder_name(_ENDINGS.sub("", Path(file).name))
     ours = one.words(model, names[0], file, names[1])
+    lengths = [each for each in others if _SAYS_LENGTHS.match(each)]
+    ours += fitting_lengths(replaced(ours, lengths), model)
     return replaced([*ours, *_reward_words(one, functions, models, others)], others)
 
 
@@ -212,6 +216,37 @@ def model_name(source: str) -> str:
     with suppress(OSError, ValueError):
         named = at(read_yaml(Path(source, "training_config.yaml")), "model.name")
     return _folder_name(named or Path(source).absolute().name)
+
+
+def fitting_lengths(words: Sequence[str], model: str) -> list[str]:
+    """Return words for the lengths that a model's context has no room for.
+
+    Rows get the whole of it, prompts and responses half each: what `rlhf-train` else asks for.
+
+    Args:
+        words: what says the lengths.
+        model: a folder, whose `config.json` has the context; of a hub name it is not known here.
+    """
+    config = None
+    with suppress(OSError, ValueError):
+        config = read_json(Path(model, "config.json"))
+    names = ("text_config.max_position_embeddings", "max_position_embeddings", "n_positions")
+    context = next((size for name in names if isinstance(size := at(config, name), int)), None)
+    if context is None:
+        return []
+    with suppress(ConfigError):  # it is told where the words are read
+        cfg = composition("train", [*config_dirs(), *words])
+
+        def length(key: str) -> int:
+            value = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+            return value if isinstance(value, int) else 0
+
+        half, keys = max(context // 2, 1), ("data.max_prompt_length", _SAMPLED)
+        room = dict.fromkeys(keys, half) if sum(map(length, keys)) > context else {}
+        if not length(_SAMPLED):
+            room = {"data.max_length": context, "evaluation.max_new_tokens": half}
+        return [word(key, most) for key, most in room.items() if length(key) > most]
+    return []
 
 
 def _folder_name(text: str) -> str:
