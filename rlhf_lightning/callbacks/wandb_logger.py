@@ -47,11 +47,15 @@ LONGEST_TEXT = 2000  # characters of a cell
 _DATA_FOLDER = "WANDB_DATA_DIR"
 _own_places: set[str] = set()  # of the runs of this process
 
-# Column of a table -> key of a sample. The held-out ones also have an answer of the SFT policy.
+# Column of a table -> key of a sample. The held-out ones also have an answer of the baseline.
 _ANSWER = {"prompt": "prompt", "response": "response"}
 _FIGURES = {"KL": "kl", "length": "length", "domain": "domain"}
 COLUMNS = {**_ANSWER, "score": "score", **_FIGURES}
-_BASELINE = {"SFT response": "baseline_response", "score": "score", "SFT score": "baseline_score"}
+_BASELINE = {
+    "baseline response": "baseline_response",
+    "score": "score",
+    "baseline score": "baseline_score",
+}
 HELD_OUT_COLUMNS = {**_ANSWER, **_BASELINE, **_FIGURES}
 
 

@@ -88,7 +88,7 @@ def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, flo
 
 
 def overoptimization_section(rows: Rows, metrics: Metrics) -> str:
-    """Return score, and gold where it is known, over the square root of the KL from the SFT policy.
+    """Return score, and gold where it is known, over the square root of the KL to the reference.
 
     Source: Gao et al. 2023, figure 1: both are smooth functions of sqrt(KL); where gold turns while
     the score still rises, the policy exploits the reward model. "" without score or KL.
@@ -137,7 +137,7 @@ def _against_kl(rows: Rows, kl: str, value: str) -> list[Point]:
 
 
 def _held_out(rows: Rows, metrics: Metrics, name: str) -> list[Point]:
-    """Return the SFT policy at KL 0, what was measured on the way, and the end."""
+    """Return the baseline at KL 0, what was measured on the way, and the end."""
     kl, after = metrics.get("val/kl_per_response"), metrics.get(f"val/{name}")
     before = metrics.get(f"val/baseline_{name}")
     ends = [] if before is None else [(0.0, before)]

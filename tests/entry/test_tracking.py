@@ -104,7 +104,7 @@ def test_tables_hold_the_held_out_prompts_and_the_best_and_worst_of_a_rollout(tr
     assert len(held_out) == 5 == len(compared)
     for row, sample in zip(held_out, compared, strict=True):
         assert row["iteration"] == NUM_ITERATIONS
-        assert row["SFT response"] == sample["baseline_response"]
+        assert row["baseline response"] == sample["baseline_response"]
         assert row["score"] == pytest.approx(sample["score"])
     best = offline_wandb.table(tracked.path, "samples/best")
     worst = offline_wandb.table(tracked.path, "samples/worst")

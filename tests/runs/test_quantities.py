@@ -32,6 +32,10 @@ def test_the_table_of_quantities_and_the_page_of_metrics_name_the_same():
     assert set(QUANTITIES) <= page, f"docs/metrics.md lacks {sorted(set(QUANTITIES) - page)}"
 
 
+def test_no_label_says_that_a_run_started_from_sft():
+    assert not [q.label for q in QUANTITIES.values() if "SFT" in q.label]
+
+
 def test_every_healthy_range_has_its_lower_end_first():
     assert all(q.healthy[0] <= q.healthy[1] for q in QUANTITIES.values() if q.healthy)
 
