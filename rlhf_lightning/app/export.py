@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rlhf_lightning.app.command_line import run_command
@@ -36,7 +37,8 @@ def run(settings: ExportSettings) -> list[str]:
         # brings torch: a mistake on the command line is reported before
         from rlhf_lightning.app.model_export import export_checkpoint
 
-        export_checkpoint(settings, run_folder, checkpoint, folder)
+        told = export_checkpoint(settings, run_folder, checkpoint, folder)
+        sys.stderr.write(told)  # for people: what a program reads is the folder alone
         places.append(str(folder))
     if settings.push_to_hub is not None:
         places.append(push_folder(folder, settings.push_to_hub, private=not settings.public))

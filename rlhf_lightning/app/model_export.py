@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import get_local_safetensors_metadata
 
 from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
 from rlhf_lightning.app.config.commands import ExportSettings
@@ -25,6 +27,7 @@ from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
+from rlhf_lightning.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import loading_options
@@ -47,6 +50,7 @@ from rlhf_lightning.runs.summary import GateResult, installed_versions, read_sum
 from rlhf_lightning.text.tokenizers import as_saved
 
 _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
+_DTYPES = {"F32": "fp32", "BF16": "bf16"}  # as safetensors calls them, and we
 
 
 def export_trained(
@@ -231,7 +235,7 @@ def _hyperparameters(settings: TrainSettings) -> dict[str, Any]:
 
 def export_checkpoint(
     asked: ExportSettings, folder: RunFolder, checkpoint: Path, target: Path
-) -> None:
+) -> str:
     """Write the model of a checkpoint as a folder, in one step, replacing an earlier one.
 
     A run folder may come from another machine, so its configuration is data: it is validated again,
@@ -242,6 +246,9 @@ def export_checkpoint(
         folder: folder of the run.
         checkpoint: checkpoint of the run.
         target: folder of the model.
+
+    Returns:
+        What it is and what takes it, in lines for people.
 
     Raises:
         ConfigError: if the configuration is not allowed, or if there is no model that the
@@ -262,6 +269,30 @@ def export_checkpoint(
                 write_model_folder(settings, staging, trained, card, dtype=asked.dtype)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot export {checkpoint}: {error}") from error
+    return _next_steps(settings, folder, checkpoint, target)
+
+
+def _next_steps(settings: TrainSettings, run: RunFolder, checkpoint: Path, target: Path) -> str:
+    """Return what was exported and what takes it, a line each."""
+    place, is_adapter = shlex.quote(str(target)), (target / ADAPTER_CONFIG).is_file()
+    counts = get_local_safetensors_metadata(target / ADAPTER_WEIGHTS if is_adapter else target)
+    weights = " and ".join(
+        f"{count:,} weights in {_DTYPES.get(dtype, dtype)}"
+        for dtype, count in sorted(counts.parameter_count.items())
+    )
+    ended = f"{settings.title} after iteration {checkpoint_iteration(checkpoint)}"
+    loader = f"Auto{'Peft' if is_adapter else ''}ModelFor"
+    loader += "CausalLM" if settings.spec.trains_policy else "SequenceClassification"
+    lines = [
+        f"run    {run.path}: {ended}, {weights}",
+        f"load   {loader}.from_pretrained({str(target)!r})",
+    ]
+    if settings.spec.trains_policy and not is_adapter:
+        lines.append(f"talk   rlhf-chat {place}")
+        lines.append(f"serve  vllm serve {place}, or transformers serve {place}")
+    elif not is_adapter:
+        lines.append(f"train  rlhf-train ppo MODEL FILE --reward-model {place}")
+    return "\n".join(lines) + "\n"
 
 
 def _saved_settings(folder: RunFolder) -> TrainSettings:

@@ -19,7 +19,7 @@ from transformers import (
 
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.export import run
+from rlhf_lightning.app.export import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.runs import completed, killed, make_start
 
@@ -105,10 +105,13 @@ def test_an_adapter_is_merged_and_stands_beside_it(start, tmp_path, stage):
     assert (merged - base).abs().max() > 1e-3, "the adapter does nothing: the test shows nothing"
 
 
-def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path):
+def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path, capsys):
     made = export(reward_lora.path, tmp_path)
+    assert f"train  rlhf-train ppo MODEL FILE --reward-model {made}\n" in capsys.readouterr().err
     alone = tmp_path / "alone"
     run(ExportSettings(run=reward_lora.path, to=alone, adapter_only=True))
+    loader = "load   AutoPeftModelForSequenceClassification.from_pretrained("
+    assert f"{loader}{str(alone)!r})\n" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(alone)
     batch = texts(tokenizer)
     with torch.no_grad():
@@ -167,6 +170,27 @@ def test_a_configuration_is_data_and_is_checked_before_anything_is_built(
         export(copy, tmp_path)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), ("load   AutoModelForCausalLM", "talk   rlhf-chat {to}\n", "vllm serve {to}, ")),
+        (("dtype=bf16",), (" weights in bf16\n",)),
+    ],
+)
+def test_a_program_reads_the_folder_alone_and_people_what_it_is_and_how_to_go_on(
+    sft, tmp_path, monkeypatch, capsys, words, told
+):
+    to = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["rlhf-export", str(sft.path), f"to={to}", *words])
+    main()
+    said = capsys.readouterr()
+    assert said.out == f"{to}\n"
+    count = sum(value.numel() for value in load_file(to / "model.safetensors").values())
+    what = f"run    {sft.path}: supervised fine-tuning after iteration 3, {count:,} weights in "
+    for text in (what, *told):
+        assert text.format(to=to) in said.err
 
 
 def test_what_is_no_run_a_run_without_a_checkpoint_and_a_folder_in_use_are_refused(sft, tmp_path):
