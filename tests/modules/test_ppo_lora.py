@@ -13,6 +13,7 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
+from rlhf_lightning.rollout.scorers.base import WeightedScorer
 from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
 from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
 from tests.builders.models import tiny_policy
@@ -20,6 +21,7 @@ from tests.builders.stages import (
     built,
     fit,
     ppo_hparams,
+    rollout_of,
     tiny_module,
 )
 from tests.modules.test_ppo_resume import KilledError, run
@@ -30,19 +32,18 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An SFT policy, and a reward model that was trained as an adapter on it."""
     root = tmp_path_factory.mktemp("artifacts")
     tiny_policy("llama", seed=3).model.save_pretrained(root / "sft")
-    reward = load_scalar_model(root / "sft", head="reward", lora=LoraHparams(r=4, alpha=8), seed=2)
+    save_reward(root / "sft", root / "reward")
+    return root
+
+
+def save_reward(sft: Path, folder: Path, *, seed: int = 0) -> None:
+    reward = load_scalar_model(sft, head="reward", lora=LoraHparams(r=4, alpha=8), seed=2)
     with torch.no_grad():
-        for index, parameter in enumerate(reward.parameters()):
+        for index, parameter in enumerate(reward.parameters(), start=1000 * seed):
             generator = torch.Generator().manual_seed(index)
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    save_adapter(
-        reward,
-        root / "reward" / ADAPTER,
-        reward.state_dict(),
-        base=str(root / "sft"),
-        base_fingerprint="",
-    )
-    return root
+    state = reward.state_dict()
+    save_adapter(reward, folder / ADAPTER, state, base=str(sft), base_fingerprint="")
 
 
 def parts(artifacts: Path, precision: str = "32-true", **options: Any) -> dict[str, Any]:
@@ -126,3 +127,18 @@ def test_a_reward_adapter_without_a_shared_base_is_refused(artifacts):
     scorer = RewardAdapterScorer(artifacts / "reward")
     with pytest.raises(ValueError, match=r"scorer=reward_adapter shares the policy's base"):
         tiny_module(scorer=scorer).configure_model()
+
+
+def test_two_reward_adapters_on_one_base_score_as_each_does_alone(artifacts, tmp_path):
+    save_reward(artifacts / "sft", tmp_path, seed=1)
+    sources = {"helpful": artifacts / "reward", "harmless": tmp_path}
+
+    def score_of(scorer: Any) -> Any:
+        return rollout_of(built(tiny_module(**parts(artifacts) | {"scorer": scorer})))
+
+    together = score_of(WeightedScorer({k: RewardAdapterScorer(at) for k, at in sources.items()}))
+    for name, source in sources.items():
+        alone = score_of(RewardAdapterScorer(source))
+        assert torch.equal(together.sequences, alone.sequences)
+        torch.testing.assert_close(together.score_components[name], alone.scores)
+    assert not torch.allclose(*together.score_components.values())

@@ -136,7 +136,10 @@ class RewardAdapterScorer(RewardModelScorer):
         if self.model is None:
             if base is None:
                 _not_alone()
-            self.model = load_scalar_adapter(base, Path(self.source) / ADAPTER, "reward")
+            # A second adapter of one name would take the place of the first.
+            number = sum(name.startswith("reward") for name in base.adapters)
+            name = f"reward_{number + 1}" if number else "reward"
+            self.model = load_scalar_adapter(base, Path(self.source) / ADAPTER, name)
             self.model.eval().requires_grad_(False)
         return []
 
