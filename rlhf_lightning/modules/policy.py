@@ -30,6 +30,7 @@ from rlhf_lightning.modules.rewards import (
     check_objects,
     check_reward,
     named_reward,
+    parts_of,
     score_clip_of,
 )
 from rlhf_lightning.modules.step_0 import Step0
@@ -156,8 +157,9 @@ class PolicyModule(RLHFModule):
         start = Start.read(policy, "policy", options)
         cls.check_start(start, **own)
         scorer = as_scorer(reward, name, start.tokenizer, weights)
-        if isinstance(scorer, RewardAdapterScorer):
-            start.check_adapter("reward", scorer.source)
+        for part in parts_of(scorer):
+            if isinstance(part, RewardAdapterScorer):
+                start.check_adapter("reward", part.source)
         onward = start.onward()
         hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
         teacher, teaching = _teacher(cls, start, hparams)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,15 @@ def score_clip_of(clip: float | str | None, scorer: Scorer) -> float | None:
     if not isinstance(clip, str):
         return clip
     return CLIP_OF_NORMALIZED if getattr(scorer, "normalized", False) else None
+
+
+def parts_of(scorer: Scorer) -> Iterator[Scorer]:
+    """Yield the scorers of a weighted sum, however deep; another scorer is its own only part."""
+    if not isinstance(scorer, WeightedScorer):
+        yield scorer
+        return
+    for part in scorer.scorers.values():
+        yield from parts_of(part)
 
 
 def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> WeightedScorer:

@@ -13,10 +13,11 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
+from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.scorers.base import WeightedScorer
 from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
 from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
-from tests.builders.models import tiny_policy
+from tests.builders.models import tiny_policy, tiny_tokenizer
 from tests.builders.stages import (
     built,
     fit,
@@ -29,21 +30,22 @@ from tests.modules.test_ppo_resume import KilledError, run
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SFT policy, and a reward model that was trained as an adapter on it."""
+    """An SFT policy with its tokenizer, and a reward model that was trained as an adapter on it."""
     root = tmp_path_factory.mktemp("artifacts")
     tiny_policy("llama", seed=3).model.save_pretrained(root / "sft")
+    tiny_tokenizer().save_pretrained(root / "sft")
     save_reward(root / "sft", root / "reward")
     return root
 
 
-def save_reward(sft: Path, folder: Path, *, seed: int = 0) -> None:
+def save_reward(sft: Path, folder: Path, *, seed: int = 0, base_fingerprint: str = "") -> None:
     reward = load_scalar_model(sft, head="reward", lora=LoraHparams(r=4, alpha=8), seed=2)
     with torch.no_grad():
         for index, parameter in enumerate(reward.parameters(), start=1000 * seed):
             generator = torch.Generator().manual_seed(index)
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     state = reward.state_dict()
-    save_adapter(reward, folder / ADAPTER, state, base=str(sft), base_fingerprint="")
+    save_adapter(reward, folder / ADAPTER, state, base=str(sft), base_fingerprint=base_fingerprint)
 
 
 def parts(artifacts: Path, precision: str = "32-true", **options: Any) -> dict[str, Any]:
@@ -142,3 +144,12 @@ def test_two_reward_adapters_on_one_base_score_as_each_does_alone(artifacts, tmp
         assert torch.equal(together.sequences, alone.sequences)
         torch.testing.assert_close(together.score_components[name], alone.scores)
     assert not torch.allclose(*together.score_components.values())
+
+
+def test_a_reward_adapter_of_another_base_is_refused_in_a_sum_of_rewards_too(artifacts, tmp_path):
+    save_reward(artifacts / "sft", tmp_path, base_fingerprint="f" * 64)
+    adapter, lora = RewardAdapterScorer(tmp_path), LoraHparams(r=4, alpha=8)
+    inner = WeightedScorer({"adapter": adapter})
+    for reward in (adapter, [adapter, lambda completions: [0.0] * len(completions)], inner):
+        with pytest.raises(ValueError, match=r"was trained on .*sft and not on policy=.*sft"):
+            PPOModule.from_pretrained(artifacts / "sft", reward, lora=lora)
