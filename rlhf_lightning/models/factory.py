@@ -32,6 +32,7 @@ from rlhf_lightning.models.loading import (
     not_replaced,
     outside_trunk,
     reward_normalization,
+    warn_once,
 )
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
@@ -235,6 +236,13 @@ def _stored_scalar_model(source: str | Path, options: ModelOptions) -> ScalarHea
         found.normalize(*own)
     # An export of this framework has the offset.
     found.normalized = own is not None or hasattr(model.config, "reward_offset")
+    if not found.normalized:
+        warn_once(
+            f"{source} is of another framework: its score is read at the token that ends a "
+            "response. Where it was trained to be read elsewhere (behind a template's line break, "
+            "or before an EOS that pads, as TRL's are), use scorer=text_reward_model "
+            "scorer.ending=template or none"
+        )
     return found
 
 

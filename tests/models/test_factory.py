@@ -126,6 +126,20 @@ def test_scores_of_another_frameworks_reward_model_are_clipped_only_if_it_normal
         assert score_clip_of("auto", scorer) == clip
 
 
+def test_it_is_said_where_a_score_of_another_framework_is_read(tmp_path, caplog):
+    model = tiny_scalar_model("llama")
+    for name in ("ours", "theirs"):
+        export_scalar_model(model, tmp_path / name, model.state_dict(), pad_token_id=PAD)
+    file = tmp_path / "theirs/config.json"
+    config = json.loads(file.read_text())
+    del config["reward_offset"]
+    file.write_text(json.dumps(config))
+    for name in ("ours", "theirs"):
+        load_scalar_model(tmp_path / name)
+    told = [line for line in caplog.messages if "read at the token that ends a response" in line]
+    assert [line.partition(" is of")[0] for line in told] == [str(tmp_path / "theirs")]
+
+
 def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alone(tmp_path):
     policy = tiny_policy("llama")
     export_policy(policy, tmp_path, policy.state_dict())
