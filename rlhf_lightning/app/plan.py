@@ -142,6 +142,9 @@ class Plan:
             held = {"weights": held["weights"]}  # the optimizer's state is dropped before
             if not self.spec.rolls_out and self.lora is None:  # the policy that it started from
                 held["weights"] += self.counts.held(self.frozen) // self.shards
+            if not self.spec.rolls_out and self.spec.is_scored and self.settings.scorer is not None:
+                judges = self._scorers(self.settings.scorer.read("scorer"))  # whole on every rank
+                held["weights"] += sum(size for _, size in judges)
             largest = self._generation(rows, tokens)
             if self.spec.trains_policy:
                 compared = self._forward(self._together(rows), tokens)

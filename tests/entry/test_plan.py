@@ -123,6 +123,14 @@ def test_an_evaluation_after_training_holds_no_optimizer_state_and_a_captured_de
     assert found.phases["update"]["captured"] <= sum(found.phases["generate"].values())
 
 
+def test_a_reward_model_that_judges_dpo_at_its_end_is_counted_there():
+    words = ["+experiment=dpo", *SHAPE, ULTRA, "plan.device=cuda"]
+    without, judged = plan_of(*words), plan_of(*words, "scorer=reward_model", "artifacts.reward=a")
+    weights = [found.phases["evaluate"]["weights"] for found in (without, judged)]
+    assert weights[1] - weights[0] == judged.counts.held(judged.frozen, trunk=True) > 0
+    assert judged.phases["update"] == without.phases["update"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
