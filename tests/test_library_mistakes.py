@@ -93,6 +93,17 @@ def of_another_tokenizer(material: dict[str, Path], tokenizer: Any) -> PromptDat
     return PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
 
 
+def of_another_template(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
+    other = SFTModule.from_pretrained(material["policy"], chat_template="chatml").tokenizer
+    return PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
+
+
+def of_another_eos(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
+    other = SFTModule.from_pretrained(material["policy"]).tokenizer
+    other.eos_token = other.convert_ids_to_tokens(0)
+    return PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
+
+
 def of_another_kind(material: dict[str, Path], tokenizer: Any) -> PreferenceDataModule:
     return PreferenceDataModule(material["pairs"], tokenizer, batch_size=4, num_iterations=1)
 
@@ -101,7 +112,9 @@ def of_another_kind(material: dict[str, Path], tokenizer: Any) -> PreferenceData
     ("make", "said"),
     [
         (too_long, r"max_prompt_length=2044 .*max_new_tokens=5"),
-        (of_another_tokenizer, "another tokenizer"),
+        (of_another_tokenizer, "another tokenizer .*other tokens"),
+        (of_another_template, "another tokenizer .*another chat template.*module.tokenizer"),
+        (of_another_eos, "another tokenizer .*another EOS"),
         (of_another_kind, "PPOModule trains on prompts"),
     ],
 )
