@@ -26,7 +26,7 @@ from rlhf_lightning.app.config.errors import OF_TRAINING, composition
 from rlhf_lightning.app.config.inherit import command_settings, named_again
 from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.validate import load_settings, without_unread
+from rlhf_lightning.app.config.validate import check_functions, load_settings, without_unread
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
@@ -72,7 +72,9 @@ class Step:
     def training(self) -> TrainSettings:
         """The settings of a training step, wherever it writes."""
         try:
-            return load_settings(TrainSettings, "train", list(self.words))
+            found = load_settings(TrainSettings, "train", list(self.words))
+            check_functions(found.written)
+            return found
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 
@@ -292,6 +294,6 @@ def _check_composes(step: Step) -> None:
             "built-in world alone: use collect:annotator=page or reward_model, or collect=false"
         )
     try:
-        composition(step.command, words)
+        check_functions(composition(step.command, words))
     except ConfigError as error:
         raise ConfigError(f"{step.name}: {error}") from error

@@ -1,8 +1,9 @@
 """The start of every command, and what is imported when.
 
-Help, version and completion import nothing. Unknown keys, types and hyper-parameters are answered
-with what `app/config` imports, a second. What only the signatures of our classes say is checked by
-the command, which imports torch, Lightning and transformers.
+Help, version and completion import nothing. Unknown keys, types, hyper-parameters and names that a
+file of the user's does not have are answered with what `app/config` imports, a second. What only
+the signatures of our classes say is checked by the command, which imports torch, Lightning and
+transformers.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def check_words(command: str) -> None:
     def read(cfg: Any, words: Sequence[str]) -> None:
         if command not in ("evaluate", "collect") or cfg.run is None:
             validate.plain_settings(commands.COMMANDS[command], cfg)
+        validate.check_functions(cfg)
 
     read_words(command, read, "train" if command == "plan" else command)
 

@@ -38,7 +38,8 @@ from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.pending import PendingGeneration
-from rlhf_lightning.rollout.scorers.base import Scorer, load_function
+from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.rollout.scorers.functions import load_function
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.rollout.scorers.reward_models import RewardAdapterScorer
 from rlhf_lightning.rollout.teachers import ModelTeacher, ServerTeacher, Teacher, TeacherPrompt

@@ -23,6 +23,7 @@ from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.preferences.records import Choice, Journal, Kind, Label, Pair, Side, readable
+from rlhf_lightning.rollout.scorers.functions import load_function
 
 # (prompts, completions, finished) -> scores, as evaluation's gold rewards are; by name also the
 # prompt columns that its `columns` names.
@@ -409,8 +410,6 @@ class CallableRule:
     def _found(self) -> Callable[[str, str], Any]:
         if not isinstance(self.function, str):
             return self.function
-        from rlhf_lightning.rollout.scorers.base import load_function  # torch: who asks pays
-
         return load_function(self.function)
 
     def __call__(self, prompt: str, response: str) -> float:

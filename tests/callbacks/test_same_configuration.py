@@ -19,7 +19,7 @@ from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.rollout.scorers.base import load_function
+from rlhf_lightning.rollout.scorers.functions import load_function
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.ranks import SimulatedRanks

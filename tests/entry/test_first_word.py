@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rlhf_lightning.app.config.compose import choices
-from tests.builders.command_lines import environment
+from rlhf_lightning.app.config.validate import CODE
+from tests.builders.command_lines import ROOT, environment
 from tests.builders.processes import timed_python
 
 LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning alone costs more
 
 
 def answer(command, words, folder):
-    """Return what a command answers in time, and its status."""
+    """Return what a command answers in time, and its status; it leaves nothing."""
+    before = set(folder.iterdir())
     done = timed_python(
         *("-m", f"rlhf_lightning.{command}", *words.split()),
         folder=folder,
         environment=environment(COLUMNS="80"),
         limit=LIMIT_SECONDS,
     )
-    assert list(folder.iterdir()) == []
+    assert set(folder.iterdir()) == before
     return done.stdout + done.stderr, done.returncode
 
 
@@ -41,9 +45,22 @@ def test_help_fits_80_columns_and_names_every_experiment(tmp_path):
         ("train", "dpo org/m file.jsonl", "file.jsonl does not exist"),
         ("train", "--recipe dpoo", "did you mean dpo"),
         ("chat", "./missing", "run=./missing is no run and no model"),
+        ("train", "grpo org/m records.jsonl --reward reward.py:scoer", "did you mean score?"),
+        ("plan", "grpo org/m records.jsonl --reward rewrad.py:score", "no Python file rewrad.py"),
+        ("train", "+experiment=ppo module.estimator=reward.py:Halfed", "did you mean Halved?"),
+        ("evaluate", "run=a scorer=function scorer.function=reward.py:scoer", "mean score?"),
+        ("chat", "org/m reward=reward.py:scoer", "did you mean score?"),
     ],
 )
 def test_a_mistake_that_needs_no_torch_is_answered_at_once(command, words, fix, tmp_path):
+    (tmp_path / "records.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "reward.py").write_text("def score(): ...\nclass Halved: ...\n")
     told, status = answer(command, words, tmp_path)
     assert status == 2
     assert fix in told
+
+
+def test_every_setting_that_names_code_is_looked_up_at_once():
+    texts = [file.read_text() for file in (ROOT / "rlhf_lightning").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"(\w+): .*\bCodeName\b", text)}
+    assert named - {"path"} == CODE.keys() - {"reward"}  # of load_function, and of rlhf-chat

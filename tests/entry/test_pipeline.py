@@ -118,6 +118,8 @@ def test_every_step_reads_the_experiments_of_the_user(mine: str) -> None:
         (["experiments.ppo=null"], "experiments.ppo=null .*evaluate=false"),
         (["ppo:module.pp=3"], "round_1/ppo: unknown key module.pp; did you mean module.ppo"),
         (["evaluate:polcy=x"], "round_1/evaluate: unknown key polcy; did you mean policy"),
+        (["ppo:module.estimator=no.py:A"], "round_1/ppo: estimator .no.py:A.: .*no Python file"),
+        (["evaluate:++scorer.function=no.py:f"], "round_1/evaluate: .*no Python file no.py"),
         (
             ["experiments.ppo=ppo_smollm2_gsm8k", "collect=true"],
             "is trained on smollm2_gsm8k, and annotator=demo labels .*collect:annotator=page",

@@ -184,7 +184,6 @@ def test_a_length_is_lowered_only_where_it_does_not_fit_and_was_not_given(tmp_pa
         ("dpo small preference.jsonl", "did you mean preferences.jsonl"),
         ("dpo small preferences.jsonl --reward reward.py:length", "leave --reward out"),
         ("ppo small prompts.jsonl", "ppo needs a reward: --reward FILE.py:NAME"),
-        ("grpo small prompts.jsonl --reward none.py:length", "there is no file none.py"),
         ("grpo small prompts.jsonl --reward reward.py", "write FILE.py:NAME"),
         ("grpo small prompts.jsonl --reward", "--reward needs a value"),
         ("+experiment=grpo --reward reward.py:length", "EXPERIMENT MODEL FILE"),

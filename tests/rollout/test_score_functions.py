@@ -14,11 +14,8 @@ import pytest
 import torch
 
 from rlhf_lightning.rollout.scorers import base
-from rlhf_lightning.rollout.scorers.base import (
-    FunctionScorer,
-    WeightedScorer,
-    load_function,
-)
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
+from rlhf_lightning.rollout.scorers.functions import check_function, load_function
 from tests.builders.models import EOS, prompt_batch
 from tests.rollout.answers import responses_of
 from tests.rollout.test_score import ConstantScorer
@@ -289,6 +286,50 @@ def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
 def test_a_function_that_is_not_there_is_an_error(path, message):
     with pytest.raises(ValueError, match=f"reward function '{path}'.*{message}"):
         load_function(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("nowhere.py", ""),
+        ("mine.py", "import sys\ndef score(): ...\n"),
+        ("mine.py", "def one():\n    score = 1\n    return scoer\n"),
+        ("mine.py", "def scoer(:\n"),
+    ],
+)
+def test_a_name_is_refused_without_running_its_file_as_it_is_by_running_it(
+    tmp_path, monkeypatch, place, text
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match="rule") as by_running:
+        load_function(f"{place}:scoer", "rule")
+    (tmp_path / "mine.py").write_text(f"{text}1 / 0\n")
+    with pytest.raises(ValueError, match="rule") as by_reading:
+        check_function(f"{place}:scoer", "rule")
+    assert str(by_reading.value) == str(by_running.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def score(): ...",
+        "class score: ...",
+        "a, *score = 1, 2",
+        "import numpy as score",
+        "if 1:\n    try:\n        from a import score\n    except ImportError:\n        pass",
+        "for score in (): ...",
+        "with a as score: ...",
+        "[score := a for a in ()]",
+        "def make():\n    global score\n    score = 1",
+        "from a import *",
+        "def __getattr__(name): ...",
+        "globals()['sco' + 're'] = 1",
+    ],
+)
+def test_a_name_that_a_file_may_bind_is_left_to_running_it(tmp_path, text):
+    (tmp_path / "mine.py").write_text(f"1 / 0\n{text}\n")
+    check_function(f"{tmp_path}/mine.py:score")
 
 
 def test_a_sum_leaves_out_what_does_not_apply():

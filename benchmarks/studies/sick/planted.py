@@ -19,7 +19,8 @@ from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores, load_function
+from rlhf_lightning.rollout.scorers.base import Responses, RewardModelScorer, Scores
+from rlhf_lightning.rollout.scorers.functions import load_function
 
 
 def gold(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:

@@ -20,14 +20,18 @@ from rlhf_lightning.app.config.compose import (
     at,
     choices,
     describe_interpolation,
+    texts,
     written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
 from rlhf_lightning.misfit import did_you_mean
+from rlhf_lightning.rollout.scorers.functions import check_function
 from rlhf_lightning.rollout.scorers.hparams import is_address
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
+# Settings that may name a function or class in a file, by their last part, and what it is.
+CODE = {"estimator": "estimator", **dict.fromkeys(("function", "reward"), "reward function")}
 _HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
 # Words of a command line that all stages share.
 SHARED = (
@@ -157,6 +161,25 @@ def plain_settings(
     if not saved:
         check_keys_are_known(found)
     return found
+
+
+def check_functions(cfg: DictConfig | Mapping[str, Any]) -> None:
+    """Refuse names of functions and classes that are not in their files, which are not run.
+
+    Args:
+        cfg: composed, also of a command that takes over settings of a run.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    written = OmegaConf.to_container(OmegaConf.create(cast(Any, cfg)), resolve=False)
+    for key, text in texts(written):
+        what = CODE.get(key.rpartition(".")[2])
+        if what is not None and "${" not in text:
+            try:
+                check_function(text, what)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
 
 
 def _with_models_apart(written: dict[str, Any]) -> dict[str, Any]:

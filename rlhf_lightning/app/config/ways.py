@@ -264,10 +264,6 @@ def _reward_words(
     if len(models) + bool(functions) > 1 or (wants and not (functions or models)):
         told = f"{one.name} needs a reward: --reward FILE.py:NAME, several of them"
         raise ConfigError(f"{told}, or one --reward-model FOLDER")
-    for text in functions:
-        file = text.partition(":")[0]
-        if file.endswith(".py") and not Path(file).is_file():
-            raise ConfigError(f"--reward {text}: there is no file {file}")
     if models:
         return [word("artifacts.reward", _available(models[0]))]
     return one.reward_words(functions) if functions else []

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
 import logging
 import math
 import reprlib
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
-from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.rollout.scorers.functions import error_line, load_function
 from rlhf_lightning.text.decode import response_texts
 from rlhf_lightning.text.messages import CONVERSATION
 from rlhf_lightning.text.reward_text import Completion
@@ -275,43 +272,6 @@ def _watch(what: str, done: threading.Event) -> None:
     while not done.wait(wait):
         logger.warning("%s is still running after %g seconds", what, passed)
         wait, passed = passed, 2 * passed
-
-
-def load_function(path: CodeName, what: str = "reward function") -> RewardFunction:
-    """Return the callable that `path.py:name` or `package.module.name` names.
-
-    Args:
-        path: its file or module, and its name.
-        what: what it is, for the errors.
-
-    Raises:
-        ValueError: if there is no such file, module or callable, or it cannot be read.
-    """
-    place, _, name = path.rpartition(":" if ":" in path else ".")
-    try:
-        module = _load_file(Path(place)) if ":" in path else importlib.import_module(place)
-        function = getattr(module, name, None)
-    except (Exception, SystemExit) as error:
-        fix = "give 'path.py:name' or 'package.module.name'"
-        raise ValueError(f"{what} {path!r}: {error_line(error)}; {fix}") from error
-    if not callable(function):
-        near = did_you_mean(name, vars(module))
-        raise ValueError(f"{what} {path!r}: {name!r} is no callable there{near}")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_file(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        raise FileNotFoundError(f"no Python file {file}")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def error_line(error: BaseException) -> str:
-    """Return an error as one line with its class."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 class FunctionScorer(ModelFree):
