@@ -21,10 +21,12 @@ from rlhf_lightning.app.config.compose import ConfigError, conf_dir
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
-from rlhf_lightning.app.start import fail, read_words, words_of
+from rlhf_lightning.app.run_claim import hydra_log
+from rlhf_lightning.app.start import MISTAKE, fail, read_words, words_of
 from rlhf_lightning.app.sweep import SweepEnd
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, end_process, launch_time
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import drop_refused
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, write_summary
@@ -99,6 +101,8 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
     except SystemExit as error:
+        if error.code == MISTAKE:
+            drop_refused(hydra_log())
         if error.code == 1:
             # Without `on_multirun_end` where the sweeper raised, as Optuna's does if no trial
             # completed.

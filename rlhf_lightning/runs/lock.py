@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import lock_descriptor, unlock_descriptor
@@ -25,7 +25,8 @@ HYDRA = ".hydra"  # and in it what Hydra writes
 WRITTEN = ".written.json"  # in a folder that we replace: the files that we have written there
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_locks: dict[Path, int] = {}  # run folders, with the descriptors of their locks
+# Run folders, with the descriptors of their locks, and the folders that were made: it, those above.
+_locks: dict[Path, tuple[int, list[Path]]] = {}
 
 
 class FolderTakenError(FileExistsError, RuntimeError):
@@ -70,7 +71,7 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
         FolderTakenError: if a living process writes into the folder.
     """
     take_run(folder, check)
-    lock = _locks.pop(Path(folder).resolve())
+    lock, _ = _locks.pop(Path(folder).resolve())
     try:
         yield
     finally:
@@ -86,13 +87,14 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
     if (key := folder.resolve()) in _locks:
         return
     check()
+    made = [path for path in (key, *key.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     if (lock := _acquire(folder / LOCK)) is None:
         user = _holder(folder / LOCK)
         raise FolderTakenError(
             f"{folder} is in use by {user}: wait, or choose another hydra.run.dir="
         )
-    _locks[key] = lock
+    _locks[key] = lock, made
 
 
 def is_claimed(folder: Path | str) -> bool:
@@ -149,10 +151,30 @@ def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool =
         log: name of Hydra's log.
         link: leave a link to it, for a sweep that counts the runs in its folder.
     """
-    if folder.path.is_dir() and set(os.listdir(folder.path)) <= {LOCK, HYDRA, RUN_YAML, log}:
+    if _is_unused(folder.path, log):
         shutil.rmtree(folder.path)
     if link and not folder.path.exists():
         folder.path.symlink_to(os.path.relpath(instead.path, folder.path.parent))
+
+
+def drop_refused(log: str) -> None:
+    """Remove what this process has made for a run that has not begun: its folder, empty ones above.
+
+    A folder that was there before stays, as does one with other files than Hydra's and ours.
+
+    Args:
+        log: name of Hydra's log.
+    """
+    for folder, (_, made) in _locks.items():
+        if made and _is_unused(folder, log):
+            shutil.rmtree(folder, ignore_errors=True)  # other ranks may write there
+            for above in made[1:]:
+                with suppress(OSError):  # it is not empty
+                    above.rmdir()
+
+
+def _is_unused(folder: Path, log: str) -> bool:
+    return folder.is_dir() and set(os.listdir(folder)) <= {LOCK, HYDRA, RUN_YAML, log}
 
 
 def _acquire(path: Path, *, blocking: bool = False) -> int | None:

@@ -13,9 +13,17 @@ from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run, drop_unused
+from rlhf_lightning.runs.lock import (
+    FolderTakenError,
+    check_free,
+    claim_run,
+    drop_refused,
+    drop_unused,
+    take_run,
+)
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.builders.command_lines import overrides_of, train
+from tests.builders.command_lines import environment, overrides_of, train
+from tests.builders.processes import run_python
 from tests.builders.runs import completed, killed, settings_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -95,6 +103,36 @@ def test_what_a_start_left_before_its_summary_is_taken_again_and_removed_by_name
     (begun.path / "server.log").unlink()
     drop_unused(begun, other, "train.log", link=True)
     assert begun.path.resolve() == other.path.resolve()
+
+
+def test_a_folder_that_was_made_for_a_refused_run_goes_and_what_else_is_there_stays(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "made/by/us", "notes/run", "shared/run"):
+        take_run(tmp_path / name)
+        (tmp_path / name / ".hydra").mkdir()
+    (tmp_path / "notes/run/notes.txt").write_text("x")
+    (tmp_path / "shared/other").mkdir()
+    with claim_run(tmp_path / "begun"):
+        drop_refused("train.log")
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_dir()}
+    kept = {"mine", "mine/.hydra", "notes", "notes/run", "notes/run/.hydra"}
+    assert left == kept | {"shared", "shared/other", "begun"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", ["+experiment=sft", "ckpt_path=nosuch.ckpt"]),
+        ("evaluate", ["policy=./nosuch", "baseline=./nosuch"]),
+    ],
+)
+def test_a_command_that_is_refused_leaves_no_folder(tmp_path, command, words):
+    words = ("-m", f"rlhf_lightning.{command}", *words)
+    done = run_python(*words, folder=tmp_path, environment=environment())
+    assert done.returncode == 2
+    assert "nosuch" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 SOMEBODY_ELSES = ("report.html", "server.log", ".hydra/config.yaml", "runs/1/events")
