@@ -40,6 +40,7 @@ MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
 _HYPHENS = re.compile(r"--(?!(?:cfg|package|info)=)[\w.]+=")  # those are Hydra's
 _SHORT = ("train", "plan")  # commands that take EXPERIMENT MODEL FILE
+_OF_HYDRA = ("train", "evaluate", "collect", "pipeline")  # commands that make a run folder
 
 
 def start(command: str, module: str | None = None) -> None:
@@ -127,7 +128,7 @@ def read_words(
     from rlhf_lightning.app.config import errors
 
     words = [word for word in words_of(command) if word != AS_PYTHON]
-    if has_flags(words):
+    if has_flags(words) and command in _OF_HYDRA:
         return None
     try:
         cfg = errors.composition(config or command, words)
@@ -180,7 +181,7 @@ def words_of(command: str) -> list[str]:
     if wrong := next(filter(_HYPHENS.match, words), None):
         fail(f"{wrong}: write KEY=VALUE without hyphens (${{args_no_hyphens}} in a W&B sweep)")
     sys.argv[1:] = words
-    if command in ("train", "evaluate", "collect", "pipeline"):
+    if command in _OF_HYDRA:
         return words
     return with_run(command, [f"++{w}" if w.startswith(f"{command}.") else w for w in words])
 

@@ -310,9 +310,11 @@ class PreviewModelSettings(Settings):
 
     @field_validator("source")
     @classmethod
-    def _is_set(cls, source: str | None) -> str | None:
+    def _may_be_there(cls, source: str | None) -> str | None:
         if source is None:
             raise ValueError(" is not set: add model=FOLDER, or a name on the hub")
+        if not (Path(source).is_dir() or is_available(source)):
+            raise ValueError(f"={source} is no folder: give one, or OWNER/NAME on the hub")
         return source
 
 
