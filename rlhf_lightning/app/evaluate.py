@@ -163,7 +163,7 @@ def _has_held_out_part(settings: EvaluateSettings) -> bool:
     is_file = isinstance(source, FileSource)
     own = source.files("validation") if is_file else getattr(source, "validation_split", None)
     files = own if is_file and own else files_of(source)
-    part = None if hub is None else (hub, own or getattr(source, "split", "all"))
+    part = None if hub is None else (hub, str(own or getattr(source, "split", "all")))
     runs = [] if settings.run is None else [RunFolder(Path(settings.run))]
     runs += training_runs([settings.policy, settings.baseline])
     found = bool(own)

@@ -133,7 +133,8 @@ def _by_metric(
             values[metric, one.get("filter", "none")][one["doc_id"]] = one[metric]
     found = {}
     for (metric, rule), by_question in values.items():
-        told, each = reported.get(f"{metric},{rule}"), by_question.values()
+        told: Any = reported.get(f"{metric},{rule}")
+        each = by_question.values()
         numbers = all(isinstance(value, Number | np.bool_) for value in (told, *each))
         if numbers and math.isfinite(told) and math.isclose(fmean(each), told, abs_tol=1e-9):
             found[metric + ("" if rule == "none" else "_" + rule.replace("-", "_"))] = by_question

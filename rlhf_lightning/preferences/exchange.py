@@ -188,7 +188,7 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
 def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> Label | None:
     """Return the label of an annotation; None for one that was opened and left."""
     parts = {part.get("type"): part.get("value") or {} for part in given.get("result") or ()}
-    said: list[Any] = [_SELECTED.get(parts.get("pairwise", {}).get("selected")), None]
+    said: list[Any] = [_SELECTED.get(parts.get("pairwise", {}).get("selected", "")), None]
     said += parts.get("choices", {}).get("choices") or []
     choice: Any = "skip" if given.get("was_cancelled") else next(filter(None, said), None)
     if choice is None and not parts:
