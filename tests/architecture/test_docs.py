@@ -36,10 +36,9 @@ def strings(tree: ast.AST) -> Iterator[str]:
             yield str(node.value)
 
 
-def code_strings(pattern: re.Pattern[str]) -> set[str]:
+def code_strings() -> set[str]:
     trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    found = [text for tree in trees for text in strings(tree)]
-    return {text for text in (*found, *QUANTITIES) if pattern.fullmatch(text)}
+    return {text for tree in trees for text in strings(tree)} | set(QUANTITIES)
 
 
 def documented_metrics() -> set[str]:
@@ -52,38 +51,22 @@ def same(first: str, second: str) -> bool:
 
 
 @pytest.mark.thorough
-def test_every_metric_of_the_code_is_documented() -> None:
+def test_metrics_of_the_code_are_documented_and_no_others() -> None:
+    texts, docs = code_strings(), documented_metrics()
+    code = {text for text in texts if METRIC.fullmatch(text)}
+    assert {"rollout/kl_per_token", "ppo/approx_kl"} <= code & docs
     # A prefix that is passed on ends in an underscore or a slash and names no metric itself.
-    code = {name for name in code_strings(METRIC) if not name.endswith("_")}
-    docs = documented_metrics()
-    assert {"rollout/kl_per_token", "ppo/approx_kl"} <= code
-    missing = {name for name in code if not any(same(name, other) for other in docs)}
+    whole = (name for name in code if not name.endswith("_"))
+    missing = {name for name in whole if not any(same(name, other) for other in docs)}
     assert not missing, f"docs/metrics.md lacks {sorted(missing)}"
-
-
-@pytest.mark.thorough
-def test_every_documented_metric_is_in_the_code() -> None:
-    docs = documented_metrics()
-    assert len(docs) > 30
-    code = code_strings(METRIC) | code_strings(SUFFIX)
+    code |= {text for text in texts if SUFFIX.fullmatch(text)}
     unknown = {name for name in docs if not any(same(name, other) for other in code)}
     assert not unknown, f"docs/metrics.md names {sorted(unknown)}, which nothing logs"
 
 
-def named_files(page: Path) -> Iterator[tuple[str, str | None]]:
-    for match in FILE.finditer(page.read_text()):
-        if "*" not in match.group(1):
-            yield match.group(1), match.group(2)
-
-
 def test_the_files_that_pages_name_exist() -> None:
-    missing = [
-        f"{page.name}: {name}"
-        for page in PAGES
-        for name, _ in named_files(page)
-        if not (ROOT / name).exists() and not (PACKAGE / name).exists()
-    ]
-    assert not missing
+    named = {(page.name, name) for page in PAGES for name, _ in FILE.findall(page.read_text())}
+    assert not [x for x in named if not any((top / x[1]).exists() for top in (ROOT, PACKAGE))]
 
 
 def test_the_links_of_pages_lead_somewhere() -> None:

@@ -8,10 +8,9 @@ import types
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.compose import composed, conf_dir, register
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -68,8 +67,7 @@ def trl_rows(config: str) -> list[list[str]]:
 def test_every_counterpart_is_a_setting_that_exists(config, least):
     register()
     experiment = f"+experiment={config.removesuffix('Config').lower()}"
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=[experiment, "model=smollm2_135m", "lora=lora"])
+    cfg = composed("train", [experiment, "model=smollm2_135m", "lora=lora"])
     checked = 0
     for row in trl_rows(config):
         for written in re.findall(r"`([^`]+)`", row[1]):

@@ -92,7 +92,6 @@ def test_no_file_of_the_package_loads_more_than_data() -> None:
         ("from joblib import load", "imports joblib"),
         ("eval(text)", "evaluates"),
         ("AutoModelForCausalLM.from_pretrained(p, trust_remote_code=True)", "trusts"),
-        ("AutoTokenizer.from_pretrained(p, revision=r)", "without trust_remote_code"),
         ("AutoModelForCausalLM.from_pretrained(p, **o)", "without use_safetensors"),
     ],
 )

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 
 import rlhf_lightning
-from rlhf_lightning.app.config.compose import conf_dir
-from rlhf_lightning.modules.base import RLHFModule
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
@@ -64,13 +62,3 @@ def test_nothing_but_a_stage_knows_the_names_of_stages() -> None:
         if (lines := names_of_stages(file.read_text()))
     }
     assert set(found) == set(OTHER_NAMES), found
-
-
-def test_every_stage_has_its_files_of_configuration() -> None:
-    assert {"sft", "reward", "dpo", "ppo"} <= {module.stage for module in MODULES}
-    for module in MODULES:
-        assert issubclass(module, RLHFModule)
-        assert (conf_dir() / "experiment" / f"{module.stage}.yaml").is_file()
-        assert (conf_dir() / "module" / f"{module.stage}.yaml").is_file()
-        assert module.objective.startswith("val/")
-        assert "gold" not in module.objective

@@ -25,7 +25,7 @@ for command in sys.argv[1:]:
     except SystemExit as left:
         assert left.code == 0
     print("\\f", end="")
-heavy = {"torch", "lightning", "transformers", "wandb", "numpy", "starlette"}
+heavy = {"torch", "lightning", "transformers", "datasets", "wandb", "numpy", "starlette"}
 print(sorted(heavy & set(sys.modules)), end="")
 """
 
