@@ -29,14 +29,7 @@ LOADER = {
 NODES = {
     "scorer": [
         LOAD,
-        {"_target_": "os.system", "command": "touch PROOF"},
-        {"_target_": f"{BASE}.FunctionScorer", "function": LOAD},
         {"_target_": f"{BASE}.FunctionScorer", "function": "EVIL:f"},
-        {
-            "_target_": f"{BASE}.FunctionScorer",
-            "function": {"_target_": f"{BASE}.load_function", "_partial_": True},
-        },
-        {"_target_": f"{BASE}.RewardModelScorer", "load": {**WRITE, "_partial_": True}},
         {"_target_": f"{BASE}.RewardModelScorer", "load": LOADER},
         {"_target_": HTTP, "url": "http://h/s"},
         {"_target_": f"{BASE}.WeightedScorer", "scorers": {"a": {"_target_": HTTP, "url": "h"}}},
@@ -48,11 +41,9 @@ NODES = {
         {"_target_": "os.system", "_partial_": True},
     ],
     "dataset.source": [
-        WRITE,
         {"_target_": "rlhf_lightning.data.sources.base.JoinedSource", "sources": [WRITE]},
     ],
     "rollout": [
-        {**WRITE, "_partial_": True},
         {"_target_": SERVER, "_partial_": True, "python": "/bin/sh"},
         {"_target_": SERVER, "_partial_": True, "python": "", "replicas": [{"BASH_ENV": "EVIL"}]},
     ],

@@ -159,6 +159,7 @@ CALLS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("generator=SFTModule", lambda p: sft(p, generator=p["module"])),
     ("reward", lambda p: ppo(p, nothing)),
     ("reward", lambda p: PolicyGradientModule.from_pretrained(p["policy"], p["module"])),
+    ("reward='rewrad'", lambda p: ppo(p, "rewrad")),
     ("reward=5", lambda p: compared(p, reward=5)),
     ("gold=", lambda p: compared(p, gold=nothing)),
     ("gates[a] must be", lambda p: compared(p, gates={"a": 1})),
@@ -208,6 +209,7 @@ COMPOSITION = [
     ("+experiment=ppo callbacks.extra.mine=1", "callbacks.extra.mine", "+callbacks.extra.NAME="),
     ("+experiment=sft trainer.max_epochs=2", "max_epochs", "data.num_epochs"),
     ("+experiment=ppo lr=1e-5", "key lr:", "module.ppo.learning_rate"),
+    ("--recipe dpoo", "dpoo", "did you mean dpo"),
     ("+experiment=ppo --lr=0.1", "--lr=0.1", "KEY=VALUE"),
     ("+experiment=ppo module.ppo.kl_coef", "module.ppo.kl_coef", "KEY=VALUE"),
     ("+experiment=ppo seed=1,2", "seed=1,2", "-m"),
@@ -221,7 +223,6 @@ VALUES = [
     ("+experiment=ppo module.ppo.learning_rate=fast", "module.ppo.learning_rate=", "number"),
     # unknown key
     ("+experiment=sft +dataset.lengths.max_lenght=1", "max_lenght", "max_length"),
-    ("+experiment=sft model.ppo.batch_size=64", "model.ppo.batch_size", ""),
     ("+experiment=reward safety=default", "safety", ""),
     # out of range
     ("+experiment=sft +dataset.source.num_texts=0", "num_texts", "1"),
@@ -245,13 +246,11 @@ VALUES = [
     ("+experiment=ppo seed=???", "seed", "seed=..."),
     ("+experiment=ppo ckpt_path=nosuch.ckpt", "ckpt_path=nosuch.ckpt", "not exist"),
     ("+experiment=reward data.path=nosuch.jsonl", "data.path=nosuch.jsonl", "file"),
-    ("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=nosuch", "experiment=sft"),
     ("+experiment=ppo scorer=http", "scorer.url", "scorer.url=..."),
     ("+experiment=ppo scorer=function scorer.function=nosuch.py:f", "nosuch.py:f", "no Python"),
     # wrong place
     ("+experiment=ppo name=../x", "name='../x'", "letters"),
     ("+experiment=ppo scorer=http scorer.url=ftp://x", "scorer.url=", "http://"),
-    ("+experiment=ppo dataset.source._target_=os.system", "_target_=os.system", ""),
 ]
 
 
@@ -297,9 +296,29 @@ COMMANDS += [
     ("collect", "lab.num_pirs=3", "num_pirs", "num_pairs"),
     ("env", "seed=1", "seed", ""),
     ("report", "RUN output=3", "output=3", "path"),
+    ("report", "RUN logger=none", "logger=none is for training", "rlhf-report"),
+    ("export", "RUN debug=fast", "debug=fast is for training", "rlhf-export"),
     ("plan", "", "stage=None", "+experiment=NAME"),
     ("plan", "+experiment=ppo plan.device=tpu", "plan.device='tpu'", "'cuda'"),
+    (
+        "plan",
+        "+experiment=ppo model=smollm2_135m dataset=ultrafeedback data.max_prompt_length=8000",
+        "data.max_prompt_length=8000",
+        "use data.max_prompt_length=",
+    ),
+    ("plan", "+experiment=ppo plan.device_memory=much", "plan.device_memory='much'", ""),
+    (
+        "plan",
+        "+experiment=ppo model=pretrained artifacts.sft=org/name",
+        "artifacts.sft=org/name",
+        "",
+    ),
     ("annotate", "page.port=70000", "page.port=70000", "65535"),
+    ("annotate", "", "store=outputs/annotate/labels.sqlite", "add file="),
+    ("annotate", "action=sreve", "action='sreve'", "'serve', 'import'"),
+    ("annotate", "action=export", "file", "export needs a file"),
+    ("annotate", "action=export file=x", "format=auto", "pairs, labels"),
+    ("annotate", "file=none.jsonl", "none.jsonl", "check"),
     ("dashboard", "projct=x", "projct", "project"),
     ("chat", "", "run", "run=..."),
     ("chat", "./missing", "run=./missing", "ORG/NAME"),
