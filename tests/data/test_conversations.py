@@ -228,22 +228,17 @@ def test_prompts_that_differ_in_documents_are_two():
     assert len(read(rows, "prompts")) == 2
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_unpaired_rows_keep_the_variables_of_the_template(labelled):
-    def row(number):
-        prompt = [{"role": "user", "content": f"q{number}"}]
-        answers = {"completion": [assistant("a")], "label": number % 2 == 0}
-        if not labelled:
-            answers = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
-        return {
-            "prompt": prompt,
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-            **answers,
-        }
-
-    source = GivenRows([row(n) for n in range(4)], validation_fraction=0.0)
-    records = source.records("unpaired", "train")
-    assert all(record.variables["tools"][0]["function"]["name"] == "f" for record in records)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"completion": [assistant("a")], "label": True},
+        {"chosen": [assistant("a")], "rejected": [assistant("b")]},
+    ],
+)
+def test_unpaired_rows_keep_the_variables_of_the_template(said):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    records = read([{"prompt": [ASK], "tools": tools, **said}], "unpaired")
+    assert all(record.variables["tools"] == tools for record in records)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -312,7 +307,6 @@ def test_variables_of_the_template_come_from_columns(spell):
         ),
         ({"prompt": "p", "prompt_id": 1, **conversation()}, {}, ("prompt", "prompt_id")),
         (conversation() | {"tools": ["f"], "documents": None}, {}, ("tools",)),
-        (conversation() | {"functions": [{"name": "f"}], "vector": pd.NA}, {}, ("functions",)),
         (conversation() | {"vector": np.arange(3), "tools": pd.NA}, {}, ("vector",)),
     ],
 )
@@ -377,25 +371,15 @@ CALLS_ITSELF = {**assistant("x"), "function_call": {"name": "f", "arguments": "{
         ),
         (conversation() | {"history": [["hi", "ho"]]}, r"'history'.*columns={history: null}"),
         (calling("f()"), r"messages\[1\]"),
-        (calling([{}]), r"messages\[1\]"),
         (calling([{"name": "f", "arguments": "Ulm"}]), r"messages\[1\]"),
-        (calling([{"name": "f", "parameters": {}}]), r"messages\[1\]"),
-        (calling([{"function": {"name": " ", "arguments": {}}}]), r"messages\[1\]"),
         (calling(repr([CALL])), r"messages\[1\]"),
         ({"messages": repr(WHOLE)}, r"'messages'.*json\.dumps"),
-        ({"messages": repr(np.array(WHOLE))}, r"'messages'.*json\.dumps"),
-        ({"messages": json.dumps(json.dumps(WHOLE))}, r"'messages'.*json\.dumps"),
         ({"messages": json.dumps(WHOLE)[:-9]}, r"'messages'.*json\.dumps"),
     ],
 )
 def test_what_no_conversation_can_say_is_refused_by_its_key(row, named):
     with pytest.raises(BadRecordError, match=named):
         parse(row)
-
-
-def test_a_column_of_history_may_be_hidden():
-    row = conversation() | {"history": [["hi", "hello"]]}
-    assert parse(row, history=None) == parse(conversation())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError, Location
-from rlhf_lightning.data.formats import detect_format
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -64,21 +63,6 @@ FORMATS = {
 @pytest.mark.parametrize(("row", "record"), FORMATS.values(), ids=FORMATS)
 def test_every_format_is_detected_and_read(row, record):
     assert parse_one(row) == record
-
-
-@pytest.mark.parametrize(
-    ("keys", "name"),
-    [
-        (["prompt", "chosen", "rejected", "messages", "score"], "prompt+chosen+rejected"),
-        (["prompt", "messages", "prompt_id"], "messages"),
-        (["prompt", "text"], "prompt"),
-        (["prompt", "chosen"], "prompt+chosen+rejected"),
-        (["completion"], "prompt+completion"),
-        (["title"], None),
-    ],
-)
-def test_the_richest_format_decides(keys, name):
-    assert detect_format(keys) == name
 
 
 @pytest.mark.parametrize(
@@ -152,8 +136,6 @@ BAD = {
     "wrong type": ({**PAIR, "chosen": 3}, "'chosen' holds the number 3, expected text or a list"),
     "identical": ({**PAIR, "rejected": "a"}, "'chosen' and 'rejected' are the same: the text 'a'"),
     "nan margin": ({**PAIR, "margin": float("nan")}, "'margin' holds the number NaN"),
-    "negative margin": ({**PAIR, "margin": -0.5}, "'margin' holds the number -0.5, expected a fin"),
-    "margin of a wrong type": ({**PAIR, "margin": True}, "'margin' holds a truth value true"),
     "domain of a wrong type": ({**PAIR, "domain": 7}, "'domain' holds the number 7"),
     "another format": ({"text": "t"}, "mixed formats: this record reads as 'text'"),
     "another style": (
@@ -180,29 +162,20 @@ CALLED = [assistant("call weather"), {"role": "tool", "content": "sunny"}, assis
     ("row", "message"),
     [
         ({"prompt": [{"role": "asistant", "content": "x"}]}, "unknown role.*assistant, tool"),
-        ({"prompt": [{"role": 3, "content": "x"}]}, "unknown role the number 3"),
         ({"prompt": [{"role": "user"}]}, r"prompt\[0\] is an object .*an object with 'role'"),
         ({"prompt": [user(None)]}, r"content of prompt\[0\] is null"),
         ({"prompt": []}, r"'prompt' holds a list \[\]"),
-        ({"prompt": ["hello"]}, r"prompt\[0\] is the text 'hello'"),
         ({"prompt": [user("a"), assistant("b")]}, "leaves nothing to answer"),
         ({"messages": [user("a")]}, "'messages' are from user"),
-        ({"messages": [assistant("a")]}, "'messages' are from assistant"),
         ({"messages": "hello"}, "expected a list of messages"),
         ({"prompt": [user("a")], "completion": "b"}, "'prompt' is conversational but"),
-        ({"prompt": [user("a")], "completion": [user("b")]}, "'completion' is from user"),
         ({"prompt": [user("a")], "completion": CALLED}, "'completion' is from assistant, tool"),
-        (
-            {"prompt": [user("a")], "completion": [assistant("b")] * 2},
-            "'completion' is from assistant, assistant",
-        ),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "it answers nothing"),
         ({"prompt": ""}, "'prompt' is empty"),
         ({"text": "  "}, "'text' is empty"),
         ({"text": [user("a")]}, "conversations under the key 'messages'"),
         ({"question": "a", "answer": "b"}, "{prompt: question, completion: answer}"),
         ({"promt": "a"}, "no known format.*found promt.*rename 'promt' to 'prompt'"),
-        ({"completion": "a"}, "'prompt' is missing"),
         ({}, "found no keys"),
     ],
 )

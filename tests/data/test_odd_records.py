@@ -60,15 +60,9 @@ def test_a_row_with_a_key_twice_is_a_bad_record(tmp_path, name, twice):
 
 
 def test_pairs_that_contradict_each_other_are_counted_and_shown(write_jsonl, tokenizer):
-    def pair(prompt, chosen, rejected):
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-
-    rows = [
-        pair("why?", " so", " no"),
-        pair("why?", " no", " so"),
-        pair("why?", " so", " never"),
-        pair("how?", " no", " so"),
-    ]
+    pairs = (("why?", " so", " no"), ("why?", " no", " so"), ("why?", " so", " never"))
+    keys = ("prompt", "chosen", "rejected")
+    rows = [dict(zip(keys, pair, strict=True)) for pair in (*pairs, ("how?", " no", " so"))]
 
     def read(path):
         return preferences(tokenizer, FileSource(path, validation_fraction=0), batch_size=1)

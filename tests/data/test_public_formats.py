@@ -98,8 +98,6 @@ MAPPED: dict[str, dict[str, Any]] = {
     "Stack Exchange": {"qid": 1, "question": Q, "response_j": GOOD, "response_k": BAD},
     "Orca": {"system": "", "question": Q, "chosen": GOOD, "rejected": BAD},
     "axolotl": {"messages": [user(Q)], "chosen": said(GOOD), "rejected": said(BAD)},
-    "ShareGPT pairs": {"conversations": TURNS[:1], "chosen": {"from": "gpt", "value": GOOD},
-                       "rejected": {"from": "gpt", "value": BAD}},
     "torchtune": {"chosen_conversations": [user(Q), said(GOOD)],
                   "rejected_conversations": [user(Q), said(BAD)]},
 }  # fmt: skip
@@ -110,11 +108,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "OpenAI's summaries": ({
         "info": {"post": Q}, "summaries": [{"text": BAD}, {"text": GOOD}], "choice": 1},
         "info (post), summaries (text), choice"),
-    "UltraInteract": ({"trajectory": [user(Q)], "chosen": GOOD, "rejected": BAD}, "trajectory"),
     "Alpaca pairs": ({"instruction": Q[:8], "input": Q[10:], "chosen": GOOD, "rejected": BAD},
                      "instruction, input"),
-    "ms-swift, a response": (
-        {"messages": [user(Q), said(GOOD)], "rejected_response": BAD}, "rejected_response"),
 }  # fmt: skip
 
 

@@ -178,7 +178,6 @@ def test_a_mix_with_an_empty_source_is_an_error():
     "read",
     [
         lambda path: as_source(path, "data"),
-        lambda path: as_source(str(path), "data"),
         lambda path: PreferenceFolder(path),
         lambda path: FileSource(path).records("prompts", "train"),
     ],

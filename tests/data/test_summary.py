@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
-    PreferenceRecord,
     PromptRecord,
 )
 from rlhf_lightning.data.summary import summarize
@@ -43,7 +42,6 @@ def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(t
     [
         (DemonstrationRecord("w1", "w2"), True),
         (DemonstrationRecord("w1", "w2 Größe"), False),
-        (PreferenceRecord("w1", "w2", "tea"), False),
         (PromptRecord("w1 tea"), False),
         (DemonstrationRecord("w1", "w2 [UNK]", rendered=True), True),
     ],

@@ -142,9 +142,7 @@ def test_a_row_without_a_field_is_an_error_or_skipped_and_counted(write_jsonl, r
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "Task:"}, "has no {field}"),
         ({"prompt": "{page.__class__}"}, "plain names in braces"),
-        ({"prompt": "{page"}, "no template"),
         ({"remove": "("}, "no regular expression"),
         ({"system": "s", "chat": False}, "no system message"),
     ],

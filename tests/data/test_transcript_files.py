@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.app.config.errors import explain
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.base import FileSource, HubSource
 
@@ -24,16 +23,6 @@ def test_dialogues_that_part_before_the_last_answer_are_bad_records(write_jsonl)
     source = FileSource(write_jsonl([{**ROW, "rejected": other}]))
     with pytest.raises(BadRecordError, match=r"line 1: .*expected only the assistant's response"):
         source.records("preferences", "train")
-
-
-def test_a_file_in_the_place_of_a_data_set_is_told_where_it_belongs(write_jsonl):
-    path = write_jsonl([ROW])
-    given = f"dataset={path}"
-    told = explain(ValueError("unknown"), ["+experiment=reward", given])
-    assert told.startswith(
-        f"{given}: a file of records is given by dataset=files dataset.path={path}"
-    )
-    assert "a file of records" not in explain(ValueError("unknown"), ["dataset=nosuch.jsonl"])
 
 
 def test_a_file_is_not_looked_for_on_the_hub(write_jsonl):

@@ -22,10 +22,9 @@ def texts_of(source: DemoSource) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_every_text_of_the_world_comes_back_from_its_ids(seed: int) -> None:
+def test_every_text_of_the_world_comes_back_from_its_ids() -> None:
     tokenizer = demo_tokenizer()
-    source = DemoSource(seed, num_texts=1500, num_demonstrations=500, num_preferences=1000)
+    source = DemoSource(1, num_texts=1500, num_demonstrations=500, num_preferences=1000)
     texts = [*texts_of(source), I_DO_NOT_KNOW]
     assert all(text.isascii() and text == text.lower() for text in texts)
     ids = tokenizer(texts).input_ids
