@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
+import httpx
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from transformers import GenerationConfig
 
 from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.text import tokenizers
 from rlhf_lightning.text.render import write_chat
 from rlhf_lightning.text.tokenizers import (
     as_saved,
@@ -18,7 +22,8 @@ from rlhf_lightning.text.tokenizers import (
 from rlhf_lightning.text.tokens import prompt_and_responses
 from tests.builders.models import EOS, tiny_tokenizer
 from tests.builders.tokenizers import build_tokenizer
-from tests.entry.hub_server import COMMIT, running_hub
+
+COMMIT = "0123456789" * 4
 
 
 def test_a_tokenizer_without_pad_pads_with_eos_on_the_left(tmp_path):
@@ -68,6 +73,14 @@ def write_configs(folder, name):
         (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
+def cache_model(folder, name):
+    """Write the configs as the hub's client keeps a model that it has read."""
+    cached = folder / "models--organisation--model"
+    write_configs(cached / "snapshots" / COMMIT, name)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text(COMMIT)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("place", ["folder", "hub"])
 def test_a_checkpoint_names_its_stop_tokens_in_a_file_of_their_own_or_in_its_config(
@@ -78,28 +91,24 @@ def test_a_checkpoint_names_its_stop_tokens_in_a_file_of_their_own_or_in_its_con
         assert stop_ids(tiny_tokenizer(), tmp_path / "model") == (EOS, 7)
         return
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    cached = tmp_path / "models--organisation--model"
-    write_configs(cached / "snapshots" / COMMIT, name)
-    (cached / "refs").mkdir()
-    (cached / "refs/main").write_text(COMMIT)
+    cache_model(tmp_path, name)
     for revision in (None, COMMIT):
         assert stop_ids(tiny_tokenizer(), "organisation/model", revision=revision) == (EOS, 7)
 
 
 def test_a_hub_that_refuses_to_say_when_to_stop_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with running_hub() as hub:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        config = json.dumps({"model_type": "llama", "eos_token_id": [EOS, 7]}).encode()
-        hub.repositories["me/model"] = {"files": {"config.json": config}}
-        hub.unreadable.add("generation_config.json")
-        with pytest.raises(ValueError, match="me/model"):
-            stop_ids(tiny_tokenizer(), "me/model")
-        hub.unreadable.clear()
-        assert stop_ids(tiny_tokenizer(), "me/model") == (EOS, 7)
+    cache_model(tmp_path, "config.json alone")
+    answer = httpx.Response(404, request=httpx.Request("HEAD", "https://hub/x"))
+    absent = RemoteEntryNotFoundError("404", response=answer)
+    # What the hub's client raises at 403, at a time-out and without a network.
+    refused = LocalEntryNotFoundError("An error happened while trying to locate the file")
+    download = Mock(side_effect=[absent, refused])
+    monkeypatch.setattr(tokenizers, "hf_hub_download", download)
+    monkeypatch.setattr(tokenizers, "is_offline_mode", lambda: False)
+    assert stop_ids(tiny_tokenizer(), "organisation/model") == (EOS, 7)
+    with pytest.raises(ValueError, match="organisation/model"):
+        stop_ids(tiny_tokenizer(), "organisation/model")
 
 
 # What Qwen3's template does: a thought before the last answer, an empty one where none is given,
