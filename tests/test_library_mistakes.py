@@ -27,10 +27,9 @@ from rlhf_lightning import (
     SamplingHparams,
     SFTHparams,
     SFTModule,
-    trainer_arguments,
 )
 from rlhf_lightning.functional.surrogates import ClippedRatio
-from rlhf_lightning.rollout.estimators import GAE
+from tests.builders.library_runs import fit_in, rows, samples
 from tests.builders.record_files import write_material
 
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
@@ -135,34 +134,18 @@ def test_lengths_that_are_not_given_fit_the_context(material, tmp_path):
     assert by_hand.max_length == 512
 
 
-def test_a_checkpoint_of_another_module_is_refused(material, tmp_path):
-    module = ppo(material)
-    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
-    trainer = plain_trainer(tmp_path)
-    trainer.fit(module, data)
-    trainer.save_checkpoint(tmp_path / "ppo.ckpt")
-    with pytest.raises(ValueError, match="load_from_checkpoint of the module"):
-        SFTModule.load_from_checkpoint(tmp_path / "ppo.ckpt")
-
-
 ADAPTERS = LoraHparams(r=2)
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "said"),
+    ("now", "said"),
     [
-        (ADAPTERS, None, "lora.r=2 lora.alpha=.*has lora=none"),
-        (None, ADAPTERS, "with lora=none.*lora.r=2"),
-        (
-            ADAPTERS,
-            replace(ADAPTERS, target_modules="q_proj"),
-            "run has lora=lora .*=q_proj",
-        ),
+        (None, "lora.r=2 lora.alpha=.*has lora=none"),
+        (replace(ADAPTERS, target_modules="q_proj"), "run has lora=lora .*=q_proj"),
     ],
-    ids=["adapters", "whole", "other matrices"],
 )
 def test_a_checkpoint_of_adapters_is_continued_with_the_same_adapters(
-    was, now, said, material, tmp_path
+    now, said, material, tmp_path
 ):
     def begun(lora: LoraHparams | None) -> tuple[SFTModule, DemonstrationDataModule]:
         module = SFTModule.from_pretrained(material["policy"], lora=lora)
@@ -172,39 +155,37 @@ def test_a_checkpoint_of_adapters_is_continued_with_the_same_adapters(
         )
 
     trainer = plain_trainer(tmp_path)
-    trainer.fit(*begun(was))
+    trainer.fit(*begun(ADAPTERS))
     path = tmp_path / "sft.ckpt"
     trainer.save_checkpoint(path)
     with pytest.raises(ValueError, match=said):
         plain_trainer(tmp_path).fit(*begun(now), ckpt_path=path)
 
 
-@pytest.mark.parametrize(
-    ("key", "given"), [("surrogate", ClippedRatio(0.1)), ("estimator", GAE(1.0, 0.9))]
-)
-def test_an_object_that_a_checkpoint_has_in_words_is_asked_for_by_its_argument(
-    key, given, material, tmp_path
-):
-    module = ppo(material, **{key: given})
+def test_an_object_that_a_checkpoint_has_in_words_is_asked_for_by_its_argument(material, tmp_path):
+    own = ClippedRatio(0.1)
+    module = ppo(material, surrogate=own)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
     trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
-    reward = module.scorer
-    with pytest.raises(
-        ValueError, match=rf"give load_from_checkpoint\(path, {key}={type(given).__name__}"
-    ):
-        PPOModule.load_from_checkpoint(tmp_path / "own.ckpt", reward)
-    read = PPOModule.load_from_checkpoint(tmp_path / "own.ckpt", reward, **{key: given})
-    assert getattr(read, key) == given
+    with pytest.raises(ValueError, match=r"give load_from_checkpoint\(path, surrogate="):
+        PPOModule.load_from_checkpoint(tmp_path / "own.ckpt", module.scorer)
+    read = PPOModule.load_from_checkpoint(tmp_path / "own.ckpt", module.scorer, surrogate=own)
+    assert read.surrogate == own
+
+
+def theirs(folder: Path, **hyper_parameters: Any) -> Path:
+    """Write the checkpoint of somebody else."""
+    torch.save({"hyper_parameters": hyper_parameters, "state_dict": {}}, folder / "theirs.ckpt")
+    return folder / "theirs.ckpt"
 
 
 @pytest.mark.parametrize(
     "cls", [SFTModule, RewardModule, DPOModule, PPOModule, PolicyGradientModule]
 )
-def test_no_checkpoint_runs_the_code_of_a_model_unless_its_reader_says_so(cls, material, tmp_path):
-    file = tmp_path / "theirs.ckpt"
-    torch.save({"hyper_parameters": {"trust_remote_code": True}, "state_dict": {}}, file)
+def test_no_checkpoint_runs_the_code_of_a_model_unless_its_reader_says_so(cls, tmp_path):
+    file = theirs(tmp_path, trust_remote_code=True)
     said = r"no checkpoint runs code .* load_from_checkpoint\(path, trust_remote_code="
     with pytest.raises(ValueError, match=said):
         cls.load_from_checkpoint(file)
@@ -213,41 +194,34 @@ def test_no_checkpoint_runs_the_code_of_a_model_unless_its_reader_says_so(cls, m
             cls.load_from_checkpoint(file, trust_remote_code=says)
 
 
-@pytest.mark.parametrize("reward", [["FILE:score"], ("FILE:score",), {"a": "FILE:score"}])
-def test_no_form_of_a_kept_reward_runs_code(reward, material, tmp_path):
+def test_no_checkpoint_runs_a_reward_reads_a_file_or_sends_anything_to_a_server(material, tmp_path):
+    (tmp_path / "secret").write_text("key")
     code = tmp_path / "theirs.py"
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef score(prompts, completions): ...\n")
-    place = f"{code}:score"
-    kept = dict.fromkeys(reward, place) if isinstance(reward, dict) else type(reward)([place])
-    module = ppo(material)
-    given = {**module.hparams, "reward": kept}
-    torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
-    with pytest.raises(ValueError, match="no checkpoint runs"):
-        PPOModule.load_from_checkpoint(tmp_path / "theirs.ckpt")
+    place, module = f"{code}:score", ppo(material)
+    for kept, said in (
+        ({"reward": [place]}, "no checkpoint runs"),
+        ({"reward": (place,)}, "no checkpoint runs"),
+        ({"reward": {"a": place}}, "no checkpoint runs"),
+        ({"teacher": "http://127.0.0.1:9"}, r"load_from_checkpoint\(path, teacher="),
+        ({"chat_template": str(tmp_path / "secret")}, "chat_template"),
+    ):
+        given = {} if "reward" in kept else {"reward": length}
+        with pytest.raises(ValueError, match=said):
+            PPOModule.load_from_checkpoint(theirs(tmp_path, **module.hparams | kept), **given)
     assert not (tmp_path / "ran").exists()
-
-
-def test_no_checkpoint_names_a_file_as_its_chat_template(material, tmp_path):
-    (tmp_path / "secret").write_text("key")
-    module = SFTModule.from_pretrained(material["policy"])
-    given = {**module.hparams, "chat_template": str(tmp_path / "secret")}
-    torch.save({"hyper_parameters": given, "state_dict": {}}, tmp_path / "theirs.ckpt")
-    with pytest.raises(ValueError, match="chat_template"):
-        SFTModule.load_from_checkpoint(tmp_path / "theirs.ckpt")
 
 
 def sft_run(material: dict[str, Path], folder: Path, **given: Any) -> None:
     module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=1e-3))
     source = FileSource(material["demonstrations"], validation_fraction=0)
     data = DemonstrationDataModule(source, module.tokenizer, batch_size=4)
-    given = {"max_iterations": 8, "accelerator": "cpu", "enable_progress_bar": False} | given
-    L.Trainer(**trainer_arguments(folder, **given)).fit(module, data)
+    fit_in(folder, module, data, max_iterations=8, **given)
 
 
 def test_without_held_out_rows_a_run_has_every_row_and_its_last_checkpoint(material, tmp_path):
     sft_run(material, tmp_path / "run")
-    rows = (tmp_path / "run/metrics.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows[1:]] == [str(i) for i in range(1, 9)]
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == [*range(1, 9)]
     assert (tmp_path / "run/checkpoints/last.ckpt").resolve().name == "iteration=000008.ckpt"
 
 
@@ -267,13 +241,10 @@ def test_a_stop_or_an_average_that_could_not_work_is_refused(material, tmp_path,
 def test_a_run_that_max_steps_ends_has_its_last_checkpoint_and_samples(material, tmp_path):
     module = ppo(material, ppo=replace(PPO, num_minibatches=1))
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
-    given = {"max_iterations": 5, "max_steps": 3, "accelerator": "cpu"}
-    run = trainer_arguments(tmp_path / "run", enable_progress_bar=False, **given)
-    L.Trainer(**run).fit(module, data)
+    fit_in(tmp_path / "run", module, data, max_iterations=5, max_steps=3)
     last = (tmp_path / "run/checkpoints/last.ckpt").resolve()
-    lines = (tmp_path / "run/samples.jsonl").read_text().splitlines()
     assert last.name == "iteration=000003.ckpt"
-    assert {json.loads(line)["iteration"] for line in lines} == {1, 3}
+    assert {json.loads(line)["iteration"] for line in samples(tmp_path / "run")} == {1, 3}
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -282,12 +253,9 @@ def test_the_best_checkpoint_is_found_by_its_word(material, tmp_path, ours):
     data = DemonstrationDataModule(material["demonstrations"], module.tokenizer, batch_size=4)
     own = ModelCheckpoint(tmp_path / "own", monitor="val/loss")
     given = {"checkpoint": {"monitor": "val/loss"}} if ours else {"callbacks": own}
-    given |= {"max_iterations": 4, "accelerator": "cpu", "enable_progress_bar": False}
-    trainer = L.Trainer(**trainer_arguments(tmp_path / "run", **given))
-    trainer.fit(module, data)
+    trainer = fit_in(tmp_path / "run", module, data, **given)
     (found,) = trainer.validate(module, data, ckpt_path="best", weights_only=True, verbose=False)
-    losses = [row.split(",") for row in (tmp_path / "run/metrics.csv").read_text().splitlines()]
-    best = min(float(row[losses[0].index("val/loss")]) for row in losses[1:])
+    best = min(row["val/loss"] for row in rows(tmp_path / "run"))
     assert found["val/loss"] == pytest.approx(best)
 
 
@@ -299,11 +267,9 @@ def test_a_module_from_a_checkpoint_trains_with_its_dropout(material, tmp_path):
             modes.extend(part.training for part in module.modules())
 
     module = RewardModule.from_pretrained(material["policy"], dropout=0.5)
-    given = {"max_iterations": 1, "accelerator": "cpu", "enable_progress_bar": False}
     for name in ("first", "second"):
         data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
-        run = trainer_arguments(tmp_path / name, callbacks=Modes(), **given)
-        L.Trainer(**run).fit(module, data)
+        fit_in(tmp_path / name, module, data, max_iterations=1, callbacks=Modes())
         module = RewardModule.load_from_checkpoint(tmp_path / name / "checkpoints/last.ckpt")
         assert not module.training
     assert modes

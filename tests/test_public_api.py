@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger
 
 import rlhf_lightning
@@ -22,18 +18,18 @@ from rlhf_lightning import (
     PPOModule,
     PromptDataModule,
     SamplingHparams,
+    SFTModule,
     WeightedScorer,
     compare,
     export_model,
-    trainer_arguments,
 )
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.metric_catalog import quantity
+from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows, samples
 from tests.builders.record_files import write_material
 
-ITERATIONS = 4
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
 
 
@@ -56,29 +52,10 @@ def prompts(material: dict[str, Path], module: PPOModule) -> PromptDataModule:
     return PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
 
 
-def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
-    given = {"max_iterations": ITERATIONS, "accelerator": "cpu", "enable_progress_bar": False}
-    return trainer_arguments(folder, **given | changes)
-
-
 def train(material: dict[str, Path], folder: Path, **changes: Any) -> PPOModule:
     module = ppo(material)
-    L.Trainer(**arguments(folder, **changes)).fit(module, prompts(material, module))
+    fit_in(folder, module, prompts(material, module), **changes)
     return module
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
-            for row in csv.DictReader(file)
-        ]
-
-
-class Stop(L.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            raise RuntimeError("the power went")
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +64,7 @@ def whole(material, tmp_path_factory):
     return train(material, folder), folder
 
 
-def test_importing_the_package_imports_nothing_heavy():
-    code = "import sys, rlhf_lightning; print(*sorted({'torch', 'lightning'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+def test_every_public_name_is_there_and_a_misspelt_one_is_refused():
     for name in rlhf_lightning.__all__:
         assert getattr(rlhf_lightning, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'PPOModul'"):
@@ -102,13 +76,11 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
         train(material, tmp_path / "run", checkpoint_every_n_iterations=1, callbacks=Stop())
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
     module = ppo(material)
-    trainer = L.Trainer(**arguments(tmp_path / "run"))
-    trainer.fit(module, prompts(material, module), ckpt_path="last", weights_only=True)
+    fit_in(tmp_path / "run", module, prompts(material, module), ckpt_path="last")
     expected, folder = whole
     assert rows(tmp_path / "run") == rows(folder)
-    assert len(rows(folder)) == ITERATIONS
-    for name, value in expected.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert len(rows(folder)) == 4
+    assert_same_weights(module, expected)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +121,12 @@ def test_a_checkpoint_is_loaded_with_its_hyper_parameters(material, whole):
     checkpoint = folder / "checkpoints/last.ckpt"
     with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward=function\)"):
         PPOModule.load_from_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match="load_from_checkpoint of the module"):
+        SFTModule.load_from_checkpoint(checkpoint)
     loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length)
     assert loaded.algorithm == PPO
     assert loaded.sampling.max_new_tokens == 5
-    for name, value in trained.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
+    assert_same_weights(loaded, trained)
     assert not loaded.training
 
 
@@ -177,9 +150,7 @@ def test_a_list_of_rewards_is_their_weighted_sum_and_resumes_with_its_weights(ma
     module = ppo(material, **given)
     assert isinstance(module.scorer, WeightedScorer)
     assert module.scorer.weights == {"length": 1.0, "few": 0.5, "few#2": 2}
-    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(
-        module, prompts(material, module)
-    )
+    fit_in(tmp_path / "run", module, prompts(material, module), max_iterations=1)
     last = tmp_path / "run/checkpoints/last.ckpt"
     again = PPOModule.load_from_checkpoint(last, reward=given["reward"])
     assert again.scorer.weights == module.scorer.weights
@@ -205,8 +176,7 @@ def test_a_folder_of_somebody_else_is_refused_as_it_is(material, tmp_path):
 def resume(material: dict[str, Path], folder: Path, **changes: Any) -> None:
     module = PPOModule.from_pretrained(material["policy"], length, **changes)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, seed=1)
-    trainer = L.Trainer(**arguments(folder, max_iterations=ITERATIONS + 1))
-    trainer.fit(module, data, ckpt_path="last", weights_only=True)
+    fit_in(folder, module, data, ckpt_path="last", max_iterations=5)
 
 
 @pytest.fixture
@@ -225,17 +195,6 @@ def test_a_resume_with_another_seed_is_refused_and_loading_with_one_is_not(
     assert loaded.hparams["seed"] == 7
 
 
-def test_a_reward_s_name_that_names_nothing_is_refused_at_once(material, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match=r"reward='rewrad' .*path\.py:name"):
-        PPOModule.from_pretrained(material["policy"], "rewrad")
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    shutil.copy(material["policy"] / "config.json", bare)
-    with pytest.raises(ValueError, match=r"reward='.*bare' .*tokenizer"):
-        PPOModule.from_pretrained(material["policy"], bare)
-
-
 def test_a_reward_with_another_tokenizer_reads_text(material, tmp_path):
     other = shutil.copytree(material["policy"], tmp_path / "other")
     named = json.loads((other / "tokenizer.json").read_text())
@@ -248,9 +207,8 @@ def test_a_reward_with_another_tokenizer_reads_text(material, tmp_path):
 
 def test_a_trainer_that_fits_a_second_time_leaves_the_run_as_it_is(material, tmp_path):
     module = ppo(material)
-    trainer = L.Trainer(**arguments(tmp_path / "run"))
     data = prompts(material, module)
-    trainer.fit(module, data)
+    trainer = fit_in(tmp_path / "run", module, data)
     before = (tmp_path / "run/summary.json").read_text()
     assert json.loads(before)["status"] == "completed"
     with pytest.raises(FileExistsError, match="another folder"):
@@ -281,28 +239,23 @@ def test_a_logger_may_write_into_the_run_folder(material, tmp_path, logger, monk
         train(material, taken, max_iterations=1, logger=logger(taken))
 
 
-def test_training_shows_a_response_with_its_score_beside_each_progress_line(material, tmp_path):
-    out = io.StringIO()
-    bar = ProgressBar("ppo", every_n_seconds=0, file=out)
-    train(material, tmp_path, max_iterations=2, enable_progress_bar=True, callbacks=bar)
-    shown = [line for line in out.getvalue().splitlines() if " -> " in line]
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    first = next(row for row in samples if row["iteration"] == 2)
-    assert len(shown) == 2
-    assert shown[1].startswith(f"{first['score']:.2f}  {first['prompt']} -> ")
-    assert " ".join(first["response"].split())[:40] in shown[1]
-
-
 @pytest.mark.parametrize(("every_n_seconds", "num_lines"), [(0, 3), (1000, 1)])
-def test_the_last_progress_line_has_the_metrics_of_the_last_iteration(
+def test_progress_lines_have_the_metrics_of_their_iteration_and_a_response_with_its_score(
     material, tmp_path, every_n_seconds, num_lines
 ):
     out = io.StringIO()
     bar = ProgressBar("ppo", every_n_seconds=every_n_seconds, file=out)
     train(material, tmp_path, max_iterations=3, enable_progress_bar=True, callbacks=bar)
-    lines = [line for line in out.getvalue().splitlines() if line.startswith("ppo ")]
+    told = out.getvalue().splitlines()
+    lines = [line for line in told if line.startswith("ppo ")]
     *_, last = read_metrics(RunFolder(tmp_path).metrics)
     assert len(lines) == num_lines
     assert lines[-1].startswith("ppo 3/3")
     for name in ("rollout/kl_per_token", "rollout/response_length"):
         assert f"{quantity(name).label} {quantity(name).show(last[name])}" in lines[-1]
+    shown = [line for line in told if " -> " in line]
+    assert len(shown) == (0 if every_n_seconds else num_lines)
+    first = next(row for row in map(json.loads, samples(tmp_path)) if row["iteration"] == 3)
+    for line in shown[-1:]:
+        assert line.startswith(f"{first['score']:.2f}  {first['prompt']} -> ")
+        assert " ".join(first["response"].split())[:40] in line
